@@ -75,7 +75,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _with_free(shape: Sequence[int], strides: Sequence[int], free: tuple[int, ...]) -> tuple[Any, Any]:
     """A shape and strides with None for all that may differ; see `Library.alike`."""
-    if free == (0,):
+    if free == (0,) and shape:
         return [None, *shape[1:]], list(strides)
     last = max(free, default=-1)
     return (
@@ -175,6 +175,10 @@ class Library:
     def allocate(self, shape: tuple[int, ...], dtype: str, device: int | None) -> Any:
         """An uninitialized array on a device, from the library's own allocator."""
         raise NotImplementedError
+
+    def allocator(self, device: int) -> Callable[[tuple[int, ...], str], Any]:
+        """`allocate` on a device, for a call that makes several arrays."""
+        return lambda shape, dtype: self.allocate(shape, dtype, device)
 
     def workspace(self, sizes: Sequence[int], device: int) -> tuple[Any, list[int]]:
         """One allocation for parts of these sizes in bytes: its array, and the address of each part.
@@ -394,11 +398,23 @@ class _Torch(Library):
         sizes, strides = zip(*each, strict=True)
         return self._guards(*arrays, dynamic_dims_sizes=[*sizes], dynamic_dims_strides=[*strides]).check  # type: ignore[no-any-return]
 
+    def _layout(self, array: Any, free: tuple[int, ...]) -> tuple[Any, ...]:
+        return *super()._layout(array, free), array.requires_grad
+
+    def _allocate(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """An array on the current device."""
+        # Counts of rows that never repeat would fill the cache of strides.
+        dims = len(shape)
+        strides = (1,) if dims == 1 else (shape[1] or 1, 1) if dims == 2 else _strides(shape)
+        return self._empty_cuda(shape, strides, self._dtypes[dtype])  # type: ignore[misc]
+
+    def allocator(self, device: int) -> Callable[[tuple[int, ...], str], Any]:
+        is_current = self._empty_cuda is not None and self.current_device() == device
+        return self._allocate if is_current else super().allocator(device)
+
     def allocate(self, shape: tuple[int, ...], dtype: str, device: int | None) -> Any:
         if device is not None and self._empty_cuda is not None and self.current_device() == device:
-            # Counts of rows that never repeat would fill the cache of strides.
-            strides = (shape[1] or 1, 1) if len(shape) == 2 else _strides(shape)
-            return self._empty_cuda(shape, strides, self._dtypes[dtype])
+            return self._allocate(shape, dtype)
         place = self._torch.device("cpu") if device is None else self._torch.device("cuda", device)
         return self._empty(shape, dtype=self._dtypes[dtype], device=place)
 

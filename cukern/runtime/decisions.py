@@ -51,7 +51,7 @@ class Decisions:
         except TypeError:  # not hashable: the checks name the argument
             return None
         if found is not None:
-            types = [*map(type, facts), *map(type, arrays)]  # 1 == 1.0 == True
+            types = [*map(type, facts + arrays)]  # 1 == 1.0 == True
             for decision in found:
                 if decision.types == types and decision.is_alike(*decision.given(arrays)):
                     if decision.requires_grad and decision.library.wants_gradients():
