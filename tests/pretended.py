@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from cukern.runtime import arrays, launch, template
+from cukern.runtime import arrays, launch, template, tensor_map
+from cukern.runtime.gpu import of_arch
 from cukern.runtime.kernel import Variant
 from cukern.runtime.view import READERS
 
@@ -31,8 +32,21 @@ class Launch(NamedTuple):
     fields: dict[str, Any]
 
 
+def _unpacked(layout: template.Struct, packed: bytes, start: int = 0) -> dict[str, Any]:
+    """The fields of a struct by name; of a struct within, a dict."""
+    fields: dict[str, Any] = {}
+    for name, (offset, kind) in layout.fields.items():
+        if isinstance(kind, template.Array):
+            fields[name] = packed[start + offset : start + offset + kind.size]
+        elif isinstance(kind, template.Struct):
+            fields[name] = _unpacked(kind, packed, start + offset)
+        else:
+            (fields[name],) = struct.unpack_from(f"={kind.code}", packed, start + offset)
+    return fields
+
+
 class PretendedGPU:
-    """CUDA device `device`, on which tensors in host memory are; another may be the current one."""
+    """CUDA device `device`, an H200, on which tensors in host memory are; another may be the current one."""
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []
@@ -45,12 +59,7 @@ class PretendedGPU:
         assert (function, extra) == (1000 + self.current, 0)
         address = ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p))[0]
         layout = template.params(variant.instance.file, variant.instance.function)
-        packed, fields = ctypes.string_at(address, layout.size), {}
-        for name, (offset, kind) in layout.fields.items():
-            if isinstance(kind, template.Scalar):
-                (fields[name],) = struct.unpack_from(f"={kind.code}", packed, offset)
-            else:
-                fields[name] = packed[offset : offset + kind.size]
+        fields = _unpacked(layout, ctypes.string_at(address, layout.size))
         grid, block = tuple(sizes[:3]), tuple(sizes[3:])
         self.launches.append(Launch(variant, grid, block, shared_bytes, stream, self.current, fields))
 
@@ -90,10 +99,14 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGPU]:
     monkeypatch.setattr(library, "alike", alike)
     monkeypatch.setitem(READERS, torch.Tensor, view)
     monkeypatch.setattr(library, "allocate", allocate)
+    monkeypatch.setattr(library, "allocator", lambda device: lambda shape, dtype: allocate(shape, dtype, device))
+    monkeypatch.setattr(library, "device", lambda array, name="": gpu.device)
     monkeypatch.setattr(library, "current_device", lambda: gpu.current)
     monkeypatch.setattr(library, "stream", lambda device: 77 + device)
+    monkeypatch.setattr(tensor_map, "encode", lambda *arguments: bytes(tensor_map.TENSOR_MAP_BYTES))
     monkeypatch.setattr(launch, "runtime", SimpleNamespace(setDevice=gpu.set_devices.append))
     monkeypatch.setattr(launch, "current_device", gpu.make_current)
+    monkeypatch.setattr(launch.gpu, "of_device", lambda device: of_arch("H200"))
     monkeypatch.setattr(launch, "THREAD", threading.local())
     monkeypatch.setattr(Variant, "ready", property(lambda self: _Ready(gpu, self), lambda self, of: None))
     yield gpu

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 import cukern
-from cukern.ops import _moe_permute as op
+from cukern.ops.moe_permute import choose as op
 from cukern.runtime.kernel import Variant
 from tests.spec import (
     BF16,
