@@ -392,11 +392,25 @@ class _Torch(Library):
         return _view(View, (array, self, address, dtype, tuple(array.shape), array.stride(), device, None))
 
     def alike(self, arrays: Sequence[Any], free: Sequence[tuple[int, ...]]) -> Callable[..., bool]:
-        if self._guards is None or len({*map(id, arrays)}) < len(arrays):  # the guards take one tensor once
+        if self._guards is None:
             return super().alike(arrays, free)
-        each = [_with_free(x.shape, x.stride(), own) for x, own in zip(arrays, free, strict=True)]
+        # The guards take one tensor once.
+        first = [[*map(id, arrays)].index(id(x)) for x in arrays]
+        once = [*dict.fromkeys(first)]
+        each = [_with_free(arrays[i].shape, arrays[i].stride(), free[i]) for i in once]
         sizes, strides = zip(*each, strict=True)
-        return self._guards(*arrays, dynamic_dims_sizes=[*sizes], dynamic_dims_strides=[*strides]).check  # type: ignore[no-any-return]
+        guards = self._guards(*[arrays[i] for i in once], dynamic_dims_sizes=[*sizes], dynamic_dims_strides=[*strides])
+        if len(once) == len(arrays):
+            return guards.check  # type: ignore[no-any-return]
+        check_once = guards.check
+        again = [(i, j, self.alike([arrays[i]], [free[i]])) for i, j in enumerate(first) if i != j]
+
+        def is_alike(*others: Any) -> bool:
+            if not check_once(*[others[i] for i in once]):
+                return False
+            return all(others[i] is others[j] or is_one_alike(others[i]) for i, j, is_one_alike in again)
+
+        return is_alike
 
     def _layout(self, array: Any, free: tuple[int, ...]) -> tuple[Any, ...]:
         return *super()._layout(array, free), array.requires_grad
