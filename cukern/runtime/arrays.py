@@ -95,6 +95,16 @@ class Quick(NamedTuple):
 _PART_ALIGNMENT = 256  # of the parts of a workspace, in bytes
 
 
+@functools.lru_cache(maxsize=1024)
+def _lay_out(sizes: tuple[int, ...]) -> tuple[int, list[int]]:
+    """The bytes of a workspace of parts of these sizes, and where each part begins."""
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += -(-size // _PART_ALIGNMENT) * _PART_ALIGNMENT
+    return end, starts
+
+
 class View(NamedTuple):
     """What a call reads of an array, once. `strides` are in elements; `device` is None for host memory."""
 
@@ -185,10 +195,7 @@ class Library:
 
         The caller holds the array up to its last launch: else the allocator could give it to another thread.
         """
-        starts, end = [], 0
-        for size in sizes:
-            starts.append(end)
-            end += -(-size // _PART_ALIGNMENT) * _PART_ALIGNMENT
+        end, starts = _lay_out(tuple(sizes))
         array = self.allocate((end,), "uint8", device)
         address = self.address(array)
         return array, [address + start for start in starts]
