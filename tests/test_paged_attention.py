@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import re
 from collections.abc import Iterator
 from math import ceil
@@ -19,17 +18,16 @@ from numpy.typing import NDArray
 
 import cukern
 import cukern.runtime.compile as compiler
-from cukern.ops import _paged_attention as parts
 from cukern.ops import paged_attention as op
+from cukern.ops.paged_attention import choose as parts
+from cukern.ops.paged_attention import merge
 from cukern.reference import paged_attention as twin
 from cukern.runtime import arrays, gpu
 from cukern.runtime.cuda import cupy
 from cukern.runtime.kernel import arch_of_device, instances
-from cukern.runtime.late import Late
-from cukern.runtime.op import forget_plans
 from cukern.testing import assert_matches
 from tests.buffers import POISON, Buffer, as_torch, normal, on_gpu, same_bits, zeros
-from tests.test_op import packed, said
+from tests.pretended import Launch, PretendedGPU, pretended  # noqa: F401
 
 Array = NDArray[Any]
 NAN, INF = np.nan, np.inf
@@ -1223,13 +1221,13 @@ def test_what_is_compiled_at_import_is_what_is_called() -> None:
     wanted = [plan(Sizes(t, t, layout, seqs=256)) for t in ("float16", "bfloat16") for layout in LAYOUTS]
     alone = [plan(Sizes(t, t, layout, seqs=1)) for t in ("float16", "bfloat16") for layout in LAYOUTS]
     at_import = set(instances("paged_attention"))
-    clearing = {parts._clear_counters.variant(parts._CLEARING).instance}
+    clearing = {parts.clearing().variant.instance}
     wanted_instances = {p.variant.instance for p in wanted} | clearing
     assert wanted_instances <= at_import <= wanted_instances | {p.variant.instance for p in alone}
 
 
 def test_specialize_adds_a_head_and_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "_registered", set(parts.SPECIALIZED))
+    monkeypatch.setattr(parts, "registered", set(parts.SPECIALIZED))
     made = op.specialize(head_dim=72, block_size=48)
     assert [i.arguments[3:6] for i in made] == [(72, 80, 48)] * 4
     assert plan(Sizes(head_dim=72, block_size=48, seqs=256)).variant.instance in made
@@ -1243,12 +1241,17 @@ def test_specialize_adds_a_head_and_a_block(monkeypatch: pytest.MonkeyPatch) -> 
             op.specialize(**sizes)  # type: ignore[arg-type]
 
 
-def launched(function: Any, *args: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """What a plan on an H200 says, and the fields of its last launch; arrays that are made lie at 4096."""
-    trace, _, reader = said(function, *args, **options)
-    *cleared, fields = packed(trace, [*reader.addresses, *reader.lates])
-    assert cleared in ([], [{"counters": 4096, "count": math.prod(trace.made[0][0])}])
-    return trace, fields
+@pytest.fixture
+def h200(pretended: PretendedGPU, monkeypatch: pytest.MonkeyPatch) -> PretendedGPU:  # noqa: F811
+    monkeypatch.setattr(gpu, "of_device", lambda device: gpu.of_arch("H200"))
+    return pretended
+
+
+def launched(h200: PretendedGPU, function: Any, *args: Any, **options: Any) -> list[Launch]:
+    """The launches of a call on an H200."""
+    before = len(h200.launches)
+    function(*args, **options)
+    return h200.launches[before:]
 
 
 @pytest.mark.parametrize(
@@ -1262,30 +1265,35 @@ def launched(function: Any, *args: Any, **options: Any) -> tuple[Any, dict[str, 
         (8192, 129, False, ("__nv_bfloat16", 1, "false"), 264192),
     ],
 )
-def test_how_states_are_merged(tokens: int, head_dim: int, by_heads: bool, last: tuple[Any, ...], grid: int) -> None:
+def test_how_states_are_merged(
+    h200: PretendedGPU, tokens: int, head_dim: int, by_heads: bool, last: tuple[Any, ...], grid: int
+) -> None:
     outs = [torch.empty(tokens, 32, head_dim, dtype=torch.bfloat16) for _ in range(2)]
     lses = [torch.empty((32, tokens) if by_heads else (tokens, 32)) for _ in range(2)]
     options = {"lse_heads_first": True} if by_heads else {}
-    trace, fields = launched(cukern.merge_attention_states, outs[0], lses[0], outs[1], lses[1], **options)
-    (step,) = trace.steps
+    (step,) = launched(h200, cukern.merge_attention_states, outs[0], lses[0], outs[1], lses[1], **options)
     assert step.variant.instance.arguments[-len(last) :] == last
-    found = step.grid[0]
-    assert (found.value if isinstance(found, Late) else found) == grid
-    assert 1 << fields["shift"] == head_dim // 8 or last[-1] == "false"
+    assert step.grid == (grid, 1, 1)
+    assert 1 << step.fields["shift"] == head_dim // 8 or last[-1] == "false"
+    assert (step.fields["rows"], step.fields["tokens"]) == (tokens * 32, tokens if by_heads else 0)
 
 
-def test_the_launch_of_a_batch() -> None:
+def test_the_launch_of_a_batch(h200: PretendedGPU) -> None:
     kinds = {"dtype": torch.bfloat16}
     out, query = torch.empty(64, 32, 128, **kinds), torch.empty(64, 48, 128, **kinds)[:, :32]
     caches = torch.empty(9, 8, 16, 16, 8, **kinds), torch.empty(9, 8, 128, 16, **kinds)
     tables, lengths = torch.zeros(64, 260, dtype=torch.int32)[:, :256], torch.zeros(64, dtype=torch.int32)
     options = {"k_scale": 0.5, "v_scale": torch.ones(1), "window": 100, "sinks": torch.zeros(32), "out": out}
-    trace, fields = launched(cukern.paged_attention, query, *caches, tables, lengths, scale=0.25, **options)
-    clearing, launch_ = trace.steps
+    clearing, launch_ = launched(h200, cukern.paged_attention, query, *caches, tables, lengths, scale=0.25, **options)
     # 512 items with a block each. Cut by the shares of 264 blocks at once, they are at most 776 pieces of 4 rows.
-    assert launch_.grid[0] == 512 and clearing.grid[0] == 3
-    at = {"taken": 4096, "arrived": 4100, "partial": 8192, "maxima": 12288, "sums": 16384}
-    assert [math.prod(shape) for shape, _ in trace.made] == [1 + 512, 776 * 4 * 128, 776 * 4, 776 * 4]
+    assert launch_.grid == (512, 1, 1) and clearing.grid == (3, 1, 1)
+    counters, slots = 1 + 512, 776 * 4
+    # One workspace: the counters, then the outputs, maxima and sums of pieces, each from a multiple of 256 bytes on.
+    sizes = 4 * counters, 4 * slots * 128, 4 * slots
+    taken = clearing.fields["counters"]
+    partial, maxima, sums = (taken + start for start in itertools.accumulate(-(-size // 256) * 256 for size in sizes))
+    at = {"taken": taken, "arrived": taken + 4, "partial": partial, "maxima": maxima, "sums": sums}
+    assert clearing.fields == {"counters": taken, "count": counters}
     given = zip(("query", "keys", "values", "tables", "lengths"), (query, *caches, tables, lengths), strict=True)
     want = {
         **{name: array.data_ptr() for name, array in given}, "out": out.data_ptr(), "lse": 0, "slopes": 0, **at,
@@ -1297,20 +1305,21 @@ def test_the_launch_of_a_batch() -> None:
         "vllm_workspace": 0, "sparse_local": 0, "sparse_stride": 0, "sparse_size": 64, "sparse_head_step": 0,
         "sparse_rank": 0, "scale": 0.125, "softcap": 0.0, "out_scale": 1.0, "shares": 264,
     }  # fmt: skip
-    assert fields == want
+    assert launch_.fields == want
 
 
-def test_the_launch_of_v2() -> None:
+def test_the_launch_of_v2(h200: PretendedGPU) -> None:
     x = {"dtype": torch.float16}
     out, query, tmp_out = torch.empty(3, 4, 64, **x), torch.empty(3, 4, 64, **x), torch.empty(3, 4, 5, 64, **x)
     caches = torch.empty(9, 2, 8, 16, 8, **x), torch.empty(9, 2, 64, 16, **x)
     sums, maxima = torch.empty(3, 4, 5), torch.empty(3, 4, 5)
     places = torch.zeros(3, 160, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     args = (out, sums, maxima, tmp_out, query, *caches, 2, 0.25, *places, 16, 2500, None, "auto", None, 2)
-    trace, fields = launched(cukern.paged_attention_v2, *args, 1, 2, 3, 32, -1)
-    assert trace.made == [((1 + 3 * 2,), "int32")] and len(trace.steps) == 2
+    clearing, step = launched(h200, cukern.paged_attention_v2, *args, 1, 2, 3, 32, -1)
+    fields, taken = step.fields, clearing.fields["counters"]
+    assert clearing.fields["count"] == 1 + 3 * 2
     names = ("partial", "maxima", "sums", "taken", "arrived", "split", "max_splits", "vllm_workspace", "out_scale")
-    want = (tmp_out.data_ptr(), maxima.data_ptr(), sums.data_ptr(), 4096, 4100, 512, 5, 1, 2.0)
+    want = (tmp_out.data_ptr(), maxima.data_ptr(), sums.data_ptr(), taken, taken + 4, 512, 5, 1, 2.0)
     assert tuple(fields[name] for name in names) == want
     sparse = {"sparse_local": 2, "sparse_stride": 3, "sparse_size": 32, "sparse_head_step": -1, "sparse_rank": 1}
     assert fields.items() >= sparse.items()
@@ -1848,10 +1857,8 @@ def test_merging_two_vectors_at_once_gives_the_same_bits(
     lse_a.ravel()[::3], lse_b.ravel()[::5], out_a.ravel()[::11], out_b.ravel()[::11] = -INF, INF, 0, -0.0
     given, found = [cupy.asarray(a) for a in (out_a, lse_a, out_b, lse_b)], []
     for many in (2**24, 0):
-        monkeypatch.setattr(op, "_MANY_MERGED", many)
-        forget_plans()
+        monkeypatch.setattr(merge, "_MANY_MERGED", many)
         found.append(cukern.merge_attention_states(*given))
-    forget_plans()
     for ours, theirs in zip(*found, strict=True):
         same_bits(ours, cupy.asnumpy(theirs))
 
