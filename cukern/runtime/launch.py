@@ -114,14 +114,14 @@ def run_twin(twin: Callable[..., Any], like: View, out: Sequence[View | None], a
         return library.recorder.run_twin()
     given = {name: x.library.to_numpy(x.array) if type(x) is View else x for name, x in arguments.items()}
     results = twin(**given)
-    found = []
-    for result, into in zip(results if isinstance(results, tuple) else (results,), out, strict=True):
+    found, many = [], isinstance(results, (tuple, list))
+    for result, into in zip(results if many else (results,), out, strict=True):
         if into is not None:
             memory = library.to_numpy(into.array)
             if not np.may_share_memory(memory, result):  # else the twin has written it
                 memory[...] = result
         found.append(returned(library.from_numpy(result, like.array) if into is None else into.array, into, like))
-    return tuple(found) if isinstance(results, tuple) else found[0]
+    return tuple(found) if many else found[0]
 
 
 def returned(array: Any, into: View | None, like: View) -> Any:
