@@ -172,6 +172,19 @@ def test_what_a_decision_does_not_hold_is_checked_at_every_call(pretended: Prete
     assert len(pretended.launches) == 2
 
 
+def test_strides_of_few_rows_are_no_strides_of_many(chosen: list[Any], pretended: PretendedGPU) -> None:  # noqa: F811
+    wide = torch.zeros(3, 16), torch.zeros(3, 16, dtype=torch.int32)
+    out = wide[0][:, :8], wide[1][:, :8]
+    call(X[:1], out=(out[0][:1], out[1][:1]))
+    with pytest.raises(ValueError, match=r"^out\[0\] must be contiguous"):
+        call(out=out)
+    sparse = torch.zeros(3, 512)[:, ::2]
+    call(sparse[:0])
+    with pytest.raises(ValueError, match=r"^input must be contiguous along its last dimension"):
+        call(sparse)
+    assert len(pretended.launches) == 1
+
+
 def test_one_tensor_twice_is_like_itself_twice(pretended: PretendedGPU) -> None:  # noqa: F811
     library = arrays.library_of(X)
     assert library is not None

@@ -134,6 +134,13 @@ def test_a_choice_is_made_once_for_sizes(h200: GPU) -> None:
     assert kernels.choose.cache_info().misses == 5 and len(h200.checked) == 2
 
 
+def test_a_cache_without_blocks_has_room_for_no_token(h200: GPU) -> None:
+    for seqs in (3, 4):
+        query, *places = batch(seqs)
+        cukern.paged_attention(query, KEYS[:0], VALUES[:0], *places)
+        assert (h200.fields["blocks"], h200.fields["max_blocks"], h200.fields["seqs"]) == (0, 0, seqs)
+
+
 def test_choices_are_bounded(h200: GPU, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "_MOST_CHOICES", 4)
     for seqs in (3, 4, 5, 6, 7, 8, 3):
@@ -275,6 +282,7 @@ def test_vllms_workspaces_are_checked_at_every_call(h200: GPU) -> None:
         assert fields == [tmp_out.data_ptr(), max_logits.data_ptr(), exp_sums.data_ptr(), partitions, 512, 1]
     assert len(h200.checked) == 1
     exp_sums, max_logits, tmp_out = spaces_of(3, 2)
+    shifted = torch.zeros(tmp_out.numel() + 1, **HALF)[1:].view(tmp_out.shape)
     count = len(h200.pretended.launches)
     for given, most, message in (
         ((exp_sums, max_logits, tmp_out), 1025, "exp_sums must be of at least 3 partitions (of 512 of max_seq_len"),
@@ -285,6 +293,9 @@ def test_vllms_workspaces_are_checked_at_every_call(h200: GPU) -> None:
         ((exp_sums, max_logits[..., :1], tmp_out), 9, "max_logits must be of shape"),
         ((exp_sums[..., :1], max_logits[..., :1], tmp_out[..., :1, :]), 9, "exp_sums must be contiguous"),
         ((exp_sums, max_logits, spaces_of(3, 3)[2][:, :, :2]), 9, "tmp_out must be contiguous"),
+        ((spaces_of(3, 3)[0][..., :2], max_logits, tmp_out), 9, "exp_sums must be contiguous"),
+        ((exp_sums, spaces_of(3, 3)[1][..., :2], tmp_out), 9, "max_logits must be contiguous"),
+        ((exp_sums, max_logits, shifted), 9, "tmp_out must be at a multiple of 16 bytes, got an address"),
         ((exp_sums, None, tmp_out), 9, "max_logits must be a torch array like query, got builtins.NoneType"),
     ):  # fmt: skip
         for _ in range(2):
@@ -381,8 +392,9 @@ def test_states_are_checked_at_every_call(h200: GPU) -> None:
     wide = torch.zeros(4, 6)[:, :3]
     with pytest.raises(ValueError, match=r"^lse_b must be contiguous"):
         cukern.merge_attention_states(*first[:3], wide, lse_heads_first=True)
-    with pytest.raises(ValueError, match=r"^lse_a must be of shape \[..., heads, tokens\] of out_a = \[4, 3\]"):
-        cukern.merge_attention_states(first[0], torch.zeros(4, 2), *first[2:], lse_heads_first=True)
+    for shape in ((4, 2), (5, 3)):
+        with pytest.raises(ValueError, match=r"^lse_a must be of shape \[..., heads, tokens\] of out_a = \[4, 3\]"):
+            cukern.merge_attention_states(first[0], torch.zeros(shape), *first[2:], lse_heads_first=True)
     assert len(h200.pretended.launches) == count + 1
 
 

@@ -67,8 +67,8 @@ class Decisions:
         # By a slice for one array: its place alone would give no tuple.
         given = operator.itemgetter(*(places if len(places) > 1 else [slice(places[0], places[0] + 1)]))
         present = given(arrays)
-        # One of something is not one of each: such a size is not free.
-        free = [tuple(n for n in self._free[i] if tuple(arrays[i].shape[n : n + 1]) != (1,)) for i in places]
+        # One of something is not one of each, and strides of so few are not checked: such a size is not free.
+        free = [tuple(n for n in self._free[i] if max(arrays[i].shape[n : n + 1], default=0) > 1) for i in places]
         is_alike = library.alike(present, free)
         requires_grad = any(getattr(x, "requires_grad", False) for x in present)
         types = [*map(type, facts), *map(type, arrays)]

@@ -87,12 +87,16 @@ def merge_states(
         shape = (rows, *rest)
         elements = math.prod(shape)
         config = decision.choices.get((bits % 16 == 0, elements > _MANY_MERGED))
+        if heads_first:
+            agree = _agree(library, (lse_a, lse_b, lse), _lse_shape(shape, True))
+        else:
+            agree = lse_a.shape[0] == rows == lse_b.shape[0] and (lse is None or lse.shape[0] == rows)
         if (
-            config is not None
+            agree
+            and config is not None
             and elements <= config.most
             and out_b.shape[0] == rows
             and (merged is None or merged.shape[0] == rows)
-            and _agree(library, (lse_a, lse_b, lse), shape, heads_first)
         ):
             found = launch(config, library, decision.device, (at_a, at_lse_a, at_b, at_lse_b), shape, merged, lse)
             return found if merged is None or lse is None else out
@@ -107,13 +111,10 @@ def _lse_shape(shape: tuple[int, ...], heads_first: bool) -> tuple[int, ...]:
     return (*outer, heads, tokens)
 
 
-def _agree(library: Library, logs: tuple[Any, ...], shape: tuple[int, ...], heads_first: bool) -> bool:
-    """Whether log-sum-exps fit sides of a shape, where alike ones did."""
-    if not heads_first:
-        return all(x is None or x.shape[0] == shape[0] for x in logs)
-    wanted = _lse_shape(shape, True)
-    first = math.prod(wanted[1:])  # stride
-    return all(x is None or (x.shape == wanted and library.strides(x)[0] == first) for x in logs)
+def _agree(library: Library, logs: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
+    """Whether log-sum-exps by heads have this shape and are contiguous, where alike ones were."""
+    first = math.prod(shape[1:])  # stride
+    return all(x is None or (x.shape == shape and library.strides(x)[0] == first) for x in logs)
 
 
 def _decide(decision: Decision | None, facts: tuple[bool, Any], given: tuple[Any, ...]) -> tuple[Any, Any]:
