@@ -424,8 +424,8 @@ class _Torch(Library):
 
     def _allocate(self, shape: tuple[int, ...], dtype: str) -> Any:
         """An array on the current device."""
-        # Counts of rows that never repeat would fill the cache of strides.
         dims = len(shape)
+        # Counts of rows that never repeat would fill the cache of strides.
         strides = (1,) if dims == 1 else (shape[1] or 1, 1) if dims == 2 else _strides(shape)
         return self._empty_cuda(shape, strides, self._dtypes[dtype])  # type: ignore[misc]
 
@@ -435,7 +435,10 @@ class _Torch(Library):
 
     def allocate(self, shape: tuple[int, ...], dtype: str, device: int | None) -> Any:
         if device is not None and self._empty_cuda is not None and self.current_device() == device:
-            return self._allocate(shape, dtype)
+            # As in `_allocate`, without a further call.
+            dims = len(shape)
+            strides = (1,) if dims == 1 else (shape[1] or 1, 1) if dims == 2 else _strides(shape)
+            return self._empty_cuda(shape, strides, self._dtypes[dtype])
         place = self._torch.device("cpu") if device is None else self._torch.device("cuda", device)
         return self._empty(shape, dtype=self._dtypes[dtype], device=place)
 

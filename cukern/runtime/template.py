@@ -370,14 +370,52 @@ def packer(file: str, function: str, names: Sequence[str], fixed: Mapping[str, A
             paths.add(path)
 
     add(layout, 0, "")
-    packing = Packing(layout, leaves, lambda value: type(value) is str)
-    known = tuple(x for x in packing.parts if type(x) is bytes)
-    values = (*names, *known)
-    places = [values.index(part) for part in packing.parts]  # equal bytes are as good
+    opened = tuple((offset, code, value) for offset, code, value, _ in leaves if type(value) is str)
+    fixed_leaves = [(offset, code, value, path) for offset, code, value, path in leaves if type(value) is not str]
+    form = _form(layout.size, tuple(names), opened, tuple((offset, code) for offset, code, *_ in fixed_leaves))
+    try:
+        packed = form.fixed.pack(*[value for _, _, value, _ in fixed_leaves])
+    except struct.error:
+        Packing(layout, leaves, lambda value: type(value) is str)  # which names the field
+        raise
+    known = tuple(packed[start:end] for start, end in form.known)
     own = {path: x for path, x in fixed.items() if path in paths}
     taken = tuple(path if path in paths and path not in fixed else None for path in names)
-    order = None if places == [*range(len(values))] else operator.itemgetter(*places)
-    return Packer(packing.struct.pack_into, order, known, taken, own)
+    return Packer(form.whole.pack_into, form.order, known, taken, own)
+
+
+class _Form(NamedTuple):
+    """How the structs of one layout are packed, whatever their fixed numbers are."""
+
+    fixed: struct.Struct  # of the fixed numbers alone, in a struct of the same size
+    known: list[tuple[int, int]]  # the bytes from one value of a call to the next
+    whole: struct.Struct  # of the values of a call, and of all that is known
+    order: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None
+
+
+@functools.lru_cache(maxsize=1024)
+def _form(
+    size: int, names: tuple[str, ...], opened: tuple[tuple[int, str, str], ...], fixed: tuple[tuple[int, str], ...]
+) -> _Form:
+    """The form of a struct of `size` bytes with the values `opened` of each call and the `fixed` numbers."""
+    text, end = "=", 0
+    for offset, code in fixed:
+        text += f"{offset - end}x{code}"
+        end = offset + struct.calcsize(f"={code}")
+    numbers = struct.Struct(f"{text}{size - end}x")
+    known: list[tuple[int, int]] = []
+    text, end, places = "=", 0, []
+    for offset, code, name in (*opened, (size, "", "")):
+        if offset > end:
+            text += f"{offset - end}s"
+            places.append(len(names) + len(known))
+            known.append((end, offset))
+        if code:
+            text += code
+            places.append(names.index(name))
+            end = offset + struct.calcsize(f"={code}")
+    order = None if places == [*range(len(names) + len(known))] else operator.itemgetter(*places)
+    return _Form(numbers, known, struct.Struct(text), order)
 
 
 _compiled = functools.lru_cache(maxsize=1024)(struct.Struct)
