@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from cukern.runtime import check
+from cukern.runtime.arrays import View
 from cukern.runtime.describe import Array, contiguous_strides, expect
 from cukern.runtime.units import divisor
+from cukern.runtime.view import read_like
 
 #: Rows are counted in 31 bits and rounded up to whole tiles.
 MAX_ROWS = 2**31 - 2**12
@@ -23,7 +26,7 @@ class Rows(NamedTuple):
     size: int
     distance: Any  # from a row to the next, in elements
     batch: Any  # rows of each expert with `counts`, else 1
-    counts: Array | None  # int32 [experts], the rows of each expert that are in use; None: all rows are
+    counts: Any  # int32 [experts], the rows of each expert that are in use; None: all rows are
 
 
 def rows_of(name: str, array: Array, expert_num_tokens: Any = None) -> Rows:
@@ -32,22 +35,41 @@ def rows_of(name: str, array: Array, expert_num_tokens: Any = None) -> Rows:
     Raises TypeError for a dtype or a library, ValueError unless each row is contiguous and all lie at one distance, or
     for other sizes.
     """
-    shape = array.shape
+    rows = _rows_of(name, array.shape, array.strides)
+    if expert_num_tokens is None:
+        return rows
+    check.dimensions(name, array.shape, ("experts", "max_tokens", "size"))
+    shape = (array.shape[0],)
+    counts = expect("expert_num_tokens", expert_num_tokens, array, name, ("int32",), shape, "[experts]")
+    return rows._replace(batch=array.shape[-2], counts=counts)
+
+
+def rows_of_view(name: str, x: View, expert_num_tokens: Any = None) -> Rows:
+    """`rows_of` for an array that a call has read; `counts` is a view too."""
+    rows = _rows_of(name, x.shape, x.strides)
+    if expert_num_tokens is None:
+        return rows
+    check.dimensions(name, x.shape, ("experts", "max_tokens", "size"))
+    counts = read_like("expert_num_tokens", expert_num_tokens, x, name, ("int32",), x.shape[:1], "[experts]")
+    return rows._replace(batch=x.shape[-2], counts=counts)
+
+
+def _rows_of(name: str, shape: Sequence[Any], all_strides: Sequence[Any]) -> Rows:
     if not shape:
-        check.dimensions(name, shape, ("...", "size"))
+        check.dimensions(name, tuple(shape), ("...", "size"))
     size = distance = int(shape[-1])  # late where there is but one dimension
     if size > MAX_ROW:
         check.fail(name, f"of rows of at most {MAX_ROW} elements", size)
     # Dimensions of size 1 are left out: their strides mean nothing. A late size is compared only where it must be.
-    outer = [(n, stride) for n, stride in zip(shape[:-1], array.strides, strict=False) if type(n) is not int or n != 1]
-    lengths, strides = [n for n, _ in outer], [*(stride for _, stride in outer), array.strides[-1]]
+    outer = [(n, stride) for n, stride in zip(shape[:-1], all_strides, strict=False) if type(n) is not int or n != 1]
+    lengths, strides = [n for n, _ in outer], [*(stride for _, stride in outer), all_strides[-1]]
     count = functools.reduce(operator.mul, lengths, 1) if len(lengths) != 1 else lengths[0]
     if count > MAX_ROWS:
         check.fail(name, f"of at most {MAX_ROWS} rows", count)
     if strides == list(contiguous_strides([*lengths, size])):
         pass
     elif count > 1 and size:
-        fits, span = array.strides[-1] == 1 or size == 1, 0
+        fits, span = all_strides[-1] == 1 or size == 1, 0
         for length, stride in reversed(outer):
             if length > 1:
                 if not span:
@@ -55,14 +77,10 @@ def rows_of(name: str, array: Array, expert_num_tokens: Any = None) -> Rows:
                 fits, span = fits and stride == span, stride * length
         if not fits or distance < 0:
             wanted = "contiguous along its last dimension, with all rows at one distance"
-            check.fail(name, wanted, f"strides {array.strides} (in elements)")
-    elif size > 1 and count and array.strides[-1] != 1:
-        check.fail(name, "contiguous along its last dimension", f"strides {array.strides} (in elements)")
-    if expert_num_tokens is None:
-        return Rows(count, size, distance, 1, None)
-    check.dimensions(name, shape, ("experts", "max_tokens", "size"))
-    expect("expert_num_tokens", expert_num_tokens, array, name, ("int32",), (shape[0],), "[experts]")
-    return Rows(count, size, distance, shape[-2], expert_num_tokens)
+            check.fail(name, wanted, f"strides {all_strides} (in elements)")
+    elif size > 1 and count and all_strides[-1] != 1:
+        check.fail(name, "contiguous along its last dimension", f"strides {all_strides} (in elements)")
+    return Rows(count, size, distance, 1, None)
 
 
 class Tile(NamedTuple):
