@@ -60,16 +60,24 @@ class Decisions:
         return None
 
     def keep(
-        self, facts: tuple[Any, ...], arrays: tuple[Any, ...], library: Library, device: int, own: Any = None
-    ) -> Decision:
-        """Keep the decision of a call that has passed its checks, without a choice yet."""
+        self, facts: tuple[Any, ...], arrays: tuple[Any, ...], library: Library, device: int, own: Any = None,
+        free: Sequence[tuple[int, ...]] | None = None,
+    ) -> Decision:  # fmt: skip
+        """Keep the decision of a call that has passed its checks, without a choice yet.
+
+        `free` stands in for the family's where the free dimensions depend on the call.
+        """
         places = [i for i, x in enumerate(arrays) if x is not None]
         # By a slice for one array: its place alone would give no tuple.
         given = operator.itemgetter(*(places if len(places) > 1 else [slice(places[0], places[0] + 1)]))
         present = given(arrays)
         # One of something is not one of each, and strides of so few are not checked: such a size is not free.
-        free = [tuple(n for n in self._free[i] if max(arrays[i].shape[n : n + 1], default=0) > 1) for i in places]
-        is_alike = library.alike(present, free)
+        sizes = [(free or self._free)[i] for i in places]
+        many = [
+            tuple(n for n in own_free if max(x.shape[n : n + 1], default=0) > 1)
+            for x, own_free in zip(present, sizes, strict=True)
+        ]
+        is_alike = library.alike(present, many)
         requires_grad = any(getattr(x, "requires_grad", False) for x in present)
         types = [*map(type, facts), *map(type, arrays)]
         made = Decision(types, is_alike, given, requires_grad, library, device, own, {})
