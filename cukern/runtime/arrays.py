@@ -190,6 +190,10 @@ class Library:
         """`allocate` on a device, for a call that makes several arrays."""
         return lambda shape, dtype: self.allocate(shape, dtype, device)
 
+    def transposed(self, array: Any) -> Any:
+        """An array that was made for a call, with its last two dimensions exchanged."""
+        return array.swapaxes(-1, -2)
+
     def workspace(self, sizes: Sequence[int], device: int) -> tuple[Any, list[int]]:
         """One allocation for parts of these sizes in bytes: its array, and the address of each part.
 
