@@ -18,12 +18,8 @@ import cukern
 from benchmarks import bench_quantization, harness
 from cukern.reference import moe_activation as activated
 from cukern.reference import quantization as twin
-from cukern.runtime import arrays, gpu
+from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
-from cukern.runtime.describe import Array as Described
-from cukern.runtime.late import Late
-from cukern.runtime.op import OPS, Op
-from cukern.runtime.plan import Trace, empty
 from cukern.testing import assert_matches
 from tests.buffers import Buffer, place, to_numpy
 
@@ -339,97 +335,6 @@ def test_bad_input_is_refused(
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
         getattr(cukern, name)(*args, **options)
-
-
-# --- plans --------------------------------------------------------------------------------------------
-
-
-def plan(op: Op, *args: Any, **options: Any) -> tuple[Trace, list[Any]]:
-    """The trace of a plan on an H200, and an environment to evaluate it in, with an address for each array."""
-    trace, _, reader = op.say(op.form(len(args), tuple(options)), (*args, *options.values()), gpu.of_arch("90a"))
-    made = [1 << 20 | i << 16 for i in range(len(trace.made))]
-    return trace, [*(i << 12 for i in range(len(reader.addresses))), *reader.lates, *made]
-
-
-def said(trace: Trace, environment: list[Any]) -> list[Any]:
-    """The launches of a trace in an environment: variant, grid, block and packed parameters."""
-
-    def find(value: Any) -> Any:
-        value = value.address if isinstance(value, Described) else value
-        return value.evaluate(environment) if isinstance(value, Late) else value
-
-    return [
-        (
-            step.variant,
-            tuple(map(find, step.grid)),
-            step.block,
-            step.packing.struct.pack(*map(find, step.packing.parts)),
-        )
-        for step in trace.steps
-        if step.packing is not None
-    ]
-
-
-PLANS = {name: (*WAYS[name], 768) for name in WAYS} | {
-    "activated": ("silu_and_mul_quant", (), {}, 768),
-    "activated by tokens": ("silu_and_mul_quant", (), {"group_size": None}, 768),
-    "activated with a scale": ("silu_and_mul_quant", (), {"scale": 0.5}, 768),
-    "mxfp4": ("quantize_mxfp4", (), {}, 768),
-    "nvfp4": ("scaled_fp4_quant", (3.0,), {}, 768),
-    "from mxfp4": ("dequantize_mxfp4", (), {}, 32),
-    "from nvfp4": ("dequantize_nvfp4", (), {}, 32),
-}
-
-
-@pytest.mark.parametrize("way", PLANS)
-def test_a_plan_serves_every_number_of_rows(way: str) -> None:
-    name, args, options, k = PLANS[way]
-
-    def made(rows: int) -> tuple[Trace, list[Any]]:
-        if name.startswith("dequantize"):
-            scale = np.zeros((rows, 2 * k // (32 if name.endswith("mxfp4") else 16)), np.uint8)
-            numbers = (2.0,) if name.endswith("nvfp4") else ()
-            return plan(OPS[name], np.zeros((rows, k), np.uint8), scale, *numbers)
-        return plan(OPS[name], np.zeros((rows, k), np.float16), *args, **options)
-
-    first, _ = made(3)
-    assert first.steps
-    for rows in (1, 2, 77, 4096, 100_000):
-        own, environment = made(rows)
-        assert first.guards.hold(environment)
-        assert said(first, environment) == said(own, environment)
-
-
-@pytest.mark.parametrize("shape", [(768,), (1, 768), (5, 768), (2, 5, 768), (0, 768), (3, 0)])
-def test_a_scale_of_each_call(shape: tuple[int, ...]) -> None:
-    x = np.zeros(shape, np.float16)
-    (first, _), (_, environment) = plan(OPS["scaled_fp8_quant"], x, 0.5), plan(OPS["scaled_fp8_quant"], x, 0.25)
-    assert first.guards.hold(environment)
-    assert np.float32(0.25).tobytes() in said(first, environment)[0][3]
-    environment[-3] = np.ones(1, np.float32)  # an array, and of another library than x
-    with pytest.raises(TypeError, match="scale must be a number, got array"):
-        said(first, environment)
-
-
-@pytest.mark.parametrize("group_size", [128, None])
-def test_rows_in_the_plan_of_another_op(group_size: int | None) -> None:
-    def layer(x: Any, offsets: Any) -> Any:
-        rows = x.shape[0] * 6
-        gate_up, q = empty((rows, 1024), "bfloat16"), empty((1, rows, 512), "float8_e4m3fn")
-        s = empty((1, rows, 4 if group_size else 1), "float32")
-        given = {"group_size": group_size, "expert_num_tokens": offsets[8:], "out_q": q, "out_s": s}
-        return cukern.silu_and_mul_quant(gate_up.reshape(1, rows, 1024), **given)[0]
-
-    op = Op(layer, None, rows={"tokens": ("x",)}, late_scalars=())
-
-    def made(tokens: int) -> tuple[Trace, list[Any]]:
-        return plan(op, np.zeros((tokens, 64), np.float16), np.zeros(9, np.int32))
-
-    first, _ = made(3)
-    for tokens in (1, 2, 500, 65536):
-        own, environment = made(tokens)
-        assert first.guards.hold(environment)
-        assert said(first, environment) == said(own, environment)
 
 
 # --- benchmarks ---------------------------------------------------------------------------------------

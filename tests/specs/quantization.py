@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 import cukern
-from cukern.ops import _quantization as op
+from cukern.ops.quantization import choose as op
 from cukern.runtime.kernel import Variant
 from tests.spec import BF16, SHARE, Bits, Call, Function, Spec, floats, fp8_bytes, in_variants, integers
 
