@@ -67,7 +67,15 @@ def run(way: str, shape: tuple[int, ...], padding: int = 0) -> Any:
 
 def said(launches: list[Launch]) -> list[Any]:
     """What launches say, but for addresses."""
-    return [(*x[:4], {name: y for name, y in x.fields.items() if name not in ADDRESSES}) for x in launches]
+    return [(*x[:4], {name: y for name, y in flat(x.fields).items() if name not in ADDRESSES}) for x in launches]
+
+
+def flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Fields by name; one of a struct within is such as "in.rows"."""
+    found = {}
+    for name, x in fields.items():
+        found |= flat(x, f"{prefix}{name}.") if isinstance(x, dict) else {prefix + name: x}
+    return found
 
 
 @pytest.mark.parametrize("way", CALLS)
@@ -124,7 +132,7 @@ def test_what_is_given_is_written(decided: list[str], pretended: PretendedGPU) -
         q, s = torch.zeros(2, tokens, 256, dtype=E4M3), torch.zeros(2, tokens, 2)
         found = cukern.per_token_group_quant_fp8(x, 128, expert_num_tokens=counts, out_q=q, out_s=s)
         assert found[0] is q and found[1] is s
-        fields = pretended.launches[-1].fields
+        fields = flat(pretended.launches[-1].fields)
         names = "in.x", "in.counts", "q", "scales.to"
         assert [fields[name] for name in names] == [y.data_ptr() for y in (x, counts, q, s)]
         assert fields["in.max_tokens"] == tokens and fields["scales.expert_stride"] == 2 * tokens
@@ -132,11 +140,11 @@ def test_what_is_given_is_written(decided: list[str], pretended: PretendedGPU) -
         assert cukern.scaled_fp8_quant(x, None, None, scale, False, output, expert_num_tokens=counts)[0] is output
         first, second = pretended.launches[-2:]
         assert first.fields["partial"] == second.fields["partial"] and second.fields["partials"] == first.grid[0]
-        assert (second.fields["q"], second.fields["upper.array"]) == (output.data_ptr(), scale.data_ptr())
+        assert (second.fields["q"], second.fields["upper"]["array"]) == (output.data_ptr(), scale.data_ptr())
     assert len(decided) == 4  # of another max_tokens too: the first size alone is free
     one = torch.zeros(1)
     assert cukern.silu_and_mul_quant(x, scale=scale, out_s=one)[1] is one
-    assert pretended.launches[-1].fields["scale.array"] == scale.data_ptr()
+    assert pretended.launches[-1].fields["scale"]["array"] == scale.data_ptr()
     zero = torch.zeros(1, dtype=torch.int32)
     _, scales, zeros = cukern.scaled_int8_quant(x, scale, zero, False)
     assert zeros is not None
@@ -155,7 +163,7 @@ def test_column_major_scales_of_any_number_of_rows(decided: list[str], pretended
     for rows in (3, 5, 700):
         s = torch.zeros(4, rows).t()
         assert call(rows, s)[1] is s
-        fields = pretended.launches[-1].fields
+        fields = flat(pretended.launches[-1].fields)
         strides = [fields[f"scales.{name}_stride"] for name in ("expert", "row", "group")]
         assert (strides, fields["scales.to"]) == ([4 * rows, 1, rows], s.data_ptr())
     assert len(decided) == 1
@@ -198,7 +206,7 @@ def test_what_a_decision_does_not_hold_is_checked_at_every_call(
     decided.clear()
     for scale in (0.25, 3, np.float32(0.125)):
         cukern.scaled_fp8_quant(x, scale)  # type: ignore[arg-type]
-        assert pretended.launches[-1].fields["scale.number"] == scale
+        assert pretended.launches[-1].fields["scale"]["number"] == scale
     for padding in (2, 9):
         assert cukern.scaled_fp8_quant(x, None, padding, 0.5, True)[1].shape == (max(padding, 3), 1)
     assert not decided
@@ -209,7 +217,7 @@ def test_rows_of_other_strides_are_checked_again(decided: list[str], pretended: 
     wide = torch.zeros(3, 2, 300)[:, :, :256]
     for first in (1, 1):
         cukern.per_token_group_quant_fp8(wide.transpose(0, 1)[:first], 128)
-        assert pretended.launches[-1].fields["in.stride"] == 4 * 600
+        assert pretended.launches[-1].fields["in"]["stride"] == 4 * 600
     assert len(decided) == 1
     odd = torch.zeros(2 * 700)[:1024].as_strided((2, 2, 256), (601, 300, 1))
     cukern.per_token_group_quant_fp8(odd[:1], 128)
@@ -251,7 +259,7 @@ def test_packed_numbers_are_checked_at_every_call(decided: list[str], pretended:
         cukern.dequantize_mxfp4(packed, scale)
     for number in (2.0, 3):
         cukern.dequantize_nvfp4(packed, torch.zeros(2, 4, dtype=torch.uint8), number)
-        assert pretended.launches[-1].fields["global.number"] == number
+        assert pretended.launches[-1].fields["global"]["number"] == number
     with pytest.raises(ValueError, match=r"^global_scale must be a finite number, got inf"):
         cukern.dequantize_nvfp4(packed, torch.zeros(2, 4, dtype=torch.uint8), float("inf"))
 

@@ -74,7 +74,7 @@ class Decisions:
         # One of something is not one of each, and strides of so few are not checked: such a size is not free.
         sizes = [(free or self._free)[i] for i in places]
         many = [
-            tuple(n for n in own_free if max(x.shape[n : n + 1], default=0) > 1)
+            tuple(n for n in own_free if max(x.shape[n : n + 1], default=2) > 1)
             for x, own_free in zip(present, sizes, strict=True)
         ]
         is_alike = library.alike(present, many)
