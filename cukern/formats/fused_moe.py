@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -122,6 +123,16 @@ class FusedMoEQuantConfig:
     def numbers(self) -> dict[str, Any]:
         """All else, by name."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in SCALES}
+
+    @functools.cached_property
+    def facts(self) -> tuple[Any, ...]:
+        """The values of `numbers`, which tell configurations apart but for their scales."""
+        return tuple(self.numbers.values())
+
+    @functools.cached_property
+    def arrays(self) -> tuple[Any, ...]:
+        """The scales and biases in the order of SCALES, None for those that are not given."""
+        return tuple(getattr(self, name) for name in SCALES)
 
     @property
     def form(self) -> dict[str, Any]:

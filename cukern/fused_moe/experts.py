@@ -35,8 +35,6 @@ from cukern.ops.moe_permute import moe_sort, moe_unpermute, permute_quantized, p
 from cukern.ops.quantization import per_token_group_quant_fp8, scaled_fp8_quant, silu_and_mul_quant
 from cukern.runtime import arrays
 from cukern.runtime.activation import is_gated
-from cukern.runtime.describe import same_shape
-from cukern.runtime.late import ceil_div, late
 
 Formats = tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]
 STANDARD: Formats = (FusedMoEActivationFormat.Standard,) * 2
@@ -62,7 +60,7 @@ def expected_rows_of(tokens: Any, topk: int, experts: int) -> Any:
     Of so few tokens that the weights are streamed, it is all of them: an expert may have so many, and a second tile
     would read all its weights again.
     """
-    return tokens if tokens <= STREAM_ROWS else max(ceil_div(tokens * topk, experts), STREAM_ROWS + 1)
+    return tokens if tokens <= STREAM_ROWS else max(-(-tokens * topk // experts), STREAM_ROWS + 1)
 
 
 def inter_of(w1: Any, activation: str) -> int:
@@ -188,7 +186,7 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
 
     def _product_rows(self, workspace13: Any, shape: tuple[Any, Any], dtype: str) -> Any:
         """The part of the workspace for the second product."""
-        return workspace13 if same_shape(workspace13, shape) else workspace13[: shape[0]]
+        return workspace13 if tuple(workspace13.shape) == shape else workspace13[: shape[0]]
 
     def _standard(
         self,
@@ -297,7 +295,7 @@ class _Fp8GemmExperts(_GemmExperts):
         # quantized rows and their scales. Of a first product that is quantized, the first one has its rows.
         wide = rows * ((max(N, K) if reduces and not self.batched else N) * arrays.ITEM_SIZE[dtype])
         if not reduces and not self.batched:
-            wide = late(max, wide, aligned(rows * K) + rows * self._scales(K) * arrays.ITEM_SIZE["float32"])
+            wide = max(wide, aligned(rows * K) + rows * self._scales(K) * arrays.ITEM_SIZE["float32"])
         columns = N // 2 if self.batched else max(N // 2, K)
         quantized = aligned(rows * columns) + rows * self._scales(columns) * arrays.ITEM_SIZE["float32"]
         return Workspaces((wide,), (quantized,), output, "uint8")

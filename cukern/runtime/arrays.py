@@ -65,7 +65,7 @@ _CUPY_DTYPES = {name: numpy_dtype("uint8" if name.startswith("float8") else name
 
 
 @functools.lru_cache(maxsize=1024)
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides in elements of an array in C order without gaps."""
     strides = [1] * len(shape)
     for i in range(len(shape) - 1, 0, -1):
@@ -430,7 +430,7 @@ class _Torch(Library):
         """An array on the current device."""
         dims = len(shape)
         # Counts of rows that never repeat would fill the cache of strides.
-        strides = (1,) if dims == 1 else (shape[1] or 1, 1) if dims == 2 else _strides(shape)
+        strides = (1,) if dims == 1 else (shape[1] or 1, 1) if dims == 2 else strides_of(shape)
         return self._empty_cuda(shape, strides, self._dtypes[dtype])  # type: ignore[misc]
 
     def allocator(self, device: int) -> Callable[[tuple[int, ...], str], Any]:
@@ -441,7 +441,7 @@ class _Torch(Library):
         if device is not None and self._empty_cuda is not None and self.current_device() == device:
             # As in `_allocate`, without a further call.
             dims = len(shape)
-            strides = (1,) if dims == 1 else (shape[1] or 1, 1) if dims == 2 else _strides(shape)
+            strides = (1,) if dims == 1 else (shape[1] or 1, 1) if dims == 2 else strides_of(shape)
             return self._empty_cuda(shape, strides, self._dtypes[dtype])
         place = self._torch.device("cpu") if device is None else self._torch.device("cuda", device)
         return self._empty(shape, dtype=self._dtypes[dtype], device=place)
@@ -479,10 +479,10 @@ class _Torch(Library):
 
             def make(environment: Sequence[Any]) -> Any:
                 found = shape(environment)
-                return empty(found, _strides(found), kind)
+                return empty(found, strides_of(found), kind)
 
             return make
-        strides = _strides(shape)
+        strides = strides_of(shape)
         return lambda environment: empty(shape, strides, kind)
 
     def dtype(self, array: Any) -> str:

@@ -12,8 +12,8 @@ from cukern.runtime import arrays, check
 from cukern.runtime.arrays import View
 
 Reader = Callable[[str, Any], View]
-#: The reader of each type seen so far.
-READERS: dict[type, Reader] = {}
+#: The reader of each type seen so far. A view is read as it is.
+READERS: dict[type, Reader] = {View: lambda name, x: x}
 
 
 def view_of(name: str, x: Any) -> View | None:

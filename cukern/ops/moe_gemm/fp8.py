@@ -175,7 +175,7 @@ def quantizes(expected_rows: int, experts: int, n: int, gpu: gpu.Gpu | None) -> 
     """
     if gpu is None or gpu.arch != "90a" or n % (2 * BLOCK) or expected_rows <= STREAM_ROWS:
         return False
-    return _is_wide_cheaper(int(expected_rows), experts, n, gpu.multiprocessors)
+    return _is_wide_cheaper(expected_rows, experts, n, gpu.multiprocessors)
 
 
 @functools.lru_cache(maxsize=1024)

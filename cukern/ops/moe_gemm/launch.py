@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from cukern.formats.quantized import BLOCK
 from cukern.formats.weights import is_prepared, rows_of_weights
@@ -87,83 +87,109 @@ def result_of(
     return Result((*rows, n // 2 if half else n), dtype, symbols)
 
 
-def _decide(
-    decision: Decision | None, given: tuple[Any, ...], facts: tuple[Any, ...], expected_m: Any,
-    twin: Callable[..., Any], is_batched: bool,
-) -> Any:  # fmt: skip
-    """Check a call, choose its kernel, keep the choice, launch. `decision` is of alike calls of other alignment."""
+class Checked(NamedTuple):
+    """A call that has been checked."""
+
+    views: tuple[Any, ...]  # in the order of `multiply`'s arrays, None for what is not given
+    formats: tuple[str, str, str]  # of the weights, of the scales of `a` and of `b`
+    result: Result
+    facts: tuple[Any, ...]
+
+
+def check_call(given: tuple[Any, ...], facts: tuple[Any, ...], is_batched: bool = False) -> Checked:
+    """Check a call; `given` are arrays or their views, in the order of `multiply`.
+
+    Raises TypeError or ValueError for arguments that do not fit each other.
+    """
     activation, alpha, limit, interleaved, out_dtype, variant, quantizes = facts
     symbols = ("experts", "max_tokens", "k") if is_batched else ("tokens", "k")
     a = read("a", given[0], FP8_DTYPES if quantizes else (*DTYPES, *FP8_DTYPES), symbols)
     contiguous("a", a)
     b = read_beside("b", given[1], a, "a")
     names = "expert_num_tokens" if is_batched else "expert_offsets", "a_scale", "b_scale", "b_global_scale", "row_token"
-    others: list[Any] = [None] * 5
-    for i in (0, 1, 2, 3, 4):
-        if i == 0 or given[2 + i] is not None:
-            others[i] = read_beside(names[i], given[2 + i], a, "a")
-            contiguous(names[i], others[i])
+    others: list[Any] = [None] * len(names)
+    for i, (name, array) in enumerate(zip(names, given[2:7], strict=True)):
+        if not i or array is not None:
+            others[i] = read_beside(name, array, a, "a")
+            contiguous(name, others[i])
     offsets, a_scale, b_scale, b_global_scale, row_token = others
-    number, gated = activations.function_number(activation, optional=True), is_gated(activation)
-    alpha, limit = activations.check_bounds(alpha, limit)
+    activations.function_number(activation, optional=True)
+    gated, (alpha, limit) = is_gated(activation), activations.check_bounds(alpha, limit)
     interleaved = check.flag("interleaved", check.one_of("interleaved", interleaved, (False, True)))
     if interleaved and not gated:
         check.fail("interleaved", "False without a gate", f"True with activation {activation!r}")
     check_sizes(a, b, offsets, row_token, gated)
-    weights, a_scales, b_scales = formats_of(a, b, a_scale, b_scale, b_global_scale)
-    is_fp8 = a.dtype not in DTYPES
-    out = given[8]
+    formats = formats_of(a, b, a_scale, b_scale, b_global_scale)
+    is_fp8, out = a.dtype not in DTYPES, given[8]
     if out_dtype is None and is_fp8 and out is not None and not quantizes:
         found = read_beside("out", out, a, "a").dtype
         out_dtype = found if found in HALF_DTYPES else None
     if out_dtype is not None:
         out_dtype = check.one_of("out_dtype", out_dtype, HALF_DTYPES if is_fp8 else (a.dtype,))
-    if expected_m is not None:
-        expected_m = check.integer("expected_m", expected_m, 0)
     result = result_of(a, b, row_token=row_token, activation=activation, out_dtype=out_dtype)
-    experts, n, k = b.shape[0], rows_of_weights(b), a.shape[-1]
-    bias = None if given[7] is None else check_bias(given[7], experts, n, a, result.dtype)
-    outs = _results(a, b_scales, activation, result, given[8:], quantizes)
+    bias = None if given[7] is None else check_bias(given[7], b.shape[0], rows_of_weights(b), a, result.dtype)
+    outs = _results(a, formats[2], activation, result, given[8:], quantizes)
     if a.on_host:
         check.host_variant(variant, VARIANTS)
-        arguments = _of_twin(twin, a, b, (*others, bias), facts, out_dtype, outs, is_batched)
-        return runtime.run_twin(twin, a, outs, arguments)
     variant = check.one_of("variant", variant, VARIANTS)
+    facts = activation, alpha, limit, interleaved, out_dtype, variant, quantizes
+    return Checked((a, b, *others, bias, *outs), formats, result, facts)
+
+
+def product_of(x: Checked, out: View) -> Product:
+    """The product of a call that writes `out`. Raises ValueError for prepared weights without 16-byte alignment."""
+    a, b, offsets, *_, row_token, bias, _, _ = x.views
+    activation, alpha, limit, interleaved, _, variant, quantizes = x.facts
+    (weights, a_scales, b_scales), gated = x.formats, is_gated(activation)
+    is_bounded = activation == "swigluoai" and (alpha, limit) != (activations.ALPHA, activations.LIMIT)
+    flags = {"biased": bias is not None, "bounded": is_bounded, "scale_of_expert": a_scales == "expert"}
+    number = activations.function_number(activation, optional=True)
+    in_memory = _in_memory(b) if weights == "TRANSPOSED" else b
+    is_strided, (_, lines, line, *_) = not in_memory.is_contiguous, in_memory.shape
+    if is_prepared(b):
+        for name, array in (("a", a), ("b", b), ("out", out)):
+            if array.alignment < 16:
+                wanted = "at a multiple of 16 bytes with prepared weights"
+                check.fail(name, wanted, f"an address that is a multiple of {array.alignment}")
+    return Product(
+        a.dtype, x.result.dtype, weights, a_scales, b_scales, len(a.shape) == 3, row_token is not None, b.shape[0],
+        rows_of_weights(b), a.shape[-1], kernels.epilogue(number, is_gated=gated, interleaved=interleaved, **flags),
+        gated, interleaved, quantizes, b.item_size, in_memory.strides[:2] if is_strided else (lines * line, line),
+        is_strided, b.shape if is_prepared(b) else (), all(y.alignment >= 16 for y in (a, b, out)),
+        2 if offsets.dtype == "int64" else 1, bias is not None and bias.dtype == "float32", alpha, limit,
+        runtime.gpu_of(a), variant,
+    )  # fmt: skip
+
+
+def _decide(
+    decision: Decision | None, given: tuple[Any, ...], facts: tuple[Any, ...], expected_m: Any,
+    twin: Callable[..., Any], is_batched: bool,
+) -> Any:  # fmt: skip
+    """Check a call, choose its kernel, keep the choice, launch. `decision` is of alike calls of other alignment."""
+    x = check_call(given, facts, is_batched)
+    if expected_m is not None:
+        expected_m = check.integer("expected_m", expected_m, 0)
+    *views, into, scales = x.views
+    (a, b), result = views[:2], x.result
+    if a.on_host:
+        return runtime.run_twin(twin, a, (into,) if scales is None else (into, scales), _of_twin(x, is_batched))
     rows, library, device = result.shape[-2], a.library, a.device
-    assert device is not None
-    own = outs[0] or read("out", library.allocate(result.shape, result.dtype, device))
-    views = (a, b, *others, bias, own, outs[1] if quantizes else None)
+    out = into or read("out", library.allocate(result.shape, result.dtype, device))
     if rows:
         if not is_batched:  # batched, only the GPU knows how many rows there are
-            runtime.note(library, flops=2 * rows * n * k // (2 if is_fp8 else 1))  # FP8: at twice the rate
-        is_bounded = activation == "swigluoai" and (alpha, limit) != (activations.ALPHA, activations.LIMIT)
-        flags = {"biased": bias is not None, "bounded": is_bounded, "scale_of_expert": a_scales == "expert"}
-        in_memory = _in_memory(b) if weights == "TRANSPOSED" else b
-        is_strided = not in_memory.is_contiguous
-        lines, line = in_memory.shape[1:3]
-        product = Product(
-            a.dtype, result.dtype, weights, a_scales, b_scales, is_batched, row_token is not None, experts, n, k,
-            kernels.epilogue(number, is_gated=gated, interleaved=interleaved, **flags), gated, interleaved, quantizes,
-            b.item_size, in_memory.strides[:2] if is_strided else (lines * line, line), is_strided,
-            b.shape if is_prepared(b) else (), all(x.alignment >= 16 for x in (a, b, own)),
-            2 if offsets.dtype == "int64" else 1, bias is not None and bias.dtype == "float32", alpha, limit,
-            runtime.gpu_of(a), variant,
-        )  # fmt: skip
-        if is_prepared(b):
-            for name, array in (("a", a), ("b", b), ("out", own)):
-                if array.alignment < 16:
-                    wanted = "at a multiple of 16 bytes with prepared weights"
-                    check.fail(name, wanted, f"an address that is a multiple of {array.alignment}")
+            flops = 2 * rows * rows_of_weights(b) * a.shape[-1]
+            runtime.note(library, flops=flops if a.dtype in DTYPES else flops // 2)  # FP8: at twice the rate
+        product = product_of(x, out)
         chosen = choose(product.of(rows, a.shape[-2], expected_m))
         if a.foreign is None and library.recorder is None:
             if decision is None:
                 decisions = BATCHED_DECISIONS if is_batched else DECISIONS
-                decision = decisions.keep(facts, given, library, device, a_scales)
-            misaligned = (a.address | b.address | (0 if outs[0] is None else own.address)) % 16
+                decision = decisions.keep(facts, given, library, device, product.a_scales)
+            misaligned = (a.address | b.address | (0 if into is None else out.address)) % 16
             decision.choices[misaligned] = product
-        kernels.launch(chosen, library, device, [0 if x is None else x.address for x in views])
-    made = runtime.returned(own.array, outs[0], a)
-    return (made, runtime.returned(outs[1].array, outs[1], a)) if quantizes else made
+        kernels.launch(chosen, library, device, [0 if y is None else y.address for y in (*views, out, scales)])
+    made = runtime.returned(out.array, into, a)
+    return made if scales is None else (made, runtime.returned(scales.array, scales, a))
 
 
 def _in_memory(b: View) -> View:
@@ -180,7 +206,7 @@ def _results(
         out = given[0]
         if out is not None:
             out = read_like("out", out, a, "a", result.dtypes, result.shape, result.symbols)
-        return (out,)
+        return out, None
     rows, columns = result.shape
     if b_scales != "block":
         check.fail("b_scale", "by blocks, with a result that is quantized", f"one by {b_scales}")
@@ -195,17 +221,14 @@ def _results(
     )
 
 
-def _of_twin(
-    twin: Callable[..., Any], a: View, b: View, others: tuple[Any, ...], facts: tuple[Any, ...], out_dtype: Any,
-    outs: tuple[Any, ...], is_batched: bool,
-) -> dict[str, Any]:  # fmt: skip
+def _of_twin(x: Checked, is_batched: bool) -> dict[str, Any]:
     """The arguments of the NumPy reference."""
-    offsets, a_scale, b_scale, b_global_scale, row_token, bias = others
-    activation, alpha, limit, interleaved, _, _, quantizes = facts
-    given = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "out_dtype": out_dtype}
+    a, b, offsets, a_scale, b_scale, b_global_scale, row_token, bias, out, out_scale = x.views
+    activation, alpha, limit, interleaved, out_dtype, _, quantizes = x.facts
+    given = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "out_dtype": out_dtype, "activation": activation}
     given["expert_num_tokens" if is_batched else "expert_offsets"] = offsets
     if quantizes:
-        return {**given, "activation": activation, "out_q": outs[0], "out_s": outs[1]}
-    given |= {"b_global_scale": b_global_scale, "bias": bias, "activation": activation, "out": outs[0]}
+        return {**given, "out_q": out, "out_s": out_scale}
+    given |= {"b_global_scale": b_global_scale, "bias": bias, "out": out}
     given |= {"alpha": alpha, "limit": limit, "interleaved": interleaved}
     return given if is_batched else {**given, "row_token": row_token}

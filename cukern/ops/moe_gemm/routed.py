@@ -131,7 +131,7 @@ def choose_routed(
     flags = {"interleaved": interleaved, "biased": bias_dtypes[0] is not None, "bounded": is_bounded}
     first = kernels.epilogue(activations.function_number(activation), is_gated=gated, **flags)
     form = form_for(hidden)
-    few = "{tokens} token, of 16 bits: both products find their experts by topk_ids, without a sort"
+    few = f"{MOST_TOKENS} token, of 16 bits: both products find their experts by topk_ids, without a sort"
     few += f" (up to {MOST_TOKENS} token)"
     one = _config(
         routed_variant(dtype, first, form), form, (experts, n, hidden), routing, bias_dtypes[0], bounds,
