@@ -26,6 +26,7 @@ from cukern.ops.moe_permute import sorting
 from cukern.ops.quantization import choose as quantization
 from cukern.ops.quantization import launch as quantizing
 from cukern.runtime import activation as activations
+from cukern.runtime import check
 from cukern.runtime import launch as runtime
 from cukern.runtime.arrays import ITEM_SIZE, Library, View, strides_of
 
@@ -89,7 +90,10 @@ class Launches(NamedTuple):
 
 
 class Layer:
-    """What alike calls of a layer have in common. `views` are of the arrays of NAMES."""
+    """What alike calls of a layer have in common. `views` are of the arrays of NAMES, which have been checked.
+
+    Raises ValueError for sizes that its parts do not take.
+    """
 
     def __init__(self, views: Sequence[Any], activation: str, config: FusedMoEQuantConfig, weighs_input: bool) -> None:
         self.views: dict[str, Any] = dict(zip(NAMES, views, strict=True))
@@ -99,6 +103,10 @@ class Layer:
         self.dtype, self.hidden, self.topk = self.x.dtype, self.x.shape[1], self.ids.shape[1]
         self.count = self.w1.shape[0]
         self.all_experts = self.count if expert_map is None else expert_map.shape[0]
+        check.integer("num_experts", self.all_experts, 1, sorting.MAX_EXPERTS)
+        if not 0 < self.topk <= permute.MAX_PAIRS // CHUNK_SIZE:
+            check.fail("topk_ids", f"of 1 to {permute.MAX_PAIRS // CHUNK_SIZE} experts for each token", self.topk)
+        permutation.check_hidden("hidden_states", self.hidden)
         self.inter, self.columns = inter_of(self.w1, activation), rows_of_weights(self.w1)
         self.gpu = runtime.gpu_of(self.x)
         #: By what decides them but the number of rows.

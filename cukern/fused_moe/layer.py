@@ -162,7 +162,7 @@ def _refuse_beside(scales: tuple[Any, ...], form: tuple[Any, ...]) -> None:
 
 def _decide(facts: tuple[Any, ...], arrays: tuple[Any, ...], quant: Any, form: tuple[Any, ...]) -> Any:
     """Check a call, choose its launches, keep the layer, launch."""
-    activation, weighs_input, *_ = facts
+    activation, weighs_input = facts[0], check.flag("apply_router_weight_on_input", facts[1])
     alpha, limit = activations.check_bounds(*form[:2])
     check.one_of("interleaved", form[2], (False, True))
     check.one_of("per_act_token_quant", form[3], (None, False, True))

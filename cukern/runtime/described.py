@@ -40,6 +40,10 @@ class Described(Library):
     def allocate(self, shape: tuple[int, ...], dtype: str, device: int | None) -> Array:
         return plan.current().make(shape, dtype)
 
+    def transposed(self, array: Array) -> Array:
+        plan.current().transposed.add(array.source)
+        return array.transposed
+
     def workspace(self, sizes: Sequence[int], device: int | None) -> tuple[Any, list[int]]:
         parts = [self.allocate((size,), "uint8", device) for size in sizes]
         return parts, [*map(self.address, parts)]

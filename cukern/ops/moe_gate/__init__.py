@@ -134,7 +134,8 @@ def _or_one(number: Any) -> Any:
 
 def _expect_tokens(hidden_states: Any, gating_output: Any) -> None:
     """Raise ValueError for hidden states of another number of tokens. These are not read: they may be on any device."""
-    if KNOWN.get(type(hidden_states)) and KNOWN.get(type(gating_output)):
+    is_trained = getattr(hidden_states, "requires_grad", False)
+    if not is_trained and KNOWN.get(type(hidden_states)) and KNOWN.get(type(gating_output)):
         given, wanted = hidden_states.shape, gating_output.shape
         if given and wanted and given[0] == wanted[0]:
             return

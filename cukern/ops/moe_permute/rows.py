@@ -69,7 +69,7 @@ def specialize(*, topk: int, dtype: str = "bfloat16") -> list[Instance]:
 # --- checks -------------------------------------------------------------------------------------------
 
 
-def _check_hidden(name: str, hidden: int) -> None:
+def check_hidden(name: str, hidden: int) -> None:
     if hidden > MAX_HIDDEN:
         check.fail(name, f"of a hidden size up to {MAX_HIDDEN}", hidden)
 
@@ -217,7 +217,7 @@ def _decide_rows(decision: Decision | None, arrays: tuple[Any, ...], rows: Any) 
     """Check a call of `permute_rows`, choose its kernel, keep the choice, launch."""
     x = read("hidden_states", arrays[0], ROW_DTYPES, ("tokens", "hidden"))
     tokens, hidden = x.shape
-    _check_hidden("hidden_states", hidden)
+    check_hidden("hidden_states", hidden)
     stride = row_stride("hidden_states", x)
     inverse, topk = _read_inverse("inverse", arrays[1], x, "hidden_states")
     count = math.prod(inverse.shape) if rows is None else check.integer("rows", rows, 0, MAX_PAIRS)
@@ -284,7 +284,7 @@ def _decide_quantized(decision: Decision | None, arrays: tuple[Any, ...]) -> Any
     name = "hidden_states"
     x = read(name, arrays[0], ("float16", "bfloat16"), ("tokens", "hidden"))
     tokens, hidden = x.shape
-    _check_hidden(name, hidden)
+    check_hidden(name, hidden)
     stride = row_stride(name, x)
     if hidden % BLOCK or stride * x.item_size % 16 or (x.device is not None and x.address % 16):
         check.fail(name, f"of whole groups of {BLOCK}, in rows at multiples of 16 bytes", list(x.shape))
@@ -439,7 +439,7 @@ def _decide_permute(decision: Decision | None, facts: tuple[Any, ...], arrays: t
     n_expert, n_local_expert, align_block_size, fill_invalid_expert, variant = facts
     x = read("hidden_states", arrays[0], ROW_DTYPES, ("tokens", "hidden"))
     tokens, hidden = x.shape
-    _check_hidden("hidden_states", hidden)
+    check_hidden("hidden_states", hidden)
     stride = row_stride("hidden_states", x)
     ids = read_beside("topk_ids", arrays[2], x, "hidden_states")
     _, topk = check_ids(ids)
@@ -625,7 +625,7 @@ def _decide_unpermute(decision: Decision | None, arrays: tuple[Any, ...], varian
     """Check a call of `moe_unpermute`, choose its kernel, keep the choice, launch."""
     out = read("out", arrays[0], SUM_DTYPES, ("tokens", "hidden"))
     tokens, hidden = out.shape
-    _check_hidden("out", hidden)
+    check_hidden("out", hidden)
     contiguous("out", out)
     name = "permuted_hidden_states"
     src = read_like(name, arrays[1], out, "out", (out.dtype,))
@@ -700,7 +700,7 @@ def _decide_sum(decision: Decision | None, arrays: tuple[Any, ...], variant: Any
     """Check a call of `moe_sum`, choose its kernel, keep the choice, launch."""
     x = read("input", arrays[0], SUM_DTYPES, ("tokens", "topk", "hidden"))
     tokens, topk, hidden = x.shape
-    _check_hidden("input", hidden)
+    check_hidden("input", hidden)
     contiguous("input", x)
     if tokens * topk > MAX_PAIRS:
         check.fail("input", f"of at most {MAX_PAIRS} rows", tokens * topk)
