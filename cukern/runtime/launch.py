@@ -105,7 +105,7 @@ def gpu_of(view: View) -> Gpu:
 
 
 def run_twin(twin: Callable[..., Any], like: View, out: Sequence[View | None], arguments: Mapping[str, Any]) -> Any:
-    """The results of a NumPy reference: in the arrays of `out`, else in new arrays of the library of `like`.
+    """The results of a NumPy reference, if any: in the arrays of `out`, else in new arrays of the library of `like`.
 
     Views among the arguments reach the twin as NumPy arrays in the caller's memory.
     """
@@ -114,6 +114,8 @@ def run_twin(twin: Callable[..., Any], like: View, out: Sequence[View | None], a
         return library.recorder.run_twin()
     given = {name: x.library.to_numpy(x.array) if type(x) is View else x for name, x in arguments.items()}
     results = twin(**given)
+    if results is None:
+        return None
     found, many = [], isinstance(results, (tuple, list))
     for result, into in zip(results if many else (results,), out, strict=True):
         if into is not None:

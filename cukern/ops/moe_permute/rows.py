@@ -226,8 +226,7 @@ def _decide_rows(decision: Decision | None, arrays: tuple[Any, ...], rows: Any) 
         out = read_like("out", arrays[2], x, "hidden_states", result.dtypes, result.shape, result.symbols)
     if x.device is None:
         arguments = {"hidden_states": x, "inverse": inverse, "rows": count, "out": out}
-        found = runtime.run_twin(lambda **given: (twin.permute_rows(**given),), x, (out,), arguments)
-        return found and found[0]
+        return runtime.run_twin(twin.permute_rows, x, (out,), arguments)
     library, device = x.library, x.device
     array = library.allocate(result.shape, x.dtype, device) if out is None else out.array
     if tokens and count and topk and hidden:
@@ -644,7 +643,7 @@ def _decide_unpermute(decision: Decision | None, arrays: tuple[Any, ...], varian
             "out": out, "permuted_hidden_states": src, "topk_weights": weights, "inv_permuted_idx": inverse,
             "expert_first_token_offset": offsets,
         }  # fmt: skip
-        runtime.run_twin(lambda **given: (twin.moe_unpermute(**given),), out, (out,), arguments)
+        runtime.run_twin(twin.moe_unpermute, out, (out,), arguments)
         return arrays[0]
     if tokens and hidden:
         width = width_of("out", out.dtype, hidden, stride, src.address, out.address)
@@ -710,9 +709,7 @@ def _decide_sum(decision: Decision | None, arrays: tuple[Any, ...], variant: Any
     variant = str(check.one_of("variant", variant, SUM_VARIANTS))
     if x.device is None:
         check.host_variant(variant, SUM_VARIANTS)
-        arguments = {"input": x, "output": out}
-        found = runtime.run_twin(lambda **given: (twin.moe_sum(**given),), x, (out,), arguments)
-        return found and found[0]
+        return runtime.run_twin(twin.moe_sum, x, (out,), {"input": x, "output": out})
     array = x.library.allocate(shape, x.dtype, x.device) if out is None else out.array
     if tokens and hidden:
         width = width_of("input", x.dtype, hidden, hidden, x.address, _address(out))

@@ -397,7 +397,7 @@ def decide_vllm(
         if split:
             arguments |= {"exp_sums": exp_sums, "max_logits": max_logits, "tmp_out": tmp_out}
         function = twin.paged_attention_v2 if split else twin.paged_attention_v1
-        runtime.run_twin(lambda **own: function(**own) or (), query, (), arguments)
+        runtime.run_twin(function, query, (), arguments)
         return None, None
     if stride <= 1:
         stride = 0

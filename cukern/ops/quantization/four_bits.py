@@ -155,8 +155,7 @@ def _decide_to_read(
         reference: Callable[..., Any] = twin.dequantize_mxfp4
         if form == "NVFP4":
             reference, arguments["global_scale"] = twin.dequantize_nvfp4, one or number
-        found = runtime.run_twin(lambda **given: (reference(**given),), packed, (None,), arguments)
-        return found and found[0]
+        return runtime.run_twin(reference, packed, (None,), arguments)
     is_aligned = packed.address % 4 == 0
     config = choose_read_fp4(dtype, form, is_aligned)
     first = packed.shape[0]
