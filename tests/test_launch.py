@@ -116,15 +116,18 @@ def chosen(pretended: PretendedGPU, monkeypatch: pytest.MonkeyPatch) -> list[Any
 
 
 def test_a_call_like_one_before_does_not_choose(chosen: list[Any], pretended: PretendedGPU) -> None:  # noqa: F811
-    for rows in (3, 2, 3, 0, 512):
+    for rows in (3, 2, 3, 512):
         call(torch.zeros(rows, 256))
     assert len(chosen) == 1
-    call(torch.zeros(513, 256))  # of another class
-    call(torch.zeros(513, 256))
+    for rows in (0, 0, 3):
+        call(torch.zeros(rows, 256))
+    assert len(chosen) == 2
+    for rows in (513, 513):  # of another class
+        call(torch.zeros(rows, 256))
     call(torch.zeros(3, 257)[:, 1:])  # of other alignment and strides
-    assert len(chosen) == 3
-    assert [x.fields["tokens"] for x in pretended.launches] == [3, 2, 3, 512, 513, 513, 3]
-    assert [x.fields["row_stride"] for x in pretended.launches] == [256] * 6 + [257]
+    assert len(chosen) == 4
+    assert [x.fields["tokens"] for x in pretended.launches] == [3, 2, 3, 512, 3, 513, 513, 3]
+    assert [x.fields["row_stride"] for x in pretended.launches] == [256] * 7 + [257]
 
 
 @pytest.mark.parametrize(
@@ -183,6 +186,30 @@ def test_strides_of_few_rows_are_no_strides_of_many(chosen: list[Any], pretended
     with pytest.raises(ValueError, match=r"^input must be contiguous along its last dimension"):
         call(sparse)
     assert len(pretended.launches) == 1
+
+
+def test_one_misaligned_row_is_not_many(chosen: list[Any], pretended: PretendedGPU) -> None:  # noqa: F811
+    rows = torch.zeros(600, 257)[:, :256]
+    for x in (rows, rows[:1], rows[:100]):
+        call(x)
+    kernels = [str(launched.variant).partition("<")[0] for launched in pretended.launches]
+    assert kernels == ["Variant(moe_gate", "Variant(gate_by_warp", "Variant(moe_gate"]
+
+
+def test_more_tokens_than_a_decision_takes(pretended: PretendedGPU) -> None:  # noqa: F811
+    call(X[:1].expand(600, 256), BIAS)
+    with pytest.raises(ValueError, match=r"^input must be of at most 1073741824 tokens"):
+        call(X[:1].expand(2**30 + 1, 256), BIAS)
+
+
+def test_a_number_that_may_change_is_read_at_every_call(pretended: PretendedGPU) -> None:  # noqa: F811
+    options = {"apply_routed_scaling_factor_on_output": True}
+    factor = torch.tensor(2.0)
+    cukern.moe_fused_gate(X, BIAS, 8, 4, 8, 0, factor, **options)  # type: ignore[arg-type]
+    factor.fill_(5.0)
+    cukern.moe_fused_gate(X, BIAS, 8, 4, 8, 0, factor, **options)  # type: ignore[arg-type]
+    cukern.moe_fused_gate(X, BIAS, 8, 4, 8, 0, np.array(3.0), **options)  # type: ignore[arg-type]
+    assert [launched.fields["output_scale"] for launched in pretended.launches] == [2.0, 5.0, 3.0]
 
 
 def test_one_tensor_twice_is_like_itself_twice(pretended: PretendedGPU) -> None:  # noqa: F811

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -84,6 +85,20 @@ def test_a_scale_of_all_rows_is_not_one_of_each(chosen: list[Any], pretended: Pr
     assert len(chosen) == 2
     with pytest.raises(ValueError, match=r"^a_scale must be of shape"):
         cukern.moe_gemm(a, b, OFFSETS, a_scale=torch.ones(32), b_scale=torch.ones(4))
+
+
+def test_one_row_makes_no_scale_of_all_one_of_each(chosen: list[Any], pretended: PretendedGPU) -> None:  # noqa: F811
+    a, b = torch.zeros(66, 136).to(torch.float8_e4m3fn), torch.zeros(4, 256, 136).to(torch.float8_e4m3fn)
+    for rows in (a[:64], a[1:2], a[1:33]):  # the latter two begin 8 bytes from a multiple of 16
+        cukern.moe_gemm(rows, b, OFFSETS, a_scale=torch.ones(1), b_scale=torch.ones(4))
+    assert [x.fields["a_scale_step"] for x in pretended.launches] == [0, 1, 0]
+
+
+def test_a_hint_of_numpy_keeps_one_decision(chosen: list[Any]) -> None:
+    for _ in range(5):
+        product(expected_m=np.int64(3))
+    (found,) = calls.DECISIONS._found.values()
+    assert len(found) == 1
 
 
 def test_batched_calls(chosen: list[Any], pretended: PretendedGPU) -> None:  # noqa: F811

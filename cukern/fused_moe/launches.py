@@ -32,7 +32,7 @@ from cukern.runtime.arrays import ITEM_SIZE, Library, View, strides_of
 
 FP8 = "float8_e4m3fn"
 EPS = 1e-10  # of per_token_group_quant_fp8 by default
-#: The arrays of a call. The parts of the workspace follow them, then a null pointer.
+#: The arrays of a call. The parts of the workspace, the addresses within both, and a null pointer follow them.
 NAMES = ("hidden_states", "w1", "w2", "topk_weights", "topk_ids", "expert_map", *SCALES, "out")
 
 
@@ -346,7 +346,7 @@ class _Chooser:
                     a = Rows(q.slot, q.view, a.scale, a.scale_view)
         elif is_unquantized:
             a = self.quantize_input(a, tokens)
-        # The rows of all experts count as those of one: those past the last expert's were not written.
+        # All experts count as one group: rows past the last expert's are not written.
         counts = Slot(offsets.place, layer.count * ITEM_SIZE["int32"])
         if fuses:
             inner = self.quantized(second, rows, inter)

@@ -136,7 +136,7 @@ def fused_experts(
             if out is None:
                 out = library.allocate((tokens, layer.hidden), layer.dtype, decision.device)
                 addresses[-1] = address_of(out)
-            if tokens and layer.hidden:
+            if tokens:
                 launches = decision.choices.get(tokens)
                 if launches is None:
                     if len(decision.choices) >= _MAX_LAUNCHES:

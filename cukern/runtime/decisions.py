@@ -1,6 +1,6 @@
 """The decisions of earlier calls: a call like one before repeats its decision without the checks.
 
-Two calls are alike if they differ in the addresses of their arrays, and in the sizes that their family leaves free.
+Alike calls differ in the addresses of their arrays and in the sizes that their family leaves free, and in nothing else.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from cukern.runtime.arrays import Library
+from cukern.runtime.arrays import Library, is_array
 
-#: How many calls that are not alike are kept: of a family, and with the same facts and types of arrays.
+#: A family keeps 1024 sets of facts, and 16 layouts of the arrays for each.
 _MAX_CALLS, _MAX_LAYOUTS = 1024, 16
 
 
@@ -34,7 +34,7 @@ class Decision(NamedTuple):
 class Decisions:
     """The decisions of a family. `free` has the free dimensions of each array; see `Library.alike`.
 
-    Each call compares the sizes of the free dimensions itself.
+    Each call checks the sizes of the free dimensions against each other.
     """
 
     def __init__(self, *free: tuple[int, ...]) -> None:
@@ -71,7 +71,7 @@ class Decisions:
         # By a slice for one array: its place alone would give no tuple.
         given = operator.itemgetter(*(places if len(places) > 1 else [slice(places[0], places[0] + 1)]))
         present = given(arrays)
-        # One of something is not one of each, and strides of so few are not checked: such a size is not free.
+        # A size of 0 or 1 is not free: one scale is not one of each row, and no check looks at the stride of one row.
         sizes = [(free or self._free)[i] for i in places]
         many = [
             tuple(n for n in own_free if max(x.shape[n : n + 1], default=2) > 1)
@@ -81,9 +81,11 @@ class Decisions:
         requires_grad = any(getattr(x, "requires_grad", False) for x in present)
         types = [*map(type, facts), *map(type, arrays)]
         made = Decision(types, is_alike, given, requires_grad, library, device, own, {})
-        if len(self._found) >= _MAX_CALLS:
-            self._found.clear()
-        self._found[facts] = [made, *self._found.get(facts, [])[: _MAX_LAYOUTS - 1]]
+        # The elements of an array that passes for a number may change.
+        if not any(map(is_array, facts)):
+            if len(self._found) >= _MAX_CALLS and facts not in self._found:
+                self._found.clear()
+            self._found[facts] = [made, *self._found.get(facts, [])[: _MAX_LAYOUTS - 1]]
         return made
 
     def clear(self) -> None:

@@ -14,8 +14,7 @@ from cukern.runtime.kernel import Kernel, Launched, Variant
 from cukern.runtime.template import Packer, packer
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: The dtypes of a bias, and the types of those that the instances of every dtype of the logits do not take: a call with
-#: one of them compiles an instance of its own.
+#: A bias of float32 or of the logits' dtype uses a shared instance; any other dtype compiles its own.
 BIAS_DTYPES = (*DTYPES, "float64")
 _BIAS_TYPE = arrays.CUDA_TYPE | {"float64": "double"}
 SCORING = ("sigmoid", "softmax", "sqrtsoftplus")
@@ -31,7 +30,7 @@ _MAX_SHARED_BYTES = 99 * 1024
 #: By lanes per token, the most tokens for which they are faster than fewer lanes (measured on an H200; the bits are the
 #: same).
 UP_TO_TOKENS = {32: 4096, 16: 16384, 8: MAX_TOKENS, 4: MAX_TOKENS}
-#: The most slots that gate_by_warp deals one after the other, and the experts of which one thread chooses.
+#: gate_by_warp deals at most 12 slots; gate_by_thread takes 8 experts.
 _BY_WARP_TOPK, _BY_THREAD_EXPERTS = 12, 8
 #: The most tokens for which gate_by_warp is faster than 32 lanes that share a token's experts (measured on an H200):
 #: each lane sorts its own, so its work grows with them. Up to _BY_WARP_EXPERTS experts it is always faster.
@@ -208,8 +207,8 @@ class Config(NamedTuple):
     reason: str
 
 
-#: Up to each of these numbers of tokens another kernel is the fastest.
-TOKEN_CLASSES = (_BY_WARP_TOKENS, *sorted({*UP_TO_TOKENS.values()}))
+#: Up to each of these numbers of tokens another kernel is the fastest. No kernel takes more than MAX_TOKENS.
+TOKEN_CLASSES = (_BY_WARP_TOKENS, *sorted({*UP_TO_TOKENS.values()}), 2**63)
 
 
 def token_class(tokens: int) -> int:

@@ -26,7 +26,7 @@ _FLOAT32, _INT32 = ("float32",), ("int32",)
 AXES = ("tokens", "experts")
 #: The sizes of a gate, with their least values.
 _SIZES = {"num_expert_group": 1, "topk_group": 1, "topk": 1, "num_fused_shared_experts": 0}
-#: What earlier calls chose, by the alignment and the token class of a call: the number of tokens is free.
+#: What earlier calls chose, by the alignment, the token class, and whether a call has several tokens.
 DECISIONS = Decisions((0,), (0,), (0,), (), ())
 
 
@@ -52,7 +52,9 @@ def gate(
     if decision is not None:
         library, tokens = decision.library, x.shape[0]
         address, bias_address = library.address(x), 0 if bias is None else library.address(bias)
-        config = decision.choices.get(((address | bias_address) % 16, token_class(tokens)))
+        # The stride of one row does not matter.
+        of_call = (address | bias_address) % 16, token_class(tokens), tokens > 1
+        config = decision.choices.get(of_call)
         if (
             config is not None
             and (weights is None or weights.shape[0] == tokens)
@@ -69,7 +71,7 @@ def _decide(
     decision: Decision | None, facts: tuple[Any, ...], arrays: tuple[Any, ...], valid: int | None, name: str,
     bias_name: str, is_written: bool,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Check a call, choose its kernel, keep the choice, launch. `decision` is that of alike calls of other classes."""
+    """Check a call, choose its kernel, keep the choice, launch. `decision` may lack a choice for this call."""
     groups, topk_group, topk, shared, factor, scales, renormalize, scoring, variant, by_two, sums_alone, softcap = facts
     given, weights, ids, bias, counter = arrays
     x = read(name, given, DTYPES, AXES)
@@ -121,7 +123,7 @@ def _decide(
     if foreign is None and library.recorder is None and (counter is None or count_dtype):
         if decision is None:
             decision = DECISIONS.keep(facts, arrays, library, device, stride)
-        decision.choices[alignment % 16, token_class(tokens)] = config
+        decision.choices[alignment % 16, token_class(tokens), tokens > 1] = config
     own_weights, own_ids = launch(
         config, library, device, (x.address, stride, tokens, tokens if count is None or count_dtype else count),
         0 if bias is None else bias.address, count.address if count_dtype else 0,

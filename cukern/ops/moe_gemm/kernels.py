@@ -121,7 +121,7 @@ class Product(NamedTuple):
         return STREAM_MEAN if self.expected_m is None and STREAM_MEAN < rows <= STREAM_ROWS else rows
 
     def expects(self, rows: int) -> bool:
-        """Whether a group is expected to have at most so many rows. The host cannot know."""
+        """Whether a group is expected to have at most `rows` rows; the host sees no offsets."""
         most = self.most(rows)
         if self.expected_m is not None:
             return self.expected_m <= most
@@ -203,7 +203,7 @@ def chosen(x: Product, config: Config, why: str, blocks: int, y: int = 1) -> Cho
 
 
 def launch(chosen: Chosen, library: Library, device: int, addresses: Sequence[int]) -> None:
-    """Launch a product; `addresses` are in the order of FIELDS, 0 for an array that it does without."""
+    """Launch a product; `addresses` are the first ten of FIELDS, and 0 stands for a missing array."""
     config, grid, rows, a_rows, why, advice = chosen
     b_map = a_map = _NO_MAP
     if config.b_map is not None:
@@ -211,7 +211,7 @@ def launch(chosen: Chosen, library: Library, device: int, addresses: Sequence[in
     if config.a_map is not None:
         a_map = config.a_map.find(library, addresses[0], a_rows)
     if library.recorder is not None:
-        config = config._replace(reason=why)
+        config = config._replace(reason=why.replace("{", "{{").replace("}", "}}"))
     if advice:
         advise_call(library, advice)
     runtime.launch(config, library, device, grid, (*addresses, *rows, b_map, a_map))
@@ -492,13 +492,13 @@ FP4_FORMS = (
     Fp4Wgmma(128, 1, cluster=2, halves=2),
     Fp4Wgmma(288, 1, cluster=2, halves=2),
 )
-#: In place of the first form where that has few tiles: a multiprocessor has one at a time, its warpgroups share the k.
+#: The form for few tiles: a multiprocessor has one at a time, and its warpgroups share the k.
 FP4_FEW_TILES = Fp4Wgmma(8, 4, sides=1, split=4, halves=2, is_streamed=True)
 #: Tiles of the first form for each multiprocessor that count as few.
 _FEW_TILES = 12
 _FP4_ALL = FP4_FEW_TILES, *FP4_FORMS
 _fp4_ahead = [form.variant("bfloat16", x, 0, False).instance for x in ("MXFP4", "NVFP4") for form in _FP4_ALL]
-#: Those of gpt-oss: gates and ups in pairs and biases of the first product, biases of the second.
+#: The epilogues of gpt-oss: gates and ups in pairs and biases of the first product, biases of the second.
 _GPT_OSS = (
     epilogue(activations.number("swigluoai"), is_gated=True, interleaved=True, biased=True),
     epilogue(0, is_gated=False, biased=True),

@@ -22,7 +22,7 @@ from cukern.runtime.describe import Result, dtype_name
 from cukern.runtime.view import contiguous, read, read_beside, read_like
 
 #: The products by alignment, and their launches by alignment and numbers of rows, of each kind of call. The numbers of
-#: rows of `a`, a_scale, row_token and the results are free unless experts have room for as many.
+#: rows of `a`, a_scale, row_token and the results are free; in batched calls no size is free.
 DECISIONS = Decisions((0,), (), (), (0,), (), (), (0,), (), (0,), (0,))
 BATCHED_DECISIONS = Decisions(*[()] * 10)
 _MAX_LAUNCHES = 4096  # of a kind of call that are kept
@@ -39,7 +39,7 @@ def multiply(
     """
     decision = (BATCHED_DECISIONS if is_batched else DECISIONS).find(facts, arrays)
     if decision is None or not (expected_m is None or (type(expected_m) is int and expected_m >= 0)):
-        return _decide(None, arrays, facts, expected_m, twin, is_batched)
+        return _decide(decision, arrays, facts, expected_m, twin, is_batched)
     a, _, _, a_scale, _, _, row_token, _, out, out_scale = arrays
     library, device, choices = decision.library, decision.device, decision.choices
     tokens = a.shape[-2]
@@ -182,7 +182,8 @@ def _decide(
         product = product_of(x, out)
         chosen = choose(product.of(rows, a.shape[-2], expected_m))
         if a.foreign is None and library.recorder is None:
-            if decision is None:
+            # One token has a scale of its own that is also one for all.
+            if decision is None or decision.own != product.a_scales:
                 decisions = BATCHED_DECISIONS if is_batched else DECISIONS
                 decision = decisions.keep(facts, given, library, device, product.a_scales)
             misaligned = (a.address | b.address | (0 if into is None else out.address)) % 16
