@@ -27,9 +27,9 @@ def _moved(x: torch.Tensor, elements: int) -> torch.Tensor:
     return moved
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """A copy whose rows have gaps between them."""
-    wide = x.new_zeros(*x.shape[:-1], 2 * x.shape[-1])
+def _wide(x: torch.Tensor, gap: int | None = None) -> torch.Tensor:
+    """A copy whose rows have gaps between them, by default as long as a row."""
+    wide = x.new_zeros(*x.shape[:-1], x.shape[-1] + (x.shape[-1] if gap is None else gap))
     wide[..., : x.shape[-1]] = x
     return wide[..., : x.shape[-1]]
 
@@ -43,7 +43,11 @@ CHANGES: list[Any] = [
     lambda x: x[1:],
     lambda x: torch.cat([x, x]),
     _wide,
+    lambda x: _wide(x, 1),
+    lambda x: _wide(x, 1)[:1],
+    lambda x: x[1:2],
     lambda x: x[::2],
+    lambda x: x[:1].expand(3 * x.shape[0], *x.shape[1:]),
     lambda x: x.flip(0)[:1].expand(x.shape),
     lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
     lambda x: x.to(torch.float16),
