@@ -203,13 +203,19 @@ def test_more_tokens_than_a_decision_takes(pretended: PretendedGPU) -> None:  # 
 
 
 def test_a_number_that_may_change_is_read_at_every_call(pretended: PretendedGPU) -> None:  # noqa: F811
-    options = {"apply_routed_scaling_factor_on_output": True}
-    factor = torch.tensor(2.0)
-    cukern.moe_fused_gate(X, BIAS, 8, 4, 8, 0, factor, **options)  # type: ignore[arg-type]
-    factor.fill_(5.0)
-    cukern.moe_fused_gate(X, BIAS, 8, 4, 8, 0, factor, **options)  # type: ignore[arg-type]
-    cukern.moe_fused_gate(X, BIAS, 8, 4, 8, 0, np.array(3.0), **options)  # type: ignore[arg-type]
-    assert [launched.fields["output_scale"] for launched in pretended.launches] == [2.0, 5.0, 3.0]
+    factor = np.array(2.0)
+    for value in (2.0, 5.0):
+        factor[()] = value
+        cukern.moe_fused_gate(X, BIAS, 8, 4, 8, 0, factor, apply_routed_scaling_factor_on_output=True)  # type: ignore[arg-type]
+    assert [launched.fields["output_scale"] for launched in pretended.launches] == [2.0, 5.0]
+
+
+def test_an_array_for_a_number_is_refused(pretended: PretendedGPU) -> None:  # noqa: F811
+    with pytest.raises(TypeError, match=r"^routed_scaling_factor must be a number, got an array \(Tensor\)"):
+        cukern.moe_fused_gate(X, BIAS, 8, 4, 8, 0, torch.tensor(2.0))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^topk must be an integer of at least 1, got an array \(Tensor\)"):
+        cukern.moe_fused_gate(X, BIAS, 8, 4, torch.tensor(8))  # type: ignore[arg-type]
+    assert not pretended.launches
 
 
 def test_one_tensor_twice_is_like_itself_twice(pretended: PretendedGPU) -> None:  # noqa: F811

@@ -34,6 +34,7 @@ def integer(name: str, value: Any, low: int, high: int | None = None, why: str =
         wanted += f" ({why})"
     if isinstance(value, Late):
         return checked(lambda each: integer(name, each, low, high, why), value)
+    _refuse_array(name, value, wanted)
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -43,6 +44,12 @@ def integer(name: str, value: Any, low: int, high: int | None = None, why: str =
     if number < low or (high is not None and number > high):
         fail(name, wanted, number)
     return number
+
+
+def _refuse_array(name: str, value: Any, wanted: str) -> None:
+    """Raise TypeError for an array that may be on a GPU: a read of its element would wait for the GPU."""
+    if hasattr(value, "__dlpack__") and not isinstance(value, (np.ndarray, np.generic)):
+        fail(name, wanted, f"an array ({type(value).__name__})", TypeError)
 
 
 def element(name: str, value: Any, low: int, high: int, why: str = "") -> int:
@@ -56,6 +63,7 @@ def number(name: str, value: Any) -> float:
         return value
     if isinstance(value, Late):
         return checked(lambda each: number(name, each), value)
+    _refuse_array(name, value, "a number")
     try:
         # `float` converts the text of a number, and NumPy before 2.4 an array of one element, with a warning.
         is_other = isinstance(value, (str, bytes, bool, np.bool_))
