@@ -14,9 +14,6 @@ from typing import Any, NamedTuple
 from cukern.runtime import arrays, check
 from cukern.runtime.gpu import Gpu
 from cukern.runtime.late import Guards, Late, late
-from cukern.runtime.view import expect_lines as expect_lines
-from cukern.runtime.view import expect_weights as expect_weights
-from cukern.runtime.view import is_transposed as is_transposed
 
 #: Alignment in bytes that every library's allocations have at least; a larger one matters to no plan.
 ALLOCATED_ALIGNMENT = 16

@@ -58,13 +58,10 @@ def read_beside(name: str, x: Any, like: View, like_name: str) -> View:
 
     Raises TypeError for another library, ValueError for another device.
     """
-    if type(x) is View:
-        view = x
-    else:
-        reader = READERS.get(type(x)) or _find_reader(x)
-        if reader is None:
-            _refuse_library(name, type(x), like, like_name)
-        view = reader(name, x)
+    reader = READERS.get(type(x)) or _find_reader(x)
+    if reader is None:
+        _refuse_library(name, type(x), like, like_name)
+    view = reader(name, x)
     library, device, foreign = view.library, view.device, view.foreign
     if library is not like.library or (foreign is not None and like.foreign is None):
         _refuse_library(name, library.array_type if foreign is None else type(foreign), like, like_name)
@@ -113,21 +110,21 @@ def contiguous(name: str, view: View) -> None:
         check.fail(name, "contiguous", f"strides {view.strides} (in elements)")
 
 
-def expect_lines(name: str, array: Any) -> None:
+def _expect_lines(name: str, array: View) -> None:
     """Raises ValueError unless the last dimension of `array` is contiguous, and no stride is negative."""
     if not array.is_contiguous and ((array.strides[-1] != 1 and array.shape[-1] > 1) or min(array.strides) < 0):
         check.fail(name, "contiguous along its last dimension", f"strides {array.strides} (in elements)")
 
 
-def is_transposed(weights: Any) -> bool:
+def is_transposed(weights: View) -> bool:
     """Whether weights [experts, n, k] lie as [experts, k, n]: n is contiguous, and k is not."""
     return weights.strides[-1] != 1 and weights.shape[-1] > 1 and not weights.is_contiguous
 
 
-def expect_weights(name: str, weights: Any) -> None:
+def expect_weights(name: str, weights: View) -> None:
     """Raises ValueError unless k of `weights` [experts, n, k] is contiguous, or n in 16 and 32 bits; none negative."""
     if weights.item_size == 1 or not is_transposed(weights):
-        expect_lines(name, weights)
+        _expect_lines(name, weights)
     elif (weights.strides[1] != 1 and weights.shape[1] > 1) or min(weights.strides) < 0:
         wanted = "contiguous along its last dimension, or along the one before"
         check.fail(name, wanted, f"strides {weights.strides} (in elements)")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from cukern.runtime import arrays, check, template
 from cukern.runtime.compile import Instance
 from cukern.runtime.kernel import Kernel, Launched, Variant
+from cukern.runtime.launch import asked
 from cukern.runtime.template import Packer, packer
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -245,7 +246,7 @@ def choose(
         check.fail("topk and num_expert_group", "such that a block's lists fit shared memory", f"{topk} and {groups}")
     forms = _specialized_forms(sizes, routed) if sizes in registered and not softcap else []
     why = _specialized_for(sizes) if forms else _why_dynamic(dtype, sizes, routed, softcap != 0)
-    asks = [] if variant == "auto" else [f"variant={variant!r} asks for it"]
+    asks = [asked(variant)] if variant != "auto" else []
     if forms and aligned and variant != "dynamic":
         i = next((i for i, (most, *_) in enumerate(forms) if up_to_tokens <= most), len(forms) - 1)
         _, lanes, kernel = forms[i]

@@ -13,7 +13,7 @@ from cukern.runtime import arrays, gpu, template
 from cukern.runtime import launch as runtime
 from cukern.runtime.arrays import Library
 from cukern.runtime.kernel import Kernel, Launched, Variant
-from cukern.runtime.performance import advise_call
+from cukern.runtime.performance import advise
 from cukern.runtime.template import Packer, packer
 from cukern.runtime.tensor_map import TENSOR_MAP_BYTES, Maps
 
@@ -213,7 +213,7 @@ def launch(chosen: Chosen, library: Library, device: int, addresses: Sequence[in
     if library.recorder is not None:
         config = config._replace(reason=why.replace("{", "{{").replace("}", "}}"))
     if advice:
-        advise_call(library, advice)
+        advise(library, advice)
     runtime.launch(config, library, device, grid, (*addresses, *rows, b_map, a_map))
 
 
