@@ -19,7 +19,7 @@ KEYS = [key for key in CALLS if STEM_OF[key.split()[0]] in FAMILIES]
 
 
 def _moved(x: torch.Tensor, elements: int) -> torch.Tensor:
-    """A copy that begins so many elements behind a multiple of 16 bytes."""
+    """A copy that begins `elements` elements behind a multiple of 16 bytes."""
     memory = torch.empty(x.numel() + elements + 16, dtype=x.dtype)
     start = -memory.data_ptr() // x.element_size() % (16 // x.element_size()) + elements
     moved = memory[start : start + x.numel()].view(x.shape)

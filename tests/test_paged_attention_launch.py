@@ -363,7 +363,7 @@ def test_the_number_of_states_is_free(h200: GPU, heads_first: bool, outer: tuple
             assert fields["rows"] == out[..., 0].numel() and fields["out_b"] == a[2].data_ptr()
             assert fields["tokens"] == (tokens if heads_first else 0)
             assert launch.grid == (-(-out.numel() // (4 * 128)), 1, 1)
-    # The strides of no numbers are not those of some.
+    # An empty array has other strides than an array with elements.
     assert len(h200.checked) == 1 + (heads_first and not outer)
 
 

@@ -248,7 +248,7 @@ def topk_softmax(
         renormalize: divide the weights by their sum.
         moe_softcapping: a cap; if not 0, the softmax is of cap * tanh(logits / cap).
         correction_bias: [experts], added to the softmax for the choice but not for the weights.
-        num_fused_shared_experts: how many of the topk slots, the last ones, are those of shared experts.
+        num_fused_shared_experts: the number of the last topk slots, which hold shared experts.
         routed_scaling_factor: the model's scaling of the routed experts' output.
         apply_routed_scaling_factor_on_output: multiply the weights by it, whether they are renormalized or not; unlike
             in `moe_fused_gate` it is on unless turned off, so that a factor acts as in vLLM's `topk_sigmoid`.

@@ -175,8 +175,8 @@ def per_token_group_quant_int8(
     to even, and NaN becomes 0.
 
     Args:
-        truncate: x_q is rounded towards zero, as by the functions of vLLM and SGLang; its error is up to a whole scale
-            in place of half of one.
+        truncate: x_q is rounded towards zero, as by the functions of vLLM and SGLang; its error is up to a whole scale;
+            that of rounding to nearest is up to half a scale.
     """
     facts = _int8_groups, group_size, eps, column_major_scales, truncate, variant
     return quantize(facts, (x, expert_num_tokens, out_q, out_s))
