@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import cukern
 from benchmarks.harness import Baseline, Case
-from cukern.ops import _mla_decode as mla_decode
+from cukern.ops.mla_decode import choose as mla_decode
 from cukern.runtime.arrays import ITEM_SIZE
 from cukern.runtime.kernel import Variant, arch_of_device, device_count
 from cukern.runtime.op import OPS, Op
@@ -506,7 +506,7 @@ def combining_twice() -> Callable[..., Any]:
         with patch.object(mla_decode, "launch", launch_again):
             return declared.plan(*args, **kwargs)
 
-    return Op(plan, declared.twin, {}, ()).call
+    return Op(plan, declared.twin).call
 
 
 PLANNING, OPERATOR, TWICE = "plan inside", "torch.ops", "combine twice"

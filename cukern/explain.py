@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cukern.runtime.described  # noqa: F401  (reads descriptions of arrays)
-from cukern.runtime import arrays, check, compile, gpu, template, tensor_map
+from cukern.runtime import arrays, check, compile, gpu, template
 from cukern.runtime.cuda import runtime
 from cukern.runtime.describe import Array
-from cukern.runtime.late import Late
+from cukern.runtime.each import Each
 from cukern.runtime.nvrtc import Resources, resources
 from cukern.runtime.op import OPERATORS, OPS, Op
 from cukern.runtime.plan import Trace, Workspace, current
@@ -191,8 +190,8 @@ def explain(function: Callable[..., Any], /, *args: Any, arch: str | None = None
     notes = {id(step.notes): step.notes for step in trace.steps}
     own = next(iter(notes.values())) if len(notes) == 1 else {}
     names = call.names_of(trace, returned)
-    moved = _number(own["bytes"]) if "bytes" in own else call.bytes_of(trace, returned) if trace.steps else 0
-    flops = _number(sum(each.get("flops", 0) for each in notes.values()))
+    moved = own["bytes"] if "bytes" in own else call.bytes_of(trace, returned) if trace.steps else 0
+    flops = sum(each.get("flops", 0) for each in notes.values())
     card = _card_of(arch, found.arch) if arch else _name_of(trace.place.device)
     ceilings = _ceilings(card, name)
     floor = ceilings.floor(moved, flops) if ceilings else (None, card or f"any card of sm_{found.arch}")
@@ -242,8 +241,8 @@ class _Call:
                     return None
                 raise
 
-        op = Op(plan, None, {}, ())
-        trace, returned, _ = op.say(op.form(0, tuple(self.arrays)), tuple(self.arrays.values()), on)
+        op = Op(plan, None)
+        trace, returned, _ = op.say(op.form((), self.arrays), tuple(self.arrays.values()), on)
         return trace, returned
 
     def names_of(self, trace: Trace, returned: Any) -> dict[int, str]:
@@ -294,11 +293,7 @@ def _library(array: Any) -> arrays.Library:
 
 
 def _size(shape: Iterable[Any], dtype: str) -> int:
-    return math.prod(map(_number, shape)) * arrays.ITEM_SIZE[dtype]
-
-
-def _number(value: Any) -> Any:
-    return value.value if isinstance(value, Late) else value
+    return math.prod(shape) * arrays.ITEM_SIZE[dtype]
 
 
 def _returned(returned: Any) -> Iterator[Array]:
@@ -332,9 +327,9 @@ def _launch(step: Any, arch: str, names: dict[int, str]) -> Launch:
     return Launch(
         _expression(instance),
         step.why,
-        tuple(map(_number, step.grid)),
-        tuple(map(_number, step.block)),
-        _number(step.shared_bytes),
+        step.grid,
+        step.block,
+        step.shared_bytes,
         fields,
         _resources(instance, arch),
     )
@@ -343,11 +338,11 @@ def _launch(step: Any, arch: str, names: dict[int, str]) -> Launch:
 def _field(value: Any, names: dict[int, str]) -> Any:
     """A field as it is shown; an empty string for bytes that are all 0."""
     if isinstance(value, Array):
-        offset = _number(value.offset)
-        return names[value.source] + (f"+{offset}" if offset else "")
-    if value is tensor_map.DESCRIBED or (isinstance(value, Late) and isinstance(value.value, bytes)):
-        return "tensor map"
-    value = _number(value)
+        return names[value.source] + (f"+{value.offset}" if value.offset else "")
+    if isinstance(value, Each):
+        if isinstance(value.value, bytes):
+            return "tensor map"
+        value = value.value
     if isinstance(value, bytes):
         return f"{len(value)} bytes" if any(value) else ""
     return int(value) if isinstance(value, bool) else value

@@ -1,4 +1,4 @@
-"""A GPU that is not there: a fixture under which calls of plain functions run whole, but for the driver."""
+"""A GPU that is not there: a fixture under which calls run whole, but for the driver."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from cukern.runtime import arrays, launch, template, tensor_map
-from cukern.runtime.gpu import of_arch
+from cukern.runtime import arrays, gpu, op, plan, template, tensor_map
 from cukern.runtime.kernel import Variant
-from cukern.runtime.view import READERS
 
 
 class Launch(NamedTuple):
@@ -37,7 +35,10 @@ def _unpacked(layout: template.Struct, packed: bytes, start: int = 0) -> dict[st
     fields: dict[str, Any] = {}
     for name, (offset, kind) in layout.fields.items():
         if isinstance(kind, template.Array):
-            fields[name] = packed[start + offset : start + offset + kind.size]
+            at = start + offset
+            fields[name] = packed[at : at + kind.size]
+            if isinstance(kind.of, template.Scalar):
+                fields[name] = [*struct.unpack_from(f"={kind.count}{kind.of.code}", packed, at)]
         elif isinstance(kind, template.Struct):
             fields[name] = _unpacked(kind, packed, start + offset)
         else:
@@ -83,31 +84,32 @@ class _Ready:
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGPU]:
     """Tensors in host memory are taken for ones on a GPU; what is launched there joins `launches`."""
-    gpu, library = PretendedGPU(), arrays.library_of(torch.empty(0))
+    there, library = PretendedGPU(), arrays.library_of(torch.empty(0))
     assert library is not None
 
     def view(name: str, x: Any) -> arrays.View:
-        return library.view(name, x)._replace(device=gpu.device)
+        return type(library).view(library, name, x)._replace(device=there.device)
 
     def allocate(shape: tuple[int, ...], dtype: str, device: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=getattr(torch, dtype))
 
-    def alike(given: Sequence[torch.Tensor], free: Sequence[tuple[int, ...]]) -> Callable[..., bool]:
-        in_memory, device = type(library).alike(library, given, free), gpu.device
-        return lambda *others: gpu.is_there and gpu.device == device and in_memory(*others)
+    def alike(given: Sequence[torch.Tensor]) -> Callable[..., bool]:
+        in_memory, device = type(library).alike(library, given), there.device
+        return lambda *others: there.is_there and there.device == device and in_memory(*others)
 
     monkeypatch.setattr(library, "alike", alike)
-    monkeypatch.setitem(READERS, torch.Tensor, view)
+    monkeypatch.setattr(library, "view", view)
     monkeypatch.setattr(library, "allocate", allocate)
-    monkeypatch.setattr(library, "allocator", lambda device: lambda shape, dtype: allocate(shape, dtype, device))
-    monkeypatch.setattr(library, "device", lambda array, name="": gpu.device)
-    monkeypatch.setattr(library, "current_device", lambda: gpu.current)
+    monkeypatch.setattr(library, "maker", lambda *arguments: functools.partial(allocate, *arguments))
+    monkeypatch.setattr(library, "device", lambda array, name="": there.device)
+    monkeypatch.setattr(library, "current_device", lambda: there.current)
     monkeypatch.setattr(library, "stream", lambda device: 77 + device)
-    monkeypatch.setattr(tensor_map, "encode", lambda *arguments: bytes(tensor_map.TENSOR_MAP_BYTES))
-    monkeypatch.setattr(launch, "runtime", SimpleNamespace(setDevice=gpu.set_devices.append))
-    monkeypatch.setattr(launch, "current_device", gpu.make_current)
-    monkeypatch.setattr(launch.gpu, "of_device", lambda device: of_arch("H200"))
-    monkeypatch.setattr(launch, "THREAD", threading.local())
-    monkeypatch.setattr(Variant, "ready", property(lambda self: _Ready(gpu, self), lambda self, of: None))
-    yield gpu
-    gpu.is_there = False
+    monkeypatch.setattr(plan, "encode", lambda *arguments: bytes(tensor_map.TENSOR_MAP_BYTES))
+    monkeypatch.setattr(plan, "runtime", SimpleNamespace(setDevice=there.set_devices.append))
+    monkeypatch.setattr(plan, "current_device", there.make_current)
+    monkeypatch.setattr(gpu, "of_device", lambda device: gpu.of_arch("H200"))
+    monkeypatch.setattr(plan, "_THREAD", threading.local())
+    monkeypatch.setattr(Variant, "ready", property(lambda self: _Ready(there, self), lambda self, of: None))
+    yield there
+    there.is_there = False
+    op.forget_plans()

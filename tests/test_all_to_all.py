@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 import cukern
 from cukern import AllToAllError, AllToAllState
 from cukern.commands import resources
-from cukern.ops import _all_to_all as parts
 from cukern.ops import all_to_all as op
+from cukern.ops.all_to_all import memory as parts
 from cukern.reference import all_to_all as twin
 from cukern.reference.quantization import per_token_group_quant_fp8
-from cukern.runtime import arrays, kernel, template
+from cukern.runtime import arrays, gpu, kernel, template
 from cukern.runtime import compile as compiler
 from cukern.runtime.cuda import cupy
 from cukern.runtime.op import OPS
@@ -53,7 +53,10 @@ from tests.exchange import (
     in_turns,
     put,
 )
-from tests.test_op import H200, packed, said
+from tests.plans import plan_of
+from tests.pretended import PretendedGPU, pretended  # noqa: F401
+
+H200 = gpu.of_arch("90a")
 
 #: The experts of 4 ranks, dealt out as they come: the last rank has none.
 DEALT = (2, 0, 1, 0, 2, 2, 1, 0, 0, 1, 2, 1, 0, 0, 2, 1)
@@ -1188,11 +1191,11 @@ def a_combine(tokens: int, link: parts.Link, phases: int = 3) -> tuple[Any, ...]
     return rows, None, np.zeros((tokens, link.sizes.topk), np.int32), link, 1, False, phases
 
 
-def test_the_kernels_are_given_the_places_of_the_buffer() -> None:
+def test_the_kernels_are_given_the_places_of_the_buffer(pretended: PretendedGPU) -> None:  # noqa: F811
     link = a_link()
     for quantize, width in ((False, 768), (True, 384)):
-        trace, _, reader = said(op._dispatch, *a_dispatch(7, link, quantize))
-        (fields,) = packed(trace, [*reader.addresses, *reader.lates])
+        op._dispatch(*[as_torch(x) if isinstance(x, np.ndarray) else x for x in a_dispatch(7, link, quantize)])
+        fields = pretended.launches[-1].fields
         assert (fields["tokens"], fields["buffer"], fields["width"]) == (7, 1, width)
         assert [fields[f"{name}_at"] for name in ("rows", "scales", "ids", "weights")] == [
             of[1] for of in (link.layout.rows, link.layout.scales, link.layout.ids, link.layout.weights)
@@ -1221,39 +1224,38 @@ def test_all_blocks_are_resident_beside_those_of_the_ranks_that_share_the_gpu(
 ) -> None:
     # They wait for each other: one that is not resident would never come.
     link = a_link(8, sharing)
-    for function, made, file in ((op._dispatch, a_dispatch, "dispatch"), (op._combine, a_combine, "combine")):
-        trace, _, _ = said(function, *made(tokens, link, phases=phases))
+    for made, file in ((a_dispatch, "dispatch"), (a_combine, "combine")):
+        trace, _ = plan_of(f"_{file}", *made(tokens, link, phases=phases))
         for step in trace.steps:
             most = of_registers(file, step.variant.instance.arguments) * H200.multiprocessors
-            blocks = getattr(step.grid[0], "value", step.grid[0])
-            assert 1 <= blocks <= most // sharing
+            assert 1 <= step.grid[0] <= most // sharing
         # A call that receives counts itself, whether it has tokens or not.
         assert len(trace.steps) == 1 or phases == parts.SEND
 
 
 def test_some_blocks_send_on_the_smallest_part_of_a_gpu() -> None:
     values, made = a_combine(5, a_link(8, 8)), OPS["_combine"]
-    trace, _, _ = made.say(made.form(len(values), ()), values, on=H200._replace(multiprocessors=1))
+    trace, _, _ = made.say(made.form(values, {}), values, on=H200._replace(multiprocessors=1))
     (step,) = trace.steps
     assert step.fields["senders"] == 1
 
 
 def test_the_reasons_for_a_launch() -> None:
     link = a_link(8, 2)
-    (sent,) = said(op._dispatch, *a_dispatch(5, link))[0].steps
-    (summed,) = said(op._combine, *a_combine(5, link))[0].steps
+    (sent,) = plan_of("_dispatch", *a_dispatch(5, link))[0].steps
+    (summed,) = plan_of("_combine", *a_combine(5, link))[0].steps
     assert sent.why.startswith("send and receive in one launch, ") and "a block for each of 5 tokens" in sent.why
     assert "(that run at once, shared by the 2 ranks of the GPU)" in sent.why
     assert f"; {summed.fields['senders']} blocks send and " in summed.why
     assert f"units a thread ({parts.MANY_UNITS} from {parts.MANY_TOKENS + 1} tokens on)" in summed.why
 
 
-def test_a_plan_serves_any_number_of_tokens() -> None:
+def test_a_launch_has_the_tokens_of_its_call() -> None:
     link = a_link()
-    for function, made in ((op._dispatch, a_dispatch), (op._combine, a_combine)):
-        trace, _, reader = said(function, *made(5, link))
-        (fields,) = packed(trace, [*reader.addresses, *[9 for _ in reader.lates]])
-        assert fields["tokens"] == 9
+    for tokens in (5, 9, 5000):
+        for name, made in (("_dispatch", a_dispatch), ("_combine", a_combine)):
+            (step,) = plan_of(name, *made(tokens, link))[0].steps
+            assert step.fields["tokens"] == tokens
 
 
 # --- the kernels against the twin ---------------------------------------------------------------------

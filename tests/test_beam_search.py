@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -17,10 +18,10 @@ from numpy.typing import NDArray
 import cukern
 from cukern.ops import beam_search as op
 from cukern.reference import beam_search as twin
-from cukern.runtime import arrays, gpu, template
+from cukern.runtime import arrays, template
 from cukern.runtime.cuda import cupy
-from cukern.runtime.op import OPS
 from cukern.testing import assert_matches
+from tests.plans import plan_of
 
 Array = NDArray[Any]
 NAN, INF = np.nan, np.inf
@@ -702,44 +703,38 @@ def test_numpy_integers_are_taken() -> None:
 # --- plans ----------------------------------------------------------------------------------------------
 
 
-def said(name: str, **options: Any) -> tuple[Any, list[Any]]:
-    """The plan of a call as if its arrays were on a GPU, and the environment that its late numbers are in."""
-    made = OPS[name]
-    trace, _, reader = made.say(made.form(0, tuple(options)), [*options.values()], on=gpu.of_arch("90a"))
-    return trace, [*reader.addresses, *reader.lates]
-
-
 @pytest.mark.parametrize("rate", [0.0, -0.5])
-def test_one_plan_serves_all_steps(rate: float) -> None:
+def test_a_launch_has_the_step_of_its_call(rate: float) -> None:
     arguments = good_arguments("beam_search_step") | {"diversity_rate": rate, "length_penalty": 2.0}
-    trace, environment = said("beam_search_step", **arguments)
-    assert [step.variant.instance.function for step in trace.steps] == [
-        "topk_chunks", *["topk_merge"] * (rate != 0), "beam_step"
-    ]  # fmt: skip
-    late = [part for part in trace.steps[-1].packing.parts if hasattr(part, "evaluate")]
     for step in range(5):
-        assert trace.guards.hold([*environment[:-1], step])
-        want = [step + 1, step == 4, (step + 1) ** 2, (step + 1) ** 2]
-        assert [part.evaluate([*environment[:-1], step]) for part in late] == want
+        launches = plan_of("beam_search_step", **arguments | {"step": step})[0].steps
+        assert [launch.variant.instance.function for launch in launches] == [
+            "topk_chunks", *["topk_merge"] * (rate != 0), "beam_step"
+        ]  # fmt: skip
+        fields = [launches[-1].fields[name] for name in ("length", "last", "penalty", "furthest_penalty")]
+        assert fields == [step + 1, step == 4, (step + 1) ** 2, (step + 1) ** 2]
     for step in (-1, 5):
         with pytest.raises(
             ValueError, match=re.escape(f"step must be an integer in [0, 4] (below max_steps), got {step}")
         ):
-            late[0].evaluate([*environment[:-1], step])
+            plan_of("beam_search_step", **arguments | {"step": step})
 
 
 def test_a_plan_in_place_serves_no_results_that_overlap() -> None:
     keys, values, parents = random_caches(np.random.default_rng(0), 5, 2, 3, 2, 4)
-    arguments = {"key_cache": keys, "value_cache": values, "parents": parents, "step": 4}
-    trace, (*addresses, step) = said("update_kv_cache", **arguments, out=(keys, values))
-    k, v = addresses[:2]
+    (placed,) = plan_of("update_kv_cache", keys, values, parents, 4, out=(keys, values))[0].computed
+    k, v = (x.ctypes.data for x in (keys, values))
+    assert [x.address for x in placed.operands[1:]] == [k, v, k, v]
     far = max(k, v) + 2 * keys.nbytes
     for results, fits in (
         ((k, v), True), ((far, v), True), ((far, far + keys.nbytes), True),
         ((v, k), False), ((k + 16, v), False), ((far, far), False), ((far, far + 16), False),
     ):  # fmt: skip
-        assert trace.guards.hold([*addresses[:3], *results, step]) is fits
-    assert trace.guards.hold([*addresses, 1]) and not trace.guards.hold([*addresses, 0])
+        with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="an overlap"):
+            placed.function(keys.nbytes, k, v, *results)
+    for step in (0, 1, 4):
+        launches = plan_of("update_kv_cache", keys, values, parents, step, out=(keys, values))[0].steps
+        assert [launch.fields["steps"] for launch in launches] == [step] * (step > 0)
 
 
 # --- the choice of a variant ----------------------------------------------------------------------------

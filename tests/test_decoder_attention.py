@@ -23,11 +23,10 @@ from cukern.reference import decoder_attention as twin
 from cukern.runtime import arrays, gpu
 from cukern.runtime.cuda import cupy
 from cukern.runtime.describe import Array as Described
-from cukern.runtime.late import Late
 from cukern.runtime.op import OPS
-from cukern.runtime.plan import Trace
 from cukern.testing import assert_matches
 from tests.buffers import as_torch, normal, on_gpu, same_bits, zeros
+from tests.plans import plan_of
 
 Array = NDArray[Any]
 NAN, INF = np.nan, np.inf
@@ -436,28 +435,6 @@ def test_the_grid_at_known_sizes() -> None:
         assert op._grid(rows, entries, 0, lanes, 8, 132) == op._grid(rows, entries + 1, 1, lanes, 8, 132) == wanted
 
 
-def plan_of(x: Masked) -> tuple[Trace, list[int]]:
-    """The plan for a call on an H200, and the addresses that it was made with."""
-    declared = OPS["masked_attention"]
-    trace, _, reader = declared.say(declared.form(len(x), ()), x, on=gpu.of_arch("90a"))
-    return trace, reader.addresses
-
-
-def launches(trace: Trace, environment: list[int]) -> list[tuple[Any, ...]]:
-    """The variant, the grid, the block and the packed struct of each launch, with made arrays at some addresses."""
-    environment = [*environment, *(2**40 * (i + 1) for i in range(len(trace.made)))]
-
-    def found(value: Any) -> Any:
-        value = value.address if isinstance(value, Described) else value
-        return value.evaluate(environment) if isinstance(value, Late) else value
-
-    return [
-        (x.variant, tuple(map(found, x.grid)), x.block, x.packing.struct.pack(*map(found, x.packing.parts)))
-        for x in trace.steps
-        if x.packing is not None
-    ]
-
-
 @pytest.mark.parametrize(
     ("batch", "dim", "step", "wanted"),
     [
@@ -471,7 +448,8 @@ def launches(trace: Trace, environment: list[int]) -> list[tuple[Any, ...]]:
 )  # fmt: skip
 def test_the_reason_for_a_kernel(batch: int, dim: int, step: int, wanted: str) -> None:
     row, cache = np.zeros((batch, 4 * dim), np.float16), np.zeros((1500, batch, 4, dim), np.float16)
-    first, *others = plan_of(Masked(row, row, row, None, None, None, cache, cache, step))[0].steps
+    x = Masked(row, row, row, None, None, None, cache, cache, step)
+    first, *others = plan_of("masked_attention", *x)[0].steps
     assert wanted in first.why
     assert [x.why for x in others] == ["what 2 splits found is put together: a block for each of 4 rows"] * (
         step == 250
@@ -479,37 +457,27 @@ def test_the_reason_for_a_kernel(batch: int, dim: int, step: int, wanted: str) -
 
 
 @pytest.mark.parametrize(("batch", "heads"), [(1, 4), (64, 16), (600, 8)])
-def test_a_plan_serves_other_steps(batch: int, heads: int) -> None:
+def test_the_launches_of_a_step(batch: int, heads: int) -> None:
     row, cache = np.zeros((batch, heads * 64), np.float16), np.zeros((1500, batch, heads, 64), np.float16)
     x = Masked(row, row, row, None, None, None, cache, cache, 1)
-    plans: list[Trace] = []
-
-    def serving(environment: list[Any]) -> Trace | None:
-        return next((plan for plan in plans if plan.guards.hold(environment)), None)
-
     for step in (*range(1, 300), *range(300, 1500, 37), 1500):
-        own, addresses = plan_of(x._replace(step=step))
-        environment = [*addresses, step]
-        plan = serving(environment)
-        if plan is None:
-            plans.append(own)
-        else:
-            assert launches(plan, environment) == launches(own, environment)
-    assert len(plans) <= 5
-    # What is not in range is found out before anything is launched.
+        attend, *combine = plan_of("masked_attention", *x._replace(step=step))[0].steps
+        splits = attend.grid[1]
+        assert attend.fields["entries"] == step - 1 <= splits * attend.fields["split_steps"]
+        assert [combiner.fields["splits"] for combiner in combine] == [splits] * (splits > 1)
     for step in (0, 1501, 2.0, True, 1000.0):
-        environment = [*addresses, step]
         with pytest.raises((TypeError, ValueError), match=re.escape("step must be an integer in [1, 1500]")):
-            launches(serving(environment) or plan_of(x._replace(step=step))[0], environment)
+            plan_of("masked_attention", *x._replace(step=step))
 
 
 def test_a_step_on_the_device_has_the_grid_of_the_most_steps() -> None:
     row, cache = np.zeros((2, 256), np.float16), np.zeros((1500, 2, 4, 64), np.float16)
     x = Masked(row, row, row, None, None, None, cache, cache, np.array([3], np.int32))
-    (attend, *_), (longest, *_) = (plan_of(x._replace(step=step))[0].steps for step in (x.step, 1500))
+    (attend, *_), (longest, *_) = (
+        plan_of("masked_attention", *x._replace(step=step))[0].steps for step in (x.step, 1500)
+    )
     assert attend.variant.instance.arguments == (*longest.variant.instance.arguments, "LATE_STEP")
-    assert attend.grid == tuple(getattr(size, "value", size) for size in longest.grid)
-    assert attend.grid[1] > 1
+    assert attend.grid == longest.grid and attend.grid[1] > 1
     assert isinstance(attend.fields["step"], Described)
 
 

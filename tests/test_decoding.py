@@ -17,11 +17,11 @@ import cukern
 from benchmarks import bench_decoding, harness
 from cukern.ops.decoding import logits as op
 from cukern.reference import decoding as twin
-from cukern.runtime import arrays, gpu
+from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
-from cukern.runtime.op import OPS
 from cukern.testing import assert_matches
 from tests.buffers import on_gpu
+from tests.plans import plan_of
 
 Array = NDArray[Any]
 NAN, INF = np.nan, np.inf
@@ -439,52 +439,43 @@ def test_a_bad_argument_is_named(
 # --- plans ----------------------------------------------------------------------------------------------
 
 
-def said(name: str, **options: Any) -> tuple[Any, list[Any]]:
-    """The plan of a call as if its arrays were on a GPU, and the environment that its late numbers are in."""
-    made = OPS[name]
-    trace, _, reader = made.say(made.form(0, tuple(options)), [*options.values()], on=gpu.of_arch("90a"))
-    return trace, [*reader.addresses, *reader.lates]
-
-
 def test_penalties_write_all_tokens_unless_they_are_in_place_without_a_temperature() -> None:
     x, y = np.zeros((2, 3, 64), np.float32)
     for out, whole in ((None, "true"), (y, "true"), (x, "false"), (x[:, :], "false")):
-        trace, _ = said("apply_penalties", logits=x, repetition_penalty=1.5, **SEQUENCE, out=out)
+        trace, _ = plan_of("apply_penalties", x, repetition_penalty=1.5, **SEQUENCE, out=out)
         assert [step.variant.instance.arguments[-1] for step in trace.steps] == [whole]
     for temperature, launches in ((None, 0), (1.0, 0), (0.0, 0), (0.5, 1)):
-        trace, _ = said("apply_penalties", logits=x, temperature=temperature, out=x)
-        assert len(trace.steps) == launches
-        # The plan of a call in place serves calls in place alone, with the same temperature.
-        for other, results in ((1.0, x), (0.5, x), (1.0, y)):
-            if temperature is not None:
-                _, environment = said("apply_penalties", logits=x, temperature=other, out=results)
-                assert trace.guards.hold(environment) is (results is x and other == temperature)
+        for out, more in ((x, 0), (y, launches == 0)):
+            trace, _ = plan_of("apply_penalties", x, temperature=temperature, out=out)
+            assert len(trace.steps) == launches + more
+            # A plan that is kept serves calls in place alone, or others alone.
+            assert trace.compares
 
 
 def test_a_least_length_alone_is_a_penalty() -> None:
     x = np.zeros((2, 64), np.float32)
     lengths = np.zeros(2, np.int32)
     for out, whole in ((None, "true"), (x, "false")):
-        trace, _ = said("apply_penalties", logits=x, min_length=3, sequence_length=lengths, end_id=1, out=out)
+        trace, _ = plan_of("apply_penalties", x, min_length=3, sequence_length=lengths, end_id=1, out=out)
         assert [step.variant.instance.arguments[-2:] for step in trace.steps] == [("true", whole)]
 
 
-def test_one_plan_serves_other_numbers_and_batches() -> None:
-    def at(batch: int, temperature: Any, min_length: Any) -> tuple[Any, list[Any]]:
-        lengths = np.zeros(batch, np.int32)
-        numbers = {"temperature": temperature, "min_length": min_length, "sequence_length": lengths, "end_id": 3}
-        return said("apply_penalties", logits=np.zeros((batch, 64), np.float32), **numbers)
+def test_a_launch_has_the_numbers_and_the_batch_of_its_call() -> None:
+    def steps(batch: int, temperature: Any, min_length: Any) -> list[Any]:
+        numbers = {"temperature": temperature, "min_length": min_length, "end_id": 3}
+        logits, lengths = np.zeros((batch, 64), np.float32), np.zeros(batch, np.int32)
+        return plan_of("apply_penalties", logits, sequence_length=lengths, **numbers)[0].steps
 
-    trace, _ = at(3, 0.5, 2)
-    for batch, temperature, min_length in ((2, 0.0, 0), (70, 7, 9)):
-        _, environment = at(batch, temperature, min_length)
-        assert trace.guards.hold(environment)
-        assert trace.steps[0].grid[0].evaluate(environment) == batch
-    assert not trace.guards.hold(at(0, 0.5, 2)[1])
-    for place, name in ((3, "temperature"), (4, "min_length")):
-        bad = [*environment[:place], -1, *environment[place + 1 :]]
+    for batch, temperature, min_length in ((3, 0.5, 2), (2, 0.0, 0), (70, 7, 9)):
+        (step,) = steps(batch, temperature, min_length)
+        assert step.grid == (batch, 1, 1)
+        assert [step.fields[name] for name in ("temperature", "min_length")] == [
+            (None, temperature, 0), (None, min_length, 0)
+        ]  # fmt: skip
+    assert steps(0, 0.5, 2) == []
+    for numbers, name in (((-1, 2), "temperature"), ((0.5, -1), "min_length")):
         with pytest.raises(ValueError, match=f"{name} must be"):
-            [part.evaluate(bad) for part in trace.steps[0].packing.parts if hasattr(part, "evaluate")]
+            steps(70, *numbers)
 
 
 # --- the kernels against the twins ----------------------------------------------------------------------

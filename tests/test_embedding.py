@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,12 +16,11 @@ from numpy.typing import NDArray
 import cukern
 from cukern.ops import embedding as op
 from cukern.reference import embedding as twin
-from cukern.runtime import arrays, gpu, template
+from cukern.runtime import arrays, template
 from cukern.runtime.cuda import cupy
-from cukern.runtime.late import Guards, Late
-from cukern.runtime.op import OPS
 from cukern.testing import assert_matches
 from tests.buffers import as_torch, normal, on_gpu, zeros
+from tests.plans import plan_of
 
 Array = NDArray[Any]
 NAN = np.nan
@@ -160,11 +158,9 @@ def test_a_bad_argument_is_named(name: str, changes: dict[str, Any], error: type
 
 
 def launched(table: Array, *args: Any, **options: Any) -> Any:
-    """How the kernel is launched for these arrays, as if on an H200."""
-    made = OPS["embedding_lookup"]
-    with patch.object(op, "launch") as launch:
-        made.say(made.form(1 + len(args), tuple(options)), (table, *args, *options.values()), on=gpu.of_arch("90a"))
-    return launch.call_args
+    """The launch for these arrays, as if on an H200."""
+    (step,) = plan_of("embedding_lookup", table, *args, **options)[0].steps
+    return step
 
 
 def aligned(hidden: int, alignment: int, dtype: str) -> Array:
@@ -185,12 +181,13 @@ def test_a_plan_covers_the_row(hidden: int, alignment: int, dtype: str, variant:
     item_size = arrays.ITEM_SIZE[dtype]
     alignment = max(alignment, item_size)
     table, ids = aligned(hidden, alignment, dtype), np.zeros(1000, np.int32)
-    (kernel, (blocks, parts), threads), fields = launched(table, ids, table, variant=variant)
-    width = kernel.instance.arguments[1]
+    step = launched(table, ids, table, variant=variant)
+    (blocks, parts, _), (threads, *_), fields, instance = step.grid, step.block, step.fields, step.variant.instance
+    width = instance.arguments[1]
     assert fields["chunks"] * width == hidden * item_size and alignment % width == 0
     row_threads = 1 << fields["log2_threads_per_row"]
     assert parts * row_threads >= fields["chunks"] > (parts - 1) * row_threads
-    assert blocks * (threads // row_threads * template.constants(kernel.instance.file)["ROWS_AT_ONCE"]) >= 1000
+    assert blocks * (threads // row_threads * template.constants(instance.file)["ROWS_AT_ONCE"]) >= 1000
     if variant == "narrow":
         assert width == item_size
 
@@ -205,25 +202,21 @@ def test_the_width_of_a_load() -> None:
         ("float32", 771, 16, 4),
         ("float32", 770, 16, 8),
     ):
-        (kernel, *_), _ = launched(aligned(hidden, alignment, dtype), ids)
-        assert kernel.instance.arguments == (width,)
+        assert launched(aligned(hidden, alignment, dtype), ids).variant.instance.arguments == (width,)
     with pytest.raises(ValueError, match="'wide': rows of 1540 bytes at addresses that are multiples of 16"):
         launched(aligned(770, 16, "bfloat16"), ids, variant="wide")
 
 
-def test_a_plan_serves_other_steps_and_batches() -> None:
-    table, positions, made = np.zeros((5, 64), np.float32), np.zeros((99, 64), np.float32), OPS[SINE]
-    plans: list[Guards] = []
+def test_a_launch_has_the_step_and_the_batch_of_its_call() -> None:
+    table, positions = np.zeros((5, 64), np.float32), np.zeros((99, 64), np.float32)
     for batch in (1, 2, 700):
+        ids = np.zeros((batch, 3), np.int32)
         for step in (0, 1, 96):
-            args = table, positions, np.zeros((batch, 3), np.int32), step
-            trace, _, reader = made.say(made.form(4, ()), args, on=gpu.of_arch("90a"))
-            if not any(guards.hold([*reader.addresses, *reader.lates]) for guards in plans):
-                plans.append(trace.guards)
-    assert len(plans) == 1
-    late = [part for part in trace.steps[0].packing.parts if isinstance(part, Late)]
-    with pytest.raises(ValueError, match=re.escape("step must be an integer in [0, 96]")):
-        assert [part.evaluate([*reader.addresses, 1, 97]) for part in late]
+            (launch,) = plan_of(SINE, table, positions, ids, step)[0].steps
+            fields = [launch.fields[name] for name in ("step", "rows", "period", "positions")]
+            assert fields == [step, 3 * batch, 3, 99]
+        with pytest.raises(ValueError, match=re.escape("step must be an integer in [0, 96]")):
+            plan_of(SINE, table, positions, ids, 97)
 
 
 # --- the kernels against the twin -----------------------------------------------------------------------

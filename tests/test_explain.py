@@ -29,6 +29,7 @@ from cukern.runtime.op import OPERATORS, OPS, Op, op, operator
 from cukern.runtime.plan import empty, launch, note, outputs, run_twin
 from docs import examples
 from tests.buffers import OnlyDLPack
+from tests.plans import plan_of
 from tests.spec import Call
 from tests.specs import CALLS
 
@@ -168,7 +169,6 @@ def test_a_reason_has_the_numbers_of_the_choice(other_gates: None, monkeypatch: 
     assert why(1024) == f"1024 tokens: one warp per token (from 513 to 4096 tokens); {sizes}"
     assert why(20000) == f"20000 tokens: 8 lanes per token (from 16385 tokens); {sizes}"
     monkeypatch.setitem(gates.UP_TO_TOKENS, 32, 1000)
-    monkeypatch.setattr(gates, "TOKEN_CLASSES", (512, 1000, 16384, gates.MAX_TOKENS))
     gates.choose.cache_clear()
     assert why(1024) == f"1024 tokens: 16 lanes per token (from 1001 to 16384 tokens); {sizes}"
     assert why(64, variant="dynamic") == "variant='dynamic' asks for it"
@@ -234,8 +234,7 @@ def test_registers_of_what_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv("CUKERN_CACHE_DIR", str(tmp_path))
     x = np.zeros((3, 64), np.float16)
     assert "registers   not known before it is compiled" in str(cukern.explain(cukern.silu_and_mul, x, arch="90a"))
-    form = OPS["silu_and_mul"].form(1, ())
-    (step,) = OPS["silu_and_mul"].say(form, (x,), gpu.of_arch("90a"))[0].steps
+    (step,) = plan_of("silu_and_mul", x)[0].steps
     assert step.variant is not None
     compile.cubin(step.variant.instance, "90a")
     said = cukern.explain(cukern.silu_and_mul, x, arch="90a")
@@ -388,8 +387,7 @@ def test_the_notes_of_a_part_are_its_own() -> None:
     assert said.workspace_bytes == 3 * 256  # and the first result
     assert said.launches[1].fields["x"] == "workspace[0]"
     notes: list[Any] = []
-    whole = Op(lambda x: notes.append(outer(x)), None, {}, ())
-    trace, _, _ = whole.say(whole.form(1, ()), (x,), gpu.of_arch("90a"))
+    trace, _ = plan_of(Op(lambda x: notes.append(outer(x)), None), x)
     assert trace.notes == {}
 
 

@@ -40,6 +40,7 @@ from cukern.runtime.activation import ACTIVATIONS
 from cukern.testing import assert_matches
 from tests.activations import activated
 from tests.buffers import same_bits, to_numpy
+from tests.pretended import Launch, PretendedGPU, pretended  # noqa: F401
 from tests.test_fused_moe_combinations import PLACES, as_tensor, compare, places
 
 Array = NDArray[Any]
@@ -802,6 +803,42 @@ def test_the_experts_get_the_received_ids_and_finalize_the_callers(
     got = module(*layer.arrays)
     same_bits(got, twin_of(layer, expert_map=pf.expert_map(None)))
     assert [id(array) for array in pf.finalized] == [id(layer.topk_weights), id(layer.topk_ids)]
+
+
+# --- launches -------------------------------------------------------------------------------------------
+
+
+def said(launch: Launch) -> Any:
+    """All of a launch but where its arrays are."""
+
+    def numbers(fields: dict[str, Any]) -> Any:
+        found = {name: numbers(x) if isinstance(x, dict) else x for name, x in fields.items()}
+        return {name: x for name, x in found.items() if not isinstance(x, int) or x < 1 << 32}
+
+    return launch.variant, launch.grid, launch.block, launch.shared_bytes, numbers(launch.fields)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 64, 700])
+@quantizations
+@pytest.mark.filterwarnings("ignore::cukern.PerformanceWarning")
+def test_a_layer_launches_what_its_classes_do(
+    quantization: str | None,
+    tokens: int,
+    rng: np.random.Generator,
+    pretended: PretendedGPU,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fused_moe.buffers, "arch_of_device", lambda device: "90a")
+    forms: list[dict[str, Any]] = [{}, {"activation": "swigluoai"}, {"expert_map": torch.zeros(12).int()}]
+    forms.append({"apply_router_weight_on_input": True})
+    for options in forms:
+        layer = small(rng, quantization, tokens, topk=1 if options is forms[-1] else 2).map(as_tensor("cpu"))
+        found = []
+        for route in (call, call, call, lambda layer, **options: standard(layer)(*layer.arrays, **options)):
+            assert route(layer, **options).shape == layer.hidden_states.shape
+            found.append([*map(said, pretended.launches)])
+            pretended.launches.clear()
+        assert found[0] and found[0] == found[1] == found[2] == found[3]
 
 
 # --- commands and benchmarks ----------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from cukern.ops.moe_gemm import routed
 from cukern.reference import fused_moe as twin
 from cukern.runtime.op import forget_plans
 from tests.buffers import same_bits, to_numpy
+from tests.pretended import PretendedGPU, pretended  # noqa: F401
 from tests.test_fused_moe_combinations import as_tensor, compare
 
 ROUTED = ["gemm_stream_routed", "gemm_stream_summed"]
@@ -56,6 +57,18 @@ def test_what_else_is_sorted(rng: np.random.Generator) -> None:
     layer = layer_of(rng)
     strided = np.zeros((6, 256, 264), layer.w1.dtype)[:, :, :256]
     assert kernels_of(layer._replace(w1=strided))[0] == "sort_chunks"
+
+
+def test_one_token_after_two(rng: np.random.Generator, pretended: PretendedGPU) -> None:  # noqa: F811
+    layers = {tokens: layer_of(rng, tokens).map(as_tensor("cpu")) for tokens in (1, 2)}
+    for tokens in (1, 1, 2, 1, 2, 2, 1):
+        pretended.launches.clear()
+        cukern.fused_experts(*layers[tokens].arrays)
+        names = [x.variant.instance.function for x in pretended.launches]
+        assert names == ROUTED if tokens == 1 else names[0] == "sort_chunks"
+    values = [layers[2].hidden_states.clone(), *layers[2].arrays, torch.zeros(4, 128).bfloat16(), 6]
+    with pytest.raises(ValueError, match=r"^hidden_states must be a layer of at most 1 tokens"):
+        routed.routed_experts(*values)
 
 
 def test_forms_have_rows_in_equal_parts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,16 +18,15 @@ from numpy.typing import NDArray
 
 import cukern
 from benchmarks import bench_kv_cache, harness
-from cukern.ops import _kv_cache as parts
 from cukern.ops import kv_cache as op
-from cukern.ops._swap_blocks import runs_of
+from cukern.ops.kv_cache import choose as parts
+from cukern.ops.kv_cache.swap_blocks import runs_of
 from cukern.reference import kv_cache as twin
 from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
 from cukern.testing import assert_matches
 from tests.buffers import GUARD, POISON, as_torch, same_bits
-from tests.test_op import packed as launched
-from tests.test_op import said
+from tests.pretended import PretendedGPU, pretended  # noqa: F401
 
 Array = NDArray[Any]
 DTYPES = ("float32", "float16", "bfloat16")
@@ -739,54 +739,45 @@ def test_a_tile_covers_a_row(kernel: str, columns: int) -> None:
     assert tile.chunks < 2**16
 
 
-def test_a_few_tokens_share_their_windows() -> None:
+def test_a_few_tokens_share_their_windows(pretended: PretendedGPU) -> None:  # noqa: F811
     new, slots = torch.empty(900, 2, 64, dtype=torch.bfloat16), torch.zeros(900, dtype=torch.int64)
     caches = torch.empty(9, 2, 8, 16, 8, dtype=new.dtype), torch.empty(9, 2, 64, 16, dtype=new.dtype)
-    for tokens, same, blocks, shared in ((64, range(2, 513), 16, "8"), (900, range(513, 2000), 29, "1")):
-        given = new[:tokens], new[:tokens], *caches, slots[:tokens], "auto", None, 2.0
-        trace, _, reader = said(cukern.reshape_and_cache, *given)
-        (step,) = trace.steps
-        assert str(step.variant.instance).endswith(f"{shared}>")
-        assert (step.grid[0].value, *step.grid[1:]) == (blocks, 1, 2)
-        for other in range(2000):
-            environment = [*reader.addresses, other, other, other, 2.0]
-            assert trace.guards.hold(environment) is (other in same)
-    (fields,) = launched(trace, [*reader.addresses, 900, 900, 900, 2.0])
     address = [x.data_ptr() for x in (new, *caches, slots)]
     side = {"src": address[0], "src_stride": 256, "block_stride": 4096, "head_stride": 2048}
-    assert fields["key"] == {**side, "cache": address[1], "scale": {"array": 0, "number": 1.0}}
-    assert fields["value"] == {**side, "cache": address[2], "scale": {"array": 0, "number": 2.0}}
-    sizes = {"slot_mapping": address[3], "tokens": 900, "slots": 144, "columns": 128, "head_dim": 64, "block_size": 16}
-    assert fields.items() >= sizes.items()
+    sizes = {"slot_mapping": address[3], "slots": 144, "columns": 128, "head_dim": 64, "block_size": 16}
+    for tokens, blocks, shared in ((2, 8, "8"), (64, 16, "8"), (512, 128, "8"), (513, 17, "1"), (900, 29, "1")):
+        cukern.reshape_and_cache(new[:tokens], new[:tokens], *caches, slots[:tokens], "auto", None, 2.0)
+        launch = pretended.launches[-1]
+        assert str(launch.variant.instance).endswith(f"{shared}>")
+        assert launch.grid == (blocks, 1, 2)
+        assert launch.fields["key"] == {**side, "cache": address[1], "scale": {"array": 0, "number": 1.0}}
+        assert launch.fields["value"] == {**side, "cache": address[2], "scale": {"array": 0, "number": 2.0}}
+        assert launch.fields.items() >= {**sizes, "tokens": tokens}.items()
 
 
-def test_64_caches_are_copied_by_a_launch() -> None:
+def test_64_caches_are_copied_by_a_launch(pretended: PretendedGPU) -> None:  # noqa: F811
     keys, values = ([torch.empty(9, 100, dtype=torch.uint8) for _ in range(35)] for _ in range(2))
     pairs = torch.zeros(3, 2, dtype=torch.int64)
-    trace, _, reader = said(cukern.copy_blocks, keys, values, pairs)
-    launches = launched(trace, [*reader.addresses, 3])
+    cukern.copy_blocks(keys, values, pairs)
     addresses = [x.data_ptr() for x in (*keys, *values)]
-    assert [fields["cache"] for fields in launches] == [addresses[:64], [*addresses[64:], *[0] * 58]]
-    for fields, step, caches in zip(launches, trace.steps, (64, 6), strict=True):
-        assert (step.grid[0].value, *step.grid[1:]) == (3, caches, 1)
+    launches = pretended.launches
+    assert [launch.fields["cache"] for launch in launches] == [addresses[:64], [*addresses[64:], *[0] * 58]]
+    for launch, caches in zip(launches, (64, 6), strict=True):
+        assert launch.grid == (3, caches, 1)
         rest = {"block_mapping": pairs.data_ptr(), "block_stride": 100, "blocks": 9, "columns": 25, "parts": 1}
-        assert fields.items() >= rest.items()
+        assert launch.fields.items() >= rest.items()
 
 
-def test_a_list_that_is_read_as_a_whole() -> None:
+def test_a_list_is_compared_as_a_whole() -> None:
     alike = [torch.empty(4, 6) for _ in range(6)]
     lists = [
         alike, [*alike[:5], torch.empty(6, 4).T], [torch.empty(4, 7), *alike[1:]], [*alike[:5], alike[5].half()],
-        [torch.empty(4, 7)] * 6, [x.numpy() for x in alike],
+        [torch.empty(4, 7)] * 6,
     ]  # fmt: skip
-    found = set()
-    for caches in lists:
-        key: list[Any] = []
-        library = arrays.library_of(caches[0])
-        assert library is not None
-        assert library.read_all(caches, key) == [library.read(x, []) for x in caches]
-        found.add(tuple(key))
-    assert len(found) == len(lists)
+    library = arrays.library_of(alike[0])
+    assert library is not None
+    for one, other in itertools.product(lists, lists):
+        assert library.alike(one)(*other) is (one is other)
 
 
 # --- the benchmarks -----------------------------------------------------------------------------------

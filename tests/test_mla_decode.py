@@ -19,17 +19,18 @@ from numpy.typing import NDArray
 
 import cukern
 import cukern.runtime.compile as compiler
-from cukern.ops import _mla_decode as op
+from cukern.ops.mla_decode import choose as op
 from cukern.reference import mla_decode as twin
 from cukern.runtime import arrays, gpu, nvrtc, sources
 from cukern.runtime import plan as runtime_plan
 from cukern.runtime.cuda import cupy
+from cukern.runtime.each import Each
 from cukern.runtime.kernel import arch_of_device
-from cukern.runtime.late import Late
 from cukern.runtime.op import OPS, forget_plans
 from cukern.runtime.plan import Trace, Workspace
 from cukern.testing import assert_matches
 from tests.buffers import POISON, Buffer, as_torch, on_gpu, same_bits, to_numpy, zeros
+from tests.plans import plan_of
 
 Array = NDArray[Any]
 NAN, INF = np.nan, np.inf
@@ -734,7 +735,6 @@ class Launches(NamedTuple):
 
     trace: Trace
     returned: Any
-    addresses: list[int]
 
     @property
     def attend(self) -> Any:
@@ -745,10 +745,9 @@ class Launches(NamedTuple):
         return next(x for x in self.trace.steps if x.variant.instance.function == "combine_parts")
 
     @property
-    def map(self) -> Late | None:
+    def map(self) -> Each | None:
         """The tensor map."""
-        parts = self.attend.packing.parts
-        return next((x for x in parts if isinstance(x, Late) and isinstance(x.value, bytes)), None)
+        return self.attend.fields.get("map")
 
 
 def launches_of(x: Sizes, on: gpu.Gpu = H200) -> Launches:
@@ -774,8 +773,8 @@ def launches_of(x: Sizes, on: gpu.Gpu = H200) -> Launches:
         parts = twin.parts_of(rows, x.kv_heads, on.multiprocessors)
         arguments |= {"tile_scheduler_metadata": _int32(parts, 8), "num_splits": _int32(sequences + 1)}
     declared = OPS["flash_mla_with_kvcache"]
-    trace, returned, reader = declared.say(declared.form(0, tuple(arguments)), tuple(arguments.values()), on=on)
-    return Launches(trace, returned, reader.addresses)
+    trace, returned, _ = declared.say(declared.form((), arguments), (*arguments.values(),), on)
+    return Launches(trace, returned)
 
 
 @pytest.mark.parametrize(
@@ -951,9 +950,11 @@ def test_the_tensor_map_of_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def tensor_map(x: Sizes) -> Any:
         found = launches_of(x)
-        assert found.map is not None
-        address, dtype, *sizes, promotion, swizzled = found.map.evaluate(found.addresses)  # type: ignore[misc]
-        assert (address, dtype, promotion, swizzled) == (found.addresses[1], x.dtype, 256, True)
+        assert found.map is not None and found.map.function is not None
+        (cache,) = found.map.operands
+        address, dtype, *sizes, promotion, swizzled = found.map.function(cache.address)
+        assert cache.source == 1 and cache.address and not cache.offset
+        assert (address, dtype, promotion, swizzled) == (cache.address, x.dtype, 256, True)
         return sizes
 
     dims, strides, box = tensor_map(Sizes())
@@ -1803,9 +1804,8 @@ def test_the_kernels_for_chosen_tokens(
     kind: str, heads: int, changes: Any, function: str, last: Any, plan: Any, rng: np.random.Generator
 ) -> None:
     x, _ = sparse(rng, kind, 2, heads, 70, 64, **changes)
-    declared, arguments = OPS["flash_mla_with_kvcache"], dict(zip(x._fields[:5], x[:5], strict=True)) | x.options
-    arguments |= {"tile_scheduler_metadata": None, "num_splits": None}
-    trace, _, _ = declared.say(declared.form(0, tuple(arguments)), tuple(arguments.values()), on=H200)
+    arguments = dict(zip(x._fields[:5], x[:5], strict=True)) | x.options
+    trace, _ = plan_of("flash_mla_with_kvcache", **arguments, tile_scheduler_metadata=None, num_splits=None)
     found = {step.variant.instance.function: step.variant.instance.arguments for step in trace.steps}
     assert found[function][-len(last) :] == last and found["plan_parts"] == plan
     assert len(found[function]) == len(last) + (5 if function == "attend_mma" else 1)

@@ -22,15 +22,15 @@ from numpy.typing import NDArray
 
 import cukern
 import cukern.runtime.compile as compiler
-from cukern.explain import _Call as Described
 from cukern.ops import moe_gate as op
 from cukern.ops.moe_gate import choose as kernels
-from cukern.ops.moe_gate import launch as launching
 from cukern.reference import moe_gate as twin
-from cukern.runtime import arrays, gpu, template
+from cukern.runtime import arrays, template
 from cukern.runtime.cuda import cupy
+from cukern.runtime.op import OPS
 from cukern.testing import assert_matches
 from tests.buffers import OnlyDLPack, on_gpu, zeros
+from tests.plans import plan_of
 from tests.pretended import PretendedGPU, pretended  # noqa: F401
 
 Array = NDArray[Any]
@@ -201,13 +201,22 @@ def forced(form: str | int) -> Iterator[str]:
     if isinstance(form, str):
         yield form
         return
+    choose = kernels.choose
 
-    def choose_one(*key: Any) -> kernels.Config:
-        found = [kernels.choose(*key[:-1], tokens) for tokens in kernels.TOKEN_CLASSES]
-        return [*{config.variant: config for config in found}.values()][form]
+    def choose_one(*arguments: Any) -> Any:
+        whole = choose(*arguments)
+        return whole._replace(specialized=whole.specialized[form:][:1])
 
-    with patch.object(launching, "choose", choose_one):
+    with patch.object(kernels, "choose", choose_one):
+        forget()
         yield "specialized"
+    forget()
+
+
+def forget() -> None:
+    """Drop the plans, so that the next calls make new ones."""
+    for name in FUNCTIONS:
+        OPS[name].forget()
 
 
 class Place(NamedTuple):
@@ -1087,45 +1096,22 @@ def test_each_specialized_configuration_is_tested() -> None:
         for dtype in kernels.DTYPES:
             case = Case(experts, groups, topk_group, topk, "softmax" if scoring == "any" else scoring, biased)
             assert variants_of(case, dtype)
-            used = [*variants_of(case, dtype), config_of(case, dtype, variant="dynamic").variant]
+            used = [*variants_of(case, dtype), choices(case, dtype).dynamic.variant]
             assert {variant.instance for variant in used} <= at_import
 
 
-def config_of(
-    case: Case,
-    dtype: str = "float32",
-    *,
-    variant: str = "auto",
-    tokens: int = 1,
-    softcap: bool = False,
-    bias_dtype: str = "float32",
-) -> kernels.Config:
-    """The decision for a case with aligned rows."""
-    return kernels.choose(
-        dtype, case.experts, bias_dtype if case.biased else None, case.groups, case.topk_group, case.topk, case.shared,
-        case.scaling, case.scale_output, case.renormalize, case.scoring, case.biased, float(softcap), None, True,
-        variant, kernels.token_class(tokens),
-    )  # fmt: skip
-
-
-def specialized(case: Case, dtype: str = "float32", **options: Any) -> list[kernels.Config]:
-    """The decisions of specialized kernels for a case, from few tokens to many."""
-    try:
-        found = [config_of(case, dtype, variant="specialized", tokens=n, **options) for n in kernels.TOKEN_CLASSES]
-    except ValueError as error:
-        if "there is none for" not in str(error):
-            raise
-        return []
-    return [*{config.variant: config for config in found}.values()]
+def choices(case: Case, dtype: str = "float32", softcap: bool = False, bias_dtype: str = "float32") -> Any:
+    sizes = (case.groups, case.topk_group, case.topk, case.shared)
+    return kernels.choose(dtype, case.experts, sizes, case.scoring, bias_dtype if case.biased else None, softcap)
 
 
 def forms_of(case: Case, dtype: str = "float32") -> list[str | int]:
     """All kernels for a case, as `forced` takes them."""
-    return [*range(len(specialized(case, dtype))), "dynamic"]
+    return [*range(len(choices(case, dtype).specialized)), "dynamic"]
 
 
 def variants_of(case: Case, dtype: str = "float32") -> list[Any]:
-    return [config.variant for config in specialized(case, dtype)]
+    return [kernel.variant for kernel in choices(case, dtype).specialized]
 
 
 def test_the_variant_follows_from_the_sizes() -> None:
@@ -1137,27 +1123,24 @@ def test_the_variant_follows_from_the_sizes() -> None:
     assert variants_of(without) == variants_of(replace(without, scoring="softmax")) != []
     for other in (Case(256, 4, 2, 8), Case(255, topk=8), Case(256, 8, 4, 8, "softmax"), Case(256, 8, 4, 33)):
         assert forms_of(other) == ["dynamic"]
-    assert not specialized(without, softcap=True)
+    assert not choices(without, softcap=True).specialized
     # A bias of another float dtype has the same kernels in instances of their own.
     for dtype, bias_dtype in itertools.product(kernels.DTYPES, kernels.BIAS_DTYPES):
-        found, usual = (
-            [config_of(deepseek, dtype, variant="dynamic", bias_dtype=x), *specialized(deepseek, dtype, bias_dtype=x)]
-            for x in (bias_dtype, "float32")
-        )
+        found, usual = (choices(deepseek, dtype, bias_dtype=x) for x in (bias_dtype, "float32"))
         same = bias_dtype in ("float32", dtype)
-        for one, other in zip(found, usual, strict=True):
-            assert (one.variant is other.variant) == same and one[1:4] == other[1:4]
+        for one, other in zip((found.dynamic, *found.specialized), (usual.dynamic, *usual.specialized), strict=True):
+            assert (one.variant is other.variant) == same and one[1:] == other[1:]
             shared = len(other.variant.instance.arguments)
             assert one.variant.instance.arguments[:shared] == other.variant.instance.arguments
     # The dynamic variant that is chosen holds all experts.
     for experts in range(1, kernels.MAX_EXPERTS + 1):
-        *_, lanes, values, _ = config_of(Case(experts, topk=1), variant="dynamic").variant.instance.arguments
+        *_, lanes, values, _ = choices(Case(experts, topk=1)).dynamic.variant.instance.arguments
         assert lanes * values >= experts
 
 
 def test_the_kernel_of_few_tokens_follows_from_the_slots() -> None:
     def first(case: Case) -> Any:
-        return config_of(case).variant.instance
+        return choices(case).specialized[0].variant.instance
 
     for topk, function in ((12, "gate_by_warp"), (13, "moe_gate")):
         assert first(Case(256, topk=topk)).function == function
@@ -1165,9 +1148,9 @@ def test_the_kernel_of_few_tokens_follows_from_the_slots() -> None:
     assert first(Case(256, topk=13, shared=1)).function == "gate_by_warp"
     assert first(Case(256, topk=13)).arguments[4] == 32
     for scoring, own in (("softmax", "SOFTMAX"), ("sigmoid", "ANY"), ("sqrtsoftplus", "ANY")):
-        (chosen,) = specialized(Case(8, topk=2, scoring=scoring, biased=False))
+        (chosen,) = choices(Case(8, topk=2, scoring=scoring, biased=False)).specialized
         instance = chosen.variant.instance
-        assert (chosen.block, chosen.tokens_per_block) == ((128, 1, 1), 128)
+        assert (chosen.most_tokens, chosen.threads) == (kernels.MAX_TOKENS, 128)
         assert (instance.function, instance.arguments) == ("gate_by_thread", ("float", 8, own))
 
 
@@ -1176,17 +1159,15 @@ def test_the_dynamic_kernel_hands_choices_on_where_lanes_are_full_and_groups_who
     others = [Case(256, 1, 1, 8), Case(252, 4, 2, 8), Case(160, 8, 3, 6), Case(240, 8, 3, 6), Case(16, 16, 9, 8)]
     others += [Case(256, 32, 8, 8), Case(512, 8, 4, 8), Case(256, 8, 4, 17)]
     for case in by_lanes + others:
-        chosen = config_of(case, variant="dynamic")
+        chosen = choices(case).dynamic
         assert (chosen.variant.instance.arguments[2] == "WHOLE_LANES") == (case in by_lanes), case
         if case in by_lanes:
-            lanes = chosen.block[0] // chosen.tokens_per_block
-            assert case.groups << chosen.pack.fixed["log2_lanes_per_group"] == lanes == 16
+            assert case.groups << chosen.fields["log2_lanes_per_group"] == chosen.lanes == 16
 
 
 def launches_of(logits: Array, bias: Array, **options: Any) -> Any:
     """The launches of a DeepSeek-V3 layer on an H200."""
-    trace, _ = Described(cukern.moe_fused_gate, (logits, bias, 8, 4, 8), options).trace(gpu.of_arch("90a"))
-    return trace.steps
+    return plan_of("moe_fused_gate", logits, bias, 8, 4, 8, **options)[0].steps
 
 
 def rows_apart(tokens: int, stride: int = 1024, skip: int = 0) -> Array:
@@ -1198,20 +1179,13 @@ def rows_apart(tokens: int, stride: int = 1024, skip: int = 0) -> Array:
 
 def test_the_lanes_follow_from_the_tokens() -> None:
     bias = rows_apart(1)[0]
-    for tokens, lanes in ((1, 0), (512, 0), (513, 32), (4096, 32), (4097, 16), (16384, 16), (16385, 8), (2**30, 8)):
+    counts = (1, 64, 512, 513, 4096, 4097, 16384, 16385, kernels.MAX_TOKENS)
+    for tokens, lanes in zip(counts, (0, 0, 0, 32, 32, 16, 16, 8, 8), strict=True):
         (launched,) = launches_of(rows_apart(tokens), bias)
         instance = launched.variant.instance
         assert (instance.function, lanes) == ("gate_by_warp", 0) or instance.arguments[4] == lanes
         assert launched.grid == (-(-tokens * (lanes or 32) // 64), 1, 1)
     assert not launches_of(rows_apart(0), bias)
-
-
-def test_calls_of_a_token_class_share_a_decision() -> None:
-    bias = rows_apart(1)[0]
-    kernels.choose.cache_clear()
-    for tokens in range(1, 5000):
-        launches_of(rows_apart(tokens), bias)
-    assert kernels.choose.cache_info()[:2] == (4996, 3)  # hits, misses
 
 
 def test_a_kernel_of_wide_loads_takes_aligned_rows() -> None:
@@ -1230,8 +1204,11 @@ def test_a_kernel_of_wide_loads_takes_aligned_rows() -> None:
 def test_every_call_is_checked(pretended: PretendedGPU) -> None:  # noqa: F811
     logits, bias = torch.zeros(9, 256), torch.zeros(256)
     good = {"num_token_non_padded": 5, "routed_scaling_factor": 2.5, "renormalize": True, "scoring_func": "sigmoid"}
-    for _ in range(2):
-        cukern.moe_fused_gate(logits, bias, 8, 4, 8, **good)
+    kernels.choose.cache_clear()
+    for valid in (5, 9, 0, 7):
+        cukern.moe_fused_gate(logits, bias, 8, 4, 8, **good | {"num_token_non_padded": valid})
+    assert [launched.fields["valid"] for launched in pretended.launches] == [5, 9, 0, 7]
+    assert sum(kernels.choose.cache_info()[:2]) == 2  # a plan is kept from the second call on
     for name, value, message in (
         ("num_token_non_padded", 10, "num_token_non_padded must be an integer in [0, 9] (tokens), got 10"),
         ("routed_scaling_factor", INF, "routed_scaling_factor must be a finite number, got inf"),
@@ -1243,10 +1220,19 @@ def test_every_call_is_checked(pretended: PretendedGPU) -> None:  # noqa: F811
         arguments = {"input": logits, "bias": bias, "num_expert_group": 8, "topk_group": 4, "topk": 8, **good}
         with pytest.raises((TypeError, ValueError), match=re.escape(message)):
             cukern.moe_fused_gate(**arguments | {name: value})
-    # A number that equals an integer, and so finds its decision, is refused all the same.
+    # A number that equals an integer is refused all the same.
     with pytest.raises(TypeError, match=re.escape("topk must be an integer of at least 1, got 8.0 (float)")):
         cukern.moe_fused_gate(logits, bias, 8, 4, 8.0)
-    assert len(pretended.launches) == 2
+    assert len(pretended.launches) == 4
+
+
+def test_an_array_for_a_number_is_refused(pretended: PretendedGPU) -> None:  # noqa: F811
+    logits, bias = torch.zeros(9, 256), torch.zeros(256)
+    with pytest.raises(TypeError, match=r"^routed_scaling_factor must be a number, got an array \(Tensor\)"):
+        cukern.moe_fused_gate(logits, bias, 8, 4, 8, 0, torch.tensor(2.0))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^topk must be an integer of at least 1, got an array \(Tensor\)"):
+        cukern.moe_fused_gate(logits, bias, 8, 4, torch.tensor(8))  # type: ignore[arg-type]
+    assert not pretended.launches
 
 
 @pytest.mark.parametrize(
@@ -1301,6 +1287,7 @@ def own_configurations(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(kernels, "registered", set(kernels.registered))
     yield
     kernels.choose.cache_clear()
+    forget()
 
 
 def test_no_variant_asks_for_more_shared_memory_than_it_may_have(own_configurations: None) -> None:
@@ -1308,12 +1295,12 @@ def test_no_variant_asks_for_more_shared_memory_than_it_may_have(own_configurati
     granted, most = 48 * 1024, 99 * 1024
     for experts, groups in _all_sizes():
         case = Case(experts, groups, groups, min(experts, kernels.MAX_TOPK))
-        taken = config_of(case, variant="dynamic")
+        taken = choices(case).dynamic
         assert taken.shared_bytes <= taken.variant.max_shared_bytes <= most, case
         with contextlib.suppress(ValueError):
             op.specialize(experts=experts, groups=groups)
         for dtype in kernels.DTYPES:
-            for taken in specialized(replace(case, topk=1), dtype):
+            for taken in choices(replace(case, topk=1), dtype).specialized:
                 assert taken.shared_bytes <= max(granted, taken.variant.max_shared_bytes), case
 
 
@@ -1429,7 +1416,7 @@ def compare(case: Case, logits: Array, bias: Array, **options: Any) -> Routing:
     return got
 
 
-def model_cases(config: kernels.Sizes) -> Iterator[Case]:
+def model_cases(config: kernels.Config) -> Iterator[Case]:
     """Uses of a specialized configuration that take each path through the kernel, with each scoring."""
     experts, groups, fixed, biased = config[:4]
     _, topk_group, topk = MODELS[config[:4]]
@@ -1456,7 +1443,7 @@ def model_cases(config: kernels.Sizes) -> Iterator[Case]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", kernels.DTYPES)
 @pytest.mark.parametrize("config", kernels.SPECIALIZED, ids=lambda config: MODELS[config[:4]].why)
-def test_models(config: kernels.Sizes, dtype: str, rng: np.random.Generator) -> None:
+def test_models(config: kernels.Config, dtype: str, rng: np.random.Generator) -> None:
     for case in model_cases(config):
         compare(case, *draw(case, 77, rng, dtype, bias_dtype=rng.choice(["float32", dtype])))
 
@@ -1656,7 +1643,7 @@ def test_the_dynamic_kernels_agree_bit_for_bit(case: Case, dtype: str, rng: np.r
 @pytest.mark.parametrize("dtype", kernels.DTYPES)
 @pytest.mark.parametrize("config", kernels.SPECIALIZED, ids=lambda config: MODELS[config[:4]].why)
 def test_the_variants_agree_bit_for_bit_on_anything(
-    config: kernels.Sizes, dtype: str, rng: np.random.Generator
+    config: kernels.Config, dtype: str, rng: np.random.Generator
 ) -> None:
     for case in model_cases(config):
         bias_dtype = rng.choice(["float32", dtype])

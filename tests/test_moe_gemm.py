@@ -22,19 +22,23 @@ import cukern
 import cukern.runtime.compile as compiler
 from benchmarks import bench_moe_gemm, harness
 from cukern.commands import resources
-from cukern.explain import _Call as Described
 from cukern.ops import moe_gemm as op
-from cukern.ops.moe_gemm import choose, kernels, stream_one
+from cukern.ops.moe_gemm import kernels, stream_one
 from cukern.reference import moe_gemm as twin
-from cukern.runtime import arrays, gpu
+from cukern.runtime import arrays, gpu, plan
 from cukern.runtime.activation import ACTIVATIONS, is_gated
 from cukern.runtime.cuda import cupy
+from cukern.runtime.each import Each
 from cukern.runtime.gpu import Gpu
 from cukern.runtime.kernel import arch_of_device
+from cukern.runtime.op import OPS, Op
+from cukern.runtime.units import ceil_div
 from cukern.testing import assert_matches
 from notebooks import moe_gemm_steps
 from tests.activations import activated
 from tests.buffers import POISON, Buffer, OnlyDLPack, as_torch, on_gpu, same_bits, to_numpy
+from tests.plans import plan_of
+from tests.pretended import PretendedGPU, pretended  # noqa: F401
 
 Array = NDArray[Any]
 NAN = np.nan
@@ -582,7 +586,6 @@ class Planned(NamedTuple):
     """The launch of a call."""
 
     step: Any
-    chosen: kernels.Chosen
 
     @property
     def function(self) -> str:
@@ -591,25 +594,16 @@ class Planned(NamedTuple):
     @property
     def maps(self) -> list[Any]:
         """The arguments of `tensor_map.encode` for the weights and for `a`, but the address."""
-        config = self.chosen.config
-        return [x.arguments(self.chosen.a_rows) for x in (config.b_map, config.a_map) if x is not None]
+        with mock.patch.object(plan, "encode", lambda address, *arguments: arguments):
+            return [x.function(0) for x in self.step.parts if isinstance(x, Each)]
 
 
 def planned(x: dict[str, Any], variant: str = "auto", on: str | Gpu = "90a") -> Planned | None:
     """The launch of a call on a GPU; None: there is none."""
-    function: Any = cukern.moe_gemm_batched if "expert_num_tokens" in x else cukern.moe_gemm
-    chosen: list[kernels.Chosen] = []
-    launch = kernels.launch
-
-    def launched(found: kernels.Chosen, *arguments: Any) -> None:
-        chosen.append(found)
-        launch(found, *arguments)
-
-    with mock.patch.object(kernels, "launch", launched):
-        trace, _ = Described(function, (), {**x, "variant": variant}).trace(
-            gpu.of_arch(on) if isinstance(on, str) else on
-        )
-    return Planned(trace.steps[0], chosen[0]) if trace.steps else None
+    function = OPS["moe_gemm_batched" if "expert_num_tokens" in x else "moe_gemm"]
+    given, where = {**x, "variant": variant}, gpu.of_arch(on) if isinstance(on, str) else on
+    trace, *_ = function.say(function.form((), given), [*given.values()], where)
+    return Planned(trace.steps[0]) if trace.steps else None
 
 
 def function_for(x: dict[str, Any], variant: str = "auto", on: str = "90a") -> str:
@@ -863,14 +857,87 @@ def test_the_tensor_maps() -> None:
 @pytest.mark.parametrize("arch", ["80", "90a"])
 @pytest.mark.parametrize("how", ["rows", "gathered"])
 @pytest.mark.parametrize("weights", ["16", "fp8 block", "fp8 row", "nvfp4"])
-def test_few_configurations_serve_any_rows(weights: str, how: str, arch: str) -> None:
-    found = set()
+def test_few_kernels_serve_any_rows(weights: str, how: str, arch: str) -> None:
+    variants = set()
     for rows in [*range(1, 70), *range(70, 70_000, 1111)]:
         for expected_m in (None, rows % 300):
-            one = planned(shaped(rows, weights=weights, how=how, n=96, k=128, expected_m=expected_m), on=arch)
-            assert one is not None
-            found.add(id(one.chosen.config))
-    assert len(found) <= 8
+            found = planned(shaped(rows, weights=weights, how=how, n=96, k=128, expected_m=expected_m), on=arch)
+            assert found is not None
+            variants.add(found.step.variant)
+    assert len(variants) <= 8
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_products_in_the_plan_of_another_op(batched: bool) -> None:
+    experts, inter, hidden, topk = 64, 1024, 256, 8
+    weights = unreal(experts, 2 * inter, hidden), unreal(experts, hidden, inter)
+    offsets = unreal(experts + (not batched), dtype="int32")
+
+    def calls(x: Any, empty: Any) -> list[dict[str, Any]]:
+        """The arguments of both products, but for the weights."""
+        tokens = x.shape[0]
+        rows = tokens * topk
+        shape, expected = (experts, tokens) if batched else (rows,), max(ceil_div(rows, experts), 1)
+        gathers = not batched and expected <= 4
+        first: dict[str, Any] = {"a": x if gathers else empty((*shape, hidden), "bfloat16"), "activation": "silu"}
+        first |= {"row_token": empty((rows,), "int32")} if gathers else {}
+        return [{"expected_m": expected, **own} for own in (first, {"a": empty((*shape, inter), "bfloat16")})]
+
+    def layer(x: Any, w1: Any, w2: Any, offsets: Any) -> None:
+        product: Any = cukern.moe_gemm_batched if batched else cukern.moe_gemm
+        for own, weight in zip(calls(x, plan.empty), (w1, w2), strict=True):
+            product(**own, b=weight, **{name: offsets})
+
+    name = "expert_num_tokens" if batched else "expert_offsets"
+    for tokens in [*range(1, 70), *range(70, 70_000, 11_111)]:
+        x = unreal(tokens, hidden)
+        trace, _ = plan_of(Op(layer, None), x, *weights, offsets)
+        alone = calls(x, lambda shape, dtype: unreal(*shape, dtype=dtype))
+        steps = [planned({**own, "b": b, name: offsets}) for own, b in zip(alone, weights, strict=True)]
+        assert [step[:4] for step in trace.steps] == [found and found.step[:4] for found in steps]
+
+
+# --- calls that repeat others -----------------------------------------------------------------------------
+
+
+def product(rows: int = 64, fp8: bool = False, **given: Any) -> Any:
+    a, b = torch.zeros(rows, 128, dtype=torch.bfloat16), torch.zeros(4, 256, 128, dtype=torch.bfloat16)
+    if fp8:
+        a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+        given["b_scale"] = torch.ones(4)
+    return cukern.moe_gemm(a, **{"b": b, "expert_offsets": torch.zeros(5).int(), **given})
+
+
+def test_every_call_is_checked(pretended: PretendedGPU) -> None:  # noqa: F811
+    out, tokens, trained = torch.zeros(64, 256).bfloat16(), torch.zeros(100).int(), torch.zeros(4, 256, 128).bfloat16()
+    trained.requires_grad_()
+    counts = (64, 3, 0, 64, 9000, 64)
+    for rows in counts:
+        assert product(rows, expected_m=3).shape == (rows, 256)
+        assert product(out=out) is out and product(row_token=tokens).shape == (100, 256)
+    assert [x.fields["rows"] for x in pretended.launches] == [n for rows in counts for n in (rows, 64, 100) if n]
+    with torch.no_grad():
+        product(b=trained)
+    count = len(pretended.launches)
+    for bad in (-1, 3.0, 3.5, True, "3", torch.ones(())):
+        with pytest.raises((TypeError, ValueError), match=r"^expected_m must be an integer"):
+            product(expected_m=bad)
+    for rows, options, message in (
+        (63, {"out": out}, r"^out must be of shape \[rows, n\] = \[63, 256\]"),
+        (0, {"row_token": tokens}, r"^a must be of at least one token, as row_token has rows"),
+        (64, {"b": trained}, r"^b must be a tensor that does not require grad"),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            product(rows, **options)
+    assert len(pretended.launches) == count
+
+
+def test_a_scale_of_all_rows_is_not_one_of_each(pretended: PretendedGPU) -> None:  # noqa: F811
+    for rows, scales in ((64, 64), (64, 1), (32, 32), (32, 1), (64, 64), (1, 1), (33, 1)) * 2:
+        product(rows, fp8=True, a_scale=torch.ones(scales))
+    assert [x.fields["a_scale_step"] for x in pretended.launches] == [1, 0, 1, 0, 1, 1, 0] * 2
+    with pytest.raises(ValueError, match=r"^a_scale must be of shape"):
+        product(64, fp8=True, a_scale=torch.ones(32))
 
 
 # --- the kernels against the twin -----------------------------------------------------------------------
@@ -879,7 +946,7 @@ def test_few_configurations_serve_any_rows(weights: str, how: str, arch: str) ->
 def variants_of(x: Case) -> list[str]:
     """The variants that a call can ask for."""
     found = []
-    for variant in choose.VARIANTS:
+    for variant in op.VARIANTS:
         with contextlib.suppress(ValueError):
             planned(x.arguments, variant, gpu.of_device(0))
             found.append(variant)

@@ -184,7 +184,7 @@ def test_instances_without_an_epilogue_are_those_of_before() -> None:
     assert kernels.epilogue(0, is_gated=False) == 0
 
 
-def test_the_maps_of_interleaved_and_strided_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_maps_of_interleaved_and_strided_weights() -> None:
     def b_map(x: dict[str, Any]) -> Any:
         found = planned(x, "wgmma")
         assert found is not None

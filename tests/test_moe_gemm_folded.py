@@ -325,7 +325,7 @@ def test_the_form_by_the_mean(mean: int, tokens: int) -> None:
     assert found is not None and found.step.variant.instance.arguments[2] == tokens
 
 
-def test_the_maps_of_folded_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_maps_of_folded_weights() -> None:
     def maps_of(x: dict[str, Any]) -> list[Any]:
         found = planned(x)
         assert found is not None

@@ -297,7 +297,7 @@ def test_every_form_fits_a_multiprocessor(weights: str, how: str) -> None:
     assert found.step.block[0] == form.threads and form.shared_bytes(weights.upper()) <= 227 * 1024
 
 
-def test_the_maps_of_prepared_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_maps_of_prepared_weights() -> None:
     def maps_of(x: dict[str, Any]) -> list[Any]:
         found = planned(x)
         assert found is not None

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 import cukern
-from cukern.explain import _Call as Described
 from cukern.fused_moe.buffers import is_of_units
+from cukern.fused_moe.layer import _Numbers
 from cukern.ops.moe_gemm import fp8, moe_gemm_quantized
-from cukern.ops.moe_gemm import launch as calls
 from cukern.runtime import gpu
+from cukern.runtime.op import forget_plans
 from tests.buffers import POISON, on_gpu, same_bits, to_numpy
+from tests.plans import plan_of
 from tests.test_moe_gemm import E4M3, made
 
 #: Groups of no rows, of parts of 64 rows and of both blocks of a cluster; more experts than a warp looks at.
@@ -37,11 +38,11 @@ def clusters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     def use(cluster: int) -> None:
         monkeypatch.setattr(fp8, "_FP8_ALONE", 1 << 31 if cluster == 1 else -1)
-        calls.DECISIONS.clear()
+        forget_plans()
 
     yield use
     monkeypatch.undo()
-    calls.DECISIONS.clear()
+    forget_plans()
 
 
 @pytest.mark.parametrize(("place", "cluster"), PLACES)
@@ -132,8 +133,8 @@ def launched(tokens: int, **more: Any) -> list[str]:
     scales = {"w1_scale": np.zeros((8, 32, 4), np.float32), "w2_scale": np.zeros((8, 4, 16), np.float32)}
     x, ids = np.zeros((tokens, 512), "bfloat16"), np.zeros((tokens, 2), np.int32)
     given = {"hidden_states": x, "w1": w1, "w2": w2, "topk_weights": ids.astype(np.float32), "topk_ids": ids}
-    said = Described(cukern.fused_experts, (), given | {"activation": "silu", "quant": "fp8_block"} | scales | more)
-    trace, _ = said.trace(HOPPER)
+    given |= {"activation": "silu", "quant": _Numbers("fp8_block", ()), "apply_router_weight_on_input": False}
+    trace, _ = plan_of("_layer", **given | scales | more)
     return [step.variant.instance.function for step in trace.steps]
 
 
@@ -157,7 +158,7 @@ def test_weights_of_units() -> None:
         (2048, {"activation": "relu2_no_mul", "w2": np.zeros((8, 512, 4096), E4M3), "w2_scale": WIDE_SCALE}, 0),
         (2048, {"w1": np.zeros((8, 4096, 512 + 8), E4M3)[..., :512]}, 0),
         (2048, {"w1_bias": np.zeros((8, 4096), np.float32)}, 0),
-        (2048, {"interleaved": True}, 0),
+        (2048, {"quant": _Numbers("fp8_block", (("gemm1_interleaved", True),))}, 0),
     ],
     ids=["4", "64", "512", "2048", "small", "no gate", "strides", "bias", "interleaved"],
 )

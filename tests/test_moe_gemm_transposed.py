@@ -116,7 +116,7 @@ def test_gaps_between_steps_along_k() -> None:
         assert reason in str(found.value)
 
 
-def test_the_tensor_map(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tensor_map() -> None:
     for rows, activation, interleaved in ((8192, None, False), (64, None, False), (64, "silu", True)):
         x = {**shaped_turned(rows, activation=activation), "interleaved": interleaved}
         found = planned(x)

@@ -17,14 +17,16 @@ from numpy.typing import NDArray
 import cukern
 import cukern.runtime.compile as compiler
 from benchmarks import bench_moe_permute, harness
-from cukern.explain import _Call as Described
 from cukern.ops.moe_permute import choose as kernels
 from cukern.ops.moe_permute import rows as of_rows
 from cukern.ops.moe_permute import sorting
 from cukern.reference import moe_permute as twin
 from cukern.runtime import arrays, gpu
 from cukern.runtime.cuda import cupy
+from cukern.runtime.op import OPS, forget_plans
 from tests.buffers import POISON, Buffer, OnlyDLPack, normal, on_gpu, place, same_bits
+from tests.plans import plan_of
+from tests.pretended import PretendedGPU, pretended  # noqa: F401
 
 Array = NDArray[Any]
 NAN = np.nan
@@ -490,47 +492,55 @@ def test_the_blocks_of_a_sort_cover_all_pairs(pairs: int, experts: int, mapped: 
         assert (split.blocks - 1) * per_block + warps * per_warp < 2**31
 
 
-@given(st.integers(1, of_rows.MAX_HIDDEN // 16), st.sampled_from([(256, 4), (256, 1), (128, 1)]))
-def test_tiles_cover_all_rows(columns: int, shape: tuple[int, int]) -> None:
+@given(st.integers(1, 2**20), st.integers(1, of_rows.MAX_HIDDEN // 16), st.sampled_from([(256, 4), (256, 1), (128, 1)]))
+def test_tiles_cover_all_rows(tokens: int, columns: int, shape: tuple[int, int]) -> None:
     threads, items = shape
-    (x, y), tile_columns, chunks = kernels.tile_rows(columns, threads, items)
+    tiles = kernels.tile_rows(tokens, columns, threads, items)
+    tile_columns, chunks = tiles.tiling["tile_columns"], tiles.tiling["chunks"]
+    x, y = tiles.threads
     assert x * y <= threads and x * items >= tile_columns
     assert (chunks - 1) * tile_columns < columns <= chunks * tile_columns
+    assert tiles.blocks % chunks == 0 and (tiles.blocks // chunks - 1) * y < tokens <= tiles.blocks // chunks * y
 
 
 @given(st.integers(1, 2**14), st.integers(1, 2**10), st.integers(0, 9))
 def test_blocks_cover_all_tokens(tokens: int, hidden: int, few: int) -> None:
     for count in (tokens, few + 1):
-        (launched,) = steps_of(cukern.moe_sum, np.empty((count, 1, hidden), np.float32))
+        (launched,) = steps_of("moe_sum", np.empty((count, 1, hidden), np.float32))
         chunks = launched.fields["tiling"]["chunks"]
         blocks, (_, y, _) = launched.grid[0], launched.block
         assert blocks % chunks == 0 and (blocks // chunks - 1) * y < count <= blocks // chunks * y
 
 
-def steps_of(function: Callable[..., Any], *args: Any, arch: str = "90a", **options: Any) -> list[Any]:
-    """The launches of a call on a GPU of an architecture."""
-    return Described(function, args, options).trace(gpu.of_arch(arch))[0].steps
+def steps_of(name: str, *args: Any, **options: Any) -> list[Any]:
+    """The launches of a call on an H200."""
+    return plan_of(name, *args, **options)[0].steps
 
 
-def sizes_of(function: Callable[..., Any], *args: Any, **options: Any) -> list[tuple[int, ...]]:
+def sizes_of(name: str, *args: Any, **options: Any) -> list[tuple[int, ...]]:
     """The grids, blocks and shared bytes of the launches of a call."""
-    return [(step.grid[0], *step.block[:2], step.shared_bytes) for step in steps_of(function, *args, **options)]
+    return [(step.grid[0], *step.block[:2], step.shared_bytes) for step in steps_of(name, *args, **options)]
 
 
 def test_the_launches_of_a_sort_follow_the_number_of_tokens() -> None:
     for mapped in (0, 64):
         options = {"expert_map": np.zeros(64, np.int32), "num_local_experts": 64} if mapped else {}
         # By sort_chunks: chunks of 32 pairs that a block ranks, and blocks of a cluster.
-        for counts, chunks, cluster in (((0, 1, 5, 64), 16, 1), ((65, 66, 256), 64, 1), ((257, 300, 8192), 16, 8)):
+        for counts, chunks, cluster in (
+            ((0, 1, 5, 64), 16, 1),
+            ((65, 66, 256), 64, 1),
+            ((257, 300, 4096, 8192), 16, 8),
+        ):
             for tokens in counts:
                 split = kernels.split_chunks(64, mapped, chunks, cluster, tokens * 8, tokens * 8)
-                found = sizes_of(cukern.moe_sort, np.empty((tokens, 8), np.int32), 64, **options)
-                assert found == [(split.blocks, split.threads, 1, split.shared_bytes)]
+                args = "moe_sort", np.empty((tokens, 8), np.int32), 64
+                assert sizes_of(*args, **options) == [(split.blocks, split.threads, 1, split.shared_bytes)]
+                assert steps_of(*args, **options)[0].variant.instance.arguments[2:] == (chunks, cluster)
         for variant, counts in (("one_block", (0, 1, 5, 5000)), ("auto", (8193, 9000, 2**20))):
             for tokens in counts:
                 split = kernels.split_pairs(64, mapped, variant == "one_block", 1024, tokens * 8, tokens * 8)
                 ids = np.empty((tokens, 8), np.int32)
-                *counting, sorting = sizes_of(cukern.moe_sort, ids, 64, **options, variant=variant)
+                *counting, sorting = sizes_of("moe_sort", ids, 64, **options, variant=variant)
                 assert sorting == (split.blocks, split.threads, 1, split.shared_bytes)
                 counted = [(split.blocks, 1024, 1, 4 * (66 + mapped + (mapped > 0)) - 4)]
                 assert counting == ([] if variant == "one_block" else counted)
@@ -554,7 +564,7 @@ def test_the_chunks_of_a_sort_cover_all_pairs(pairs: int, experts: int, mapped: 
 
 def test_what_sort_chunks_does_not_take_is_sorted_by_sort_pairs() -> None:
     def of(name: str, *args: Any, **options: Any) -> tuple[str, tuple[Any, ...]]:
-        instance = steps_of(getattr(cukern, name), *args, **options)[-1].variant.instance
+        instance = steps_of(name, *args, **options)[-1].variant.instance
         return instance.function, instance.arguments
 
     few, many = np.zeros((9, 8), np.int32), np.zeros((9000, 8), np.int32)
@@ -576,8 +586,7 @@ def test_what_sort_chunks_does_not_take_is_sorted_by_sort_pairs() -> None:
 
 def test_a_block_has_threads_for_few_rows() -> None:
     def sizes(tokens: int) -> list[tuple[int, ...]]:
-        rows, inverse = np.zeros((tokens, 64), np.float16), np.zeros((tokens, 2), np.int32)
-        return sizes_of(cukern.permute_rows, rows, inverse)
+        return sizes_of("permute_rows", np.zeros((tokens, 64), np.float16), np.zeros((tokens, 2), np.int32))
 
     # A row is 8 units, and a block takes 32 rows.
     assert [sizes(tokens) for tokens in (1, 31)] == [[(1, 8, 1, 0)], [(1, 8, 31, 0)]]
@@ -585,11 +594,10 @@ def test_a_block_has_threads_for_few_rows() -> None:
     assert not sizes(0)
 
 
-def test_a_permutation_is_a_sort_and_a_copy() -> None:
+def test_a_permutation_is_one_plan() -> None:
     x, ids, scale = np.zeros((600, 64), np.float16), np.zeros((600, 8), np.int32), np.zeros((600, 4), np.float32)
     for variant, count in (("auto", 2), ("counted", 3)):
-        options = {"align_block_size": 16, "variant": variant}
-        trace, _ = Described(cukern.moe_permute, (x, scale, ids, 64), options).trace(gpu.of_arch("90a"))
+        trace, _ = plan_of("moe_permute", x, scale, ids, 64, align_block_size=16, variant=variant)
         assert [step.variant.instance.function for step in trace.steps][-2:] == ["sort_pairs", "permute_rows"]
         assert len(trace.steps) == count
         rows = 600 * 8 + 64 * 15
@@ -604,12 +612,28 @@ def test_a_permutation_is_a_sort_and_a_copy() -> None:
         assert len(trace.made) == (6 if variant == "counted" else 5)
 
 
-def forget() -> None:
-    """Let calls choose anew."""
-    for choose in (kernels.choose_permute, kernels.choose_unpermute):
-        choose.cache_clear()
-    for decisions in (of_rows.ROWS, of_rows.PERMUTED, of_rows.UNPERMUTED, of_rows.SUMMED):
-        decisions.clear()
+def test_what_a_launch_writes_and_reads(pretended: PretendedGPU) -> None:  # noqa: F811
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    ids, row_token, x, rows = zeros(6, 8), zeros(48), zeros(6, 256).bfloat16(), zeros(48, 256).bfloat16()
+    weights, out = zeros(6, 8).float(), [zeros(10), zeros(48), zeros(6, 8)]
+    for dtype in (torch.int32, torch.int64) * 3:
+        found = cukern.moe_sort(ids, 9, out=(None, row_token, None))  # type: ignore[arg-type]
+        assert found[1] is row_token and found[2].shape == (6, 8)
+        names, fields = ("offsets", "rows", "inverse"), pretended.launches[-1].fields
+        assert [fields[name] for name in names] == [array.data_ptr() for array in found]
+        assert cukern.moe_sort(ids, 9, out=out) is out  # type: ignore[arg-type, comparison-overlap]
+        # A sum reads the end of all rows.
+        offsets = zeros(10, dtype=dtype)
+        cukern.moe_unpermute(x, rows, weights, ids, offsets)
+        assert pretended.launches[-1].fields["offsets"] == offsets[9:].data_ptr()
+        # A sort of many pairs counts into a workspace.
+        cukern.moe_sort(zeros(9000, 8), 20)
+        counting, sort = pretended.launches[-2:]
+        assert [launched.variant.instance.function for launched in (counting, sort)] == ["count_pairs", "sort_pairs"]
+        assert counting.grid == sort.grid and counting.fields["counts"] == sort.fields["counts"] != 0
+        assert counting.fields["pairs_per_block"] == sort.fields["pairs_per_block"]
 
 
 @pytest.fixture
@@ -619,7 +643,8 @@ def own_configurations() -> Iterator[None]:
     yield
     kernels.registered.clear()
     kernels.registered.update(before)
-    forget()
+    for name in ("moe_unpermute", "moe_sum"):
+        OPS[name].forget()
 
 
 def test_specialize_adds_variants(own_configurations: None) -> None:
@@ -851,10 +876,10 @@ def test_arrays_off_alignment_and_rows_apart(skip: int, apart: int, dtype: str, 
 @pytest.mark.gpu
 def test_each_number_of_units_in_flight(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
     monkeypatch.setattr(kernels, "_FEW_UNITS", 0)
-    forget()
+    forget_plans()
     for hidden in (8, 1000, 4096, 14336, 20_000):
         compare_rows(Case(30, 5, 8), hidden, "float16", rng)
-    forget()
+    forget_plans()
 
 
 @pytest.mark.gpu

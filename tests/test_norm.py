@@ -17,15 +17,16 @@ from numpy.typing import NDArray
 
 import cukern
 from benchmarks import bench_norm, harness
-from cukern.ops import _norm as parts
 from cukern.ops import norm as op
+from cukern.ops.norm import rows as parts
 from cukern.reference import norm as twin
 from cukern.reference import quantization
-from cukern.runtime import arrays, gpu
+from cukern.runtime import arrays, describe
 from cukern.runtime.cuda import cupy
 from cukern.runtime.op import OPS
 from cukern.testing import assert_matches
 from tests.buffers import Buffer, as_torch, place, same_bits, to_numpy
+from tests.plans import plan_of
 
 Array = NDArray[Any]
 DTYPES = ("float32", "float16", "bfloat16")
@@ -454,10 +455,7 @@ def test_the_models_widths_are_specialized() -> None:
 
 def planned(name: str, *args: Any, **options: Any) -> Any:
     """The one launch of a plan on an H100."""
-    of = OPS[name]
-    form = of.form(len(args), tuple(options))
-    trace, *_ = of.say(form, (*args, *options.values()), on=gpu.of_arch("90a"))
-    (step,) = trace.steps
+    (step,) = plan_of(name, *args, **options)[0].steps
     return step
 
 
@@ -471,7 +469,7 @@ def test_plans() -> None:
     step = planned("rms_norm", x, weight)
     found = arguments_of(step)
     assert (found["width"], found["bytes"], found["result"], found["sum"]) == (7168, 16, "PLAIN", "ALONE")
-    assert int(step.grid[0]) == 32 and step.block == (found["threads"], 1, 1)
+    assert step.grid[0] == 32 and step.block == (found["threads"], 1, 1)
     assert arguments_of(planned("rms_norm", x, weight, variant="dynamic"))["width"] == 0
     scalar = arguments_of(planned("rms_norm", x, weight, variant="scalar"))
     assert (scalar["width"], scalar["bytes"]) == (0, 2)
@@ -482,7 +480,7 @@ def test_plans() -> None:
     for dtype, want in ((torch.bfloat16, "UNROUNDED"), (torch.float32, "ROUNDED")):  # float32 sums are not rounded
         given = x.to(dtype), x.to(dtype), None
         assert arguments_of(planned("fused_add_rms_norm", *given, round_sum=False))["sum"] == want
-    assert int(planned("rms_norm_quant", x[:0], weight, scale=1.0).grid[0]) == 1  # which writes the scale
+    assert planned("rms_norm_quant", x[:0], weight, scale=1.0).grid[0] == 1  # which writes the scale
     for bad, message in (("specialized", "there is none for width 64"), ("dynamic", "not 16-byte aligned")):
         with pytest.raises(ValueError, match=message):
             planned("rms_norm", x[:, 1:65], None, variant=bad)
@@ -498,7 +496,7 @@ def test_plans_of_layer_norm() -> None:
     x, vector = torch.zeros(64, 768, dtype=torch.float16), torch.zeros(768, dtype=torch.float16)
     step, arguments = found(x, vector, vector)
     assert (arguments["width"], arguments["bytes"], arguments["add"]) == (768, 16, "false")
-    assert int(step.grid[0]) == 8 and step.block == (256, 1, 1)
+    assert step.grid[0] == 8 and step.block == (256, 1, 1)
     step, arguments = found(x, x, vector, vector, input_bias=vector)
     assert (arguments["width"], arguments["add"], step.fields["residual_out"]) == (768, "true", None)
     assert found(x, vector, None, variant="dynamic")[1]["width"] == 0
@@ -529,12 +527,8 @@ def test_rows_with_two_strides() -> None:
 
 
 def rows_of(**given: Any) -> Any:
-    from cukern.runtime.describe import Array as Description
-    from cukern.runtime.describe import Place
-    from cukern.runtime.late import Guards
-
-    def described(x: torch.Tensor) -> Description:
-        return Description("bfloat16", x.shape, x.stride(), 16, Place(arrays.NUMPY, 0, None), 0, Guards())
+    def described(x: torch.Tensor) -> describe.Array:
+        return describe.Array("bfloat16", x.shape, x.stride(), 16, describe.Place(arrays.NUMPY, 0, None), 0)
 
     return parts.rows_of(**{name: None if x is None else described(x) for name, x in given.items()})
 

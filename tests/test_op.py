@@ -1,134 +1,30 @@
-"""How an op runs: late numbers and their guards, plans by signature, structs by name."""
+"""How an op runs: plans that alike calls repeat, structs by name, descriptions of arrays."""
 
 from __future__ import annotations
 
-import operator
 import re
 import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import cukern
 from cukern.runtime import check, compile, describe, gpu, sources, template
-from cukern.runtime import op as runtime_op
 from cukern.runtime.describe import Array, Result, expect, expect_array
+from cukern.runtime.each import Each
 from cukern.runtime.kernel import KERNELS, Kernel, Launched
-from cukern.runtime.late import Guards, Late, ceil_div, late
 from cukern.runtime.op import OPS, Op, op
-from cukern.runtime.plan import Plan, each_call, empty, launch, outputs, run_twin
+from cukern.runtime.plan import begin_together, check_each_call, each_call, empty, launch, outputs, run_twin
 from cukern.runtime.template import TemplateError
+from tests.plans import plan_of
+from tests.pretended import PretendedGPU, pretended  # noqa: F401
 
 H200 = gpu.of_arch("90a")
-
-
-def said(function: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-    """What the plan of an op says for arrays as if they were on an H200."""
-    made = OPS[function.__name__]
-    return made.say(made.form(len(args), tuple(kwargs)), (*args, *kwargs.values()), on=H200)
-
-
-def packed(trace: Any, environment: list[Any]) -> list[dict[str, Any]]:
-    """The fields of each launch, as the kernel would find them, with arrays made at addresses from 4096 on."""
-    environment = [*environment, *(4096 * (i + 1) for i in range(len(trace.made)))]
-    launches = []
-    for step in trace.steps:
-        parts = [
-            (x.address if isinstance(x, Array) else x).evaluate(environment) if isinstance(x, (Array, Late)) else x
-            for x in step.packing.parts
-        ]
-        data = step.packing.struct.pack(*parts)
-        layout = template.params(step.variant.instance.file, step.variant.instance.function)
-        launches.append({name: unpacked(kind, data, offset) for name, (offset, kind) in layout.fields.items()})
-    return launches
-
-
-def unpacked(kind: Any, data: bytes, offset: int) -> Any:
-    if isinstance(kind, template.Scalar):
-        return struct.unpack_from(f"={kind.code}", data, offset)[0]
-    if isinstance(kind, template.Array):
-        return [unpacked(kind.of, data, offset + i * kind.of.size) for i in range(kind.count)]
-    return {name: unpacked(inner, data, offset + at) for name, (at, inner) in kind.fields.items()}
-
-
-# --- late numbers -------------------------------------------------------------------------------------
-
-
-def number(value: Any, guards: Guards) -> Late:
-    return Late.at(0, value, guards)
-
-
-def test_a_late_number_is_computed_for_each_call() -> None:
-    tokens = number(16, Guards())
-    for expression, want in (
-        (tokens * 8, lambda n: n * 8),
-        (3 + tokens, lambda n: 3 + n),
-        (ceil_div(tokens, 5), lambda n: -(-n // 5)),
-        (100 - tokens // 3, lambda n: 100 - n // 3),
-        (late(max, tokens, 20), lambda n: max(n, 20)),
-        (late(lambda a, b, c: (a, b, c), tokens, 1, tokens * 2), lambda n: (n, 1, 2 * n)),
-        (tokens.apply(divmod_by_7).apply(operator.itemgetter(1)), lambda n: n % 7),
-        ((tokens + 2.5 * tokens**0.5), lambda n: n + 2.5 * n**0.5),
-        (-tokens, lambda n: -n),
-    ):
-        assert expression.value == want(16)
-        for other in (0, 1, 17, 5000):
-            assert expression.evaluate([other]) == want(other)
-    assert not tokens.guards.ranges and not tokens.guards.others
-
-
-def divmod_by_7(value: int) -> tuple[int, int]:
-    return divmod(value, 7)
-
-
-COMPARISONS = (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne)
-
-
-@given(
-    st.integers(0, 60),
-    st.integers(0, 60),
-    st.lists(st.tuples(st.sampled_from(COMPARISONS), st.integers(0, 60), st.booleans()), max_size=6),
-)
-def test_guards_hold_exactly_where_all_outcomes_are_the_same(value: int, other: int, asked: list[Any]) -> None:
-    guards = Guards()
-    size = number(value, guards)
-    for compare, constant, derived in asked:
-        assert compare(size * 2 if derived else size, constant) is compare(value * 2 if derived else value, constant)
-    same = all(
-        compare(other * (1 + d), constant) is compare(value * (1 + d), constant) for compare, constant, d in asked
-    )
-    for hold in (guards.hold, guards.straight()):
-        assert hold([value])
-        assert hold([other]) is same
-
-
-def test_to_look_at_the_value_ties_the_plan_to_it() -> None:
-    for look in (int, float, range, bin, lambda n: [10, 20, 30, 40][n]):
-        guards = Guards()
-        look(number(3, guards))
-        assert guards.hold([3]) and not guards.hold([4])
-    with pytest.raises(TypeError, match="unhashable"):
-        hash(number(3, Guards()))
-    assert f"{number(3, Guards())} {number(3, Guards()):>3}" == "3   3"
-
-
-def test_late_scalars_are_checked_at_every_call() -> None:
-    step = check.integer("step", number(4, Guards()), 0, 9)
-    assert step.evaluate([9]) == 9
-    with pytest.raises(ValueError, match=r"step must be an integer in \[0, 9\], got 10"):
-        step.evaluate([10])
-    with pytest.raises(ValueError, match=r"step must be an integer in \[0, 9\], got 12"):
-        check.integer("step", number(12, Guards()), 0, 9)
-    scale = check.number("scale", number(0.5, Guards()))
-    with pytest.raises(ValueError, match="scale must be a finite number, got inf"):
-        scale.evaluate([float("inf")])
 
 
 # --- structs ------------------------------------------------------------------------------------------
@@ -193,8 +89,8 @@ FIELDS = {
 
 def bytes_of(stem: str, fields: dict[str, Any]) -> bytes:
     layout = template.params(stem, "fill")
-    packing = template.Packing(layout, template.named_leaves(layout, fields), lambda value: isinstance(value, Late))
-    return packing.struct.pack(*[x.evaluate([40]) if isinstance(x, Late) else x for x in packing.parts])
+    pack, parts = template.packing(layout, template.named_leaves(layout, fields), lambda value: isinstance(value, Each))
+    return pack.pack(*[x.function(40) if isinstance(x, Each) else x for x in parts])
 
 
 def test_fields_are_packed_where_they_belong(stem: str) -> None:
@@ -203,10 +99,9 @@ def test_fields_are_packed_where_they_belong(stem: str) -> None:
     assert struct.unpack_from("=Qii3QB3xif4xQi", data) == (1, 2, 3, 4, 5, 6, 7, 8, 0.5, 9, 10)
     assert data[128:256] == bytes(range(128)) and struct.unpack_from("=q", data, 256) == (11,)
     assert bytes_of(stem, FIELDS | {"pair": 0, "map": None, "out": None, "lengths": None})[44:52] == bytes(8)
-    size = number(1, Guards())
     opened = FIELDS | {
-        "second": size, "pair": size.apply(lambda n: (n, n / 2)), "map": size.apply(lambda n: bytes([n] * 128)),
-        "out": (1, size * 2, 3),
+        "second": Each(1, int), "pair": (Each(1, int), Each(0.5, lambda n: n / 2)),
+        "out": (1, Each(2, lambda n: 2 * n), 3), "map": Each(bytes(128), lambda n: bytes([n] * 128)),
     }  # fmt: skip
     data = bytes_of(stem, opened)
     assert struct.unpack_from("=Qii3QB3xif4xQi", data) == (1, 2, 40, 1, 80, 3, 7, 40, 20.0, 9, 10)
@@ -261,64 +156,82 @@ def test_every_kernel_declares_its_struct() -> None:
 
 
 @pytest.fixture
-def toy(stem: str, monkeypatch: pytest.MonkeyPatch) -> Op:
-    """An op of one kernel, whose plans are made for an H200 and never run."""
-    kernel = Kernel(stem, "fill")
+def toy(stem: str) -> Op:
+    """An op of one kernel. `bodies` counts the runs of its body."""
+    kernel, bodies = Kernel(stem, "fill"), []
 
-    @op(lambda x, step: x + step, rows={"rows": ("x", "out")}, late=("step",))
+    @op(lambda x, step: x + step, numbers=("step",))
     def toy_fill(x: Any, step: int, *, wide: bool = False, out: Any = None, variant: str = "auto") -> Any:
+        bodies.append(wide)
         expect_array("x", x, ("float32",), ("rows", "columns"))
         rows, columns = x.shape
-        out = outputs(out, x, "x", Result((rows, columns), "float32", "[rows, columns]"))
+        given, out = out, outputs(out, x, "x", Result((rows, columns), "float32", "[rows, columns]"))
         if x.on_host:
             return run_twin(variant, ("auto",))
-        scratch = empty((rows, 2), "int32")
-        many = rows > 1000
+        scratch, doubled = empty((rows, 2), "int32"), check_each_call(_doubled, step)
+        in_place = given is not None and begin_together(out, x)
         launch(
-            kernel.variant(64 if wide else 32, launched=Launched(64, 128, (1001,), 128)), ceil_div(rows, 4), 64,
-            128 if many else 0,
-            **(FIELDS | {"in": x, "out": (out, scratch, None), "first": rows, "second": step, "stride": x.strides[0]}),
+            kernel.variant(64 if wide else 32, launched=Launched(64, 128, (1001,), 128)), -(-rows // 4), 64,
+            128 if rows > 1000 else 0,
+            **(FIELDS | {"in": x, "out": (out, scratch, x[1:]), "first": rows, "second": doubled, "flag": in_place}),
         )  # fmt: skip
         return out
 
-    runs: list[tuple[Plan, list[Any]]] = []
-    monkeypatch.setattr(Plan, "run", lambda self, values, environment: runs.append((self, environment)))
     made = OPS.pop("toy_fill")
-    # A tensor in host memory, taken for one on a GPU.
-    monkeypatch.setattr(made, "say", lambda *args: Op.say(made, *args, on=H200))
-    made.runs = runs  # type: ignore[attr-defined]
+    made.bodies = bodies  # type: ignore[attr-defined]
     return made
 
 
-def plans_of(toy: Op) -> int:
-    return len({id(plan) for plan, _ in toy.runs})  # type: ignore[attr-defined]
+def _doubled(step: Any) -> int:
+    return 2 * check.integer("step", step, 0, 99)
 
 
-def test_calls_that_differ_in_late_numbers_share_a_plan(toy: Op) -> None:
-    for rows in (2, 3, 17, 999, 1000):
-        for step in (1, 2, 30):
-            toy.call(torch.zeros(rows, 8), step)
-    assert plans_of(toy) == 1
-    toy.call(torch.zeros(1001, 8), 1)
-    toy.call(torch.zeros(5000, 8), 1)
-    toy.call(torch.zeros(3, 8), 1)
-    assert plans_of(toy) == 2
+def bodies_of(toy: Op) -> int:
+    return len(toy.bodies)  # type: ignore[attr-defined]
 
 
-def test_what_decides_is_part_of_the_signature(toy: Op) -> None:
+def test_alike_calls_repeat_a_plan(toy: Op, pretended: PretendedGPU) -> None:  # noqa: F811
+    for step in range(10):
+        toy.call(torch.zeros(4, 8), step)
+    assert bodies_of(toy) == 2  # a plan is kept from the second call on
+    assert [x.fields["second"] for x in pretended.launches] == [*range(0, 20, 2)]
+    for rows in (5, 5, 5, 4):
+        toy.call(torch.zeros(rows, 8), 1)
+    assert bodies_of(toy) == 4
+    assert [x.fields["first"] for x in pretended.launches[10:]] == [5, 5, 5, 4]
+    with pytest.raises(ValueError, match=r"step must be an integer in \[0, 99\], got 100"):
+        toy.call(torch.zeros(4, 8), 100)
+    with pytest.raises(TypeError, match="step must be an integer"):
+        toy.call(torch.zeros(4, 8), "1")
+    assert len(pretended.launches) == 14
+
+
+def test_each_call_has_its_own_memory(toy: Op, pretended: PretendedGPU) -> None:  # noqa: F811
+    given = [torch.zeros(6, 8) for _ in range(4)]
+    results = [toy.call(x, 1) for x in given]
+    for x, result, launched in zip(given, results, pretended.launches, strict=True):
+        out, scratch, second_row = launched.fields["out"]
+        assert (launched.fields["in"], out, second_row) == (x.data_ptr(), result.data_ptr(), x.data_ptr() + 32)
+        assert scratch not in (0, out) and launched.grid == (2, 1, 1) and launched.block == (64, 1, 1)
+    assert len({x.data_ptr() for x in results}) == 4
+
+
+def test_what_decides_is_part_of_the_signature(toy: Op, pretended: PretendedGPU) -> None:  # noqa: F811
     x = torch.zeros(4, 8)
-    toy.call(x, 1)
-    for other, options in (
-        (torch.zeros(4, 9), {}),
-        (torch.zeros(4, 16)[:, :8], {}),
-        (torch.zeros(40)[1:33].reshape(4, 8), {}),  # not aligned
-        (x, {"wide": True}),
-        (x, {"out": torch.zeros(4, 8)}),
+    for other, options, bodies in (
+        (x, {}, 2),
+        (torch.zeros(4, 9), {}, 2),
+        (torch.zeros(4, 16)[:, :8], {}, 1),  # of a shape and with options that have come before
+        (torch.zeros(40)[1:33].reshape(4, 8), {}, 1),  # not aligned
+        (x, {"wide": True}, 2),
+        (x, {"out": torch.zeros(4, 8)}, 2),
+        (x, {"out": x}, 1),  # which begins at the same address
     ):
-        before = plans_of(toy)
-        for _ in range(2):
+        before = bodies_of(toy)
+        for _ in range(4):
             toy.call(other, 1, **options)
-        assert plans_of(toy) == before + 1
+        assert bodies_of(toy) == before + bodies
+        assert pretended.launches[-1].fields["flag"] == (options.get("out") is x)
     with pytest.raises(TypeError, match="x must be float32, got float64"):
         toy.call(x.double(), 1)
     with pytest.raises(ValueError, match=r"out must be of shape \[rows, columns\] = \[4, 8\], got \[3, 8\]"):
@@ -327,39 +240,13 @@ def test_what_decides_is_part_of_the_signature(toy: Op) -> None:
         toy.call(x, 1, out=torch.zeros(8, 4).T)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        (torch.zeros(4, 8), 3),
-        (torch.zeros(4, 8)[:, 1:], 3),
-        (torch.nn.Parameter(torch.zeros(4, 8)), None),
-        (torch.zeros(4), torch.zeros(())),
-        (torch.zeros(40)[3:], 2.5),
-        (torch.zeros(0, 8), np.int64(3)),
-    ],
-    ids=str,
-)
-def test_text_reads_arguments_as_the_loop_does(toy: Op, values: tuple[Any, ...]) -> None:
-    for named, more in (((), ()), (("wide", "variant"), (True, "auto")), (("out",), (torch.zeros(4, 8)[1:],))):
-        form = toy.form(2, named)
-        given = (*values, *more)
-        assert form.find_reader(toy, given)(given) == runtime_op._read(form, given)
-    form = toy.form(2, ("out",))
-    assert form.find_reader(toy, (*values, (values[0],))) is None  # tuples are left to the loop
-    assert form.find_reader(toy, (np.zeros(3), 1, None)) is None
-    form = toy.form(1, ("step",))
-    given = (torch.zeros(()), 1)
-    assert form.find_reader(toy, given)(given) is None  # without a first dimension
-
-
-def test_equal_numbers_of_other_types_are_told_apart(toy: Op) -> None:
+def test_equal_numbers_of_other_types_are_told_apart(toy: Op, pretended: PretendedGPU) -> None:  # noqa: F811
     x = torch.zeros(4, 8)
     for wide in (True, 1, 1.0, np.int64(1), np.True_):
-        before = plans_of(toy)
-        toy.call(x, 1, wide=wide)
-        assert plans_of(toy) == before + 1
-        toy.call(x, 1, wide=wide)
-        assert plans_of(toy) == before + 1
+        before = bodies_of(toy)
+        for _ in range(3):
+            toy.call(x, 1, wide=wide)
+        assert bodies_of(toy) == before + 2
 
 
 def test_python_says_what_does_not_fit_the_signature(toy: Op) -> None:
@@ -377,82 +264,84 @@ def test_python_says_what_does_not_fit_the_signature(toy: Op) -> None:
         toy.call([1.0], 2)
 
 
-def test_plans_are_bounded(toy: Op, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cukern.runtime.op._MOST_PLANS", 10)
+def test_plans_are_bounded(
+    toy: Op, pretended: PretendedGPU, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:  # fmt: skip
+    monkeypatch.setattr("cukern.runtime.op._MAX_PLANS", 10)
     for columns in range(1, 40):
-        toy.call(torch.zeros(2, columns), 1)
-    assert len(toy._ages) == 10 == sum(len(form.plans) for form in toy.forms.values())
-    toy.call(torch.zeros(2, 39), 1)
-    assert plans_of(toy) == 39
+        for _ in range(2):
+            toy.call(torch.zeros(2, columns), 1)
+    (form,) = {*toy.forms.values()}
+    assert len(form.plans) <= 10
     toy.forget()
-    assert not toy._ages and not any(form.plans for form in toy.forms.values())
+    assert not toy.forms
+    monkeypatch.setattr("cukern.runtime.op._MAX_PLANS", 1000)
+    x = torch.zeros(4, 8)
+    for between in range(8, 80):
+        for _ in range(3):
+            toy.call(x.new_zeros(4, between)[:, :8], 1)
+    (form,) = {*toy.forms.values()}
+    (kept,) = form.plans.values()
+    assert len(kept) <= 16
 
 
-def test_plans_are_forgotten_while_a_form_is_added(toy: Op) -> None:
-    class Plans(dict[Any, Any]):
-        def clear(self) -> None:
-            """Do what another thread may do now."""
-            toy.form(2, ("out",))
-            super().clear()
+def test_plans_are_forgotten_while_another_thread_calls(toy: Op, pretended: PretendedGPU) -> None:  # noqa: F811
+    x, errors, ends = torch.zeros(4, 8), [], threading.Event()
 
-    toy.call(torch.zeros(4, 8), 1)
-    toy.call(torch.zeros(4, 8), 1, wide=True)
-    for form in toy.forms.values():
-        form.plans = Plans(form.plans)
-    toy.forget()
-    assert len(toy.forms) == 3 and not any(form.plans for form in toy.forms.values())
+    def call() -> None:
+        while not ends.is_set():
+            try:
+                toy.call(x, 1)
+            except Exception as error:
+                errors.append(error)
 
-
-def test_late_scalars_are_checked_where_nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(x: Any, step: int) -> None:
-        expect_array("x", x)
-        check.integer("step", step, 0, 9)
-
-    made = Op(nothing, None, {}, ("step",))
-    trace, returned, reader = made.say(made.form(2, ()), (torch.zeros(0), 3), on=H200)
-    plan = Plan(trace, returned, reader.paths)
-    monkeypatch.setattr(trace.place.library, "current_device", lambda: 0)
-    monkeypatch.setattr("cukern.runtime.launch.THREAD", SimpleNamespace(state=(None, 0, {0})))
-    assert plan.run((), [0, 9]) is None
-    with pytest.raises(ValueError, match=r"step must be an integer in \[0, 9\], got 10"):
-        plan.run((), [0, 10])
+    thread = threading.Thread(target=call)
+    thread.start()
+    for _ in range(200):
+        toy.forget()
+    ends.set()
+    thread.join()
+    assert not errors
 
 
 def test_what_a_plan_says(toy: Op) -> None:
     x = torch.zeros(6, 8)
-    trace, _, _ = toy.say(toy.form(2, ()), (x, 5))
-    assert [(tuple(map(int, shape)), dtype) for shape, dtype in trace.made[:1]] == [((6, 8), "float32")]
+    trace, returned = plan_of(toy, x, 5)
+    assert trace.made == [((6, 8), "float32"), ((6, 2), "int32")] and returned.source == trace.first_made
     (launched,) = trace.steps
-    environment = [x.data_ptr(), 7, 30, 4096, 8192]
-    assert launched.grid[0].evaluate(environment) == 2
-    (fields,) = packed(trace, [x.data_ptr(), 7, 30])
-    assert fields["in"] == x.data_ptr() and fields["out"] == [4096, 8192, 0]
-    assert (fields["first"], fields["second"], fields["stride"]) == (7, 30, 8)
+    assert (launched.grid, launched.block, launched.shared_bytes) == ((2, 1, 1), (64, 1, 1), 0)
+    assert launched.fields["in"].address == x.data_ptr() and launched.fields["second"].value == 10
 
 
 def test_an_op_in_a_plan_becomes_a_part_of_it() -> None:
-    trace, returned, _ = said(cukern.silu_and_mul, torch.zeros(6, 16))
-    assert [str(step.variant.instance) for step in trace.steps] == ["moe_activation<float, 1, 16, 2>"]
+    def gated(x: Any) -> Any:
+        return cukern.silu_and_mul(cukern.silu_and_mul(x))
+
+    trace, returned = plan_of(Op(gated, None), torch.zeros(6, 32))
+    assert [str(step.variant.instance) for step in trace.steps] == ["moe_activation<float, 1, 16, 2>"] * 2
     assert returned.shape == (6, 8)
 
 
-def test_each_call_is_each_call() -> None:
-    from cukern.runtime.plan import Trace, follow
+def test_each_call_is_each_call(pretended: PretendedGPU) -> None:  # noqa: F811
+    drawn, seen = iter(range(100)), []
 
-    drawn = iter(range(100))
-    trace = Trace(describe.Place(None, 0, H200), 0, Guards(), 0)  # type: ignore[arg-type]
-    value = follow(trace, lambda: each_call(lambda: next(drawn), 99))
-    assert value.value == 99  # a plan draws nothing
-    assert [value.evaluate([]) for _ in range(3)] == [0, 1, 2]
+    def draws(x: Any) -> None:
+        value = each_call(lambda: next(drawn), 99)
+        assert value.value == 99  # a plan draws nothing
+        each_call(lambda *operands: seen.append(operands), None, value, x, 7)
+
+    own = Op(draws, None)
+    given = [torch.zeros(3) for _ in range(3)]
+    for x in given:
+        own.call(x)
+    assert seen == [(i, x.data_ptr(), 7) for i, x in enumerate(given)]
 
 
 # --- descriptions -------------------------------------------------------------------------------------
 
 
 def described(array: torch.Tensor) -> Array:
-    made = Op(lambda x: x, None, {}, ())
-    _, given, _ = made.say(made.form(1, ()), (array,), on=H200)
-    return given
+    return plan_of(Op(lambda x: x, None), array)[1]
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (1, 4), (0, 4), (3, 1), (2, 3, 4), (5,), ()])
@@ -479,8 +368,8 @@ FLOATS = ("float32", "float16")
 
 def all_described(*given: Any) -> list[Array]:
     """Descriptions of several arrays of one call, in host memory."""
-    made = Op(lambda **arrays: list(arrays.values()), None, {}, ())
-    return made.say(made.form(0, tuple(f"array_{i}" for i in range(len(given)))), given)[1]
+    made, named = Op(lambda **arrays: list(arrays.values()), None), {f"array_{i}": x for i, x in enumerate(given)}
+    return made.say(made.form((), named), given)[1]
 
 
 def host_arrays(*shape: int, dtype: str = "float32") -> list[Any]:

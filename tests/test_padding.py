@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 import cukern
 import cukern.runtime.compile as compiler
 from benchmarks import bench_padding, harness
-from cukern.ops import _padding as kernels
 from cukern.ops import padding as op
+from cukern.ops.padding import choose as kernels
 from cukern.reference import padding as twin
 from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
 from tests.buffers import Buffer, normal, on_gpu, place, same_bits
+from tests.pretended import PretendedGPU, pretended  # noqa: F401
 
 Array = NDArray[Any]
 NAN, INF = np.nan, np.inf
@@ -730,3 +731,12 @@ def test_more_than_2_31_elements(hidden: int) -> None:
     del back, got
     by_head = cukern.transpose_remove_padding(src.view(batch, 1, seq, hidden), offset)
     assert torch.equal(by_head[-2 * seq :], src[-2:].view(-1, hidden))
+
+
+def test_the_fill_of_each_call(pretended: PretendedGPU) -> None:  # noqa: F811
+    src, offset = torch.zeros(4, 8), torch.zeros(4, dtype=torch.int32)
+    for fill in (0.0, 0.0, 0.0, -0.0, 1.0):
+        cukern.rebuild_sequence_length_padding(src, offset, 2, 3, fill=fill)
+    assert [x.fields["fill"] for x in pretended.launches] == [0, 0, 0, 1 << 31, 0x3F800000]
+    with pytest.raises(TypeError, match="fill must be a number"):
+        cukern.rebuild_sequence_length_padding(src, offset, 2, 3, fill="x")

@@ -20,11 +20,11 @@ import cukern
 import cukern.runtime.compile as compiler
 from cukern.ops import paged_attention as op
 from cukern.ops.paged_attention import choose as parts
-from cukern.ops.paged_attention import merge
 from cukern.reference import paged_attention as twin
 from cukern.runtime import arrays, gpu
 from cukern.runtime.cuda import cupy
 from cukern.runtime.kernel import arch_of_device, instances
+from cukern.runtime.op import forget_plans
 from cukern.testing import assert_matches
 from tests.buffers import POISON, Buffer, as_torch, normal, on_gpu, same_bits, zeros
 from tests.pretended import Launch, PretendedGPU, pretended  # noqa: F401
@@ -1221,13 +1221,13 @@ def test_what_is_compiled_at_import_is_what_is_called() -> None:
     wanted = [plan(Sizes(t, t, layout, seqs=256)) for t in ("float16", "bfloat16") for layout in LAYOUTS]
     alone = [plan(Sizes(t, t, layout, seqs=1)) for t in ("float16", "bfloat16") for layout in LAYOUTS]
     at_import = set(instances("paged_attention"))
-    clearing = {parts.clearing().variant.instance}
+    clearing = {parts._clear_counters.variant(parts._CLEARING).instance}
     wanted_instances = {p.variant.instance for p in wanted} | clearing
     assert wanted_instances <= at_import <= wanted_instances | {p.variant.instance for p in alone}
 
 
 def test_specialize_adds_a_head_and_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "registered", set(parts.SPECIALIZED))
+    monkeypatch.setattr(parts, "_registered", set(parts.SPECIALIZED))
     made = op.specialize(head_dim=72, block_size=48)
     assert [i.arguments[3:6] for i in made] == [(72, 80, 48)] * 4
     assert plan(Sizes(head_dim=72, block_size=48, seqs=256)).variant.instance in made
@@ -1242,8 +1242,7 @@ def test_specialize_adds_a_head_and_a_block(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def h200(pretended: PretendedGPU, monkeypatch: pytest.MonkeyPatch) -> PretendedGPU:  # noqa: F811
-    monkeypatch.setattr(gpu, "of_device", lambda device: gpu.of_arch("H200"))
+def h200(pretended: PretendedGPU) -> PretendedGPU:  # noqa: F811
     return pretended
 
 
@@ -1323,6 +1322,46 @@ def test_the_launch_of_v2(h200: PretendedGPU) -> None:
     assert tuple(fields[name] for name in names) == want
     sparse = {"sparse_local": 2, "sparse_stride": 3, "sparse_size": 32, "sparse_head_step": -1, "sparse_rank": 1}
     assert fields.items() >= sparse.items()
+
+
+def good_tensors(name: str) -> dict[str, Any]:
+    return {key: as_torch(x) if isinstance(x, np.ndarray) else x for key, x in GOOD[name]().items()}
+
+
+def test_every_call_is_checked(h200: PretendedGPU) -> None:
+    good = good_tensors("paged_attention") | {"k_scale": 0.5}
+    for _ in range(3):
+        cukern.paged_attention(**good)
+    count = len(h200.launches)
+    for name, bad, message in (
+        ("seq_lens", good["seq_lens"][:1], "seq_lens must be of shape [seqs] = [2], got [1]"),
+        ("block_tables", good["block_tables"][:1], "block_tables must be of shape [seqs, max_blocks] = [2, 3], got [1"),
+        ("query", good["query"][:1], "block_tables must be of shape [seqs, max_blocks] = [1, 3], got [2, 3]"),
+        ("out", good["out"][:1], "out must be of shape query's = [2, 4, 16], got [1, 4, 16]"),
+        ("out", torch.zeros(129)[1:].view(2, 4, 16), "out must be at a multiple of 16 bytes, got an address"),
+        ("query", good["query"].clone().requires_grad_(), "query must be a tensor that does not require grad"),
+        ("scale", INF, "scale must be a finite number, got inf"),
+        ("scale", 1e31, "scale must be of at most 1e+30, with k_scale, got 5e+30"),
+        ("v_scale", True, "v_scale must be a number, got True (bool)"),
+        ("window", True, "window must be an integer of at least 1, got True (bool)"),
+        ("return_lse", 2, "return_lse must be one of False, True, got 2"),
+    ):
+        with pytest.raises((TypeError, ValueError, RuntimeError), match=f"^{re.escape(message)}"):
+            cukern.paged_attention(**good | {name: bad})
+    assert len(h200.launches) == count
+
+
+def test_numbers_of_each_call(h200: PretendedGPU) -> None:
+    good = good_tensors("paged_attention_v2")
+    for scale, key, value, length in ((0.5, 2, 3.0, 9), (2, 0.25, 1, 1024), (1.0, None, 7, 0), (1.0, None, 7, 5)):
+        numbers = {"scale": scale, "k_scale": key, "v_scale": value}
+        cukern.paged_attention_v2(**good | numbers | {"max_seq_len": length})
+        fields = h200.launches[-1].fields
+        assert (fields["scale"], fields["out_scale"]) == (scale * (key or 1), value)
+        with pytest.raises(ValueError, match=r"^exp_sums must be of at least 3 partitions"):
+            cukern.paged_attention_v2(**good | numbers | {"max_seq_len": 1025})
+        with pytest.raises(TypeError, match=r"^max_seq_len must be an integer"):
+            cukern.paged_attention_v2(**good | numbers | {"max_seq_len": torch.ones(())})
 
 
 # --- the kernels against the twin -----------------------------------------------------------------------
@@ -1857,8 +1896,10 @@ def test_merging_two_vectors_at_once_gives_the_same_bits(
     lse_a.ravel()[::3], lse_b.ravel()[::5], out_a.ravel()[::11], out_b.ravel()[::11] = -INF, INF, 0, -0.0
     given, found = [cupy.asarray(a) for a in (out_a, lse_a, out_b, lse_b)], []
     for many in (2**24, 0):
-        monkeypatch.setattr(merge, "_MANY_MERGED", many)
+        monkeypatch.setattr(op, "_MANY_MERGED", many)
+        forget_plans()
         found.append(cukern.merge_attention_states(*given))
+    forget_plans()
     for ours, theirs in zip(*found, strict=True):
         same_bits(ours, cupy.asnumpy(theirs))
 

@@ -20,8 +20,12 @@ from cukern.reference import moe_activation as activated
 from cukern.reference import quantization as twin
 from cukern.runtime import arrays
 from cukern.runtime.cuda import cupy
+from cukern.runtime.op import Op
+from cukern.runtime.plan import empty
 from cukern.testing import assert_matches
 from tests.buffers import Buffer, place, to_numpy
+from tests.plans import plan_of
+from tests.pretended import PretendedGPU, pretended  # noqa: F401
 
 Array = NDArray[Any]
 DTYPES = ("float32", "float16", "bfloat16")
@@ -335,6 +339,104 @@ def test_bad_input_is_refused(
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
         getattr(cukern, name)(*args, **options)
+
+
+# --- plans --------------------------------------------------------------------------------------------
+
+
+PLANS = {name: (*WAYS[name], 768) for name in WAYS} | {
+    "activated": ("silu_and_mul_quant", (), {}, 768),
+    "activated by tokens": ("silu_and_mul_quant", (), {"group_size": None}, 768),
+    "activated with a scale": ("silu_and_mul_quant", (), {"scale": 0.5}, 768),
+    "mxfp4": ("quantize_mxfp4", (), {}, 768),
+    "nvfp4": ("scaled_fp4_quant", (3.0,), {}, 768),
+    "from mxfp4": ("dequantize_mxfp4", (), {}, 32),
+    "from nvfp4": ("dequantize_nvfp4", (), {}, 32),
+}
+
+
+@pytest.mark.parametrize("way", PLANS)
+def test_the_rows_decide_no_kernel(way: str) -> None:
+    name, args, options, k = PLANS[way]
+
+    def steps(rows: int) -> list[Any]:
+        if name.startswith("dequantize"):
+            scale = np.zeros((rows, 2 * k // (32 if name.endswith("mxfp4") else 16)), np.uint8)
+            numbers = (2.0,) if name.endswith("nvfp4") else ()
+            return plan_of(name, np.zeros((rows, k), np.uint8), scale, *numbers)[0].steps
+        return plan_of(name, np.zeros((rows, k), np.float16), *args, **options)[0].steps
+
+    first = [step.variant for step in steps(3)]
+    assert first
+    for rows in (1, 2, 77, 4096, 100_000):
+        found = steps(rows)
+        assert [step.variant for step in found] == first
+        for fields in (step.fields for step in found):
+            assert fields["units"] == rows * k // 4 if "units" in fields else fields["in"][3] == rows
+
+
+@pytest.mark.parametrize("shape", [(768,), (1, 768), (5, 768), (2, 5, 768), (0, 768), (3, 0)])
+def test_a_scale_of_each_call(shape: tuple[int, ...], pretended: PretendedGPU) -> None:  # noqa: F811
+    x = torch.zeros(shape, dtype=torch.float16)
+    for scale in (0.5, 0.25, 3, np.float32(0.125), 0.5, 0.25, 0.25):
+        cukern.scaled_fp8_quant(x, scale)  # type: ignore[arg-type]
+        assert pretended.launches[-1].fields["scale"] == {"array": 0, "number": scale}
+    count, of_numpy = len(pretended.launches), np.ones(1, np.float32)
+    for bad in (float("nan"), True, np.float32("inf"), of_numpy, torch.ones(2)):
+        with pytest.raises((TypeError, ValueError), match=r"^scale must be a"):
+            cukern.scaled_fp8_quant(x, bad)  # type: ignore[arg-type]
+    assert len(pretended.launches) == count
+
+
+def test_what_is_given_is_written(pretended: PretendedGPU) -> None:  # noqa: F811
+    counts, scale, zero = torch.zeros(2, dtype=torch.int32), torch.ones(1), torch.zeros(1, dtype=torch.int32)
+    for tokens in (4, 4, 4, 6):
+        x, s, q = torch.zeros(2, tokens, 256), torch.zeros(2, tokens, 2), torch.zeros(2, tokens, 256).char()
+        found = cukern.per_token_group_quant_int8(x, 128, expert_num_tokens=counts, out_q=q, out_s=s)
+        assert found[0] is q and found[1] is s
+        fields = pretended.launches[-1].fields
+        assert [fields["in"]["x"], fields["in"]["counts"], fields["q"]] == [y.data_ptr() for y in (x, counts, q)]
+        assert (fields["scales"]["to"], fields["scales"]["expert_stride"]) == (s.data_ptr(), 2 * tokens)
+        assert fields["in"]["max_tokens"] == tokens
+        cukern.scaled_fp8_quant(x, None, None, scale, expert_num_tokens=counts)
+        first, second = pretended.launches[-2:]
+        assert first.fields["partial"] == second.fields["partial"] and second.fields["partials"] == first.grid[0]
+        assert second.fields["upper"]["array"] == scale.data_ptr()
+        _, scales, zeros = cukern.scaled_int8_quant(x, scale, zero, False)
+        found = [pretended.launches[-1].fields[name] for name in ("azp", "azp_out", "scale_out")]
+        assert found == [y.data_ptr() for y in (zero, zeros, scales)]
+
+
+def test_the_kernel_follows_from_the_alignment(pretended: PretendedGPU) -> None:  # noqa: F811
+    room, packed = torch.zeros(3 * 256 + 1), torch.zeros(3 * 256 + 8, dtype=torch.uint8)
+    for x, q, function in ((0, 0, "quantize_groups"), (1, 0, "quantize_rows"), (0, 4, "quantize_rows")) * 3:
+        given, out_q = (y[start:][: 3 * 256].reshape(3, 256) for y, start in ((room, x), (packed, q)))
+        cukern.per_token_group_quant_fp8(given, 128, out_q=out_q)
+        assert pretended.launches[-1].variant.instance.function == function
+    # The stride of one row means nothing, and that of several is refused.
+    odd = torch.zeros(2 * 700)[:1024].as_strided((2, 2, 256), (601, 300, 1))
+    cukern.per_token_group_quant_fp8(odd[:1], 128)
+    with pytest.raises(ValueError, match=r"^x must be contiguous along its last dimension, with all rows at one dist"):
+        cukern.per_token_group_quant_fp8(odd, 128)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 500, 65536])
+@pytest.mark.parametrize("group_size", [128, None])
+def test_rows_in_the_plan_of_another_op(group_size: int | None, tokens: int) -> None:
+    def layer(x: Any, offsets: Any) -> Any:
+        rows = x.shape[0] * 6
+        gate_up, q = empty((rows, 1024), "bfloat16"), empty((1, rows, 512), "float8_e4m3fn")
+        s = empty((1, rows, 4 if group_size else 1), "float32")
+        given = {"group_size": group_size, "expert_num_tokens": offsets[8:], "out_q": q, "out_s": s}
+        return cukern.silu_and_mul_quant(gate_up.reshape(1, rows, 1024), **given)[0]
+
+    trace, _ = plan_of(Op(layer, None), np.zeros((tokens, 64), np.float16), np.zeros(9, np.int32))
+    (step,) = trace.steps
+    x, counts, *sizes = step.fields["in"]
+    assert sizes[:3] == [2048, 6 * tokens, 6 * tokens] and (counts.source, counts.offset) == (1, 32)
+    made = [trace.first_made + i for i in range(3)]
+    assert [x.source, step.fields["q"].source, step.fields["scales"][0].source] == made
+    assert step.variant.instance.function == ("quantize_groups" if group_size else "quantize_rows")
 
 
 # --- benchmarks ---------------------------------------------------------------------------------------

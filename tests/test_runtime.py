@@ -38,7 +38,6 @@ from cukern.runtime import arrays, check, describe, gpu, kernel, nvrtc, plan, so
 from cukern.runtime.compile import CompileError, Instance
 from cukern.runtime.cuda import INSTALL, cupy
 from cukern.runtime.describe import Array, Result, expect, expect_array
-from cukern.runtime.late import Guards, Late
 from cukern.runtime.op import OPS, op
 from cukern.runtime.plan import outputs, run_twin
 from cukern.runtime.rows import tile as tile_of
@@ -70,13 +69,11 @@ def run_python(code: str, status: int = 0, **environment: str | None) -> subproc
 def test_torch_s_own_names_have_substitutes(gone: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_cuda_getCurrentRawStream", "_cuda_getDevice"):  # a build without CUDA has neither
         monkeypatch.setattr(torch._C, name, lambda *_: 0, raising=False)
-    assert arrays._Torch().quick is not None
     if gone == "all":
         monkeypatch.delattr(torch, "_C")
     else:
         monkeypatch.delattr(torch._C, gone)
     library = arrays._Torch()
-    assert (library.quick is None) == (gone != "_dynamo")
     if gone in ("_cuda_getCurrentRawStream", "all"):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=70 + device))
         assert library.stream(7) == 77
@@ -85,13 +82,10 @@ def test_torch_s_own_names_have_substitutes(gone: str, monkeypatch: pytest.Monke
         assert library.current_device() == 5
     if gone in ("_dynamo", "all"):
         library._empty = lambda shape, dtype, device: (shape, dtype, device)
-        made = library.maker((3, 4), "float16", 1)([])
+        made = library.maker((3, 4), "float16", 1)()
         assert made == ((3, 4), torch.float16, torch.device("cuda", 1))
-        words: list[Any] = []
-        x = torch.zeros(2, 3)
-        for _ in range(2):
-            assert library.read_all([x, x], words) == [x.data_ptr()] * 2
-        assert words[:2] == words[2:]
+        x, y = torch.zeros(2, 3), torch.zeros(2, 3)
+        assert library.alike([x, x])(y, y) and not library.alike([x, y])(x, y.half())
 
 
 def test_the_library_of_an_array() -> None:
@@ -1099,10 +1093,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> FakeGPUs:
     monkeypatch.setattr(kernel, "runtime", fake)
     monkeypatch.setattr(gpu, "runtime", fake)
     monkeypatch.setattr(plan, "runtime", fake)
-    monkeypatch.setattr(kernel.Variant, "launcher", lambda self, device: fake.launchKernel)
     monkeypatch.setattr(plan, "current_device", fake.current_device)
-    monkeypatch.setattr("cukern.runtime.launch.THREAD", threading.local())
-    monkeypatch.setattr(kernel.Variant, "load", lambda self, device: 100 + device)
+    monkeypatch.setattr("cukern.runtime.plan._THREAD", threading.local())
+    ready = {device: (fake.launchKernel, 100 + device) for device in (0, 1)}
+    monkeypatch.setattr(kernel.Variant, "ready", property(lambda self: ready, lambda self, of: None))
     monkeypatch.setattr(kernel, "_archs_from_nvml", lambda: None)
     return fake
 
@@ -1122,72 +1116,57 @@ class FakeLibrary(arrays.Library):
     def stream(self, device: int) -> int:
         return 77 + device
 
-    def maker(
-        self, shape: arrays.Shape, dtype: str, device: int | None, is_current: bool = True
-    ) -> Callable[[Any], Any]:
-        def make(environment: Any) -> int:
-            self.made.append((shape(environment) if callable(shape) else shape, dtype, device))
-            return 0xF000 + len(self.made)
-
-        return make
+    def allocate(self, shape: tuple[int, ...], dtype: str, device: int | None) -> int:
+        self.made.append((shape, dtype, device))
+        return 0xF000 + len(self.made)
 
 
 def make_plan(gpus: FakeGPUs, device: int = 0) -> plan.Plan:
-    """The plan of an activation, of arrays whose first one has a late number of rows."""
-    guards = Guards()
+    """The plan of an activation of 6 rows."""
     place = describe.Place(FakeLibrary(gpus), device, gpu.of_arch("90a"))
-    trace = plan.Trace(place, 1, guards, 1)
-    x = Array("float32", (Late.at(1, 6, guards), 64), (64, 1), 16, place, 0, guards)
-    return plan.Plan(trace, plan.follow(trace, lambda: cukern.moe_activation(x)), {0: (0, None)})
+    trace = plan.Trace(place, [0xABC0], 0)
+    x = Array("float32", (6, 64), (64, 1), 16, place, 0, 0xABC0)
+    return plan.Plan(trace, plan.follow(trace, lambda: cukern.moe_activation(x)), [(0, None)])
 
 
-@pytest.mark.parametrize("straight", [False, True])
-def test_a_launch_packs_its_arguments(gpus: FakeGPUs, straight: bool) -> None:
+def test_a_launch_packs_its_arguments(gpus: FakeGPUs) -> None:
     made = make_plan(gpus)
-    library = made.place.library
-    if straight:
-        library.quick = arrays.Quick(library.address, gpus.getDevice, library.stream)
-    calls = [(step, 6 if step % 2 else 5000 + step) for step in range(1, 10)]
-    for step, rows in calls:
-        assert made.run([None], [0xABC0 + step, rows]) == 0xF000 + step
-    assert ("run" in vars(made)) is straight  # its own, after a few runs
-    assert library.made == [((rows, 32), "float32", 0) for _, rows in calls]  # type: ignore[attr-defined]
+    for step in range(1, 10):
+        assert made.run([None], [None], [0xABC0 + step]) == 0xF000 + step
+    assert made.library.made == [((6, 32), "float32", 0)] * 9  # type: ignore[attr-defined]
     tile = tile_of(8, 2)
-    for (step, rows), launch in zip(calls, gpus.launches, strict=True):
+    for step, launch in enumerate(gpus.launches, 1):
         assert (launch["function"], launch["device"]) == (100, 0)
-        assert launch["geometry"] == [-(-rows // tile.rows), tile.chunks, 1, tile.threads, 1, 1]
+        assert launch["geometry"] == [-(-6 // tile.rows), tile.chunks, 1, tile.threads, 1, 1]
         assert (launch["shared_bytes"], launch["stream"]) == (0, 77)
-        assert launch["params"] == (0xABC0 + step, 0xF000 + step, 0, 256, rows, 1)
+        assert launch["params"] == (0xABC0 + step, 0xF000 + step, 0, 256, 6, 1)
     # The thread's context is made once.
     assert gpus.set_to == [0]
 
 
 def test_a_launch_goes_to_its_device_and_comes_back(gpus: FakeGPUs) -> None:
     plans = [make_plan(gpus, device) for device in (0, 1)]
-    for made in plans:
-        made.place.library.quick = arrays.Quick(int, gpus.getDevice, made.place.library.stream)
-    order = (1, 0, 1, *[0] * 6, 1, 0)
+    order = (1, 0, 1, 0, 0, 1, 0)
     for device in order:
-        plans[device].run([None], [64, 6])
+        plans[device].run([None], [None], [64])
         assert gpus.getDevice() == 0
-    assert "run" in vars(plans[0])
     with gpus.current_device(1):
-        plans[0].run([None], [64, 6])  # the text leaves another device to the loop
+        plans[0].run([None], [None], [64])
     order += (0,)
     assert [(launch["function"], launch["device"]) for launch in gpus.launches] == [(100 + x, x) for x in order]
     assert [launch["stream"] for launch in gpus.launches] == [77 + x for x in order]
-    # To set the device back would make a context on one that is not used.
-    assert gpus.set_to == [0]
+    # Each device is set once: to set one back would make a context on one that is not used.
+    assert gpus.set_to == [1, 0]
     gpus.failing = True
     with pytest.raises(RuntimeError, match="launch failed"):
-        plans[1].run([None], [64, 6])
+        plans[1].run([None], [None], [64])
     assert gpus.getDevice() == 0
 
 
 def test_each_thread_packs_its_own_arguments(gpus: FakeGPUs) -> None:
     made = make_plan(gpus)
-    made.run([None], [64, 6])
-    thread = threading.Thread(target=made.run, args=([None], [64, 6]))
+    made.run([None], [None], [64])
+    thread = threading.Thread(target=made.run, args=([None], [None], [64]))
     thread.start()
     thread.join()
     here, there = gpus.launches
@@ -1277,11 +1256,11 @@ def test_specialize_fits_the_named_function(gpus: FakeGPUs, monkeypatch: pytest.
             ("biased_grouped_topk", "sigmoid", True),
         ):  # fmt: skip
             cukern.specialize(name, experts=60)
-            config = gates.Sizes(60, 1, scoring, biased)
+            config = gates.Config(60, 1, scoring, biased)
             assert config in gates.registered - before
             gates.registered.discard(config)
         cukern.specialize("topk_softmax", experts=60, biased=True)
-        assert gates.registered - before == {gates.Sizes(60, 1, "softmax", True)}
+        assert gates.registered - before == {gates.Config(60, 1, "softmax", True)}
         # The call of the function, and not only one that it could make.
         cukern.specialize("topk_softmax", experts=60)
         own = np.zeros((64, 60), np.float32)

@@ -18,20 +18,19 @@ from numpy.typing import NDArray
 
 import cukern
 import cukern.runtime.compile as compiler
-from cukern.ops import _sampling as op
 from cukern.ops import sampling
+from cukern.ops.sampling import choose as op
 from cukern.reference import sampling as twin
 from cukern.runtime import arrays, describe, generators, template
 from cukern.runtime.cuda import cupy
 from cukern.runtime.gpu import Gpu, of_arch
 from cukern.runtime.kernel import KERNELS, arch_of_device
-from cukern.runtime.late import Guards, Late
 from cukern.runtime.op import OPS
-from cukern.runtime.plan import Plan
 from cukern.testing import assert_matches
 from tests.buffers import Buffer, on_gpu, place, to_numpy
+from tests.plans import plan_of
+from tests.pretended import PretendedGPU, pretended  # noqa: F401
 from tests.specs import CALLS, SPECS
-from tests.test_op import packed, unpacked
 
 Array = NDArray[Any]
 Options = dict[str, Any]
@@ -528,9 +527,9 @@ def test_torchs_cpu_generator_gives_seeds(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DRAWING)
-def test_a_call_draws_once(name: str) -> None:
+def test_a_call_draws_once(name: str, pretended: PretendedGPU) -> None:  # noqa: F811
     """A plan draws nothing, and each call of it one seed, for the scalars or as an address."""
-    arguments = call_of(name, lambda array: array)
+    call = call_of(name, torch.from_numpy)
     drawn = iter([generators.Drawn(11, 12), generators.Drawn(2**64 - 1, 2**64 - 4), generators.Drawn(address=4096)])
     seen: list[Any] = []
 
@@ -538,15 +537,14 @@ def test_a_call_draws_once(name: str) -> None:
         seen.append(call)
         return next(drawn)
 
-    generator = np.random.default_rng(0)
-    with patch.object(cukern, name, lambda *args, **options: plan_of_call(name, *args, **options)):
-        checked = patch.object(generators, "expect", lambda *call: call[-1])
-        with patch.object(generators, "draw", draw), checked, pytest.raises(StopCall) as stopped:
-            arguments(generator=generator)
-        plan, environment = stopped.value.args
-        assert not seen
-        fields = [launched(plan, environment) for _ in range(3)]
-    assert seen == [(arrays.NUMPY, 0, generator)] * 3
+    generator = torch.Generator()
+    checked = patch.object(generators, "expect", lambda *call: call[-1])
+    with patch.object(generators, "draw", draw), checked, counted(name) as said:
+        for _ in range(3):
+            call(generator=generator)
+    assert said.call_count == 2
+    assert seen == [(arrays.library_of(torch.empty(0)), 0, generator)] * 3
+    fields = [launch.fields for launch in pretended.launches]
     assert [(x["scalar_seed"], x["scalar_offset"], x["seed"]) for x in fields] == [
         (11, 12, 0), (2**64 - 1, 2**64 - 4, 0), (0, 0, 4096),
     ]  # fmt: skip
@@ -554,40 +552,16 @@ def test_a_call_draws_once(name: str) -> None:
     assert all(x["by_place"] == 1 and x["wide"] & x["single"] & bits["SEED"] and not x["offset"] for x in fields)
 
 
-class StopCall(Exception):
-    """The plan of a call, in place of its results."""
-
-
-def plan_of_call(name: str, *args: Any, **options: Any) -> None:
-    """Raise the plan of a call as if on an H200, with its environment."""
-    made = OPS[name]
-    form = made.form(len(args), tuple(options))
-    trace, returned, reader = made.say(form, (*args, *options.values()), on=of_arch("90a"))
-    # Nothing is allocated: NumPy's arrays stand for those on the GPU.
-    with patch.object(arrays.NUMPY, "maker", lambda *sizes: None, create=True):
-        plan = Plan(trace, returned, reader.paths)
-    raise StopCall(plan, [*reader.addresses, *reader.lates, *([0] * len(trace.made))])
-
-
-def launched(plan: Plan, environment: list[Any]) -> Options:
-    """The fields of a plan's one launch, computed as a call computes them."""
-    filled = list(environment)
-    for compute in plan._computed:
-        filled.append(compute(filled))
-    (step,) = plan._steps
-    packing = plan._open_steps[0][0].packing
-    assert packing is not None
-    data = packing.struct.pack(*step.parameters([*filled, *plan._known]))
-    layout = template.params(step.variant.instance.file, step.variant.instance.function)
-    return {key: unpacked(kind, data, offset) for key, (offset, kind) in layout.fields.items()}
+def counted(name: str) -> Any:
+    """A mock that counts the plans of a function."""
+    return patch.object(OPS[name], "say", side_effect=OPS[name].say)
 
 
 def test_by_place_is_for_one_seed() -> None:
     x = np.ones((4, 99), np.float32)
     for seed, by_place in ((1, 1), (np.array(1), 1), (np.array([1]), 1), (np.arange(4), 0)):
-        trace, _, reader = OPS["sample"].say(OPS["sample"].form(1, ("seed",)), (x, seed), on=of_arch("90a"))
-        (fields,) = packed(trace, [*reader.addresses, *reader.lates])
-        assert fields["by_place"] == by_place
+        (step,) = plan_of("sample", x, seed=seed)[0].steps
+        assert step.fields["by_place"] == by_place
 
 
 @pytest.mark.gpu
@@ -1453,7 +1427,7 @@ def test_numpy_numbers_are_taken() -> None:
 
 def plan_on(gpu: Gpu, vocab: int, batch: int, variant: str, cache: bool) -> op.Plan:
     place = describe.Place(arrays.NUMPY, 0, gpu)
-    values = describe.Array("float32", (batch, vocab), (vocab, 1), 16, place, 0, Guards())
+    values = describe.Array("float32", (batch, vocab), (vocab, 1), 16, place, 0)
     return op.plan_of(values, batch, variant, cache)
 
 
@@ -1484,59 +1458,58 @@ def test_a_plan_covers_the_row() -> None:
         plan_on(of_arch("80"), 128256, 1, "fast", True)
 
 
-def said(name: str, *args: Any, **options: Any) -> tuple[Guards, list[Any], list[Any]]:
-    """The plan of a call as if on an H200: what it relies on, what it packs, and the numbers that both look up."""
-    made = OPS[name]
-    trace, _, reader = made.say(made.form(len(args), tuple(options)), (*args, *options.values()), on=of_arch("90a"))
-    late = [part for part in trace.steps[0].packing.parts if isinstance(part, Late)]
-    return trace.guards, late, [*reader.addresses, *reader.lates]
+def test_a_launch_has_the_numbers_and_the_batch_of_its_call(pretended: PretendedGPU) -> None:  # noqa: F811
+    x = torch.ones(4, 50257)
 
+    def fields_of(name: str, *args: Any, **options: Any) -> Options:
+        getattr(cukern, name)(*args, **options)
+        return pretended.launches[-1].fields
 
-def served_by(name: str, calls: list[tuple[tuple[Any, ...], Options]]) -> int:
-    """How many plans serve these calls, which have one signature."""
-    plans: list[Guards] = []
-    for args, options in calls:
-        guards, _, environment = said(name, *args, **options)
-        if not any(other.hold(environment) for other in plans):
-            plans.append(guards)
-    return len(plans)
-
-
-def test_a_plan_serves_other_numbers_and_batches() -> None:
-    x = np.ones((4, 50257), np.float32)
-
-    def numbers(i: int) -> Options:
-        return {
-            "temperature": 0.5 + i,
-            "top_k": 5 + i,
-            "top_p": 0.9 - i / 100,
-            "min_p": i / 99,
-            "seed": i,
-            "offset": -i,
-        }
-
-    assert served_by("sample", [((x,), numbers(i)) for i in range(20)]) == 1
-    assert served_by("top_p_sampling_from_probs", [((x, i / 9), {"seed": i}) for i in range(9)]) == 1
-    assert served_by("top_p_sampling_from_probs", [((x, 0.5), {}), ((x, 1.0), {}), ((x, 1), {})]) == 2
-    assert served_by("top_k_sampling_from_probs", [((x, k), {}) for k in (1, 96, 97, 50000, 50257)]) == 3
-    assert served_by("softmax", [((x, i / 3), {}) for i in range(9)]) == 1
+    with counted("sample") as said:
+        for i in range(9):
+            numbers = {"temperature": 0.5, "top_k": 5, "top_p": 0.75, "min_p": 0.125, "seed": i, "offset": -i}
+            for more in ({}, {"temperature": 1.5 + i, "top_k": 6 + i, "top_p": 1 / (2 + i), "min_p": i / 16}):
+                fields = fields_of("sample", x, **numbers | more)
+                wanted = {**numbers, **more, "offset": -i % 2**64}
+                assert {key: fields[f"scalar_{key}"] for key in wanted} == pytest.approx(wanted)
+    assert said.call_count == 2 + 9
+    for k in (1, 96, 97, 50000, 50257):
+        cached = fields_of("top_k_sampling_from_probs", x, k, seed=1)["layout"]["cached_tiles"]
+        assert pretended.launches[-1].fields["scalar_top_k"] == k
+        assert (cached > 0) == (template.constants("sampling/sample")["MAX_LISTED"] < k < 50257)
     # Batches whose blocks all run at once, of which nearly all do, and of which few do.
-    batches = [np.broadcast_to(x[:1], (n, 50257)) for n in (*range(1, 300, 7), 10_000)]
-    assert served_by("top_p_sampling_from_probs", [((b, 0.5), {}) for b in batches]) == 3
-    own = [{"top_p": b[:, 0].copy(), "seed": np.arange(len(b)), "finished": b[:, 0] < 0, "end_id": 3} for b in batches]
-    assert served_by("sample", [((b,), options) for b, options in zip(batches, own, strict=True)]) == 3
-    drafts = [
-        (np.ones((n, 2, 99), np.float32), np.zeros((n, 2), np.int32), np.ones((n, 3, 99), np.float32)) for n in (3, 9)
-    ]
-    assert served_by("chain_speculative_sampling", [(args, {"seed": 1}) for args in drafts]) == 1
+    for batch in (*range(1, 300, 7), 10_000):
+        rows, plan = x[:1].expand(batch, -1), plan_on(of_arch("90a"), 50257, batch, "auto", True)
+        own = {"top_p": rows[:, 0].clone(), "seed": torch.arange(batch), "finished": rows[:, 0] < 0, "end_id": 3}
+        for name, args, options in (("top_p_sampling_from_probs", (0.5,), {"seed": 1}), ("sample", (), own)):
+            fields = fields_of(name, rows, *args, **options)
+            launch = pretended.launches[-1]
+            assert (launch.grid, launch.block, launch.shared_bytes) == (
+                (batch * op.CLUSTER, 1, 1), (plan.threads, 1, 1), plan.shared_bytes,
+            )  # fmt: skip
+            assert fields["layout"] == plan.layout
 
 
-def test_each_number_is_checked_where_a_plan_is_used_again() -> None:
-    x = np.ones((4, 50257), np.float32)
-    guards, packed, environment = said("sample", x, seed=1, top_k=100, top_p=0.5)
-    for k, p, message in ((-2, 0.5, "top_k must be an integer of at least -1"), (100, 1.5, "top_p must be in [0, 1]")):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            assert guards.hold([*environment[:-2], k, p]) and [x.evaluate([*environment[:-2], k, p]) for x in packed]
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"top_k": -2}, "top_k must be an integer of at least -1"),
+        ({"top_p": 1.5}, "top_p must be in [0, 1]"),
+        ({"seed": 2**64}, "seed must be an integer in [-9223372036854775808, 18446744073709551615]"),
+        ({"offset": -(2**64)}, "offset must be an integer in [-9223372036854775808, 18446744073709551615]"),
+    ],
+)
+def test_each_number_is_checked_where_a_plan_is_used_again(
+    change: Options,
+    message: str,
+    pretended: PretendedGPU,  # noqa: F811
+) -> None:
+    good = {"logits": torch.ones(4, 50257), "seed": 1, "offset": 2, "top_k": 100, "top_p": 0.5}
+    for _ in range(3):
+        cukern.sample(**good)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        cukern.sample(**good | change)
+    assert len(pretended.launches) == 3
 
 
 @pytest.mark.parametrize(
@@ -1554,10 +1527,8 @@ def test_each_number_is_checked_where_a_plan_is_used_again() -> None:
     ],
 )
 def test_the_largest_logit_alone_has_a_kernel(options: Options, function: str) -> None:
-    with patch.object(generators, "draw", lambda *_: generators.Drawn()), pytest.raises(StopCall) as stopped:
-        plan_of_call("sample", np.ones((4, 50257), np.float32), **{"seed": 1} | options)
-    plan, _ = stopped.value.args
-    assert [step.variant.instance.function for step in plan._steps] == [function]
+    trace, _ = plan_of("sample", np.ones((4, 50257), np.float32), **{"seed": 1} | options)
+    assert [step.variant.instance.function for step in trace.steps] == [function]
 
 
 def test_the_tile_is_the_templates() -> None:

@@ -13,7 +13,11 @@ api = pytest.importorskip("mypy.api")
 
 ROOT = Path(__file__).parents[1]
 #: The words for types in the comments of the program.
-TYPES = {"torch._tensor.Tensor": "Tensor", "numpy.ndarray[Any, Any]": "ndarray", "cukern.ops._mla_plan.": ""}
+TYPES = {
+    "torch._tensor.Tensor": "Tensor",
+    "numpy.ndarray[Any, Any]": "ndarray",
+    "cukern.ops.mla_decode.first_call.": "",
+}
 #: A comment `T: type` has what mypy reveals in its line, `E: text` a part of the error there. No other line has one.
 PROGRAM = """
 import numpy as np

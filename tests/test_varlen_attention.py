@@ -20,11 +20,10 @@ from cukern.reference import varlen_attention as twin
 from cukern.runtime import arrays, gpu, plan
 from cukern.runtime.cuda import cupy
 from cukern.runtime.kernel import arch_of_device
-from cukern.runtime.late import Late
-from cukern.runtime.op import OPS
 from cukern.runtime.sources import CUDA_SRC
 from cukern.testing import assert_matches
 from tests.buffers import Buffer, as_torch, on_gpu, same_bits, to_numpy
+from tests.plans import plan_of
 
 Array = NDArray[Any]
 DTYPES = ("float32", "float16", "bfloat16")
@@ -224,9 +223,7 @@ def test_bad_input_is_refused(change: dict[str, Any], error: type[Exception], me
 
 def planned(batch: Batch, arch: str = "90a", **options: Any) -> Any:
     """The one launch of a plan."""
-    own = OPS["varlen_attention"]
-    trace, *_ = own.say(own.form(5, tuple(options)), (*batch, *options.values()), on=gpu.of_arch(arch))
-    (step,) = trace.steps
+    (step,) = plan_of("varlen_attention", *batch, on=arch, **options)[0].steps
     return step
 
 
@@ -244,7 +241,7 @@ def test_plans(rng: np.random.Generator) -> None:
             "attention_mma",
             ("__half", 64, 64),
         )
-        assert (int(step.grid[0]), step.grid[1], step.block[0]) == (100 // 64 + 4, 2, 128)
+        assert (*step.grid[:2], step.block[0]) == (100 // 64 + 4, 2, 128)
         assert step.why == f"{why}; heads of 64 in room for 64, 64 queries a block"
     step = planned(single)
     assert step.why.startswith("float32: fma, the slow general kernel (16 bits in aligned rows take tensor cores)")
@@ -268,9 +265,9 @@ def test_plans(rng: np.random.Generator) -> None:
 
 def planned_maps(batch: Batch, **options: Any) -> dict[str, tuple[Any, ...]]:
     """What the tensor maps of a plan are made of: dims, strides, box, promotion and whether it is swizzled."""
-    made: dict[int, tuple[Any, ...]] = {}
+    made: dict[str, tuple[Any, ...]] = {}
 
-    def encode(address: int, dtype: str, *how: Any) -> bytes:
+    def encode(address: str, dtype: str, *how: Any) -> bytes:
         made[address] = how
         return bytes(128)
 
@@ -278,9 +275,8 @@ def planned_maps(batch: Batch, **options: Any) -> dict[str, tuple[Any, ...]]:
         patch.setattr(plan, "encode", encode)
         fields = planned(batch, **options).fields
         for name in ("q", "k", "v", "k_box", "v_box"):
-            find, numbers = fields[f"{name}_map"].formula
-            find(*(x.value if isinstance(x, Late) else x for x in (name, *numbers[1:])))
-    return made  # type: ignore[return-value]
+            fields[f"{name}_map"].function(name)
+    return made
 
 
 def test_plans_by_wgmma(rng: np.random.Generator) -> None:
@@ -297,7 +293,7 @@ def test_plans_by_wgmma(rng: np.random.Generator) -> None:
         ):
             found = step.variant.instance
             assert (found.function, found.arguments) == ("attention_wgmma", arguments)
-            assert (int(step.grid[0]), step.grid[1], step.block[0]) == (330 // queries + 4, 4, queries * 2)
+            assert (*step.grid[:2], step.block[0]) == (330 // queries + 4, 4, queries * 2)
             assert step.shared_bytes == step.variant.max_shared_bytes <= gpu.of_arch("90a").shared_per_block
             assert step.why == f"{why}; heads of {dim} in room for {room}, {queries} queries a block"
         maps, row = planned_maps(batch), dim * 2

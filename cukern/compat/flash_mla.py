@@ -14,7 +14,7 @@ from typing import Any
 
 import cukern
 from cukern.compat._limits import not_covered
-from cukern.ops._mla_plan import FlashMLASchedMeta
+from cukern.ops.mla_decode.first_call import FlashMLASchedMeta
 from cukern.runtime import check
 from cukern.runtime.arrays import AnyArray
 

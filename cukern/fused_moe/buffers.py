@@ -1,4 +1,4 @@
-"""Memory for the parts of a layer, and what its choices read of arrays and of views."""
+"""Memory for the parts of a layer: of arrays where they run, of descriptions where they become a plan."""
 
 from __future__ import annotations
 
@@ -7,47 +7,53 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from cukern.runtime import arrays, gpu, launch
-from cukern.runtime.arrays import View
+from cukern.runtime import arrays, gpu, plan
+from cukern.runtime.describe import Array, Place
+from cukern.runtime.kernel import arch_of_device
 
 _ALIGNMENT = 256  # of the parts of a workspace, in bytes
 
 
 def dtype_of(array: Any) -> str:
     """The name of an array's dtype."""
-    return array.dtype if type(array) is View else _library(array).dtype(array)
-
-
-def gpu_of(array: Any) -> gpu.Gpu | None:
-    """The GPU that an array is on; None in host memory."""
-    if type(array) is View:
-        return None if array.device is None else launch.gpu_of(array)
-    device = _library(array).device(array)
-    return None if device is None else gpu.of_device(device)
+    return array.dtype if isinstance(array, Array) else _library(array).dtype(array)
 
 
 def arch_of(array: Any) -> str | None:
     """The compile target of the GPU that an array is on; None in host memory."""
-    found = gpu_of(array)
-    return None if found is None else found.arch
+    if isinstance(array, Array):
+        return None if array.on_host else array.gpu.arch
+    device = _library(array).device(array)
+    return None if device is None else arch_of_device(device)
+
+
+def gpu_of(array: Any) -> gpu.Gpu | None:
+    """The GPU that an array is on; None in host memory."""
+    if isinstance(array, Array):
+        return None if array.on_host else array.gpu
+    device = _library(array).device(array)
+    return None if device is None else gpu.of_device(device)
 
 
 def is_of_units(array: Any) -> bool:
     """Whether an array is contiguous, and begins at a multiple of 16 bytes."""
-    if type(array) is not View:
+    if not isinstance(array, Array):
         library = _library(array)
-        shape, strides = tuple(array.shape), library.strides(array)
-        array = View(array, library, library.address(array), library.dtype(array), shape, strides, None)
+        address, strides = library.address(array), library.strides(array)
+        alignment, place = min(address & -address or 16, 16), Place(library, None, None)
+        array = Array(library.dtype(array), array.shape, strides, alignment, place, 0)
     return array.is_contiguous and array.alignment >= 16
 
 
 def empty(shape: Sequence[Any], dtype: str, like: Any) -> Any:
     """An uninitialized array in the library and on the device of `like`."""
-    return _library(like).empty(tuple(shape), dtype, like)
+    return plan.empty(shape, dtype) if isinstance(like, Array) else _library(like).empty(tuple(shape), dtype, like)
 
 
-def part(workspace: Any, start: int, shape: tuple[int, ...], dtype: str) -> Any:
+def part(workspace: Any, start: Any, shape: tuple[Any, ...], dtype: str) -> Any:
     """The bytes of a workspace from `start` on, as an array."""
+    if isinstance(workspace, Array):
+        return workspace.view(shape, dtype, start)
     own = workspace[start : start + math.prod(shape) * arrays.ITEM_SIZE[dtype]]
     library = _library(workspace)
     if library.name == "torch":

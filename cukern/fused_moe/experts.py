@@ -35,6 +35,8 @@ from cukern.ops.moe_permute import moe_sort, moe_unpermute, permute_quantized, p
 from cukern.ops.quantization import per_token_group_quant_fp8, scaled_fp8_quant, silu_and_mul_quant
 from cukern.runtime import arrays
 from cukern.runtime.activation import is_gated
+from cukern.runtime.describe import same_shape
+from cukern.runtime.units import ceil_div
 
 Formats = tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]
 STANDARD: Formats = (FusedMoEActivationFormat.Standard,) * 2
@@ -60,7 +62,7 @@ def expected_rows_of(tokens: Any, topk: int, experts: int) -> Any:
     Of so few tokens that the weights are streamed, it is all of them: an expert may have so many, and a second tile
     would read all its weights again.
     """
-    return tokens if tokens <= STREAM_ROWS else max(-(-tokens * topk // experts), STREAM_ROWS + 1)
+    return tokens if tokens <= STREAM_ROWS else max(ceil_div(tokens * topk, experts), STREAM_ROWS + 1)
 
 
 def inter_of(w1: Any, activation: str) -> int:
@@ -186,7 +188,7 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
 
     def _product_rows(self, workspace13: Any, shape: tuple[Any, Any], dtype: str) -> Any:
         """The part of the workspace for the second product."""
-        return workspace13 if tuple(workspace13.shape) == shape else workspace13[: shape[0]]
+        return workspace13 if same_shape(workspace13, shape) else workspace13[: shape[0]]
 
     def _standard(
         self,

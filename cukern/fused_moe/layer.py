@@ -2,33 +2,80 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass
 from typing import Any
 
-from cukern.formats.fused_moe import NOT_QUANTIZED, SCALES, FusedMoEQuantConfig
-from cukern.fused_moe.launches import NAMES, Layer, choose_layer
-from cukern.fused_moe.output import check_layer
+from cukern.formats.fused_moe import NOT_QUANTIZED, FusedMoEQuantConfig
+from cukern.fused_moe.experts import AutoExperts
+from cukern.fused_moe.modular_kernel import FusedMoEModularKernel
+from cukern.fused_moe.output import layer_output
+from cukern.fused_moe.prepare_finalize import MoEPrepareAndFinalizeNoEP
 from cukern.reference import fused_moe as twin
 from cukern.runtime import activation as activations
 from cukern.runtime import check
 from cukern.runtime.arrays import AnyArray
-from cukern.runtime.decisions import Decisions
-from cukern.runtime.describe import Result, dtype_name
-from cukern.runtime.launch import returned, run_twin
-from cukern.runtime.op import operator
-from cukern.runtime.view import read
-
-#: The layers of calls, with their launches by the number of tokens, which is free.
-DECISIONS = Decisions((0,), (), (), (0,), (0,), (), *[()] * len(SCALES), (0,))
-_MAX_LAUNCHES = 4096  # numbers of tokens of a layer that are kept
+from cukern.runtime.describe import Result, dtype_name, expect_array
+from cukern.runtime.op import op, operator
+from cukern.runtime.plan import run_twin
 
 
-def _config(quant: Any, numbers: dict[str, Any], scales: dict[str, Any]) -> FusedMoEQuantConfig:
-    """The configuration with these scales: the numbers of one, or its name with some of its numbers."""
-    if isinstance(quant, FusedMoEQuantConfig):
-        return FusedMoEQuantConfig(**quant.numbers, **scales)
-    if quant is not None and not isinstance(quant, str):
-        check.fail("quant", "a FusedMoEQuantConfig, its name, or None", type(quant).__name__, TypeError)
-    return FusedMoEQuantConfig.make(quant, **numbers, **scales)
+@dataclass(frozen=True)
+class _Numbers:
+    """A configuration without its scales: its name, or all that it has."""
+
+    name: Any
+    numbers: tuple[tuple[str, Any], ...]
+
+
+def _config(quant: _Numbers, scales: dict[str, Any]) -> FusedMoEQuantConfig:
+    numbers = dict(quant.numbers)
+    if "quant_dtype" in numbers:
+        return FusedMoEQuantConfig(**numbers, **scales)
+    if quant.name is not None and not isinstance(quant.name, str):
+        check.fail("quant", "a FusedMoEQuantConfig, its name, or None", type(quant.name).__name__, TypeError)
+    return FusedMoEQuantConfig.make(quant.name, **numbers, **scales)
+
+
+def _layer_on_host(
+    hidden_states: Any, w1: Any, w2: Any, topk_weights: Any, topk_ids: Any, activation: str, quant: Any,
+    apply_router_weight_on_input: bool, *, expert_map: Any = None, **scales: Any,
+) -> Any:  # fmt: skip
+    return twin.fused_experts(
+        hidden_states, w1, w2, topk_weights, topk_ids, activation=activation, quant=_config(quant, scales),
+        expert_map=expert_map, apply_router_weight_on_input=apply_router_weight_on_input,
+    )  # fmt: skip
+
+
+@op(_layer_on_host)
+def _layer(
+    hidden_states: Any,
+    w1: Any,
+    w2: Any,
+    topk_weights: Any,
+    topk_ids: Any,
+    activation: str,
+    quant: Any,
+    apply_router_weight_on_input: bool,
+    *,
+    expert_map: Any = None,
+    out: Any = None,
+    **scales: Any,
+) -> Any:
+    """The whole layer as one plan: its classes run on descriptions of the arrays."""
+    config = _config(quant, scales)
+    if expect_array("hidden_states", hidden_states).on_host:
+        options = {} if expert_map is None else {"expert_map": expert_map}
+        layer_output(
+            hidden_states, w1, w2, topk_weights, topk_ids, activation, config.name, apply_router_weight_on_input,
+            out=out, form=tuple(config.form.values()), **options, **scales,
+        )  # fmt: skip
+        return run_twin()
+    layer = FusedMoEModularKernel(MoEPrepareAndFinalizeNoEP(), AutoExperts(config))
+    return layer(
+        hidden_states, w1, w2, topk_weights, topk_ids, activation=activation, expert_map=expert_map,
+        apply_router_weight_on_input=apply_router_weight_on_input, out=out,
+    )  # fmt: skip
 
 
 def _result(hidden_states: Any, *_: Any, **__: Any) -> Result:
@@ -111,89 +158,29 @@ def fused_experts(
     The name and the order of the arguments are those of vLLM's `fused_experts`. This is the layer of
     `cukern.fused_moe` with `MoEPrepareAndFinalizeNoEP` and `AutoExperts`.
     """
-    form = alpha, limit, interleaved, per_act_token_quant
-    scales: tuple[Any, ...] = (
-        w1_scale, w2_scale, a1_scale, a2_scale, w1_global_scale, w2_global_scale, w1_bias, w2_bias
-    )  # fmt: skip
+    given: dict[str, Any] = {
+        "expert_map": expert_map, "w1_scale": w1_scale, "w2_scale": w2_scale, "a1_scale": a1_scale,
+        "a2_scale": a2_scale, "w1_global_scale": w1_global_scale, "w2_global_scale": w2_global_scale,
+        "w1_bias": w1_bias, "w2_bias": w2_bias, "out": out,
+    }  # fmt: skip
+    options = {name: value for name, value in given.items() if value is not None}
+    alpha, limit = activations.check_bounds(alpha, limit)
+    check.one_of("interleaved", interleaved, (False, True))
+    check.one_of("per_act_token_quant", per_act_token_quant, (None, False, True))
+    form = alpha, limit, interleaved
     if isinstance(quant, FusedMoEQuantConfig):
-        if form != _DEFAULT_FORM or any(scale is not None for scale in scales):
-            _refuse_beside(scales, form)
-        scales, numbers = quant.arrays, quant.facts
+        for name in itertools.filterfalse(("expert_map", "out").__contains__, options):
+            check.fail(name, "None, since quant holds the scales and biases", type(options[name]).__name__)
+        if (form, per_act_token_quant) != (tuple(NOT_QUANTIZED.form.values()), None):
+            wanted = "as they are by default, since quant holds them"
+            check.fail("alpha, limit, interleaved and per_act_token_quant", wanted, (*form, per_act_token_quant))
+        options.update(quant.scales)
+        numbers = _Numbers(quant.name, tuple(quant.numbers.items()))
     else:
-        numbers = ()
-    arrays = hidden_states, w1, w2, topk_weights, topk_ids, expert_map, *scales, out
-    facts = activation, apply_router_weight_on_input, quant if numbers == () else None, *form, *numbers
-    decision = DECISIONS.find(facts, arrays)
-    if decision is not None:
-        library, tokens, layer = decision.library, hidden_states.shape[0], decision.own
-        address_of = library.address
-        addresses = [0 if x is None else address_of(x) for x in arrays]
-        if (
-            (addresses[0] | addresses[1] | addresses[2] | addresses[-1]) % 16 == 0
-            and topk_weights.shape[0] == tokens == topk_ids.shape[0]
-            and (out is None or out.shape[0] == tokens)
-        ):
-            if out is None:
-                out = library.allocate((tokens, layer.hidden), layer.dtype, decision.device)
-                addresses[-1] = address_of(out)
-            if tokens:
-                launches = decision.choices.get(tokens)
-                if launches is None:
-                    if len(decision.choices) >= _MAX_LAUNCHES:
-                        decision.choices.clear()
-                    launches = decision.choices[tokens] = choose_layer(layer, tokens)
-                launches.run(library, decision.device, addresses)
-            return out
-    return _decide(facts, arrays, quant, form)
-
-
-_DEFAULT_FORM = *NOT_QUANTIZED.form.values(), None
-
-
-def _refuse_beside(scales: tuple[Any, ...], form: tuple[Any, ...]) -> None:
-    """Raise ValueError for scales and numbers beside a configuration that holds them."""
-    for name, scale in zip(SCALES, scales, strict=True):
-        if scale is not None:
-            check.fail(name, "None, since quant holds the scales and biases", type(scale).__name__)
-    activations.check_bounds(*form[:2])
-    wanted = "as they are by default, since quant holds them"
-    check.fail("alpha, limit, interleaved and per_act_token_quant", wanted, form)
-
-
-def _decide(facts: tuple[Any, ...], arrays: tuple[Any, ...], quant: Any, form: tuple[Any, ...]) -> Any:
-    """Check a call, choose its launches, keep the layer, launch."""
-    activation, weighs_input = facts[0], check.flag("apply_router_weight_on_input", facts[1])
-    alpha, limit = activations.check_bounds(*form[:2])
-    check.one_of("interleaved", form[2], (False, True))
-    check.one_of("per_act_token_quant", form[3], (None, False, True))
-    numbers = dict(zip(("gemm1_alpha", "gemm1_clamp_limit", "gemm1_interleaved"), (alpha, limit, form[2]), strict=True))
-    if form[3] is not None:
-        numbers["per_act_token_quant"] = form[3]
-    given = dict(zip(NAMES, arrays, strict=True))
-    config = _config(quant, numbers, {name: given[name] for name in SCALES})
-    *of_layer, out = arrays
-    views = check_layer(
-        (*of_layer[:6], out, *of_layer[6:]), activation, config.name, weighs_input, *config.form.values()
+        own = dict(zip(("gemm1_alpha", "gemm1_clamp_limit", "gemm1_interleaved"), form, strict=True))
+        if per_act_token_quant is not None:
+            own["per_act_token_quant"] = per_act_token_quant
+        numbers = _Numbers(quant, tuple(own.items()))
+    return _layer(
+        hidden_states, w1, w2, topk_weights, topk_ids, activation, numbers, apply_router_weight_on_input, **options
     )
-    x, into = views[0], views[-1]
-    if x.device is None:
-        arguments = dict(zip(NAMES[:-1], views[:-1], strict=True))
-        options = {"activation": activation, "apply_router_weight_on_input": weighs_input}
-        return run_twin(lambda **own: _on_host(quant, numbers, **own), x, (into,), {**arguments, **options})
-    out_view = into or read("out", x.library.allocate(x.shape, x.dtype, x.device))
-    own = [None if view is None else view._replace(array=None) for view in (*views[:-1], out_view)]
-    layer = Layer(own, activation, _config(quant, numbers, dict(zip(SCALES, own[6:-1], strict=True))), weighs_input)
-    if x.shape[0] and x.shape[1]:
-        launches = choose_layer(layer, x.shape[0])
-        is_aligned = all(view.address % 16 == 0 for view in (*own[:3], own[-1]))  # type: ignore[union-attr]
-        if x.foreign is None and x.library.recorder is None and is_aligned:
-            kept = DECISIONS.keep(facts, arrays, x.library, x.device, layer)
-            kept.choices[x.shape[0]] = launches
-        launches.run(x.library, x.device, [0 if view is None else view.address for view in own])
-    return returned(out_view.array, into, x)
-
-
-def _on_host(quant: Any, numbers: dict[str, Any], **given: Any) -> Any:
-    """The NumPy reference of a layer."""
-    scales = {name: given.pop(name) for name in SCALES}
-    return twin.fused_experts(**given, quant=_config(quant, numbers, scales))

@@ -12,8 +12,8 @@ from cukern.fused_moe.modular_kernel import FusedMoEPrepareAndFinalize
 from cukern.fused_moe.nccl import NcclPrepareAndFinalize, RowExchange, expert_ranks
 from cukern.fused_moe.push import PushPrepareAndFinalize, Turns
 from cukern.fused_moe.two_level import TwoLevelPrepareAndFinalize
-from cukern.ops._all_to_all import MAX_RANKS, MAX_TOKENS, MAX_TOPK, check_peer
 from cukern.ops.all_to_all import AllToAllError, AllToAllState
+from cukern.ops.all_to_all.memory import MAX_RANKS, MAX_TOKENS, MAX_TOPK, check_peer
 from cukern.runtime import arrays, check, kernel, windows
 from cukern.runtime.cuda import current_device, runtime
 from cukern.runtime.describe import type_name

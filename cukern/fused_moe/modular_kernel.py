@@ -22,6 +22,7 @@ from cukern.fused_moe.topk_weight_and_reduce import (
 )
 from cukern.runtime import check
 from cukern.runtime.activation import is_gated
+from cukern.runtime.describe import same_shape
 
 #: The most tokens that the experts take at a time, where they support chunking: the workspaces grow with them.
 CHUNK_SIZE = 32 * 1024
@@ -498,7 +499,7 @@ class FusedMoEModularKernel:
         workspace2 = empty(shapes.workspace2, shapes.dtype, hidden_states)
         rest = (activation, all_experts, expert_map)
         whole = shapes.output if chunk is rows else (rows, *shapes.output[1:])
-        same = self._in_place and tuple(output.shape) == tuple(whole)
+        same = self._in_place and same_shape(output, whole)
         fused = output if same else empty(whole, dtype, hidden_states)
         if chunk is rows:
             experts.apply(

@@ -10,10 +10,9 @@ from cukern.runtime import arrays, check, template
 from cukern.runtime.arrays import AnyArray
 from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array, expect_contiguous, expect_one
 from cukern.runtime.kernel import Kernel
-from cukern.runtime.late import ceil_div, checked, late
 from cukern.runtime.op import op
-from cukern.runtime.plan import asked, empty, launch, outputs, run_twin
-from cukern.runtime.units import why_width
+from cukern.runtime.plan import asked, check_each_call, empty, launch, outputs, run_twin
+from cukern.runtime.units import ceil_div, why_width
 
 __all__ = ["beam_search_step", "beam_topk", "gather_tree", "update_kv_cache"]
 
@@ -251,7 +250,6 @@ def _penalty(length: int, length_penalty: float) -> float:
     "ids, parents, new_scores, new_finished_scores, new_finished_lengths, new_finished_ids, new_finished_parents, "
     "new_done",
     _step_results,
-    late=("step",),
 )
 def beam_search_step(
     log_probs: AnyArray,
@@ -334,9 +332,8 @@ def beam_search_step(
         furthest = _penalty(max_steps, length_penalty)
         late_fields["step"], length, last, penalty = step, 0, 0, 0.0
     else:
-        length = checked(lambda step: check.integer("step", step, 0, max_steps - 1, "below max_steps") + 1, step)
-        last = late(lambda step: int(step + 1 == max_steps), step)
-        penalty = checked(lambda step: _penalty(step + 1, length_penalty), step)
+        length = check.integer("step", step, 0, max_steps - 1, "below max_steps") + 1
+        last, penalty = int(length == max_steps), _penalty(length, length_penalty)
         furthest = _penalty(max_steps, length_penalty) if is_furthest else penalty
 
     state = (scores, finished_scores, finished_lengths, finished_ids, finished_parents)
@@ -422,8 +419,8 @@ def _overlap(one: int, other: int, size: int) -> bool:
     return one < other + size and other < one + size
 
 
-def _misplaced(size: int, keys: int, values: int, *results: int) -> int:
-    """The place of a result that overlaps a cache or another result, and is not its own cache; -1 for none.
+def _expect_placed(size: int, keys: int, values: int, *results: int) -> None:
+    """Raises ValueError for a result that overlaps a cache or another result, and is not its own cache.
 
     All are addresses of `size` bytes.
     """
@@ -431,8 +428,8 @@ def _misplaced(size: int, keys: int, values: int, *results: int) -> int:
     for i, address in enumerate(results):
         in_place = address == caches[i] and not _overlap(address, caches[1 - i], size)
         if not in_place and any(_overlap(address, other, size) for other in (*caches, *results[:i])):
-            return i
-    return -1
+            wanted = "the cache itself or clear of both caches and of the other result"
+            check.fail(f"out[{i}]", wanted, "an overlap")
 
 
 def _cache_results(key_cache: Any, value_cache: Any, parents: Any, step: Any, **_: Any) -> list[Result]:
@@ -440,7 +437,7 @@ def _cache_results(key_cache: Any, value_cache: Any, parents: Any, step: Any, **
     return [Result(shape, dtype_name(key_cache), "[max_steps, batch * beams, heads, dim]")] * 2
 
 
-@op(twin.update_kv_cache, "keys, values", _cache_results, late=("step",))
+@op(twin.update_kv_cache, "keys, values", _cache_results)
 def update_kv_cache(
     key_cache: AnyArray, value_cache: AnyArray, parents: AnyArray, step: int | AnyArray,
     *, out: tuple[AnyArray, AnyArray] | None = None, variant: str = "auto",
@@ -485,10 +482,7 @@ def update_kv_cache(
     new = _outputs(out, key_cache, "key_cache", results, "keys, values")
     if out is not None:
         size = max_steps * batch * beams * row_bytes
-        misplaced = late(_misplaced, size, *(x.address for x in (key_cache, value_cache, *new)))
-        if misplaced >= 0:
-            wanted = "the cache itself or clear of both caches and of the other result"
-            check.fail(f"out[{misplaced}]", wanted, "an overlap")
+        check_each_call(_expect_placed, size, key_cache, value_cache, *new)
     if key_cache.on_host:
         return run_twin(variant, CACHE_VARIANTS)
     alignment = min(x.alignment for x in (key_cache, value_cache, *new))

@@ -19,7 +19,6 @@ from cukern.runtime.describe import (
     expect_row_stride,
 )
 from cukern.runtime.kernel import Kernel, Variant
-from cukern.runtime.late import late
 from cukern.runtime.op import forget_plans, op
 from cukern.runtime.plan import asked, empty, launch, outputs, run_twin
 
@@ -166,23 +165,16 @@ def _grid(rows: int, tokens: Any, new: int, lanes: int, steps: int, multiprocess
     columns = -(-rows // (32 // lanes))
     resident = _RESIDENT_WARPS * multiprocessors
     warps = _full_warps(columns, multiprocessors)
-    # `tokens` is late: each comparison narrows the range of tokens that the plan holds for.
     while warps > 1 and tokens <= warps // 2 * steps + new:
         warps //= 2
     most_splits = min(resident // (warps * columns), _MAX_SPLITS)
-
-    def rounds(tokens: int) -> int:
-        return -(-(tokens - new) // steps)
-
-    def split_rounds(tokens: int) -> int:
-        """Rounds of a split: a multiple of the warps, so that each gets equally many."""
-        splits = min(most_splits, rounds(tokens) // (2 * warps))
-        return -(-rounds(tokens) // (splits * warps)) * warps
-
+    rounds = -(-(tokens - new) // steps)
     if most_splits < 2 or tokens <= _most_unsplit(warps, steps, new):
-        return _Grid(columns, warps, 1, 1, late(lambda tokens: max(1, rounds(tokens)) * steps, tokens))
-    splits = late(lambda tokens: -(-rounds(tokens) // split_rounds(tokens)), tokens)
-    return _Grid(columns, warps, splits, most_splits, late(lambda tokens: split_rounds(tokens) * steps, tokens))
+        return _Grid(columns, warps, 1, 1, max(1, rounds) * steps)
+    # Rounds of a split: a multiple of the warps, so that each warp gets equally many.
+    splits = min(most_splits, rounds // (2 * warps))
+    split_rounds = -(-rounds // (splits * warps)) * warps
+    return _Grid(columns, warps, -(-rounds // split_rounds), most_splits, split_rounds * steps)
 
 
 def _check_memories(q: Any, symbols: tuple[str, ...], shared: bool, **memories: Any) -> tuple[int, ...]:
@@ -279,7 +271,7 @@ def _attended(q: Any, *_: Any, **__: Any) -> Result:
     return Result(q.shape, dtype_name(q), "[batch, heads * dim]")
 
 
-@op(twin.masked_attention, "attended", _attended, late=("step",))
+@op(twin.masked_attention, "attended", _attended)
 def masked_attention(
     q: AnyArray,
     k: AnyArray,

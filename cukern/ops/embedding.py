@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any
 
 from cukern.reference import embedding as twin
@@ -21,10 +20,9 @@ from cukern.runtime.describe import (
     type_name,
 )
 from cukern.runtime.kernel import Kernel, Variant
-from cukern.runtime.late import ceil_div, late
 from cukern.runtime.op import op
 from cukern.runtime.plan import asked, launch, outputs, run_twin
-from cukern.runtime.units import why_width
+from cukern.runtime.units import ceil_div, why_width
 
 __all__ = ["embedding_lookup", "embedding_lookup_sine_position_encoding"]
 
@@ -78,7 +76,7 @@ def _check_positions(
         step = check.integer("step", step, 0, MAX_POSITION)
         if position_ids is not None:
             check.fail("position_ids", "None without a position_table", type_name(position_ids))
-        if late(operator.ne, step, 0):
+        if step:
             check.fail("step", "0 without a position_table", step)
         return 0, step, False
     like, hidden = "embedding_table", table.shape[1]
@@ -171,10 +169,7 @@ def _lookup(
     return out
 
 
-_LATE: dict[str, Any] = {"rows": {"batch": ("word_ids", "position_ids", "out")}, "late": ("step",)}
-
-
-@op(twin.refusing(twin.embedding_lookup), "rows", _looked_up, **_LATE)
+@op(twin.refusing(twin.embedding_lookup), "rows", _looked_up)
 def embedding_lookup(
     embedding_table: AnyArray,
     word_ids: AnyArray,
@@ -220,7 +215,6 @@ def embedding_lookup(
     twin.refusing(twin.embedding_lookup_sine_position_encoding),
     "rows",
     lambda embedding_table, _, word_ids, *__, **___: _looked_up(embedding_table, word_ids),
-    **_LATE,
 )
 def embedding_lookup_sine_position_encoding(
     embedding_table: AnyArray,

@@ -11,11 +11,10 @@ from cukern.runtime import arrays, check
 from cukern.runtime.arrays import AnyArray
 from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array
 from cukern.runtime.kernel import Kernel, Variant
-from cukern.runtime.late import ceil_div
 from cukern.runtime.op import op
 from cukern.runtime.plan import asked, launch, outputs, run_twin
 from cukern.runtime.rows import rows_of, tile
-from cukern.runtime.units import divisor, why_width
+from cukern.runtime.units import ceil_div, divisor, why_width
 
 __all__ = [
     "add_bias_act",
@@ -83,7 +82,7 @@ def _activated(x: Any, *_: Any, **__: Any) -> Result:
     return Result((*x.shape[:-1], x.shape[-1] // 2), dtype_name(x), "[..., inter]")
 
 
-@op(twin.moe_activation, "activated", _activated, rows={"rows": ("x", "expert_num_tokens", "out")})
+@op(twin.moe_activation, "activated", _activated)
 def moe_activation(
     x: AnyArray,
     activation: str = "silu",
@@ -180,7 +179,7 @@ def _gated(
 
 def _alias(name: str) -> Callable[[_F], _F]:
     """Declare a function of one activation."""
-    return op(getattr(twin, name), "activated", _activated, rows={"rows": ("x", "out")})
+    return op(getattr(twin, name), "activated", _activated)
 
 
 @_alias("silu_and_mul")
@@ -201,7 +200,7 @@ def gelu_tanh_and_mul(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
     return moe_activation(x, "gelu_tanh", out=out)
 
 
-@op(twin.swigluoai_and_mul, "activated", _activated, rows={"rows": ("x", "out")})
+@op(twin.swigluoai_and_mul, "activated", _activated)
 def swigluoai_and_mul(
     x: AnyArray,
     alpha: float = activations.ALPHA,
@@ -241,7 +240,7 @@ def _as_given(x: Any, *_: Any, **__: Any) -> Result:
     return Result(x.shape, dtype_name(x), "[..., inter]")
 
 
-@op(twin.add_bias_act, "activated", _as_given, rows={"rows": ("x", "out")})
+@op(twin.add_bias_act, "activated", _as_given)
 def add_bias_act(
     x: AnyArray, bias: AnyArray | None, activation: str = "gelu", *, out: AnyArray | None = None, variant: str = "auto"
 ) -> AnyArray:
@@ -306,7 +305,7 @@ def add_bias_act(
     return out
 
 
-@op(twin.bias_gelu, "activated", _as_given, rows={"rows": ("x", "out")})
+@op(twin.bias_gelu, "activated", _as_given)
 def bias_gelu(
     x: AnyArray, bias: AnyArray | None, *, approximate: str = "none", out: AnyArray | None = None
 ) -> AnyArray:
@@ -320,7 +319,7 @@ def bias_gelu(
 
 def _without_bias(name: str) -> Callable[[_F], _F]:
     """Declare a function of one activation without a gate."""
-    return op(getattr(twin, name), "activated", _as_given, rows={"rows": ("x", "out")})
+    return op(getattr(twin, name), "activated", _as_given)
 
 
 @_without_bias("gelu_new")

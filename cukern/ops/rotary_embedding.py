@@ -6,16 +6,16 @@ import operator
 from typing import Any
 
 from cukern.formats.rotary import LAYOUTS, has_second_half
-from cukern.ops import _kv_cache, _norm
+from cukern.ops.kv_cache.choose import check_slots, distances, expect_dimensions
+from cukern.ops.norm.rows import expect_epsilon
 from cukern.reference import rotary_embedding as twin
 from cukern.runtime import arrays, check, template
 from cukern.runtime.arrays import AnyArray, WrittenArray
 from cukern.runtime.describe import Array, expect, expect_array, expect_place
 from cukern.runtime.kernel import Kernel, Variant
-from cukern.runtime.late import ceil_div, late
 from cukern.runtime.op import op
 from cukern.runtime.plan import asked, launch, run_twin
-from cukern.runtime.units import divisor, why_width
+from cukern.runtime.units import ceil_div, divisor, why_width
 
 __all__ = ["fused_qk_norm_rope_and_cache", "rotary_embedding"]
 
@@ -54,12 +54,11 @@ def _expect_heads(name: str, array: Array, rotary_dim: int) -> None:
         return
     if strides[-1] != 1 and width > 1:
         check.fail(name, "contiguous along its last dimension", f"strides {strides} (in elements)")
-    apart = [(abs(x), n) for x, n in zip(strides[:-1], array.shape[:-1], strict=True) if type(n) is not int or n > 1]
+    apart = [(abs(x), n) for x, n in zip(strides[:-1], array.shape[:-1], strict=True) if n > 1]
     for stride, count in sorted(apart, key=operator.itemgetter(0)):
-        if stride < width and count > 1:
+        if stride < width:
             check.fail(name, "of heads that do not overlap", f"strides {strides} (in elements)")
-        # What lies behind a late dimension is known not to overlap by its first distance alone.
-        width = stride * (count - 1) + width if type(count) is int else max(stride, width)
+        width = stride * (count - 1) + width
 
 
 def _check_angles(cos: Any, sin: Any, query: Array, unsqueeze_dim: int, rotary_dim: int | None) -> tuple[int, int]:
@@ -115,7 +114,7 @@ def _choose_wide(variant: str, half: int, columns: int, moved: list[tuple[Array,
     return wide and variant != "narrow"
 
 
-@op(twin.rotary_embedding, rows={"tokens": ("query", "key", "cos", "sin")})
+@op(twin.rotary_embedding)
 def rotary_embedding(
     query: WrittenArray,
     key: WrittenArray,
@@ -208,7 +207,7 @@ def rotary_embedding(
         sin_batch_stride=angles["sin"][0],
         sin_token_stride=angles["sin"][1],
         by_heads=divisor(heads),
-        by_tokens=late(divisor, tokens),
+        by_tokens=divisor(tokens),
         by_threads=divisor(row_threads),
         rows=rows,
         all_heads=heads,
@@ -259,7 +258,7 @@ def _check_weights(query: Array, weights: dict[str, Any], epsilon: float | None,
     dtypes = {x.dtype for x in given.values()}
     if len(dtypes) > 1:
         check.fail("k_weight", "of the dtype of q_weight", weights["k_weight"].dtype)
-    return dtypes.pop() if dtypes else query.dtype, 0.0 if epsilon is None else _norm.expect_epsilon(epsilon)
+    return dtypes.pop() if dtypes else query.dtype, 0.0 if epsilon is None else expect_epsilon(epsilon)
 
 
 def _check_heads(
@@ -273,7 +272,7 @@ def _check_heads(
     if head_dim % (2 * _EACH) or not 0 < head_dim <= MAX_HEAD_DIM:
         check.fail("query", f"of a head_dim that is a multiple of {2 * _EACH}, at most {MAX_HEAD_DIM}", head_dim)
     for name in ("key", "value"):
-        _kv_cache.expect_dimensions(name, heads[name], query, "query", (query.dtype,), symbols)
+        expect_dimensions(name, heads[name], query, "query", (query.dtype,), symbols)
         check.shape(name, heads[name].shape, (tokens, key.shape[1], head_dim), "[tokens, kv_heads, head_dim]")
     strides: dict[str, tuple[Any, ...]] = {}
     for name, array in heads.items():
@@ -281,10 +280,10 @@ def _check_heads(
         strides[name] = _strides(array, 1)[:0:-1]
     of_cache = ("blocks", "block_size", "kv_heads", "head_dim")
     for name, cache in caches.items():
-        _kv_cache.expect_dimensions(name, cache, query, "query", (query.dtype,), of_cache)
+        expect_dimensions(name, cache, query, "query", (query.dtype,), of_cache)
         check.shape(name, cache.shape, (*key_cache.shape[:2], key.shape[1], head_dim), f"[{', '.join(of_cache)}]")
-        strides[name] = _kv_cache.distances(name, cache, 3, written=True)
-    slots = _kv_cache.check_slots(slot_mapping, query, "query", "key_cache", *key_cache.shape[:2])
+        strides[name] = distances(name, cache, 3, written=True)
+    slots = check_slots(slot_mapping, query, "query", "key_cache", *key_cache.shape[:2])
     check.shape("slot_mapping", slot_mapping.shape, (tokens,), "[tokens]")
     return strides, {x: slots.fields[x] for x in ("slot_mapping", "slots", "block_size", "by_block_size")}
 
@@ -300,7 +299,7 @@ def _expect_units(given: dict[str, Array | None], strides: dict[str, tuple[Any, 
             check.fail(name, f"of strides of whole {_WIDEST} bytes", f"strides {array.strides} (in elements)")
 
 
-@op(twin.fused_qk_norm_rope_and_cache, rows={"tokens": ("query", "key", "value", "cos", "sin", "slot_mapping")})
+@op(twin.fused_qk_norm_rope_and_cache)
 def fused_qk_norm_rope_and_cache(
     query: WrittenArray,
     key: AnyArray,

@@ -11,11 +11,10 @@ from cukern.runtime import arrays, check
 from cukern.runtime.arrays import AnyArray
 from cukern.runtime.describe import Array, Result, dtype_name, expect_array, expect_place, same_shape
 from cukern.runtime.kernel import Kernel, Variant
-from cukern.runtime.late import ceil_div
 from cukern.runtime.op import op
 from cukern.runtime.plan import asked, launch, outputs, run_twin
 from cukern.runtime.rows import Rows, rows_of, tile
-from cukern.runtime.units import why_width
+from cukern.runtime.units import ceil_div, why_width
 
 __all__ = ["softcap_logits"]
 
@@ -61,7 +60,7 @@ def _check_cap(cap: Any) -> float:
     return limit
 
 
-@op(twin.softcap_logits, "capped", _capped, rows={"rows": ("logits", "out")})
+@op(twin.softcap_logits, "capped", _capped)
 def softcap_logits(logits: AnyArray, cap: float, *, out: AnyArray | None = None, variant: str = "auto") -> AnyArray:
     """Bound logits by -cap and cap, with little change near 0: cap * tanh(logits / cap).
 

@@ -197,7 +197,6 @@ def _attended(q: Any, *_: Any, **__: Any) -> Result:
     twin.varlen_attention,
     "attended",
     _attended,
-    rows={"tokens": ("q", "out"), "memory_tokens": ("k", "v"), "count": ("cu_seqlens_q", "cu_seqlens_k")},
 )
 def varlen_attention(
     q: AnyArray,

@@ -8,7 +8,6 @@ leaves by DLPack.
 from __future__ import annotations
 
 import functools
-import operator
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -26,9 +25,6 @@ from cukern.runtime.cuda import cupy, current_device, need_cupy, runtime
 Generator: TypeAlias = Any
 #: A size that may differ between the calls of a compiled graph.
 Size: TypeAlias = int
-
-#: A shape, or a function that finds it in a call's environment.
-Shape = tuple[int, ...] | Callable[[Sequence[Any]], tuple[int, ...]]
 
 #: Names of the dtypes that have no native NumPy type.
 _EXTENDED = {
@@ -73,30 +69,11 @@ def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _with_free(shape: Sequence[int], strides: Sequence[int], free: tuple[int, ...]) -> tuple[Any, Any]:
-    """A shape and strides with None for all that may differ; see `Library.alike`."""
-    if free == (0,) and shape:
-        return [None, *shape[1:]], list(strides)
-    last = max(free, default=-1)
-    return (
-        [None if i in free else size for i, size in enumerate(shape)],
-        [None if i < last else stride for i, stride in enumerate(strides)],
-    )
-
-
-class Quick(NamedTuple):
-    """What a plan's text asks a library at every call: functions that need no `Library` to be called."""
-
-    address: Callable[[Any], int]
-    current_device: Callable[[], int]
-    stream: Callable[[int], int]
-
-
 _PART_ALIGNMENT = 256  # of the parts of a workspace, in bytes
 
 
 @functools.lru_cache(maxsize=1024)
-def _lay_out(sizes: tuple[int, ...]) -> tuple[int, list[int]]:
+def lay_out(sizes: tuple[int, ...]) -> tuple[int, list[int]]:
     """The bytes of a workspace of parts of these sizes, and where each part begins."""
     starts, end = [], 0
     for size in sizes:
@@ -108,43 +85,11 @@ def _lay_out(sizes: tuple[int, ...]) -> tuple[int, list[int]]:
 class View(NamedTuple):
     """What a call reads of an array, once. `strides` are in elements; `device` is None for host memory."""
 
-    array: Any
-    library: Library
-    address: int  # 0 in host memory
+    address: int
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     device: int | None
-    #: The caller's array where it is known by DLPack alone: `array` shares its memory.
-    foreign: Any = None
-
-    @property
-    def alignment(self) -> int:
-        """The largest power of two up to 16 that divides its address."""
-        return 16 if self.address % 16 == 0 else self.address & -self.address
-
-    @property
-    def item_size(self) -> int:
-        return ITEM_SIZE[self.dtype]
-
-    @property
-    def on_host(self) -> bool:
-        """Whether it is in host memory, where the NumPy reference runs."""
-        return self.device is None
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether its elements lie in C order without gaps."""
-        wanted = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.strides)):  # noqa: B905
-            if stride != wanted and size != 1:
-                return 0 in self.shape
-            wanted *= size
-        return True
-
-
-#: `View` without the Python code of a named tuple, which takes twice as long.
-_view: Callable[[type[View], tuple[Any, ...]], View] = tuple.__new__
 
 
 class Library:
@@ -152,14 +97,8 @@ class Library:
 
     name: str
     array_type: type
-    #: Whether `op` and `straight` read its arrays themselves, as tensors: `read` would be a tenth of a call's time.
-    reads_as_tensor = False
-    #: None: plans of this library have no text.
-    quick: Quick | None = None
     #: Whether an array that requires gradients is refused now: the kernels have no backward.
     wants_gradients: Callable[[], bool] = staticmethod(lambda: False)
-    #: What takes the launches of arrays that are only described (`cukern.runtime.described`); None: the driver.
-    recorder: Any = None
 
     def view(self, name: str, array: Any) -> View:
         """What a call reads of an array, which messages call `name`.
@@ -169,61 +108,22 @@ class Library:
         """
         raise NotImplementedError
 
-    def alike(self, arrays: Sequence[Any], free: Sequence[tuple[int, ...]]) -> Callable[..., bool]:
-        """A function that compares other arrays with these: whether all but their addresses is the same.
+    def alike(self, arrays: Sequence[Any]) -> Callable[..., bool]:
+        """A function that compares other arrays with these: whether all but their addresses is the same."""
+        known = [*map(self._layout, arrays)]
+        return lambda *others: [*map(self._layout, others)] == known
 
-        `free` has the dimensions of each array whose size may differ, too; a stride may where a later dimension does.
-        """
-        known = [*map(self._layout, arrays, free)]
-        return lambda *others: [*map(self._layout, others, free)] == known
-
-    def _layout(self, array: Any, free: tuple[int, ...]) -> tuple[Any, ...]:
+    def _layout(self, array: Any) -> tuple[Any, ...]:
         """All that `alike` compares of an array."""
-        shape, strides = _with_free(array.shape, self.strides(array), free)
-        return array.dtype, shape, strides, self.device(array)
+        return array.dtype, array.shape, array.strides, self.device(array)
 
     def allocate(self, shape: tuple[int, ...], dtype: str, device: int | None) -> Any:
         """An uninitialized array on a device, from the library's own allocator."""
         raise NotImplementedError
 
-    def allocator(self, device: int) -> Callable[[tuple[int, ...], str], Any]:
-        """`allocate` on a device, for a call that makes several arrays."""
-        return lambda shape, dtype: self.allocate(shape, dtype, device)
-
-    def transposed(self, array: Any) -> Any:
-        """An array that was made for a call, with its last two dimensions exchanged."""
-        return array.swapaxes(-1, -2)
-
-    def workspace(self, sizes: Sequence[int], device: int) -> tuple[Any, list[int]]:
-        """One allocation for parts of these sizes in bytes: its array, and the address of each part.
-
-        The caller holds the array up to its last launch: else the allocator could give it to another thread.
-        """
-        end, starts = _lay_out(tuple(sizes))
-        array = self.allocate((end,), "uint8", device)
-        address = self.address(array)
-        return array, [address + start for start in starts]
-
-    def read(self, array: Any, signature: list[Any]) -> int:
-        """The address of an array; all else that a plan may know of it is added to a call's signature.
-
-        The shape is last but one of what is added. All of it is as the library has it: the types keep the words of two
-        libraries apart.
-        """
-        raise NotImplementedError
-
-    def read_all(self, arrays: Sequence[Any], signature: list[Any]) -> list[int]:
-        """`read` for many arrays of one type."""
-        return [self.read(array, signature) for array in arrays]
-
-    def maker(
-        self, shape: Shape, dtype: str, device: int | None, is_current: bool = True
-    ) -> Callable[[Sequence[Any]], Any]:
-        """A function of a call's environment that allocates an array on `device`.
-
-        Unless `is_current`, the library's own current device may be another one.
-        """
-        raise NotImplementedError
+    def maker(self, shape: tuple[int, ...], dtype: str, device: int) -> Callable[[], Any]:
+        """A function that does what `allocate` does. The device must be the current one of the thread that calls it."""
+        return functools.partial(self.allocate, shape, dtype, device)
 
     def current_device(self) -> int:
         """The current CUDA device of this thread."""
@@ -267,14 +167,10 @@ class _NumPy(Library):
     array_type = np.ndarray
 
     def view(self, name: str, array: Any) -> View:
-        return _view(View, (array, self, 0, array.dtype.name, array.shape, self.strides(array), None, None))
+        return View(array.ctypes.data, array.dtype.name, array.shape, self.strides(array), None)
 
     def allocate(self, shape: tuple[int, ...], dtype: str, device: int | None) -> Any:
         return np.empty(shape, numpy_dtype(dtype))
-
-    def read(self, array: Any, signature: list[Any]) -> int:
-        signature += array.dtype, array.strides, array.shape, "host"
-        return 0
 
     def device(self, array: Any, name: str = "an array") -> None:
         return None
@@ -301,7 +197,7 @@ class _CuPy(Library):
         memory, dtype, size = array.data, array.dtype, array.itemsize
         strides = tuple([s // size for s in array.strides])
         name = _NUMPY_NAMES.get(dtype) or dtype.name
-        return _view(View, (array, self, memory.ptr, name, array.shape, strides, memory.device_id, None))
+        return View(memory.ptr, name, array.shape, strides, memory.device_id)
 
     def allocate(self, shape: tuple[int, ...], dtype: str, device: int | None) -> Any:
         if device == runtime.getDevice():
@@ -309,21 +205,8 @@ class _CuPy(Library):
         with current_device(device):  # type: ignore[arg-type]
             return cupy.ndarray(shape, _CUPY_DTYPES[dtype])
 
-    def _layout(self, array: Any, free: tuple[int, ...]) -> tuple[Any, ...]:
-        return array.dtype, *_with_free(array.shape, array.strides, free), array.data.device_id
-
-    def read(self, array: Any, signature: list[Any]) -> int:
-        memory = array.data
-        signature += array.dtype, array.strides, array.shape, memory.device_id
-        return memory.ptr
-
-    def maker(
-        self, shape: Shape, dtype: str, device: int | None, is_current: bool = True
-    ) -> Callable[[Sequence[Any]], Any]:
-        empty, kind = cupy.empty, _CUPY_DTYPES[dtype]
-        if callable(shape):
-            return lambda environment: empty(shape(environment), kind)
-        return lambda environment: empty(shape, kind)
+    def _layout(self, array: Any) -> tuple[Any, ...]:
+        return array.dtype, array.shape, array.strides, array.data.device_id
 
     def device(self, array: Any, name: str = "an array") -> int:
         return array.data.device_id
@@ -349,14 +232,8 @@ class _CuPy(Library):
         return memory.view(_CUPY_DTYPES[dtype]).reshape(shape)
 
 
-_TENSOR_FACTS = operator.attrgetter("dtype", "shape", "device")
-#: Lists of tensors of one length that are kept, to compare others with.
-_MOST_LISTS = 8
-
-
 class _Torch(Library):
     name = "torch"
-    reads_as_tensor = True
 
     def __init__(self) -> None:
         import torch
@@ -379,9 +256,6 @@ class _Torch(Library):
         self._empty_cuda: Callable[..., Any] | None = getattr(guards, "_empty_strided_cuda", None)
         # The guards of torch.compile, which compare many tensors with others in a fifth of the time of reading them.
         self._guards: Callable[..., Any] | None = getattr(guards, "TensorGuards", None)
-        self._lists: dict[int, list[tuple[Callable[..., bool], tuple[Any, ...]]]] = {}
-        if device is not None and stream is not None:
-            self.quick = Quick(torch.Tensor.data_ptr, device, stream)
         # Functions of C, which a call asks without a step through Python.
         self.current_device = device or super().current_device  # type: ignore[method-assign]
         self.address = torch.Tensor.data_ptr  # type: ignore[method-assign]
@@ -400,21 +274,19 @@ class _Torch(Library):
         if array.requires_grad and self.wants_gradients():
             check.refuse_gradient(name)
         dtype = self._names.get(array.dtype) or self.dtype(array)
-        return _view(View, (array, self, address, dtype, tuple(array.shape), array.stride(), device, None))
+        return View(address, dtype, tuple(array.shape), array.stride(), device)
 
-    def alike(self, arrays: Sequence[Any], free: Sequence[tuple[int, ...]]) -> Callable[..., bool]:
+    def alike(self, arrays: Sequence[Any]) -> Callable[..., bool]:
         if self._guards is None:
-            return super().alike(arrays, free)
+            return super().alike(arrays)
         # The guards take one tensor once.
         first = [[*map(id, arrays)].index(id(x)) for x in arrays]
         once = [*dict.fromkeys(first)]
-        each = [_with_free(arrays[i].shape, arrays[i].stride(), free[i]) for i in once]
-        sizes, strides = zip(*each, strict=True)
-        guards = self._guards(*[arrays[i] for i in once], dynamic_dims_sizes=[*sizes], dynamic_dims_strides=[*strides])
+        guards = self._guards(*[arrays[i] for i in once], dynamic_dims_sizes=None, dynamic_dims_strides=None)
         if len(once) == len(arrays):
             return guards.check  # type: ignore[no-any-return]
         check_once = guards.check
-        again = [(i, j, self.alike([arrays[i]], [free[i]])) for i, j in enumerate(first) if i != j]
+        again = [(i, j, self.alike([arrays[i]])) for i, j in enumerate(first) if i != j]
 
         def is_alike(*others: Any) -> bool:
             if not check_once(*[others[i] for i in once]):
@@ -423,67 +295,19 @@ class _Torch(Library):
 
         return is_alike
 
-    def _layout(self, array: Any, free: tuple[int, ...]) -> tuple[Any, ...]:
-        return *super()._layout(array, free), array.requires_grad
+    def _layout(self, array: Any) -> tuple[Any, ...]:
+        return array.dtype, array.shape, array.stride(), array.get_device(), array.requires_grad
 
-    def _allocate(self, shape: tuple[int, ...], dtype: str) -> Any:
-        """An array on the current device."""
-        dims = len(shape)
-        # Counts of rows that never repeat would fill the cache of strides.
-        strides = (1,) if dims == 1 else (shape[1] or 1, 1) if dims == 2 else strides_of(shape)
-        return self._empty_cuda(shape, strides, self._dtypes[dtype])  # type: ignore[misc]
-
-    def allocator(self, device: int) -> Callable[[tuple[int, ...], str], Any]:
-        is_current = self._empty_cuda is not None and self.current_device() == device
-        return self._allocate if is_current else super().allocator(device)
+    def maker(self, shape: tuple[int, ...], dtype: str, device: int) -> Callable[[], Any]:
+        if self._empty_cuda is None:
+            return super().maker(shape, dtype, device)
+        return functools.partial(self._empty_cuda, shape, strides_of(shape), self._dtypes[dtype])
 
     def allocate(self, shape: tuple[int, ...], dtype: str, device: int | None) -> Any:
         if device is not None and self._empty_cuda is not None and self.current_device() == device:
-            # As in `_allocate`, without a further call.
-            dims = len(shape)
-            strides = (1,) if dims == 1 else (shape[1] or 1, 1) if dims == 2 else strides_of(shape)
-            return self._empty_cuda(shape, strides, self._dtypes[dtype])
+            return self._empty_cuda(shape, strides_of(shape), self._dtypes[dtype])
         place = self._torch.device("cpu") if device is None else self._torch.device("cuda", device)
         return self._empty(shape, dtype=self._dtypes[dtype], device=place)
-
-    def read(self, array: Any, signature: list[Any]) -> int:
-        signature += array.dtype, array.stride(), array.shape, array.get_device()
-        return array.data_ptr()
-
-    def read_all(self, arrays: Sequence[Any], signature: list[Any]) -> list[int]:
-        tensor, known = self._torch.Tensor, self._lists.setdefault(len(arrays), [])
-        for is_alike, words in known:
-            if is_alike(*arrays):
-                signature += words
-                break
-        else:
-            # Usually all are alike, such as the caches of all layers: then one stands for all, which hashes faster.
-            facts = [*zip(map(_TENSOR_FACTS, arrays), map(tensor.stride, arrays), strict=True)]
-            words = (facts[0], "all") if facts.count(facts[0]) == len(facts) else (*facts,)
-            if self._guards is not None and len(known) < _MOST_LISTS:
-                guards = self._guards(*arrays, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-                known.append((guards.check, words))
-            signature += words
-        return [*map(tensor.data_ptr, arrays)]
-
-    def maker(
-        self, shape: Shape, dtype: str, device: int | None, is_current: bool = True
-    ) -> Callable[[Sequence[Any]], Any]:
-        empty, kind = self._empty_cuda, self._dtypes[dtype]
-        if empty is None or not is_current:
-            general, place = self._empty, self._torch.device("cuda", device)
-            if callable(shape):
-                return lambda environment: general(shape(environment), dtype=kind, device=place)
-            return lambda environment: general(shape, dtype=kind, device=place)
-        if callable(shape):
-
-            def make(environment: Sequence[Any]) -> Any:
-                found = shape(environment)
-                return empty(found, strides_of(found), kind)
-
-            return make
-        strides = strides_of(shape)
-        return lambda environment: empty(shape, strides, kind)
 
     def dtype(self, array: Any) -> str:
         return self._names.get(array.dtype) or str(array.dtype).removeprefix("torch.")

@@ -8,8 +8,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from cukern.runtime.late import Late, checked
-
 
 def fail(name: str, wanted: str, got: object, error: type[Exception] = ValueError) -> NoReturn:
     """Raise `error` in the form of all messages of the library."""
@@ -23,17 +21,12 @@ def refuse_gradient(name: str) -> NoReturn:
 
 
 def integer(name: str, value: Any, low: int, high: int | None = None, why: str = "") -> int:
-    """`value` as an int in [low, high]; NumPy integers count, booleans and floats do not.
-
-    A late value is checked at each call.
-    """
+    """`value` as an int in [low, high]; NumPy integers count, booleans and floats do not."""
     if type(value) is int and low <= value and (high is None or value <= high):
         return value
     wanted = f"an integer of at least {low}" if high is None else f"an integer in [{low}, {high}]"
     if why:
         wanted += f" ({why})"
-    if isinstance(value, Late):
-        return checked(lambda each: integer(name, each, low, high, why), value)
     _refuse_array(name, value, wanted)
     try:
         number = None if isinstance(value, bool) else operator.index(value)
@@ -46,10 +39,18 @@ def integer(name: str, value: Any, low: int, high: int | None = None, why: str =
     return number
 
 
+def array_type(value: Any) -> type | None:
+    """The type of the caller's array, which may be described; None for what is no array. NumPy's scalars are none."""
+    described: type | None = getattr(value, "array_type", None)
+    is_array = hasattr(value, "__dlpack__") and not isinstance(value, np.generic)
+    return described or (type(value) if is_array else None)
+
+
 def _refuse_array(name: str, value: Any, wanted: str) -> None:
     """Raise TypeError for an array that may be on a GPU: a read of its element would wait for the GPU."""
-    if hasattr(value, "__dlpack__") and not isinstance(value, (np.ndarray, np.generic)):
-        fail(name, wanted, f"an array ({type(value).__name__})", TypeError)
+    kind = array_type(value)
+    if kind is not None and not issubclass(kind, np.ndarray):
+        fail(name, wanted, f"an array ({kind.__name__})", TypeError)
 
 
 def element(name: str, value: Any, low: int, high: int, why: str = "") -> int:
@@ -58,11 +59,9 @@ def element(name: str, value: Any, low: int, high: int, why: str = "") -> int:
 
 
 def number(name: str, value: Any) -> float:
-    """`value` as a finite float. A late value is checked at each call."""
+    """`value` as a finite float."""
     if type(value) is float and value - value == 0.0:
         return value
-    if isinstance(value, Late):
-        return checked(lambda each: number(name, each), value)
     _refuse_array(name, value, "a number")
     try:
         # `float` converts the text of a number, and NumPy before 2.4 an array of one element, with a warning.
@@ -89,11 +88,9 @@ def one_of(name: str, value: Any, allowed: Collection[Any]) -> Any:
     if type(value) is str and value in allowed:
         return value
     options = tuple(allowed)
-    # An array is compared element by element.
-    is_array = hasattr(value, "shape") and not isinstance(value, np.generic)
-    if is_array or value not in options:
-        got = type(value).__name__ if is_array else repr(value)
-        fail(name, "one of " + ", ".join(map(repr, options)), got)
+    kind = array_type(value)  # an array is compared element by element
+    if kind is not None or value not in options:
+        fail(name, "one of " + ", ".join(map(repr, options)), kind.__name__ if kind else repr(value))
     return value
 
 

@@ -5,15 +5,13 @@ Each failure names the argument, what was wanted and what came.
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from cukern.runtime import arrays, check
+from cukern.runtime.arrays import strides_of
 from cukern.runtime.gpu import Gpu
-from cukern.runtime.late import Guards, Late, late
 
 #: Alignment in bytes that every library's allocations have at least; a larger one matters to no plan.
 ALLOCATED_ALIGNMENT = 16
@@ -37,36 +35,41 @@ class NoNumbers(TypeError):
 class Array:
     """The description of an array: all that a plan may know of it. In a launch it stands for the array.
 
-    `strides` are in elements; `alignment` is a power of two of at most 16 that divides the address.
+    `strides` are in elements; `alignment` is a power of two of at most 16 that divides the address. A launch
+    takes the array for its address.
     """
 
     def __init__(
         self,
         dtype: str,
-        shape: Sequence[Any],
-        strides: Sequence[Any] | None,
+        shape: Sequence[int],
+        strides: Sequence[int] | None,
         alignment: int,
         place: Place,
         source: int,
-        guards: Guards,
-        offset: Any = 0,
+        address: int = 0,
+        offset: int = 0,
     ) -> None:
         self.dtype = dtype
         self.shape = tuple(shape)
-        self._has_no_gaps = strides is None  # known without comparing sizes, which may be late
-        self.strides = contiguous_strides(shape) if strides is None else tuple(strides)
+        self.strides = strides_of(self.shape) if strides is None else tuple(strides)
         self.alignment = alignment
         self.place = place
         #: Index of an address of the call; this array begins `offset` bytes after it.
         self.source = source
         self.offset = offset
-        self._guards = guards
+        self.address = address  # in the call that the plan is made from; 0 for an array that the call makes
 
     @property
     def gpu(self) -> Gpu:
         """The GPU that the plan is for."""
         assert self.place.gpu is not None
         return self.place.gpu
+
+    @property
+    def array_type(self) -> type:
+        """The type of the caller's array."""
+        return self.place.library.array_type
 
     @property
     def on_host(self) -> bool:
@@ -78,45 +81,34 @@ class Array:
         return arrays.ITEM_SIZE[self.dtype]
 
     @property
-    def size(self) -> Any:
+    def size(self) -> int:
         """The number of elements."""
-        return functools.reduce(operator.mul, self.shape, 1)
-
-    @property
-    def address(self) -> Late:
-        """The address, late. While the plan is made, an array that is still to be allocated has the address 0."""
-        known = self._guards.addresses
-        root = Late.at(self.source, known[self.source] if self.source < len(known) else 0, self._guards)
-        return root if type(self.offset) is int and not self.offset else late(operator.add, root, self.offset)
+        return math.prod(self.shape)
 
     @property
     def is_contiguous(self) -> bool:
         """Whether its elements lie in C order without gaps."""
-        if self._has_no_gaps:
-            return True
-        wanted: Any = 1
-        for i in reversed(range(len(self.shape))):
-            # The size is compared last: it may be late.
-            if self.strides[i] != wanted and self.shape[i] != 1:
-                return any(size == 0 for size in self.shape)
-            if i:
-                wanted = wanted * self.shape[i]
+        wanted = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if stride != wanted and size != 1:
+                return 0 in self.shape
+            wanted *= size
         return True
 
-    def view(self, shape: Sequence[Any], dtype: str | None = None, offset: Any = 0) -> Array:
+    def view(self, shape: Sequence[int], dtype: str | None = None, offset: int = 0) -> Array:
         """A contiguous array in the memory of this one, `offset` bytes from its start (a multiple of 16)."""
         return self._part(dtype or self.dtype, shape, None, self.alignment, offset)
 
     def _part(
-        self, dtype: str, shape: Sequence[Any], strides: Sequence[Any] | None, alignment: int, offset: Any
+        self, dtype: str, shape: Sequence[int], strides: Sequence[int] | None, alignment: int, offset: int
     ) -> Array:
-        start = offset if type(self.offset) is int and not self.offset else self.offset + offset
-        return Array(dtype, shape, strides, alignment, self.place, self.source, self._guards, start)
+        address = self.address and self.address + offset
+        return Array(dtype, shape, strides, alignment, self.place, self.source, address, self.offset + offset)
 
-    def reshape(self, *shape: Any) -> Array:
+    def reshape(self, *shape: int) -> Array:
         """The same elements of a contiguous array in another shape; -1 is the size that the others leave."""
-        known = functools.reduce(operator.mul, (n for n in shape if type(n) is not int or n >= 0), 1)
-        return self.view([self.size // known if type(n) is int and n < 0 else n for n in shape])
+        known = math.prod(n for n in shape if n >= 0)
+        return self.view([self.size // known if n < 0 else n for n in shape])
 
     @property
     def transposed(self) -> Array:
@@ -130,21 +122,8 @@ class Array:
             raise NoNumbers("a plan cannot read the elements of an array")
         first, stop = rows.start or 0, self.shape[0] if rows.stop is None else rows.stop
         between = self.strides[0] * self.item_size
-        alignment = self.alignment if type(first) is int and first == 0 else math.gcd(self.alignment, between)
-        shape = stop - first if type(first) is not int or first else stop, *self.shape[1:]
-        return self._part(self.dtype, shape, self.strides, alignment, first * between)
-
-
-def contiguous_strides(shape: Sequence[Any]) -> tuple[Any, ...]:
-    """Strides in elements of an array in C order without gaps."""
-    strides: list[Any] = [1] * len(shape)
-    for i in range(len(shape) - 1, 0, -1):
-        strides[i - 1] = strides[i] * late(_at_least_one, shape[i])
-    return tuple(strides)
-
-
-def _at_least_one(size: int) -> int:
-    return size or 1
+        alignment = self.alignment if first == 0 else math.gcd(self.alignment, between)
+        return self._part(self.dtype, (stop - first, *self.shape[1:]), self.strides, alignment, first * between)
 
 
 class Result(NamedTuple):
@@ -172,7 +151,7 @@ def dtype_name(array: Any) -> str:
 
 def type_name(value: Any) -> str:
     """The name of the type of the caller's value, which may be described."""
-    return (value.place.library.array_type if isinstance(value, Array) else type(value)).__name__
+    return (value.array_type if isinstance(value, Array) else type(value)).__name__
 
 
 # --- checks -------------------------------------------------------------------------------------------
@@ -208,9 +187,8 @@ def expect_place(name: str, array: Any, like: Array, like_name: str) -> Array:
 
 
 def same_shape(array: Array, shape: Sequence[Any]) -> bool:
-    """Whether an array has this shape; sizes may be late."""
-    pairs = zip(array.shape, shape, strict=False)
-    return len(array.shape) == len(shape) and all(a is b or a == b for a, b in pairs)
+    """Whether an array has this shape."""
+    return array.shape == tuple(shape)
 
 
 def expect(
@@ -243,6 +221,26 @@ def expect_contiguous(name: str, array: Array) -> None:
     """Raises ValueError unless the elements of `array` lie in C order without gaps."""
     if not array.is_contiguous:
         check.fail(name, "contiguous", f"strides {array.strides} (in elements)")
+
+
+def expect_lines(name: str, array: Array) -> None:
+    """Raises ValueError unless the last dimension of `array` is contiguous, and no stride is negative."""
+    if not array.is_contiguous and ((array.strides[-1] != 1 and array.shape[-1] > 1) or min(array.strides) < 0):
+        check.fail(name, "contiguous along its last dimension", f"strides {array.strides} (in elements)")
+
+
+def is_transposed(weights: Array) -> bool:
+    """Whether weights [experts, n, k] lie as [experts, k, n]: n is contiguous, and k is not."""
+    return weights.strides[-1] != 1 and weights.shape[-1] > 1 and not weights.is_contiguous
+
+
+def expect_weights(name: str, weights: Array) -> None:
+    """Raises ValueError unless k of `weights` [experts, n, k] is contiguous, or n in 16 and 32 bits; none negative."""
+    if weights.item_size == 1 or not is_transposed(weights):
+        expect_lines(name, weights)
+    elif (weights.strides[1] != 1 and weights.shape[1] > 1) or min(weights.strides) < 0:
+        wanted = "contiguous along its last dimension, or along the one before"
+        check.fail(name, wanted, f"strides {weights.strides} (in elements)")
 
 
 def expect_row_stride(name: str, matrix: Array) -> Any:

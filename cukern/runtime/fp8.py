@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cukern.runtime import arrays, check
-from cukern.runtime.arrays import View
 from cukern.runtime.describe import Array, expect_place
-from cukern.runtime.late import Late
-from cukern.runtime.view import read_beside
 
 #: The dtype of a cache's bytes, by `kv_cache_dtype`; with "auto" it is the array's own.
 FORMATS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -24,31 +21,10 @@ def scale_of(name: str, value: Any, like: Array, like_name: str) -> tuple[Array 
     """
     if value is None:
         return None, 1.0
-    given = value.value if isinstance(value, Late) else value
-    if not arrays.is_array(given):
+    if not arrays.is_array(value):
         return None, check.number(name, value)
-    expect_place(name, given, like, like_name)
-    check.dtype(name, given.dtype, ("float32",))
-    if any(size != 1 for size in given.shape):
-        check.fail(name, "a number or an array of one element", f"an array of shape {list(given.shape)}")
-    return given, 1.0
-
-
-def array_of(value: Any) -> Any:
-    """A scale that is an array; None for a number and for None."""
-    if value is None or type(value) is float:
-        return None
-    return value if arrays.is_array(value) or hasattr(value, "__dlpack__") else None
-
-
-def read_scale(name: str, value: Any, like: View, like_name: str) -> tuple[View | None, float]:
-    """`scale_of` for plain functions: the view of an array or None, and the number to use where that is None."""
-    if value is None:
-        return None, 1.0
-    if array_of(value) is None:
-        return None, check.number(name, value)
-    view = read_beside(name, value, like, like_name)
-    check.dtype(name, view.dtype, ("float32",))
-    if any(size != 1 for size in view.shape):
-        check.fail(name, "a number or an array of one element", f"an array of shape {list(view.shape)}")
-    return view, 1.0
+    expect_place(name, value, like, like_name)
+    check.dtype(name, value.dtype, ("float32",))
+    if any(size != 1 for size in value.shape):
+        check.fail(name, "a number or an array of one element", f"an array of shape {list(value.shape)}")
+    return value, 1.0

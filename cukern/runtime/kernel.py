@@ -1,7 +1,7 @@
 """The kernels of the library, and their instances on each device.
 
 A `Kernel` is one `__global__` template of `cuda_src`. It has a `Variant` for each set of template arguments, which is
-loaded on a device at its first launch there; `cukern.runtime.launch` and `cukern.runtime.plan` launch it.
+loaded on a device at its first launch there; `cukern.runtime.plan` launches it.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""From a declaration to a call: how every function of `cukern.ops` runs.
+"""From a declaration to a call: how every function with a plan runs.
 
 An op is written as a function of its public arguments whose body is the *plan*: it is given an `Array`, a description,
-in place of each array; checks what concerns several arguments, chooses the kernel, and says with `outputs`, `empty` and
-`launch` what is allocated and launched. It touches no GPU, and runs once for each signature: the dtypes, shapes,
-strides, places and alignments of the arrays, and the values of the other arguments. What is declared late (the first
-dimension of some arrays, some scalars) is no part of the signature: the body sees it as a `Late` number.
+for each array; checks what concerns several arguments, chooses the kernel, and says with `outputs`, `empty` and
+`launch` what is allocated and launched. It touches no GPU. All numbers in it are plain.
 
-A call reads each array once, finds its plan by the signature, allocates, packs the structs and launches. Arrays in host
-memory go to the NumPy reference once the body has checked them. An op that is called in the body of another one, with
-descriptions, becomes a part of its plan.
+A call whose arguments are equal and whose arrays differ in addresses alone repeats the plan: it allocates, packs the
+structs and launches. Any other call runs the body. Arrays in host memory go to the NumPy reference once the body has
+checked them. An op that is called in the body of another one, with descriptions, becomes a part of its plan.
 """
 
 from __future__ import annotations
@@ -17,16 +15,15 @@ import functools
 import inspect
 import itertools
 import operator as operators
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from cukern.runtime import arrays, check, gpu, performance, straight
+from cukern.runtime import arrays, check, gpu, performance
 from cukern.runtime.describe import Array, Place
-from cukern.runtime.late import Guards, Late
-from cukern.runtime.plan import Plan, Trace, Trainable, follow, follow_part
+from cukern.runtime.each import Each
+from cukern.runtime.plan import Plan, Trace, follow, follow_part
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -43,54 +40,54 @@ class Operator(NamedTuple):
 OPS: dict[str, Op] = {}
 #: Every torch operator, by the name of its function.
 OPERATORS: dict[str, Operator] = {}
-#: Plans that an op keeps at most, the newest ones; and those of one signature, which differ in their guards.
-_MOST_PLANS, _MOST_ALTERNATIVES = 1024, 64
-#: Readers that a form keeps at most.
-_MOST_READERS = 64
-
-#: Lists of more arrays than this are read as a whole.
-_MANY = 4
-
-# Bits of an argument's kind: an array has a late first dimension; a number is late.
-_ROWS, _LATE = 1, 2
-_LATE_MARK = object()
+#: Plans that an op keeps at most, and plans of one set of facts and shape of the first array.
+_MAX_PLANS, _MAX_LAYOUTS = 1024, 16
 
 
-class _Form:
-    """Calls with the same number of positional arguments and the same named ones."""
+class _Kept(NamedTuple):
+    """A plan that is kept, and the calls that it serves."""
 
-    __slots__ = ("kinds", "names", "plans", "readers")
+    plan: Plan
+    is_alike: Callable[..., bool]
+    memory: tuple[tuple[int, int], ...] | None
+    requires_grad: bool
 
-    def __init__(self, names: list[str], kinds: list[int]) -> None:
+
+class _Signature:
+    """Calls with the same number of positional arguments, the same named ones, and arguments of the same types."""
+
+    def __init__(self, names: Sequence[str], values: Sequence[Any], numbers: Collection[str]) -> None:
         self.names = names  # of the arguments, in their order
-        self.kinds = kinds
-        self.plans: dict[tuple[Any, ...], Plan | list[Plan]] = {}
-        #: Readers by the types of the arguments; None leaves these to `_read`.
-        self.readers: dict[tuple[type, ...], Any] = {}
+        self.plans: dict[tuple[Any, ...], list[_Kept]] = {}
+        self.is_nested = any(type(value) in (tuple, list) for value in values)
+        flat, named = _flatten(values)
+        libraries = [arrays.library_of(x) for x in flat]
+        given = [i for i, of in enumerate(libraries) if of is not None]
+        own = [i for i, x in enumerate(flat) if libraries[i] is None and x is not None]
+        differs = [i for i in own if names[named[i]] in numbers]
+        self.arrays = _getter(given)
+        #: The numbers that differ at each call, and the facts, which decide.
+        self.numbers, self.facts = _getter(differs), _getter([i for i in own if i not in differs])
+        #: Whether plans are kept: all arrays are of one library. A key would hold an array that is known by DLPack
+        #: alone, and keep it alive.
+        self.keeps = len({*libraries} - {None}) == 1 and not any(hasattr(flat[i], "__dlpack__") for i in own)
 
-    def find_reader(self, op: Op, values: Sequence[Any]) -> Any:
-        """The reader of arguments of these types, if it can be written out: all arrays are tensors, none in a list."""
-        libraries, types = [arrays.library_of(x) for x in values], tuple(map(type, values))
-        found = None
-        if not {tuple, list} & {*types} and all(x is None or x.reads_as_tensor for x in libraries):
-            rows, lates = ([bool(kind & flag) for kind in self.kinds] for flag in (_ROWS, _LATE))
-            found = straight.reader(op.name, types, [x is not None for x in libraries], rows, lates, _LATE_MARK)
-        if len(self.readers) < _MOST_READERS:
-            self.readers[types] = found
-        return found
 
-    def refuse_unreadable(self, values: Sequence[Any]) -> None:
-        """Raise TypeError for the first tensor that has no memory of its own, such as a sparse one."""
-        for name, value in zip(self.names, values, strict=True):
-            for x in value if isinstance(value, (tuple, list)) else (value,):
-                library = arrays.library_of(x)
-                if library is None or not library.reads_as_tensor:
-                    continue
-                try:
-                    library.address(x)
-                except RuntimeError:
-                    got = f"{type(x).__name__} of layout {x.layout}"
-                    check.fail(name, "a strided tensor with memory of its own", got, TypeError)
+def _getter(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    if len(places) > 1:
+        return operators.itemgetter(*places)
+    return operators.itemgetter(slice(places[0], places[0] + 1) if places else slice(0, 0))
+
+
+def _flatten(values: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]]:
+    """The values and, for each tuple or list, its elements; with the position of the value that each is of."""
+    flat: list[Any] = []
+    positions: list[int] = []
+    for i, value in enumerate(values):
+        own = value if type(value) in (tuple, list) else (value,)
+        flat += own
+        positions += [i] * len(own)
+    return tuple(flat), positions
 
 
 class Op:
@@ -100,8 +97,7 @@ class Op:
         self,
         function: Callable[..., Any],
         twin: Callable[..., Any] | None,
-        rows: Mapping[str, Sequence[str]],
-        late_scalars: Collection[str],
+        numbers: Collection[str] = (),
         leader: str = "",
         instead: Callable[..., Any] | None = None,
     ) -> None:
@@ -111,31 +107,29 @@ class Op:
         self.signature = inspect.signature(function)
         empty = inspect.Parameter.empty
         self._defaults = {x.name: x.default for x in self.signature.parameters.values() if x.default is not empty}
-        self.rows = {array: size for size, of in rows.items() for array in of}
-        self.late_scalars = frozenset(late_scalars)
+        self.numbers = frozenset(numbers)
         self.flags = frozenset(x.name for x in self.signature.parameters.values() if x.annotation == "bool")
         self.leader = leader
         self.instead = instead
-        self.forms: dict[tuple[Any, ...], _Form] = {}
+        self.forms: dict[tuple[Any, ...], _Signature] = {}
         self.call: Callable[..., Any] = _call_of(self, function)
-        self._lock = threading.Lock()
-        self._ages: dict[tuple[_Form, tuple[Any, ...]], None] = {}
-        unknown = {*self.rows, *self.late_scalars, *([leader] if leader else [])} - {*self.signature.parameters}
+        self._count = 0
+        unknown = {*self.numbers, *([leader] if leader else [])} - {*self.signature.parameters}
         if unknown:
             raise TypeError(f"{self.name} has no arguments {unknown}")
 
-    def form(self, count: int, named: tuple[str, ...]) -> _Form:
-        """The form of calls with so many positional arguments and these named ones.
+    def form(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Signature:
+        """The form of a call.
 
         Raises TypeError, in Python's words after the order of the arguments, where they do not fit the signature.
         """
         try:
-            self.signature.bind(*range(count), **dict.fromkeys(named))
+            self.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self.name}({self._order()}): {error}") from None
-        names = [*list(self.signature.parameters)[:count], *named]
-        kinds = [_ROWS * (x in self.rows) | _LATE * (x in self.late_scalars) for x in names]
-        return self.forms.setdefault((count, *named), _Form(names, kinds))
+        values = (*args, *kwargs.values())
+        names = [*list(self.signature.parameters)[: len(args)], *kwargs]
+        return _Signature(names, values, self.numbers)
 
     def _order(self) -> str:
         """The names of the arguments in their order; those after `*` are keyword-only."""
@@ -144,42 +138,38 @@ class Op:
         keywords = [x.name for x in parameters if x.kind is x.KEYWORD_ONLY]
         return ", ".join([*positional, *(["*", *keywords] if keywords else [])])
 
-    def miss(self, form: _Form, key: tuple[Any, ...] | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A call without a plan: make one, keep it where there is a key, and run it."""
+    def miss(self, form: _Signature, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A call that no earlier one is like: make its plan, keep it where there is a key, and run it."""
         if self.instead is not None:
             answer = self.instead(*args, **kwargs)
             if answer is not NotImplemented:
                 return answer
         values = (*args, *kwargs.values())
-        flat = [x for value in values for x in (value if isinstance(value, (tuple, list)) else (value,))]
-        if any(isinstance(x, Array) for x in flat):
+        flat = _flatten(values)[0]
+        if any(type(x) is Array for x in flat):
             return follow_part(lambda: self.plan(*args, **kwargs))  # called in the plan of another op
-        known = len(arrays.KNOWN)
-        libraries = [arrays.library_of(x) for x in flat]
-        if len(arrays.KNOWN) > known:
-            return self.call(*args, **kwargs)  # the key took arrays of a new type for plain values
         if self.leader:
             first = dict(zip(form.names, values, strict=True)).get(self.leader)
         else:
-            first = next((x for x, of in zip(flat, libraries, strict=True) if of or hasattr(x, "__dlpack__")), None)
+            first = next((x for x in flat if arrays.library_of(x) or hasattr(x, "__dlpack__")), None)
         if arrays.library_of(first) is None and hasattr(first, "__dlpack__"):
             return self._foreign(first, args, kwargs)
         trace, returned, reader = self.say(form, values)
-        trainable = Trainable(form.names, reader.trainable) if reader.trainable else None
         if trace.is_host_call:
-            if trainable is not None and trace.place.library.wants_gradients():
-                trainable.refuse(values)
             return self._run_twin(trace, returned, reader, form, values)
-        plan = Plan(trace, returned, reader.paths, trainable)
+        plan, given = Plan(trace, returned, reader.paths), form.arrays(flat)
         performance.warn(trace)
-        # A key that holds a foreign array would keep it alive.
-        if key is not None and not any(
-            of is None and hasattr(x, "__dlpack__") for x, of in zip(flat, libraries, strict=True)
-        ):
-            self._keep(form, key, plan)
-        return plan.run(values, [*reader.addresses, *reader.lates])
+        if key is not None and form.keeps:
+            if self._count >= _MAX_PLANS:
+                self.forget()
+            self._count += 1
+            if key in form.plans:
+                self._keep(form, key, plan, given, reader.addresses)
+            else:
+                form.plans[key] = []  # a plan is kept from the second call on: many sizes come but once
+        return plan.run(values, given, [*reader.addresses, *(x.value for x in reader.numbers)])
 
-    def _run_twin(self, trace: Trace, returned: Any, reader: _Reader, form: _Form, values: Sequence[Any]) -> Any:
+    def _run_twin(self, trace: Trace, returned: Any, reader: _Reader, form: _Signature, values: Sequence[Any]) -> Any:
         """The results of the NumPy reference for arrays in host memory, in the library of these or in `out`.
 
         The twin is given views of the caller's memory, so that the caller sees what it writes.
@@ -246,39 +236,40 @@ class Op:
 
         return tuple(map(leave, results)) if isinstance(results, tuple) else leave(results)
 
-    def _keep(self, form: _Form, key: tuple[Any, ...], plan: Plan) -> None:
-        with self._lock:
-            found = form.plans.get(key)
-            if plan.guards is None:
-                form.plans[key] = plan
-            else:
-                others = found if isinstance(found, list) else []
-                form.plans[key] = [plan, *others[: _MOST_ALTERNATIVES - 1]]
-            self._ages.pop((form, key), None)
-            self._ages[form, key] = None
-            while len(self._ages) > _MOST_PLANS:
-                oldest, its_key = next(iter(self._ages))
-                del self._ages[oldest, its_key]
-                oldest.plans.pop(its_key, None)
+    def _keep(
+        self, form: _Signature, key: tuple[Any, ...], plan: Plan, given: Sequence[Any], addresses: Sequence[int]
+    ) -> None:
+        is_alike = plan.library.alike(given)
+        requires_grad = any(getattr(x, "requires_grad", False) for x in given)
+        made = _Kept(plan, is_alike, _memory(addresses, plan.compares), requires_grad)
+        form.plans[key] = [made, *form.plans.get(key, [])[: _MAX_LAYOUTS - 1]]
 
     def forget(self) -> None:
         """Forget all plans."""
-        with self._lock:
-            self._ages.clear()
-            for form in list(self.forms.values()):  # another thread may add one
-                form.plans.clear()
+        self.forms.clear()
+        self._count = 0
 
-    def say(self, form: _Form, values: Sequence[Any], on: gpu.Gpu | None = None) -> tuple[Trace, Any, _Reader]:
+    def say(self, form: _Signature, values: Sequence[Any], on: gpu.Gpu | None = None) -> tuple[Trace, Any, _Reader]:
         """What the plan says and returns for these arguments; `on` is a GPU to take them to be on."""
-        reader = _Reader(self, on)
+        reader = _Reader(self, form, on)
         given = {
-            name: reader.read(i, name, kind, value)
-            for i, (name, kind, value) in enumerate(zip(form.names, form.kinds, values, strict=True))
+            name: reader.read(i, name, value) for i, (name, value) in enumerate(zip(form.names, values, strict=True))
         }
-        reader.finish()
+        for i, number in enumerate(reader.numbers):
+            number.place = len(reader.addresses) + i
         place = reader.first.place if reader.first is not None else Place(arrays.NUMPY, None, None)
-        trace = Trace(place, len(reader.addresses), reader.guards, len(reader.lates))
+        trace = Trace(place, reader.addresses, len(reader.numbers))
         return trace, follow(trace, lambda: self.plan(**given)), reader
+
+
+def _memory(addresses: Sequence[int], compares: bool) -> tuple[tuple[int, int], ...] | None:
+    """What a plan may know of addresses: their alignment and, if it compares them, which are equal.
+
+    None: all are aligned and differ.
+    """
+    if functools.reduce(operators.or_, addresses) & 15 or (compares and len({*addresses}) < len(addresses)):
+        return tuple([(address & 15, addresses.index(address) if compares else 0) for address in addresses])
+    return None
 
 
 def forget_plans() -> None:
@@ -290,71 +281,47 @@ def forget_plans() -> None:
 class _Reader:
     """Describes the arrays of a call, in the order in which the call reads them."""
 
-    def __init__(self, op: Op, on: gpu.Gpu | None) -> None:
+    def __init__(self, op: Op, form: _Signature, on: gpu.Gpu | None) -> None:
         self.op = op
         self.on = on
         self.addresses: list[int] = []
-        self.guards = Guards(self.addresses)
-        self.lates: list[Any] = []
+        self.numbers: list[Each] = []
         self.first: Array | None = None
-        self.paths: dict[int, tuple[int, int | None]] = {}
-        #: The paths of the arrays that may require gradients.
-        self.trainable: list[tuple[int, int | None]] = []
-        self._numbers: list[Late] = []
-        self._sizes: dict[str, Late] = {}  # by their name in `rows`, the first of each
-        self._same: list[tuple[Late, Late]] = []  # sizes of one name that are equal in this call
+        self.paths: list[tuple[int, int | None]] = []  # of the arrays
+        self._places: dict[tuple[str, int | None], Place] = {}
 
-    def read(self, position: int, name: str, kind: int, value: Any) -> Any:
+    def read(self, position: int, name: str, value: Any) -> Any:
         """The value that the plan is given for an argument."""
         if name in self.op.flags:
             return check.flag(name, value)
         if type(value) in (tuple, list) and any(arrays.library_of(x) is not None for x in value):
-            return type(value)(self._describe(position, i, name, kind, x) for i, x in enumerate(value))
+            return type(value)(self._describe(position, i, name, x) for i, x in enumerate(value))
         if arrays.library_of(value) is not None:
-            return self._describe(position, None, name, kind, value)
-        return self._late(value) if kind & _LATE and value is not None else value
+            return self._describe(position, None, name, value)
+        if name in self.op.numbers and value is not None:
+            self.numbers.append(Each(value))
+            return self.numbers[-1]
+        return value
 
-    def _late(self, value: Any) -> Late:
-        number = Late(value, lambda environment: None, self.guards)
-        self.lates.append(value)
-        self._numbers.append(number)
-        return number
-
-    def _describe(self, position: int, inner: int | None, name: str, kind: int, value: Any) -> Any:
+    def _describe(self, position: int, inner: int | None, name: str, value: Any) -> Any:
         library = arrays.library_of(value)
         if library is None:
             return value
-        address, device = library.address(value), library.device(value, name)
-        shape: tuple[Any, ...] = tuple(value.shape)
-        if kind & _ROWS and shape:
-            size = self._late(shape[0])
-            found = self._sizes.setdefault(self.op.rows[name], size)
-            if found is not size and found.value == size.value:
-                self._same.append((found, size))
-                size = found
-            shape = (size, *shape[1:])
-        if self.on is not None:
-            place = Place(library, 0, self.on)
-        else:
-            place = Place(library, device, None if device is None else gpu.of_device(device))
+        called = name if inner is None else f"{name}[{inner}]"
+        view = library.view(called, value)
+        address = view.address
+        place = self._places.get((library.name, view.device))
+        if place is None:
+            device = view.device if self.on is None else 0
+            on = self.on or (None if device is None else gpu.of_device(device))
+            place = self._places[library.name, view.device] = Place(library, device, on)
         alignment = min(address & -address or 16, 16) if place.device is not None else 16
-        source = len(self.addresses)
+        self.paths.append((position, inner))
         self.addresses.append(address)
-        self.paths[source] = position, inner
-        if library.reads_as_tensor and value.is_floating_point():
-            self.trainable.append((position, inner))
-        made = Array(library.dtype(value), shape, library.strides(value), alignment, place, source, self.guards)
+        made = Array(view.dtype, view.shape, view.strides, alignment, place, len(self.addresses) - 1, address)
         if self.first is None or (name == self.op.leader and not inner):
             self.first = made
         return made
-
-    def finish(self) -> None:
-        """Give the late numbers their places in the environment, now that all addresses before them are known."""
-        for i, number in enumerate(self._numbers):
-            number.place = len(self.addresses) + i
-            number.evaluate = operators.itemgetter(number.place)
-        for first, second in self._same:
-            self.guards.add(second, operators.eq, first)
 
 
 def op(
@@ -362,8 +329,7 @@ def op(
     names: str = "",
     results: Callable[..., Any] | None = None,
     *,
-    rows: Mapping[str, Sequence[str]] | None = None,
-    late: Collection[str] = (),
+    numbers: Collection[str] = (),
     leader: str = "",
     instead: Callable[..., Any] | None = None,
 ) -> Callable[[_F], _F]:
@@ -376,15 +342,14 @@ def op(
             `cukern.runtime.schema`. An op has an operator if it has names or a `WrittenArray`.
         results: a function of the operator's arguments that gives a `Result` for each name, or a number, which is
             returned as it is.
-        rows: late sizes by name, each with the arrays that have it as their first dimension.
-        late: late scalars; one that may also be an array is in `rows` too.
+        numbers: arguments that differ at each call, such as a seed. The body gets an `Each`, for `each_call`.
         leader: the array that decides the library and the device of a call; by default the first one.
-        instead: a function of a call's arguments that may answer in its place, or else gives NotImplemented. It is
-            asked where there is no plan: always if an argument cannot be hashed, or if they do not fit the signature.
+        instead: a function of a call's arguments that may answer first, or else gives NotImplemented. It is asked where
+            there is no plan: always if an argument cannot be hashed, or if they do not fit the signature.
     """
 
     def declare(function: _F) -> _F:
-        made = OPS[function.__name__] = Op(function, twin, rows or {}, late, leader, instead)
+        made = OPS[function.__name__] = Op(function, twin, numbers, leader, instead)
         return operator(names, results)(made.call)  # type: ignore[return-value]
 
     return declare
@@ -401,100 +366,37 @@ def operator(names: str = "", results: Callable[..., Any] | None = None) -> Call
     return declare
 
 
-def _read(form: _Form, values: Sequence[Any]) -> tuple[tuple[Any, ...] | None, list[Any]]:
-    """The signature of a call, and the start of its environment: the addresses, then the late numbers."""
-    library_of = arrays.KNOWN.get
-    key: list[Any] = []
-    environment: list[Any] = []
-    lates: list[Any] = []
-    bits = 0
-    for kind, value in zip(form.kinds, values):  # noqa: B905
-        of = type(value)
-        library = library_of(of)
-        if library is not None:
-            if library.reads_as_tensor:
-                shape, address = value.shape, value.data_ptr()
-                if kind & _ROWS and shape:
-                    lates.append(shape[0])
-                    shape = shape[1:]
-                key += value.dtype, value.stride(), shape, value.get_device()
-            else:
-                address = library.read(value, key)
-                if kind & _ROWS and key[-2]:
-                    lates.append(key[-2][0])
-                    key[-2] = key[-2][1:]
-            bits |= address
-            environment.append(address)
-        elif kind & _LATE and value is not None:
-            key.append(_LATE_MARK)
-            lates.append(value)
-        elif of is int or of is str or value is None:
-            key.append(value)
-        elif of is tuple or of is list:
-            key += of, len(value)
-            if len(value) > _MANY and not kind & _ROWS and len({*map(type, value)}) == 1:
-                library = library_of(type(value[0]))
-                if library is not None:
-                    addresses = library.read_all(value, key)
-                    bits = functools.reduce(operators.or_, addresses, bits)
-                    environment += addresses
-                    continue
-            for x in value:
-                library = library_of(type(x))
-                if library is None:
-                    key += type(x), x
-                    continue
-                address = library.read(x, key)
-                bits |= address
-                environment.append(address)
-                if kind & _ROWS and key[-2]:
-                    lates.append(key[-2][0])
-                    key[-2] = key[-2][1:]
-        else:
-            key += of, value  # with the type, since 1 == 1.0 == True
-    if bits & 15:
-        key.append(tuple([address & 15 for address in environment]))
-    return tuple(key), environment + lates
-
-
 def _call_of(op: Op, function: _F) -> _F:
     forms = op.forms
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        form = forms.get((len(args), *kwargs))
+        values = (*args, *kwargs.values()) if kwargs else args
+        kind = (len(args), *kwargs, *map(type, values))
+        form, flat = forms.get(kind), values
+        if form is None or form.is_nested:
+            flat = _flatten(values)[0]
+            kind += (*[len(x) for x in values if type(x) in (tuple, list)], *map(type, flat))
+            form = forms.get(kind)
         if form is None:
             if op.instead is not None:
                 answer = op.instead(*args, **kwargs)
                 if answer is not NotImplemented:
                     return answer
-            form = op.form(len(args), tuple(kwargs))
-        values = (*args, *kwargs.values()) if kwargs else args
-        types = tuple(map(type, values))
-        try:
-            read = form.readers[types]
-        except KeyError:
-            read = form.find_reader(op, values)
-        try:
-            signature, environment = (read and read(values)) or _read(form, values)
-        except RuntimeError:
-            form.refuse_unreadable(values)
-            raise
-        try:
-            plan: Plan | None = None
-            found = form.plans.get(signature)  # type: ignore[arg-type]
-            if isinstance(found, list):
-                for one in found:
-                    if one.holds(environment):
-                        plan = one
-                        break
-            else:
-                plan = found
-        except TypeError:
-            # A value that cannot be hashed or compared fits no plan: the checks of a new one name the argument.
-            plan = signature = None
-        if plan is None:
-            return op.miss(form, signature, args, kwargs)
-        return plan.run(values, environment)
+            form = op.form(args, kwargs)
+            forms[kind] = forms[kind[: 1 + len(kwargs) + len(values)]] = form
+        given, key = form.arrays(flat), None
+        if given:
+            try:
+                key = form.facts(flat), given[0].shape
+                kept = form.plans.get(key, ())
+            except TypeError:  # a value that cannot be hashed fits no plan: the checks of a new one name the argument
+                key, kept = None, ()
+            for plan, is_alike, memory, requires_grad in kept:
+                if is_alike(*given) and not (requires_grad and plan.library.wants_gradients()):
+                    environment = [*map(plan.library.address, given)]
+                    if _memory(environment, plan.compares) == memory:
+                        return plan.run(values, given, [*environment, *form.numbers(flat)])
+        return op.miss(form, key, args, kwargs)
 
     return call  # type: ignore[return-value]

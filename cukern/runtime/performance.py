@@ -6,8 +6,7 @@ import sys
 import warnings
 from typing import Any
 
-from cukern.runtime.arrays import Library
-from cukern.runtime.plan import Trace
+from cukern.runtime.plan import Trace, note
 
 #: The advice that this process has given.
 _given: set[str] = set()
@@ -21,25 +20,17 @@ class PerformanceWarning(UserWarning):
     """
 
 
+def advise(text: str) -> None:
+    """Let the call that this plan is made for warn with `text`, in the body of an op."""
+    note(advice=text)
+
+
 def warn(trace: Trace) -> None:
     """Warn with the advice of a new plan, at the first line of the caller's outside of this package."""
     for text in {step.notes["advice"] for step in trace.steps if "advice" in step.notes}:
-        warn_once(text)
-
-
-def advise(library: Library, text: str) -> None:
-    """Warn with `text` of a call, or let the plan warn that the call is a part of."""
-    if library.recorder is None:
-        warn_once(text)
-    else:
-        library.recorder.note(advice=text)
-
-
-def warn_once(text: str) -> None:
-    """Warn with `text`, once a process, at the first line of the caller's outside of this package."""
-    if text not in _given:
-        _given.add(text)
-        warnings.warn(text, PerformanceWarning, stacklevel=_callers_level())
+        if text not in _given:
+            _given.add(text)
+            warnings.warn(text, PerformanceWarning, stacklevel=_callers_level())
 
 
 def _callers_level() -> int:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Sequence
+import math
 from typing import Any, NamedTuple
 
 from cukern.runtime import check
-from cukern.runtime.arrays import View
-from cukern.runtime.describe import Array, contiguous_strides, expect
+from cukern.runtime.arrays import strides_of
+from cukern.runtime.describe import Array, expect
 from cukern.runtime.units import divisor
-from cukern.runtime.view import read_like
 
 #: Rows are counted in 31 bits and rounded up to whole tiles.
 MAX_ROWS = 2**31 - 2**12
@@ -22,10 +20,10 @@ MAX_ROW = (2**16 - 1) * 256
 class Rows(NamedTuple):
     """An array [..., size] as rows."""
 
-    total: Any
+    total: int
     size: int
-    distance: Any  # from a row to the next, in elements
-    batch: Any  # rows of each expert with `counts`, else 1
+    distance: int  # from a row to the next, in elements
+    batch: int  # rows of each expert with `counts`, else 1
     counts: Any  # int32 [experts], the rows of each expert that are in use; None: all rows are
 
 
@@ -35,38 +33,19 @@ def rows_of(name: str, array: Array, expert_num_tokens: Any = None) -> Rows:
     Raises TypeError for a dtype or a library, ValueError unless each row is contiguous and all lie at one distance, or
     for other sizes.
     """
-    rows = _rows_of(name, array.shape, array.strides)
-    if expert_num_tokens is None:
-        return rows
-    check.dimensions(name, array.shape, ("experts", "max_tokens", "size"))
-    shape = (array.shape[0],)
-    counts = expect("expert_num_tokens", expert_num_tokens, array, name, ("int32",), shape, "[experts]")
-    return rows._replace(batch=array.shape[-2], counts=counts)
-
-
-def rows_of_view(name: str, x: View, expert_num_tokens: Any = None) -> Rows:
-    """`rows_of` for an array that a call has read; `counts` is a view too."""
-    rows = _rows_of(name, x.shape, x.strides)
-    if expert_num_tokens is None:
-        return rows
-    check.dimensions(name, x.shape, ("experts", "max_tokens", "size"))
-    counts = read_like("expert_num_tokens", expert_num_tokens, x, name, ("int32",), x.shape[:1], "[experts]")
-    return rows._replace(batch=x.shape[-2], counts=counts)
-
-
-def _rows_of(name: str, shape: Sequence[Any], all_strides: Sequence[Any]) -> Rows:
+    shape, all_strides, batch, counts = array.shape, array.strides, 1, None
     if not shape:
-        check.dimensions(name, tuple(shape), ("...", "size"))
-    size = distance = int(shape[-1])  # late where there is but one dimension
+        check.dimensions(name, shape, ("...", "size"))
+    size = distance = shape[-1]
     if size > MAX_ROW:
         check.fail(name, f"of rows of at most {MAX_ROW} elements", size)
-    # Dimensions of size 1 are left out: their strides mean nothing. A late size is compared only where it must be.
-    outer = [(n, stride) for n, stride in zip(shape[:-1], all_strides, strict=False) if type(n) is not int or n != 1]
-    lengths, strides = [n for n, _ in outer], [*(stride for _, stride in outer), all_strides[-1]]
-    count = functools.reduce(operator.mul, lengths, 1) if len(lengths) != 1 else lengths[0]
+    # Dimensions of size 1 are left out: their strides mean nothing.
+    outer = [(n, stride) for n, stride in zip(shape[:-1], all_strides, strict=False) if n != 1]
+    lengths, strides = [n for n, _ in outer], (*(stride for _, stride in outer), all_strides[-1])
+    count = math.prod(lengths)
     if count > MAX_ROWS:
         check.fail(name, f"of at most {MAX_ROWS} rows", count)
-    if strides == list(contiguous_strides([*lengths, size])):
+    if strides == strides_of((*lengths, size)):
         pass
     elif count > 1 and size:
         fits, span = all_strides[-1] == 1 or size == 1, 0
@@ -80,7 +59,11 @@ def _rows_of(name: str, shape: Sequence[Any], all_strides: Sequence[Any]) -> Row
             check.fail(name, wanted, f"strides {all_strides} (in elements)")
     elif size > 1 and count and all_strides[-1] != 1:
         check.fail(name, "contiguous along its last dimension", f"strides {all_strides} (in elements)")
-    return Rows(count, size, distance, 1, None)
+    if expert_num_tokens is not None:
+        check.dimensions(name, shape, ("experts", "max_tokens", "size"))
+        batch = shape[-2]
+        counts = expect("expert_num_tokens", expert_num_tokens, array, name, ("int32",), shape[:1], "[experts]")
+    return Rows(count, size, distance, batch, counts)
 
 
 class Tile(NamedTuple):

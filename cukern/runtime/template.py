@@ -11,13 +11,13 @@ import functools
 import operator
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cukern.runtime import sources
-from cukern.runtime.late import Late, item
+from cukern.runtime.each import Each
 
 _SCALARS = {
     "bool": "?",
@@ -260,23 +260,21 @@ def _add_leaves(leaves: list[_Leaf], kind: Scalar | Array | Struct, value: Any, 
         return
     if value is None or (type(value) is int and value == 0):
         value = bytes(kind.size)
-    found = value.value if isinstance(value, Late) else value
-    if isinstance(found, bytes) or (isinstance(value, Late) and not isinstance(found, tuple)):
+    found = value.value if isinstance(value, Each) else value
+    if isinstance(found, bytes) or isinstance(value, Each):
         if not isinstance(found, bytes) or len(found) != kind.size:
             got = len(found) if isinstance(found, bytes) else repr(found)
             raise TemplateError(f"{path} must be {kind.size} bytes, got {got}")
         leaves.append((offset, f"{kind.size}s", value, path))
         return
     if isinstance(kind, Array):
-        if not isinstance(value, Sequence) or len(value) != kind.count:
+        if not isinstance(value, (tuple, list)) or len(value) != kind.count:
             raise TemplateError(f"{path} must be {kind.count} values, got {value!r}")
         for i, one in enumerate(value):
             _add_leaves(leaves, kind.of, one, offset + i * kind.of.size, f"{path}[{i}]")
         return
-    if isinstance(value, Late):  # of a tuple, in the order of the fields
-        value = [value.apply(item(i)) for i in range(len(value.value))]
-    if not isinstance(value, Mapping):
-        if not isinstance(value, Sequence) or len(value) != len(kind.fields):
+    if not isinstance(value, dict):
+        if not isinstance(value, (tuple, list)) or len(value) != len(kind.fields):
             raise TemplateError(f"{path} must be the fields {', '.join(kind.fields)}, got {value!r}")
         value = dict(zip(kind.fields, value, strict=True))
     leaves += named_leaves(kind, value, offset, path + ".")
@@ -294,128 +292,66 @@ def named_leaves(layout: Struct, values: Mapping[str, Any], offset: int = 0, pre
         raise TemplateError(f"the fields of {layout.name} are {', '.join(layout.fields)}: there is {', '.join(wrong)}")
     leaves: list[_Leaf] = []
     for name, (at, kind) in layout.fields.items():
-        _add_leaves(leaves, kind, values[name], offset + at, prefix + name)
+        value = values[name]
+        if type(kind) is Scalar:
+            leaves.append((offset + at, kind.code, 0 if value is None else value, prefix + name))
+        else:
+            _add_leaves(leaves, kind, value, offset + at, prefix + name)
     return leaves
 
 
-class Packing:
-    """The format by which a struct is packed, of bytes that are known ahead and the numbers of each call."""
+def packing(layout: Struct, leaves: list[_Leaf], is_open: Any) -> tuple[struct.Struct, list[Any]]:
+    """How a struct is packed, and the values to pack: bytes that are known ahead, and open values, in their order.
 
-    def __init__(self, layout: Struct, leaves: list[_Leaf], is_open: Any) -> None:
-        known, opened = bytearray(layout.size), []
-        for offset, code, value, path in leaves:
-            if type(value) is not int and is_open(value):
-                opened.append((offset, code, value))
-                continue
-            try:
-                _compiled(f"={code}").pack_into(known, offset, value)
-            except struct.error as error:
-                raise TemplateError(f"{layout.name}::{path}: {error}, got {value!r}") from None
-        codes, at = "=", 0
-        #: The values to pack, in order: bytes known ahead, and open values.
-        self.parts: list[Any] = []
-        for offset, code, value in [*opened, (layout.size, "", None)]:
-            if offset > at:
-                codes += f"{offset - at}s"
-                self.parts.append(bytes(known[at:offset]))
-            if code:
-                codes += code
-                self.parts.append(value)
-                at = offset + struct.calcsize(f"={code}")
-        self.struct = _compiled(codes)
-
-
-class Packer(NamedTuple):
-    """Packs a kernel's struct: `into(buffer, 0, *order(values + known))`, with the values of a call."""
-
-    into: Callable[..., None]
-    #: None where the values are in the struct's order and all that is known is behind them.
-    order: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None
-    #: The bytes of the fields that are the same in every call.
-    known: tuple[bytes, ...]
-    #: The names of the values, None for those that the struct does without.
-    names: tuple[str | None, ...]
-    #: The other fields, by name.
-    fixed: dict[str, Any]
-
-    def fields(self, values: tuple[Any, ...]) -> dict[str, Any]:
-        """The fields of the struct by name, for the values of a call. A struct within is a dictionary."""
-        found: dict[str, Any] = {}
-        for path, x in [*zip(self.names, values, strict=True), *self.fixed.items()]:
-            if path:
-                *outer, name = path.split(".")
-                functools.reduce(lambda fields, struct: fields.setdefault(struct, {}), outer, found)[name] = x
-        return found
-
-
-def packer(file: str, function: str, names: Sequence[str], fixed: Mapping[str, Any]) -> Packer:
-    """The packer of a kernel's struct, for the values `names` of each call and the `fixed` ones.
-
-    A value is a number, or the bytes of a field that is an array or a struct; "in.stride" is the field `stride` of the
-    struct `in` within. A struct may do without some of both. Raises TemplateError for a field that has no value.
+    Raises TemplateError, with the name of the field, for a number that its field does not hold.
     """
-    layout, leaves, paths = params(file, function), list[_Leaf](), set[str]()
-
-    def add(struct: Struct, start: int, prefix: str) -> None:
-        for name, (offset, kind) in struct.fields.items():
-            at, path = start + offset, prefix + name
-            if path in fixed:
-                _add_leaves(leaves, kind, fixed[path], at, path)
-            elif path in names:
-                leaves.append((at, kind.code if isinstance(kind, Scalar) else f"{kind.size}s", path, path))
-            elif isinstance(kind, Struct):
-                add(kind, at, path + ".")
-            else:
-                raise TemplateError(f"{layout.name} of {function} has the field {path}, which no call gives")
-            paths.add(path)
-
-    add(layout, 0, "")
-    opened = tuple((offset, code, value) for offset, code, value, _ in leaves if type(value) is str)
-    fixed_leaves = [(offset, code, value, path) for offset, code, value, path in leaves if type(value) is not str]
-    form = _form(layout.size, tuple(names), opened, tuple((offset, code) for offset, code, *_ in fixed_leaves))
+    values = [value for _, _, value, _ in leaves]
+    are_open = [type(value) is not int and is_open(value) for value in values]
+    form = _format(layout.size, tuple([(offset, code) for offset, code, _, _ in leaves]), tuple(are_open))
     try:
-        packed = form.fixed.pack(*[value for _, _, value, _ in fixed_leaves])
+        packed = form.fixed.pack(*[value for value, each in zip(values, are_open, strict=True) if not each])
     except struct.error:
-        Packing(layout, leaves, lambda value: type(value) is str)  # which names the field
+        refuse_number(layout, [leaf for leaf, each in zip(leaves, are_open, strict=True) if not each])
         raise
-    known = tuple(packed[start:end] for start, end in form.known)
-    own = {path: x for path, x in fixed.items() if path in paths}
-    taken = tuple(path if path in paths and path not in fixed else None for path in names)
-    return Packer(form.whole.pack_into, form.order, known, taken, own)
+    opened = iter([value for value, each in zip(values, are_open, strict=True) if each])
+    return form.whole, [next(opened) if part is None else packed[part[0] : part[1]] for part in form.parts]
 
 
-class _Form(NamedTuple):
+def refuse_number(layout: Struct, leaves: Iterable[_Leaf]) -> None:
+    """Raises TemplateError for the first number that its field does not hold."""
+    for _, code, value, path in leaves:
+        try:
+            struct.pack(f"={code}", value)
+        except struct.error as error:
+            raise TemplateError(f"{layout.name}::{path}: {error}, got {value!r}") from None
+
+
+class _Format(NamedTuple):
     """How the structs of one layout are packed, whatever their fixed numbers are."""
 
     fixed: struct.Struct  # of the fixed numbers alone, in a struct of the same size
-    known: list[tuple[int, int]]  # the bytes from one value of a call to the next
-    whole: struct.Struct  # of the values of a call, and of all that is known
-    order: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None
+    whole: struct.Struct  # of all parts
+    parts: list[tuple[int, int] | None]  # the bytes from one open value to the next; None for an open value
 
 
 @functools.lru_cache(maxsize=1024)
-def _form(
-    size: int, names: tuple[str, ...], opened: tuple[tuple[int, str, str], ...], fixed: tuple[tuple[int, str], ...]
-) -> _Form:
-    """The form of a struct of `size` bytes with the values `opened` of each call and the `fixed` numbers."""
+def _format(size: int, leaves: tuple[tuple[int, str], ...], are_open: tuple[bool, ...]) -> _Format:
+    """The form of a struct of `size` bytes whose numbers have these offsets and codes."""
     text, end = "=", 0
-    for offset, code in fixed:
-        text += f"{offset - end}x{code}"
-        end = offset + struct.calcsize(f"={code}")
-    numbers = struct.Struct(f"{text}{size - end}x")
-    known: list[tuple[int, int]] = []
-    text, end, places = "=", 0, []
-    for offset, code, name in (*opened, (size, "", "")):
+    for (offset, code), is_open in zip(leaves, are_open, strict=True):
+        if not is_open:
+            text += f"{offset - end}x{code}"
+            end = offset + struct.calcsize(f"={code}")
+    fixed = struct.Struct(f"{text}{size - end}x")
+    text, end, parts = "=", 0, list[tuple[int, int] | None]()
+    for (offset, code), is_open in [*zip(leaves, are_open, strict=True), ((size, ""), True)]:
+        if not is_open:
+            continue
         if offset > end:
             text += f"{offset - end}s"
-            places.append(len(names) + len(known))
-            known.append((end, offset))
+            parts.append((end, offset))
         if code:
             text += code
-            places.append(names.index(name))
+            parts.append(None)
             end = offset + struct.calcsize(f"={code}")
-    order = None if places == [*range(len(names) + len(known))] else operator.itemgetter(*places)
-    return _Form(numbers, known, struct.Struct(text), order)
-
-
-_compiled = functools.lru_cache(maxsize=1024)(struct.Struct)
+    return _Format(fixed, struct.Struct(text), parts)

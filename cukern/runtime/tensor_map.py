@@ -5,13 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable
 from typing import Any
 
-from cukern.runtime.arrays import Library
 from cukern.runtime.cuda import libcuda
 
-__all__ = ["DESCRIBED", "TENSOR_MAP_BYTES", "Maps", "encode"]
+__all__ = ["TENSOR_MAP_BYTES", "encode"]
 
 TENSOR_MAP_BYTES = 128
 _ALIGNMENT = 64
@@ -22,9 +20,6 @@ _INTERLEAVE_NONE = 0
 _SWIZZLE_NONE, _SWIZZLE_128 = 0, 3
 _PROMOTIONS = {128: 2, 256: 3}
 _FILL_ZERO = 0
-#: The map of an array that is only described: the machine may have no driver.
-DESCRIBED = bytes(bytearray(TENSOR_MAP_BYTES))
-_MAX_MAPS = 256  # of a field that are kept, of arrays at different addresses
 
 
 class _Buffers(threading.local):
@@ -80,37 +75,3 @@ def encode(
     if status:
         raise RuntimeError(f"no tensor map for {dtype} {dims}, strides {strides}, box {box}: CUDA error {status}")
     return ctypes.string_at(own.map, TENSOR_MAP_BYTES)
-
-
-class Maps:
-    """The tensor maps of a field of a launch, by the array's address and number of rows; see `encode`.
-
-    `sizes` gives the dims and the strides for a number of rows.
-    """
-
-    def __init__(
-        self,
-        dtype: str,
-        box: tuple[int, ...],
-        sizes: Callable[[int], tuple[tuple[int, ...], tuple[int, ...]]],
-        promotion: int = 256,
-        swizzled: bool = True,
-    ) -> None:
-        self._dtype, self._box, self._sizes, self._form = dtype, box, sizes, (promotion, swizzled)
-        self._encoded: dict[tuple[int, int], bytes] = {}
-
-    def arguments(self, rows: int = 0) -> tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], int, bool]:
-        """The arguments of `encode` for a number of rows, but the address."""
-        return self._dtype, *self._sizes(rows), self._box, *self._form
-
-    def find(self, library: Library, address: int, rows: int = 0) -> bytes:
-        """The map of an array; DESCRIBED for one that is only described."""
-        made = self._encoded.get((address, rows))
-        if made is None:
-            if library.recorder is not None:
-                return DESCRIBED
-            if len(self._encoded) >= _MAX_MAPS:
-                self._encoded.clear()
-            made = encode(address, *self.arguments(rows))
-            self._encoded[address, rows] = made
-        return made

@@ -7,6 +7,11 @@ import functools
 from cukern.runtime import check
 
 
+def ceil_div(number: int, divisor: int) -> int:
+    """`number / divisor`, rounded up."""
+    return -(-number // divisor)
+
+
 @functools.lru_cache(maxsize=1024)
 def divisor(number: int) -> tuple[int, int]:
     """The fields of a Divisor: `n * multiplier >> shift` is n // number for n below 2**31.

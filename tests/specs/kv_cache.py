@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from cukern.ops import _kv_cache as op
+from cukern.ops.kv_cache import choose as op
 from cukern.runtime.kernel import Variant
 from tests.spec import (
     COPIES,

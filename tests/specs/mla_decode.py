@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from cukern.ops import _mla_decode as op
+from cukern.ops.mla_decode import choose as op
 from cukern.runtime.kernel import Variant
 from tests.spec import (
     BF16,

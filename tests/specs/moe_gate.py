@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from cukern.ops.moe_gate import choose
+from cukern.ops import moe_gate
 from cukern.runtime.kernel import Variant
 from tests.spec import BF16, IN_ITS_FILE, Bits, Call, Function, Spec, floats, in_variants, integers, outputs
 
@@ -71,14 +71,14 @@ def _large_calls() -> list[Call]:
 
 def _at_first_use() -> Iterator[Variant]:
     # A bias of each float dtype that the instances of the import do not take, in each way of loading it.
-    op = choose
+    op = moe_gate.kernels
     config = next(iter(op.SPECIALIZED))
     for dtype, lanes, bias_type in (("bfloat16", 32, "__half"), ("float32", 8, "double"), ("float16", 16, "double")):
         yield op._variant(dtype, config, lanes, (bias_type,))
     # One warp per token for more slots than gate_by_warp deals, and that one with another bias and other scores.
     yield op._variant("float32", config, 32)
     yield op._by_warp_variant("bfloat16", config, ("double",))
-    yield op._by_warp_variant("float32", op.Sizes(1024, 1, "softmax", biased=True))
+    yield op._by_warp_variant("float32", op.Config(1024, 1, "softmax", biased=True))
     yield op._dynamic("float32", 16, 16, ("__nv_bfloat16",))
     yield op._dynamic("float16", 32, 32, ("double",))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from cukern.ops import _padding as op
+from cukern.ops.padding import choose as op
 from cukern.runtime.kernel import Variant
 from tests.spec import (
     BF16,

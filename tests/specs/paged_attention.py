@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
+from cukern.ops import paged_attention
 from cukern.ops.paged_attention import choose as op
-from cukern.ops.paged_attention import merge
 from cukern.runtime.kernel import Variant
 from tests.spec import IN_ITS_FILE, SHARE, SMALL, Bits, Call, Function, Spec, floats, in_variants, integers
 
@@ -65,10 +65,10 @@ def _at_first_use() -> Iterator[Variant]:
         yield few_rows._replace(dims=dims, cache=cache, dealt=dealt).variant
     yield op.scalar.variant("float", "float", "VLLM", "true")
     yield op.scalar.variant("__half", "__nv_fp8_e5m2", "FLASH", "false")
-    yield merge.kernel.variant("float", 4, "false")
-    yield merge.kernel.variant("float", 1, "true")
+    yield paged_attention._merge.variant("float", 4, "false")
+    yield paged_attention._merge.variant("float", 1, "true")
     for heads_first in (True, False):
-        yield merge.merge_variant("bfloat16", 8, heads_first, 1 if heads_first else 2, True)
+        yield paged_attention.merge_variant("bfloat16", 8, heads_first, 1 if heads_first else 2, True)
 
 
 SPEC = Spec(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 import cukern
-from cukern.ops import _sampling as op
+from cukern.ops.sampling import choose as op
 from cukern.runtime.kernel import Variant
 from tests.spec import (
     BF16,

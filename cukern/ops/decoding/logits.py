@@ -11,10 +11,9 @@ from cukern.runtime import arrays, check
 from cukern.runtime.arrays import AnyArray
 from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array, expect_place, expect_row_stride
 from cukern.runtime.kernel import Kernel, Variant
-from cukern.runtime.late import ceil_div, checked
 from cukern.runtime.op import op
-from cukern.runtime.plan import asked, launch, outputs, run_twin, write_into
-from cukern.runtime.units import why_width
+from cukern.runtime.plan import asked, begin_together, launch, outputs, run_twin, write_into
+from cukern.runtime.units import ceil_div, why_width
 
 DTYPES = ("float32", "float16", "bfloat16")
 VARIANTS = ("auto", "wide", "narrow")
@@ -98,7 +97,7 @@ def _like_logits(logits: Any, *_: Any, **__: Any) -> Result:
     return Result(tuple(logits.shape), dtype_name(logits), "[batch, vocab]")
 
 
-@op(twin.update_logits, "updated", _like_logits, rows={"batch": ("logits", "finished", "out")})
+@op(twin.update_logits, "updated", _like_logits)
 def update_logits(
     logits: AnyArray, bias: AnyArray | None = None, finished: AnyArray | None = None, end_id: int | None = None,
     *, out: AnyArray | None = None, variant: str = "auto",
@@ -188,7 +187,7 @@ def _per_row(
         return value, off, len(shape)
     if dtype == "int32":
         return None, check.integer(name, value, int(low), 2**31 - 1), 0
-    return None, checked(functools.partial(_in_range, name, low, wanted), value), 0
+    return None, _in_range(name, low, wanted, value), 0
 
 
 def _check_sequences(
@@ -238,8 +237,6 @@ _PENALTIES = ("temperature", "repetition_penalty", "presence_penalty", "frequenc
     twin.apply_penalties,
     "penalized",
     _like_logits,
-    rows={"batch": ("logits", *_PENALTIES, "output_ids", "sequence_length", "prompt_length", *_MASKS, "out")},
-    late=_PENALTIES,
 )
 def apply_penalties(
     logits: AnyArray,
@@ -341,7 +338,7 @@ def apply_penalties(
     width = _width(variant, logits, out)
     counted = counts or words_size > 0 or min_length is not None
     is_in_place = (
-        given is not None and logits.address == out.address and (logits.strides[0] == out.strides[0] or batch == 1)
+        given is not None and begin_together(logits, out) and (logits.strides[0] == out.strides[0] or batch == 1)
     )
     whole = not is_in_place or isinstance(temperature, Array) or temperatures[1] not in (0.0, 1.0)
     if not (counted or whole):

@@ -17,9 +17,9 @@ from cukern.runtime.describe import (
     expect_row_stride,
 )
 from cukern.runtime.kernel import Kernel, Variant
-from cukern.runtime.late import ceil_div
 from cukern.runtime.op import op
 from cukern.runtime.plan import launch, outputs, run_twin
+from cukern.runtime.units import ceil_div
 
 MAX_VOCAB = 2**20
 MAX_BATCH = 2**24
@@ -121,10 +121,7 @@ def _init(start_ids: Array, vocab: int | None, out: Any) -> Any:
     return out
 
 
-_INIT_ROWS = {"batch": ("start_ids", "out")}
-
-
-@op(twin.decoding_init, "word_ids, sequence_length, finished, cum_log_probs", _state, rows=_INIT_ROWS)
+@op(twin.decoding_init, "word_ids, sequence_length, finished, cum_log_probs", _state)
 def decoding_init(
     start_ids: AnyArray, *, out: tuple[AnyArray, AnyArray, AnyArray, AnyArray] | None = None
 ) -> tuple[AnyArray, AnyArray, AnyArray, AnyArray]:
@@ -152,7 +149,6 @@ def decoding_init(
     twin.topp_init,
     "word_ids, sequence_length, finished, cum_log_probs, offsets, id_vals",
     _sort_state,
-    rows=_INIT_ROWS,
 )
 def topp_init(
     start_ids: AnyArray,
@@ -186,7 +182,7 @@ def topp_init(
     return _init(start_ids, vocab, out)
 
 
-@op(twin.stop_words_criterion, rows={"batch": ("output_ids", "sequence_length", "finished")})
+@op(twin.stop_words_criterion)
 def stop_words_criterion(
     output_ids: AnyArray, sequence_length: AnyArray, stop_words: AnyArray, finished: WrittenArray
 ) -> AnyArray:
@@ -229,7 +225,7 @@ def stop_words_criterion(
     return finished
 
 
-@op(twin.update_finished, rows={"batch": ("word_ids", "finished", "sequence_length")})
+@op(twin.update_finished)
 def update_finished(
     word_ids: AnyArray, finished: WrittenArray, sequence_length: WrittenArray, end_id: int
 ) -> tuple[AnyArray, AnyArray]:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from cukern.ops.moe_gate import choose as kernels
-from cukern.ops.moe_gate.choose import DTYPES, MAX_EXPERTS, SCORING, Sizes
-from cukern.ops.moe_gate.launch import AXES, DECISIONS, gate
-from cukern.runtime import check
-from cukern.runtime.arrays import KNOWN, AnyArray, WrittenArray
+from cukern.ops.moe_gate.choose import (
+    BIAS_DTYPES,
+    DTYPES,
+    MAX_EXPERTS,
+    MAX_TOKENS,
+    SCORING,
+    VARIANTS,
+    Config,
+)
+from cukern.reference import moe_gate as twin
+from cukern.runtime import arrays, check
+from cukern.runtime.arrays import AnyArray, WrittenArray
 from cukern.runtime.compile import Instance
-from cukern.runtime.describe import Result
-from cukern.runtime.op import operator
-from cukern.runtime.view import read
+from cukern.runtime.describe import Array, Result, expect, expect_array, expect_place, expect_row_stride, type_name
+from cukern.runtime.op import forget_plans, op
+from cukern.runtime.plan import asked, check_each_call, launch, outputs, run_twin
+from cukern.runtime.units import ceil_div
 
 __all__ = ["biased_grouped_topk", "grouped_topk", "moe_fused_gate", "topk_sigmoid", "topk_softmax"]
 
@@ -26,17 +35,17 @@ def specialize(*, experts: int, groups: int = 1, scoring_func: str = "sigmoid", 
     check.integer("experts", experts, 1, MAX_EXPERTS)
     check.integer("groups", groups, 1, experts)
     check.one_of("scoring_func", scoring_func, SCORING)
-    sizes = Sizes(experts, groups, scoring_func if biased else "any", bool(biased))
-    if not kernels.lanes_of(sizes):
+    config = Config(experts, groups, scoring_func if biased else "any", bool(biased))
+    if not kernels.lanes_of(config):
         check.fail(
             "experts and groups",
             "sizes where a group is whole lanes of at most 32 experts (the dynamic variant takes all others)",
             f"{experts} experts in {groups} groups",
         )
-    kernels.registered.add(sizes)
+    kernels.registered.add(config)
     kernels.choose.cache_clear()
-    DECISIONS.clear()
-    return kernels.variants_of(sizes)
+    forget_plans()
+    return kernels.variants_of(config)
 
 
 #: Other defaults of `cukern.specialize` for the functions that take no bias by default.
@@ -47,14 +56,165 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
+def _valid_tokens(count: Any, tokens: int) -> int:
+    return check.integer("num_token_non_padded", count, 0, tokens, "tokens")
+
+
+class _Call(NamedTuple):
+    """The arguments that all five gates have, and the names of two of them in messages."""
+
+    name: str
+    logits: Any
+    bias_name: str
+    bias: Any
+    renormalize: bool
+    scoring: str
+    num_token_non_padded: Any
+    variant: str
+
+
+def _check_sizes(sizes: tuple[Any, ...]) -> kernels.Sizes:
+    low = {"num_expert_group": 1, "topk_group": 1, "topk": 1, "num_fused_shared_experts": 0}
+    groups, topk_group, topk, shared = (
+        n if type(n) is int else check.integer(x, n, low[x]) for x, n in zip(low, sizes, strict=True)
+    )
+    return groups, topk_group, topk, shared
+
+
+def _check_valid(call: _Call) -> tuple[Any, Array | None]:
+    """The first token that is padding: a number, and the array on the device that replaces it."""
+    tokens, count = call.logits.shape[0], call.num_token_non_padded
+    if count is None:
+        return tokens, None
+    if not isinstance(count, Array):
+        return check_each_call(_valid_tokens, count, tokens), None
+    on_device = expect_place("num_token_non_padded", count, call.logits, call.name)
+    check.dtype("num_token_non_padded", on_device.dtype, ("int32", "int64"))
+    if on_device.shape not in ((), (1,)):
+        check.shape("num_token_non_padded", on_device.shape, (1,), "[1]")
+    return tokens, on_device
+
+
+def _select(choices: kernels.Choices, call: _Call, row_stride: Any, groups: int) -> tuple[kernels.Choice, str]:
+    """The variant of a call, and why. Raises ValueError for "specialized" where there is none."""
+    logits, bias = call.logits, call.bias
+    # Wide loads need aligned rows.
+    aligned = min(logits.alignment, 16 if bias is None else bias.alignment) == 16
+    if choices.specialized and aligned and (row_stride * logits.item_size % 16 == 0 or logits.shape[0] <= 1):
+        if call.variant == "dynamic":
+            return choices.dynamic, asked(call.variant)
+        chosen, least = choices.specialized[0], 1
+        for for_more in choices.specialized[1:]:
+            if logits.shape[0] > chosen.most_tokens:
+                chosen, least = for_more, chosen.most_tokens + 1
+        lanes = {1: "one thread", 32: "one warp"}.get(chosen.lanes, f"{chosen.lanes} lanes")
+        most = f"{'to' if least > 1 else 'up to'} {chosen.most_tokens}"
+        bounds = [f"from {least}"] * (least > 1) + [most] * (chosen.most_tokens < MAX_TOKENS)
+        taken = f" ({' '.join(bounds)} tokens)" if bounds else ""
+        asks = f"{asked(call.variant)}; " * (call.variant != "auto")
+        return chosen, f"{asks}{logits.shape[0]} tokens: {lanes} per token{taken}; {choices.why}"
+    if call.variant == "specialized":
+        check.fail(
+            "variant",
+            "'auto' or 'dynamic' here",
+            f"'specialized': there is none for {logits.shape[1]} experts in {groups} groups with scoring "
+            f"{call.scoring} {'without' if bias is None else 'with'} a bias, or the rows are not 16-byte aligned "
+            "(cukern.specialize adds one)",
+        )
+    why = choices.why
+    if choices.specialized:
+        unaligned = "rows" if bias is None else "rows or the bias"
+        why = f"the {unaligned} are not 16-byte aligned ({kernels.PADDED}), as the faster kernel needs ({why})"
+    return choices.dynamic, asked(call.variant) or f"dynamic, {choices.dynamic.lanes} lanes per token: {why}"
+
+
+def _gate(
+    call: _Call,
+    sizes: tuple[Any, Any, Any, Any],
+    scaling: tuple[Any, bool] = (1.0, False),
+    *,
+    by_two: bool = False,
+    softcap: float = 0.0,
+    out: Any = None,
+    written: dict[str, Any] | None = None,
+) -> Any:
+    """Check, choose a variant, launch.
+
+    `sizes` are those of `kernels.Sizes`; `scaling` is the scaling factor, and whether it multiplies the weights;
+    `by_two`: a group's score is the sum of its two best choices; `written` are the results by name, where they are
+    arguments.
+    """
+    name, logits, bias = call.name, call.logits, call.bias
+    expect_array(name, logits, DTYPES, ("tokens", "experts"))
+    tokens, experts = logits.shape
+    if not 1 <= experts <= MAX_EXPERTS:
+        check.fail(name, f"of 1 to {MAX_EXPERTS} experts", experts)
+    if tokens > MAX_TOKENS:
+        check.fail(name, f"of at most {MAX_TOKENS} tokens", tokens)
+    row_stride = expect_row_stride(name, logits)
+    groups, topk_group, topk, shared = sizes = _check_sizes(sizes)
+    if bias is not None:
+        expect(call.bias_name, bias, logits, name, BIAS_DTYPES, (experts,), "[experts]")
+    bias_dtype = None if bias is None else bias.dtype
+    check.one_of("scoring_func", call.scoring, SCORING)
+    choices = kernels.choose(logits.dtype, experts, sizes, call.scoring, bias_dtype, softcap != 0)
+    factor = check.number("routed_scaling_factor", scaling[0])
+    if shared and factor == 0:
+        check.fail("routed_scaling_factor", "nonzero with fused shared experts", factor)
+    check.one_of("variant", call.variant, VARIANTS)
+    results = _results(logits, topk)
+    if written is None:
+        weights, ids = outputs(out, logits, name, *results, names="a pair (weights, ids)")
+    else:
+        weights, ids = (
+            expect(own, array, logits, name, (result.dtype,), result.shape, result.symbols)
+            for (own, array), result in zip(written.items(), results, strict=True)
+        )
+    valid, valid_on_device = _check_valid(call)
+    if logits.on_host:
+        return run_twin(call.variant, VARIANTS)
+    chosen, why = _select(choices, call, row_stride, groups)
+    if tokens == 0:
+        return weights, ids
+    fields = {
+        "logits": logits,
+        "bias": bias,
+        "weights": weights,
+        "ids": ids,
+        "valid_on_device": valid_on_device,
+        "row_stride": row_stride,
+        "tokens": tokens,
+        "valid": valid,
+        "experts": experts,
+        "groups": groups,
+        "topk_group": topk_group,
+        "topk": topk - shared,
+        "shared": shared,
+        "scoring": kernels.of_template(call.scoring.upper()),
+        "group_by_two": by_two,
+        "renormalize": call.renormalize,
+        "bias_is_float": bias_dtype == "float32",
+        "valid_is_int64": valid_on_device is not None and valid_on_device.dtype == "int64",
+        "shared_scale": 1 / factor if shared else 0.0,
+        "output_scale": factor if scaling[1] else 1.0,
+        "softcap": softcap,
+    }
+    blocks = ceil_div(tokens, chosen.threads // chosen.lanes)
+    taken = kernels.fields_of(chosen.variant, fields | {**chosen.fields})
+    launch(chosen.variant, blocks, chosen.threads, chosen.shared_bytes, why=why, **taken)
+    return weights, ids
+
+
 def _results(gating_output: Any, topk: Any) -> tuple[Result, Result]:
     shape = (gating_output.shape[0], topk)
     return Result(shape, "float32", "[tokens, topk]"), Result(shape, "int32", "[tokens, topk]")
 
 
-@operator(
+@op(
+    twin.moe_fused_gate,
     "weights, ids",
     lambda input, bias, num_expert_group, topk_group, topk, *_, **__: _results(input, topk),
+    numbers=("num_token_non_padded",),
 )
 def moe_fused_gate(
     input: AnyArray,
@@ -120,36 +280,36 @@ def moe_fused_gate(
     """
     if bias is None:
         check.fail("bias", "an array [experts]", "None", TypeError)
-    return gate(
-        input, "input", bias, "bias",
-        (num_expert_group, topk_group, topk, num_fused_shared_experts),
-        routed_scaling_factor, apply_routed_scaling_factor_on_output, renormalize, scoring_func, num_token_non_padded,
-        variant, out, by_two=True,
-    )  # fmt: skip
+    call = _Call("input", input, "bias", bias, renormalize, scoring_func, num_token_non_padded, variant)
+    sizes = (num_expert_group, topk_group, topk, num_fused_shared_experts)
+    scaling = (routed_scaling_factor, apply_routed_scaling_factor_on_output)
+    return _gate(call, sizes, scaling, by_two=True, out=out)
 
 
 def _or_one(number: Any) -> Any:
     return 1 if number is None else number
 
 
-def _expect_tokens(hidden_states: Any, gating_output: Any) -> None:
-    """Raise ValueError for hidden states of another number of tokens. These are not read: they may be on any device."""
-    is_trained = getattr(hidden_states, "requires_grad", False)
-    if not is_trained and KNOWN.get(type(hidden_states)) and KNOWN.get(type(gating_output)):
-        given, wanted = hidden_states.shape, gating_output.shape
-        if given and wanted and given[0] == wanted[0]:
-            return
-    x = read("gating_output", gating_output, DTYPES, AXES)
-    shape = read("hidden_states", hidden_states).shape
-    if not shape:
+def _check_hidden_states(hidden_states: Any, gating_output: Any) -> None:
+    """Check the number of tokens. The array itself is not read, so it may be on any device."""
+    if hidden_states is None:
+        return
+    if not hasattr(hidden_states, "shape"):
+        hidden_states = arrays.enter("hidden_states", hidden_states)
+    wanted = expect_array("gating_output", gating_output, symbols=("tokens", "experts")).shape[0]
+    if not hidden_states.shape:
         check.fail("hidden_states", "of shape [tokens, ...]", [])
-    if shape[0] != x.shape[0]:
-        check.fail("hidden_states", f"of {x.shape[0]} tokens like gating_output", shape[0])
+    given = hidden_states.shape[0]
+    if given is not wanted and given != wanted:
+        check.fail("hidden_states", f"of {wanted} tokens like gating_output", given)
 
 
-@operator(
+@op(
+    twin.biased_grouped_topk,
     "weights, ids",
     lambda hidden_states, gating_output, correction_bias, topk, *_, **__: _results(gating_output, topk),
+    leader="gating_output",
+    numbers=("num_token_non_padded",),
 )
 def biased_grouped_topk(
     hidden_states: AnyArray | None,
@@ -176,21 +336,22 @@ def biased_grouped_topk(
     shared experts is drawn for the last slot, each has a slot. Other arguments, results and errors are those of
     `moe_fused_gate`, with `gating_output` for `input` and `correction_bias` for `bias`.
     """
-    if hidden_states is not None:
-        _expect_tokens(hidden_states, gating_output)
+    _check_hidden_states(hidden_states, gating_output)
     if correction_bias is None:
         check.fail("correction_bias", "an array [experts]", "None (grouped_topk takes none)", TypeError)
-    return gate(
-        gating_output, "gating_output", correction_bias, "correction_bias",
-        (_or_one(num_expert_group), _or_one(topk_group), topk, num_fused_shared_experts),
-        1.0 if routed_scaling_factor is None else routed_scaling_factor, apply_routed_scaling_factor_on_output,
-        renormalize, scoring_func, num_token_non_padded, variant, out, by_two=True, scales_sums_alone=True,
-    )  # fmt: skip
+    names = "gating_output", gating_output, "correction_bias", correction_bias
+    call = _Call(*names, renormalize, scoring_func, num_token_non_padded, variant)
+    sizes = (_or_one(num_expert_group), _or_one(topk_group), topk, num_fused_shared_experts)
+    scaling = (_or_one(routed_scaling_factor), renormalize and apply_routed_scaling_factor_on_output)
+    return _gate(call, sizes, scaling, by_two=True, out=out)
 
 
-@operator(
+@op(
+    twin.grouped_topk,
     "weights, ids",
     lambda hidden_states, gating_output, topk, *_, **__: _results(gating_output, topk),
+    leader="gating_output",
+    numbers=("num_token_non_padded",),
 )
 def grouped_topk(
     hidden_states: AnyArray | None,
@@ -214,17 +375,31 @@ def grouped_topk(
     make ties. Arguments, results and errors are those of `biased_grouped_topk` (SGLang's `grouped_topk`); the method is
     that of the DeepSeek-V2 paper (arXiv:2405.04434).
     """
-    if hidden_states is not None:
-        _expect_tokens(hidden_states, gating_output)
-    return gate(
-        gating_output, "gating_output", None, "",
-        (_or_one(num_expert_group), _or_one(topk_group), topk, num_fused_shared_experts),
-        1.0 if routed_scaling_factor is None else routed_scaling_factor, apply_routed_scaling_factor_on_output,
-        renormalize, scoring_func, num_token_non_padded, variant, out, scales_sums_alone=True,
-    )  # fmt: skip
+    _check_hidden_states(hidden_states, gating_output)
+    names = "gating_output", gating_output, "", None
+    call = _Call(*names, renormalize, scoring_func, num_token_non_padded, variant)
+    sizes = (_or_one(num_expert_group), _or_one(topk_group), topk, num_fused_shared_experts)
+    scaling = (_or_one(routed_scaling_factor), renormalize and apply_routed_scaling_factor_on_output)
+    return _gate(call, sizes, scaling, out=out)
 
 
-@operator()
+def _slots(topk_ids: Any, shared: Any) -> int:
+    """The slots of each token; `shared` of them are for shared experts."""
+    if len(getattr(topk_ids, "shape", ())) != 2:
+        wanted = "an int32 array [tokens, topk]"
+        check.fail("topk_ids", wanted, getattr(topk_ids, "shape", type_name(topk_ids)), TypeError)
+    slots = topk_ids.shape[1]
+    if slots < 1:
+        check.fail("topk_ids", "of at least one slot", slots)
+    check.integer("num_fused_shared_experts", shared, 0, slots - 1, "the columns of topk_ids but one")
+    return slots
+
+
+@op(
+    twin.topk_softmax,
+    leader="gating_output",
+    numbers=("num_token_non_padded",),
+)
 def topk_softmax(
     topk_weights: WrittenArray,
     topk_ids: WrittenArray,
@@ -257,16 +432,20 @@ def topk_softmax(
     `moe_fused_gate`; without a bias the logits themselves order the experts. The function is SGLang's
     `sgl_kernel.topk_softmax`.
     """
-    gate(
-        gating_output, "gating_output", correction_bias, "correction_bias",
-        (1, 1, None, num_fused_shared_experts), routed_scaling_factor, apply_routed_scaling_factor_on_output,
-        renormalize, "softmax", num_token_non_padded, variant, written=(topk_weights, topk_ids),
-        softcap=moe_softcapping,
-    )  # fmt: skip
+    names = "gating_output", gating_output, "correction_bias", correction_bias
+    call = _Call(*names, renormalize, "softmax", num_token_non_padded, variant)
+    written = {"topk_weights": topk_weights, "topk_ids": topk_ids}
+    sizes = (1, 1, _slots(topk_ids, num_fused_shared_experts), num_fused_shared_experts)
+    scaling = (routed_scaling_factor, apply_routed_scaling_factor_on_output)
+    _gate(call, sizes, scaling, softcap=check.number("moe_softcapping", moe_softcapping), written=written)
     return topk_weights, topk_ids
 
 
-@operator()
+@op(
+    twin.topk_sigmoid,
+    leader="gating_output",
+    numbers=("num_token_non_padded",),
+)
 def topk_sigmoid(
     topk_weights: WrittenArray,
     topk_ids: WrittenArray,
@@ -285,9 +464,9 @@ def topk_sigmoid(
     Arguments, results and errors are those of `topk_softmax`. The function is SGLang's `sgl_kernel.topk_sigmoid`, with
     the scaling of vLLM's operator of this name.
     """
-    gate(
-        gating_output, "gating_output", correction_bias, "correction_bias",
-        (1, 1, None, num_fused_shared_experts), routed_scaling_factor, apply_routed_scaling_factor_on_output,
-        renormalize, "sigmoid", num_token_non_padded, variant, written=(topk_weights, topk_ids),
-    )  # fmt: skip
+    names = "gating_output", gating_output, "correction_bias", correction_bias
+    call = _Call(*names, renormalize, "sigmoid", num_token_non_padded, variant)
+    written = {"topk_weights": topk_weights, "topk_ids": topk_ids}
+    sizes = (1, 1, _slots(topk_ids, num_fused_shared_experts), num_fused_shared_experts)
+    _gate(call, sizes, (routed_scaling_factor, apply_routed_scaling_factor_on_output), written=written)
     return topk_weights, topk_ids

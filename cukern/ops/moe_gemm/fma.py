@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
-from cukern.ops.moe_gemm.kernels import Chosen, Config, Product, _flag, chosen, config_of, constant, tiles_of
+from cukern.ops.moe_gemm.kernels import Product, _flag, constant, tiles_of
 from cukern.runtime import arrays
 from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.plan import launch
 
 _fma = Kernel("moe_gemm/fma", "gemm_fma")
 
@@ -22,14 +21,16 @@ def fma_variant(out_dtype: str, weights: str, is_by_blocks: bool, epilogue: int,
 _fma.specialized = [fma_variant("bfloat16", "PLAIN", False, 0, tokens).instance for tokens in FMA_TOKENS]
 
 
-@functools.lru_cache(maxsize=1024)
-def _config(x: Product, tokens: int) -> Config:
-    variant, (expert, row) = fma_variant(x.out_dtype, x.weights, x.is_by_blocks, x.epilogue, tokens), x.b_strides
-    return config_of(x, variant, constant(_fma, "FMA_THREADS"), b_row=row, b_expert=expert)
-
-
-def fma(x: Product, why: str) -> Chosen:
+def fma(x: Product) -> None:
     tokens = next((tokens for tokens in FMA_TOKENS[:-1] if x.expects(tokens)), FMA_TOKENS[-1])
-    strips = -(-x.columns // (constant(_fma, "FMA_WEIGHTS") // (2 if x.is_gated else 1)))
-    why = f"{why}; {tiles_of(FMA_TOKENS, tokens, x)}"
-    return chosen(x, _config(x.without_counts, tokens), why, x.tiles(tokens, strips))
+    columns = constant(_fma, "FMA_WEIGHTS") // (2 if x.is_gated else 1)
+    strips = -(-x.out.shape[-1] // columns)
+    launch(
+        fma_variant(x.out.dtype, x.weights, x.is_by_blocks, x.epilogue, tokens),
+        x.tiles(tokens, strips),
+        constant(_fma, "FMA_THREADS"),
+        why=f"{x.why}; {tiles_of(FMA_TOKENS, tokens, x)}",
+        **x.fields(),
+        b_row=x.b_strides[1],
+        b_expert=x.b_strides[0],
+    )

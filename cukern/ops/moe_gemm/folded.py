@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 from cukern.ops.moe_gemm.kernels import (
@@ -11,25 +10,18 @@ from cukern.ops.moe_gemm.kernels import (
     _RESERVED_BYTES,
     _TOGETHER,
     _TOKENS_OF_TILES,
-    Chosen,
-    Config,
-    Prepare,
     Product,
     _flag,
     _form_of,
-    a_map_of,
+    _prepared_map,
     box_of,
-    chosen,
-    config_of,
     constant,
-    prepared_map,
     staged_rows,
 )
 from cukern.runtime import arrays, gpu
-from cukern.runtime import launch as runtime
-from cukern.runtime.arrays import Library
+from cukern.runtime.describe import Array
 from cukern.runtime.kernel import Kernel, Launched, Variant
-from cukern.runtime.template import packer
+from cukern.runtime.plan import launch
 
 _folded_wgmma = Kernel("moe_gemm/folded_wgmma", "gemm_folded_wgmma")
 _prepare = Kernel("moe_gemm/prepare_folded", "prepare_folded")
@@ -108,35 +100,39 @@ _ahead = [form.variant("bfloat16", x).instance for x in _ACTIVATIONS_AHEAD for f
 _folded_wgmma.specialize_by_arch({arch: _ahead if arch == "90a" else [] for arch in gpu.BY_ARCH})
 
 
-@functools.lru_cache(maxsize=1024)
-def _config(x: Product, form: FoldedWgmma) -> Config:
-    promotion = 128 if form.is_streamed else 256
-    b_map, a_map = prepared_map(x, form, promotion), a_map_of(x, form.box, promotion)
-    return config_of(x, form.variant(x.out_dtype, x.epilogue), together=_TOGETHER, b_map=b_map, a_map=a_map)
-
-
-def folded_wgmma(x: Product, why: str) -> Chosen:
-    count = x.gpu.multiprocessors
-    (form, of_form), medium = _form_of(FOLDED_FORMS, x, count), FOLDED_FORMS[-2]
+def folded_wgmma(x: Product) -> None:
+    count = x.a.gpu.multiprocessors
+    (form, why), medium = _form_of(FOLDED_FORMS, x, count), FOLDED_FORMS[-2]
     # The larger form gains nothing before groups have more rows than the smaller one takes.
     if form is FOLDED_FORMS[-1] and x.expects(medium.tokens):
-        form, of_form = medium, f"tiles of {medium.tokens} rows (up to {x.most(medium.tokens)} an expert)"
+        form, why = medium, f"tiles of {medium.tokens} rows (up to {x.most(medium.tokens)} an expert)"
     strips = -(-x.n // (form.cluster * form.weights))
     blocks = x.tiles(min(form.tokens, _TOKENS_OF_TILES), strips * form.cluster)
-    blocks = min(blocks, count * form.blocks // form.cluster * form.cluster)
-    return chosen(x, _config(x.without_counts, form), f"{why}; {of_form}", blocks)
+    promotion = 128 if form.is_streamed else 256
+    launch(
+        form.variant(x.out.dtype, x.epilogue),
+        min(blocks, count * form.blocks // form.cluster * form.cluster),
+        why=f"{x.why}; {why}",
+        **x.fields(_TOGETHER),
+        b_map=_prepared_map(x, form, promotion),
+        a_map=x.a_map(form.box, promotion),
+    )
 
 
 def prepare_variant(restores: bool = False) -> Variant:
     return (_restore if restores else _prepare).variant()
 
 
-def convert(
-    library: Library, device: int, addresses: tuple[int, int, int], eights: int, k: int, restores: bool
-) -> None:
-    """Prepare weights for FP8 rows, or restore them: the addresses of `b`, `b_scale` and `eights` prepared 8 rows."""
-    variant = prepare_variant(restores)
-    pack = packer(variant.instance.file, variant.instance.function, ("b", "b_scale", "prepared", "k"), {})
-    why = "MXFP4 for FP8 rows: a block for each 8 rows of weights"
-    config = Prepare(variant, (constant(_prepare, "FOLDED_THREADS"), 1, 1), 0, pack, why)
-    runtime.launch(config, library, device, (eights, 1, 1), (*addresses, k))
+def convert(b: Array, b_scale: Array, prepared: Array, k: int, restores: bool = False) -> None:
+    """Prepare weights for FP8 rows, or restore what was prepared."""
+    eights = prepared.shape[0] * prepared.shape[1]
+    launch(
+        prepare_variant(restores),
+        eights,
+        constant(_prepare, "FOLDED_THREADS"),
+        why="MXFP4 for FP8 rows: a block for each 8 rows of weights",
+        b=b,
+        b_scale=b_scale,
+        prepared=prepared,
+        k=k,
+    )

@@ -5,24 +5,20 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from cukern.formats.quantized import BLOCK, SMALLEST
+from cukern.formats.quantized import BLOCK
 from cukern.ops.moe_gemm.kernels import (
     _ACTIVATIONS_AHEAD,
     _HOPPER_BYTES,
     STREAM_ROWS,
-    Chosen,
-    Config,
     Product,
     _flag,
-    a_map_of,
-    b_map_of,
-    chosen,
-    config_of,
     constant,
     why_not_wgmma,
 )
 from cukern.runtime import arrays, gpu
+from cukern.runtime.describe import Array
 from cukern.runtime.kernel import Kernel, Launched, Variant
+from cukern.runtime.plan import launch
 
 _fp8_wgmma = Kernel("moe_gemm/fp8_wgmma", "gemm_fp8_wgmma")
 _fp8_blocks = Kernel("moe_gemm/fp8_blocks", "gemm_fp8_blocks", compile_s=1)
@@ -88,10 +84,14 @@ def _fp8_wgmma_cluster(strips: int, is_one_box: bool) -> int:
 def _fp8_wgmma_form(x: Product, strips: int, multiprocessors: int) -> tuple[Fp8Wgmma, str]:
     """The form that needs the least time, and why; `strips`: the columns of the result by those of a tile."""
     cluster = _fp8_wgmma_cluster(strips, x.expects(constant(_fp8_wgmma, "FP8_BOX")))
+
+    def is_small_cheaper(rows: int) -> bool:
+        return _is_small_cheaper(rows, cluster, x.experts, strips, multiprocessors)
+
     large = 288 if x.is_by_blocks and not x.epilogue and x.expects(FP8_TAIL_ROWS) else _LARGE
     if x.expects(_SMALL):
         return Fp8Wgmma(_SMALL, cluster), f"tiles of {_SMALL} rows (up to {_SMALL} an expert)"
-    if _is_small_cheaper(x.expected_rows, cluster, x.experts, strips, multiprocessors):
+    if x.by_expected_rows(is_small_cheaper):
         fewer = f"{multiprocessors} multiprocessors are expected to take less than {_LESS} of the time of {_LARGE}"
         return Fp8Wgmma(_SMALL, cluster), f"tiles of {_SMALL} rows, with which {fewer}"
     tail = f", a tail among them (scales by blocks, up to {FP8_TAIL_ROWS} an expert)" if large != _LARGE else ""
@@ -110,26 +110,22 @@ def why_not_fp8_wgmma(x: Product) -> str:
     return ""
 
 
-@functools.lru_cache(maxsize=1024)
-def _fp8_config(x: Product, form: Fp8Wgmma) -> Config:
-    variant = form.variant(x.out_dtype, x.is_by_blocks, x.epilogue)
-    return config_of(x, variant, b_map=b_map_of(x, _columns(x)), a_map=a_map_of(x, form.box, 256))
-
-
-def _columns(x: Product) -> int:
-    """The columns of the result of a tile: gated, half of its rows of weights are ups."""
-    return constant(_fp8_wgmma, "FP8_COLUMNS") // (2 if x.is_gated else 1)
-
-
-def fp8_wgmma(x: Product, why: str) -> Chosen:
-    count, columns = x.gpu.multiprocessors, _columns(x)
-    strips = -(-x.columns // columns)
-    form, of_form = _fp8_wgmma_form(x, strips, count)
+def fp8_wgmma(x: Product) -> None:
+    count = x.a.gpu.multiprocessors
+    # The columns of the result of a tile: gated, half of its rows of weights are ups.
+    columns = constant(_fp8_wgmma, "FP8_COLUMNS") // (2 if x.is_gated else 1)
+    strips = -(-x.out.shape[-1] // columns)
+    form, why = _fp8_wgmma_form(x, strips, count)
     alone = f"1 up to {constant(_fp8_wgmma, 'FP8_BOX')} rows an expert, or for odd strips below {_MANY_STRIPS}"
-    of_form += f"; clusters of {form.cluster} for {strips} strips of {columns} columns ({alone})"
+    why += f"; clusters of {form.cluster} for {strips} strips of {columns} columns ({alone})"
     blocks = x.tiles(min(form.tokens, 256), -(-strips // form.cluster) * form.cluster)
-    blocks = min(blocks, max(count // form.cluster, 1) * form.cluster)
-    return chosen(x, _fp8_config(x.without_counts, form), f"{why}; {of_form}", blocks)
+    launch(
+        form.variant(x.out.dtype, x.is_by_blocks, x.epilogue),
+        min(blocks, max(count // form.cluster, 1) * form.cluster),
+        why=f"{x.why}; {why}",
+        **x.fields(),
+        **x.maps(columns, form.box),
+    )
 
 
 # --- with an activation that is quantized ---------------------------------------------------------------
@@ -178,19 +174,18 @@ def quantizes(expected_rows: int, experts: int, n: int, gpu: gpu.Gpu | None) -> 
     return _is_wide_cheaper(expected_rows, experts, n, gpu.multiprocessors)
 
 
-@functools.lru_cache(maxsize=1024)
-def _quantized_config(x: Product, cluster: int) -> Config:
-    columns, box = constant(_fp8_blocks, "FP8_COLUMNS"), constant(_fp8_blocks, "FP8_BOX")
-    variant = fp8_blocks_variant(x.out_dtype, cluster, x.epilogue)
-    return config_of(
-        x, variant, b_map=b_map_of(x, columns), a_map=a_map_of(x, box, 256), smallest=float(SMALLEST)
-    )  # fmt: skip
-
-
-def fp8_quantized(x: Product, why: str) -> Chosen:
-    """Choose for the product whose activation is quantized."""
+def fp8_quantized(x: Product, out_scale: Array, dtype: str, smallest: float) -> None:
+    """Launch the product whose activation is quantized, of sums that are rounded to `dtype`."""
     cluster = 1 if x.expects(_FP8_ALONE) else 2
-    blocks = x.tiles(128 * cluster, x.columns // constant(_fp8_blocks, "FP8_COLUMNS") * cluster)
-    why = f"{why}; clusters of {cluster} (1 up to {_FP8_ALONE} an expert)"
-    blocks = min(blocks, max(x.gpu.multiprocessors // cluster, 1) * cluster)
-    return chosen(x, _quantized_config(x.without_counts, cluster), why, blocks)
+    columns, box = constant(_fp8_blocks, "FP8_COLUMNS"), constant(_fp8_blocks, "FP8_BOX")
+    blocks = x.tiles(128 * cluster, x.out.shape[-1] // columns * cluster)
+    why = f"clusters of {cluster} (1 up to {_FP8_ALONE} an expert)"
+    launch(
+        fp8_blocks_variant(dtype, cluster, x.epilogue),
+        min(blocks, max(x.a.gpu.multiprocessors // cluster, 1) * cluster),
+        why=f"{x.why}; {why}",
+        out_scale=out_scale,
+        smallest=smallest,
+        **x.fields(),
+        **x.maps(columns, box),
+    )

@@ -10,12 +10,10 @@ from cukern.formats.quantized import MXFP4_GROUP, NVFP4_GROUP
 from cukern.formats.weights import UNIT_ROWS
 from cukern.runtime import activation as activations
 from cukern.runtime import arrays, gpu, template
-from cukern.runtime import launch as runtime
-from cukern.runtime.arrays import Library
+from cukern.runtime.describe import Array
+from cukern.runtime.each import Each
 from cukern.runtime.kernel import Kernel, Launched, Variant
-from cukern.runtime.performance import advise
-from cukern.runtime.template import Packer, packer
-from cukern.runtime.tensor_map import TENSOR_MAP_BYTES, Maps
+from cukern.runtime.plan import launch, tensor_map
 
 #: Rows of a group up to which "stream" is taken, by `expected_m` and by the mean. It is the fastest for groups that all
 #: have two rows, and for groups of up to four, most of which have fewer.
@@ -36,47 +34,33 @@ _RESERVED_BYTES = 1 << 10  # of each block's shared memory, for the system
 
 
 class Product(NamedTuple):
-    """A grouped product in plain numbers: what it is, and how many rows a call has."""
+    """The arguments of a call, checked, and what follows from them."""
 
-    a_dtype: str
-    out_dtype: str  # of the sums that are rounded, where the activation is quantized
-    weights: str  # a `Format` of the templates; TRANSPOSED: `b` lies as [experts, k, n]; FOLDED: MXFP4 for FP8 rows
-    a_scales: str  # "", "block", "row", "one" or "expert"
-    b_scales: str  # "", "block", "column", "one" or "group"
+    a: Array
+    b: Array
+    out: Array
+    offsets: Array
+    a_scale: Array | None
+    b_scale: Array | None
+    b_global_scale: Array | None
+    row_token: Array | None
     is_batched: bool
-    gathers: bool  # row_token names the row of `a` for each row
+    rows: int  # of the result; batched: those that each expert has room for
     experts: int
     n: int
     k: int
+    weights: str  # a `Format` of the templates; TRANSPOSED: `b` lies as [experts, k, n]
+    a_scales: str  # "", "block", "row" or "one"
+    b_scales: str  # "", "block", "column", "one" or "group"
     epilogue: int  # ACTIVATION of the templates, by `epilogue`
     is_gated: bool
+    expected_m: int | None  # the most rows that a group is expected to have, or None
+    is_prepared: bool  # weights of 4 bits by `prepare_weights`
     interleaved: bool  # gated: rows 2 j and 2 j + 1 of the weights are gate j and its up; else each has a half of n
-    quantizes: bool  # the activation, by blocks
-    b_item_size: int
-    b_strides: tuple[int, ...]  # elements of `b` from an expert's weights, and from a row (TRANSPOSED: a step along k)
-    is_strided: bool  # rows of weights (TRANSPOSED: steps along k) have gaps between them
-    prepared: tuple[int, ...]  # shape of prepared weights of 4 bits, else empty
-    is_aligned: bool  # `a`, `b` and `out` begin at multiples of 16 bytes
-    offset_words: int  # 32-bit words of an offset
-    bias_is_float: bool
+    bias: Array | None
     alpha: float
     limit: float
-    gpu: gpu.Gpu
-    variant: str
-    rows: int = 0  # of the result; batched: those that each expert has room for
-    tokens: int = 0  # rows of `a`; batched: those that each expert has room for
-    expected_m: int | None = None  # the most rows that a group is expected to have
-    without_counts: Any = None  # the same Product for all numbers of rows
-
-    @property
-    def columns(self) -> int:
-        """Columns of the result."""
-        return self.n // 2 if self.is_gated else self.n
-
-    @property
-    def a_size(self) -> int:
-        """Bytes of an element of `a`."""
-        return arrays.ITEM_SIZE[self.a_dtype]
+    why: str = ""  # the reason for the kernel
 
     @property
     def has_halves(self) -> bool:
@@ -88,14 +72,37 @@ class Product(NamedTuple):
         return self.weights == "TRANSPOSED"
 
     @property
+    def in_memory(self) -> Array:
+        """The weights, with the dimensions in the order of memory."""
+        return self.b.transposed if self.is_transposed else self.b
+
+    @property
+    def is_strided(self) -> bool:
+        """Whether rows of weights do not follow each other without gaps; transposed, steps along k."""
+        return not self.in_memory.is_contiguous
+
+    @property
+    def b_strides(self) -> tuple[int, int]:
+        """Elements of `b` from an expert's weights, and from a row (transposed: from a step along k), to the next.
+
+        A dimension of one has any stride.
+        """
+        b = self.in_memory
+        if self.is_strided:
+            return b.strides[0], b.strides[1]
+        _, lines, line = b.shape[:3]
+        return lines * line, line
+
+    @property
     def unit(self) -> int:
         """Numbers along k of a unit of 16 bytes."""
-        return 32 if self.weights in ("MXFP4", "NVFP4") else 16 // self.a_size
+        return 32 if self.weights in ("MXFP4", "NVFP4") else 16 // self.a.item_size
 
     @property
     def is_of_units(self) -> bool:
         """Whether arrays begin, and rows are made of, whole units of 16 bytes; strides of weights do not count."""
-        return self.is_aligned and self.k % self.unit == 0 == self.columns % UNIT_COLUMNS
+        is_whole = self.k % self.unit == 0 == self.out.shape[-1] % UNIT_COLUMNS
+        return is_whole and all(x.alignment >= 16 for x in (self.a, self.b, self.out))
 
     @property
     def is_by_blocks(self) -> bool:
@@ -105,16 +112,11 @@ class Product(NamedTuple):
     def all_rows(self) -> int:
         return self.rows * self.experts if self.is_batched else self.rows
 
-    def of(self, rows: int, tokens: int, expected_m: int | None) -> Product:
-        """The product with these numbers of rows."""
-        return self._replace(rows=rows, tokens=tokens, expected_m=expected_m, without_counts=self)
-
     def tiles(self, tokens: int, strips: int = 1) -> int:
         """The most tiles of `tokens` rows that there can be, times `strips`: each group's last one may not be full."""
-        rows, experts = self.rows, self.experts
         if self.is_batched:
-            return experts * -(-rows // tokens) * strips
-        return (rows + min(experts, rows) * (tokens - 1)) // tokens * strips
+            return self.experts * -(-self.rows // tokens) * strips
+        return (self.rows + min(self.experts, self.rows) * (tokens - 1)) // tokens * strips
 
     def most(self, rows: int) -> int:
         """What `expects` compares with `rows`: a mean stands for groups of more rows."""
@@ -136,122 +138,68 @@ class Product(NamedTuple):
             return f"room for {self.rows} rows an expert"
         return f"{self.rows} rows for {self.experts} experts, {self.rows / self.experts:.4g} an expert"
 
-    @property
-    def expected_rows(self) -> int:
-        """The rows that `expects` compares, where these are more than STREAM_ROWS."""
+    def by_expected_rows(self, function: Any) -> Any:
+        """`function` of the rows that `expects` compares, where these are more than STREAM_ROWS."""
         if self.expected_m is not None:
-            return self.expected_m
-        return -(-self.rows // (1 if self.is_batched else self.experts))
+            return function(self.expected_m)
+        return function(-(-self.rows // (1 if self.is_batched else self.experts)))
 
+    def fields(self, together: int = 0) -> dict[str, Any]:
+        """The fields of GemmParams, by name."""
+        arguments = self._asdict()
+        names = "a", "b", "out", "offsets", "a_scale", "b_scale", "b_global_scale", "row_token", "experts", "n", "k"
+        return {
+            **{name: arguments[name] for name in names},
+            "rows": self.all_rows,
+            "tokens": self.a.shape[-2],
+            "offset_words": 2 if self.offsets.dtype == "int64" else 1,
+            "max_tokens": self.rows if self.is_batched else 0,
+            "a_scale_step": int(self.a_scales == "row"),
+            "b_scale_step": int(self.b_scales == "column"),
+            "together": together,
+            "bias": self.bias,
+            "alpha": self.alpha,
+            "limit": self.limit,
+            "bias_is_float": int(self.bias is not None and self.bias.dtype == "float32"),
+        }
 
-# --- a launch -------------------------------------------------------------------------------------------
+    def maps(self, weights: int, rows: int, promotion: int = 256, is_gated: bool = False) -> dict[str, Each]:
+        """The further fields of MappedGemmParams: maps with boxes of `weights` and of `rows` rows of 128 bytes.
 
-#: The fields of GemmParams and its kin that each call gives, in this order: addresses, rows and tensor maps.
-FIELDS = (
-    "a", "b", "offsets", "a_scale", "b_scale", "b_global_scale", "row_token", "bias", "out", "out_scale",
-    "rows", "tokens", "max_tokens", "b_map", "a_map",
-)  # fmt: skip
+        `is_gated`: a box of weights is 8 gates, their 8 ups, the next 8 gates, and so on.
+        """
+        size = self.a.item_size
+        dtype, line = "uint8" if size == 1 else self.a.dtype, 128 // size
+        of_expert, between = (stride * size for stride in self.b_strides)
+        if self.is_transposed:
+            # Of 64 steps along k a box has `line` weights, those of a warpgroup.
+            turned = (self.n, self.k, self.experts, 1), (between, of_expert, self.experts * of_expert)
+            b_map = tensor_map(self.b, dtype, *turned, (line, 64, 1, 1), promotion)
+            return {"b_map": b_map, "a_map": self.a_map(rows, promotion)}
+        dims: tuple[int, ...] = (self.k, self.n, self.experts, 1)
+        strides: tuple[int, ...] = (between, of_expert, self.experts * of_expert)
+        box: tuple[int, ...] = (line, weights, 1, 1)
+        if is_gated:
+            # From a gate to the next, to its up, and to the gate 8 further on.
+            rows_apart = (2, 1, 16) if self.interleaved else (1, self.n // 2, 8)
+            dims = self.k, 8, 2, self.n // 16, self.experts
+            strides = (*(apart * between for apart in rows_apart), of_expert)
+            box = line, 8, 2, weights // 16, 1
+        return {"b_map": tensor_map(self.b, dtype, dims, strides, box, promotion), "a_map": self.a_map(rows, promotion)}
 
+    def a_map(self, rows: int, promotion: int) -> Each:
+        """The map of `a` with boxes of `rows` rows of 128 bytes."""
+        size = self.a.item_size
+        between, all_rows = self.k * size, self.all_rows * self.k * size
+        dims, strides = (self.k, self.all_rows, 1, 1), (between, all_rows, all_rows)
+        dtype = "uint8" if size == 1 else self.a.dtype
+        return tensor_map(self.a, dtype, dims, strides, (128 // size, rows, 1, 1), promotion)
 
-_NO_MAP = bytes(TENSOR_MAP_BYTES)
-
-
-class Config(NamedTuple):
-    """What the launches of a product have in common, whatever their numbers of rows."""
-
-    variant: Variant
-    block: tuple[int, int, int]
-    shared_bytes: int
-    pack: Packer
-    b_map: Maps | None
-    a_map: Maps | None
-    reason: str = ""
-
-
-class Chosen(NamedTuple):
-    """The launch of a product."""
-
-    config: Config
-    grid: tuple[int, int, int]
-    rows: tuple[int, int, int]  # `rows`, `tokens` and `max_tokens` of GemmParams
-    a_rows: int  # of `a` in memory
-    why: str
-    advice: str = ""  # what makes it faster
-
-
-def config_of(
-    x: Product, variant: Variant, threads: int = 0, together: int = 0, b_map: Maps | None = None,
-    a_map: Maps | None = None, **own: Any,
-) -> Config:  # fmt: skip
-    """The configuration of a kernel for a product; `own` are the fields that this kernel's struct has beside others.
-
-    `threads` of a block, where the variant does not say.
-    """
-    fields = {
-        "experts": x.experts, "n": x.n, "k": x.k, "offset_words": x.offset_words,
-        "a_scale_step": int(x.a_scales == "row"), "b_scale_step": int(x.b_scales == "column"), "together": together,
-        "alpha": x.alpha, "limit": x.limit, "bias_is_float": int(x.bias_is_float), **own,
-    }  # fmt: skip
-    pack = packer(variant.instance.file, variant.instance.function, FIELDS, fields)
-    launched = variant.launched
-    return Config(variant, (threads or launched.threads, 1, 1), launched.shared_bytes, pack, b_map, a_map)
-
-
-def chosen(x: Product, config: Config, why: str, blocks: int, y: int = 1) -> Chosen:
-    rows = x.all_rows, x.tokens, x.rows if x.is_batched else 0
-    return Chosen(config, (blocks, y, 1), rows, x.tokens * x.experts if x.is_batched else x.tokens, why)
-
-
-def launch(chosen: Chosen, library: Library, device: int, addresses: Sequence[int]) -> None:
-    """Launch a product; `addresses` are the first ten of FIELDS, and 0 stands for a missing array."""
-    config, grid, rows, a_rows, why, advice = chosen
-    b_map = a_map = _NO_MAP
-    if config.b_map is not None:
-        b_map = config.b_map.find(library, addresses[1])
-    if config.a_map is not None:
-        a_map = config.a_map.find(library, addresses[0], a_rows)
-    if library.recorder is not None:
-        config = config._replace(reason=why.replace("{", "{{").replace("}", "}}"))
-    if advice:
-        advise(library, advice)
-    runtime.launch(config, library, device, grid, (*addresses, *rows, b_map, a_map))
-
-
-def b_map_of(x: Product, weights: int, promotion: int = 256, is_gated: bool = False) -> Maps:
-    """The map of weights, with boxes of `weights` rows of 128 bytes.
-
-    `is_gated`: a box of weights is 8 gates, their 8 ups, the next 8 gates, and so on.
-    """
-    size = x.a_size
-    dtype, line = "uint8" if size == 1 else x.a_dtype, 128 // size
-    of_expert, between = (stride * size for stride in x.b_strides)
-    if x.is_transposed:
-        # Of 64 steps along k a box has `line` weights, those of a warpgroup.
-        turned = (x.n, x.k, x.experts, 1), (between, of_expert, x.experts * of_expert)
-        return Maps(dtype, (line, 64, 1, 1), lambda _: turned, promotion)
-    dims: tuple[int, ...] = (x.k, x.n, x.experts, 1)
-    strides: tuple[int, ...] = (between, of_expert, x.experts * of_expert)
-    box: tuple[int, ...] = (line, weights, 1, 1)
-    if is_gated:
-        # From a gate to the next, to its up, and to the gate 8 further on.
-        rows_apart = (2, 1, 16) if x.interleaved else (1, x.n // 2, 8)
-        dims = x.k, 8, 2, x.n // 16, x.experts
-        strides = (*(apart * between for apart in rows_apart), of_expert)
-        box = line, 8, 2, weights // 16, 1
-    return Maps(dtype, box, lambda _: (dims, strides), promotion)
-
-
-def a_map_of(x: Product, rows: int, promotion: int) -> Maps:
-    """The map of `a` with boxes of `rows` rows of 128 bytes."""
-    k, size = x.k, x.a_size
-    dtype, box = "uint8" if size == 1 else x.a_dtype, (128 // size, rows, 1, 1)
-    return Maps(dtype, box, lambda n: ((k, n, 1, 1), (k * size, n * k * size, n * k * size)), promotion)
-
-
-def _row_map(x: Product) -> Maps:
-    """The map of `a`, whose rows are gathered, with boxes of 128 bytes of one row."""
-    k, size = x.k, x.a_size
-    return Maps(x.a_dtype, (128 // size, 1), lambda n: ((k, n), (k * size,)), 256)
+    def row_map(self) -> Each:
+        """The map of `a`, whose rows are gathered, with boxes of 128 bytes of one row."""
+        size = self.a.item_size
+        dims, strides = (self.k, self.a.shape[-2]), (self.k * size,)
+        return tensor_map(self.a, self.a.dtype, dims, strides, (128 // size, 1), 256)
 
 
 def constant(kernel: Kernel, name: str) -> int:
@@ -396,34 +344,35 @@ def _wgmma_forms(x: Product, multiprocessors: int) -> Sequence[Wgmma]:
 
 def why_not_wgmma(x: Product) -> str:
     """The reason why `gemm_wgmma` cannot do it, and for FP8 neither `gemm_fp8_wgmma`; empty if one may."""
-    if x.gpu.arch != "90a":
-        return f"this GPU is of sm_{x.gpu.arch}, not sm_90a"
+    if x.a.gpu.arch != "90a":
+        return f"this GPU is of sm_{x.a.gpu.arch}, not sm_90a"
     if x.weights in ("MXFP4", "NVFP4"):
         return "weights are of 4 bits"
-    if x.gathers and x.weights == "FP8":
+    if x.row_token is not None and x.weights == "FP8":
         return "rows of FP8 are gathered"
     line = x.n if x.is_transposed else x.k
-    if x.is_strided and any(stride * x.b_item_size % 16 or stride < line for stride in x.b_strides):
+    if x.is_strided and any(stride * x.b.item_size % 16 or stride < line for stride in x.b_strides):
         return "rows of b lie at no multiples of 16 bytes, or overlap"
     return ""
 
 
-@functools.lru_cache(maxsize=1024)
-def _wgmma_config(x: Product, form: Wgmma) -> Config:
+def wgmma(x: Product) -> None:
+    count, gathers = x.a.gpu.multiprocessors, x.row_token is not None
+    (form, why), weights = _form_of(_wgmma_forms(x, count), x, count), _wgmma_weights()
+    strips = -(-x.n // (form.cluster * weights))
+    blocks = x.tiles(min(form.tokens, _TOKENS_OF_TILES), strips * form.cluster)
     # Weights that are read once are fetched to L2 by 128 bytes, not 256 (3% faster on an H200).
     promotion = 128 if form.is_streamed and not x.is_transposed else 256
-    b_map = b_map_of(x, _wgmma_weights(), promotion, is_gated=x.is_gated)
-    a_map = _row_map(x) if x.gathers else a_map_of(x, form.box, promotion)
-    variant = form.variant(x.a_dtype, x.epilogue, x.gathers, x.is_transposed)
-    return config_of(x, variant, together=_TOGETHER, b_map=b_map, a_map=a_map)
-
-
-def wgmma(x: Product, why: str) -> Chosen:
-    count = x.gpu.multiprocessors
-    form, of_form = _form_of(_wgmma_forms(x, count), x, count)
-    blocks = x.tiles(min(form.tokens, _TOKENS_OF_TILES), -(-x.n // (form.cluster * _wgmma_weights())) * form.cluster)
-    blocks = min(blocks, count * form.blocks // form.cluster * form.cluster)
-    return chosen(x, _wgmma_config(x.without_counts, form), f"{why}; {of_form}", blocks)
+    maps: dict[str, Any] = x.maps(weights, form.box, promotion, is_gated=x.is_gated)
+    if gathers:
+        maps["a_map"] = x.row_map()
+    launch(
+        form.variant(x.a.dtype, x.epilogue, gathers, x.is_transposed),
+        min(blocks, count * form.blocks // form.cluster * form.cluster),
+        why=f"{x.why}; {why}",
+        **x.fields(_TOGETHER),
+        **maps,
+    )
 
 
 # --- prepared 4 bits, by warpgroups ---------------------------------------------------------------------
@@ -492,13 +441,13 @@ FP4_FORMS = (
     Fp4Wgmma(128, 1, cluster=2, halves=2),
     Fp4Wgmma(288, 1, cluster=2, halves=2),
 )
-#: The form for few tiles: a multiprocessor has one at a time, and its warpgroups share the k.
+#: In place of the first form where that has few tiles: a multiprocessor has one at a time, its warpgroups share the k.
 FP4_FEW_TILES = Fp4Wgmma(8, 4, sides=1, split=4, halves=2, is_streamed=True)
 #: Tiles of the first form for each multiprocessor that count as few.
 _FEW_TILES = 12
 _FP4_ALL = FP4_FEW_TILES, *FP4_FORMS
 _fp4_ahead = [form.variant("bfloat16", x, 0, False).instance for x in ("MXFP4", "NVFP4") for form in _FP4_ALL]
-#: The epilogues of gpt-oss: gates and ups in pairs and biases of the first product, biases of the second.
+#: Those of gpt-oss: gates and ups in pairs and biases of the first product, biases of the second.
 _GPT_OSS = (
     epilogue(activations.number("swigluoai"), is_gated=True, interleaved=True, biased=True),
     epilogue(0, is_gated=False, biased=True),
@@ -509,49 +458,46 @@ _fp4_wgmma.specialize_by_arch({arch: _fp4_ahead if arch == "90a" else [] for arc
 
 def why_not_prepared(variant: str, x: Product) -> str:
     """The reason why prepared weights cannot be used; empty if they can."""
-    if x.gpu.arch != "90a":
-        return f"this GPU is of sm_{x.gpu.arch}, not sm_90a"
+    if x.a.gpu.arch != "90a":
+        return f"this GPU is of sm_{x.a.gpu.arch}, not sm_90a"
     return "" if variant in ("auto", "wgmma") else f"variant {variant!r} takes others"
 
 
-@functools.lru_cache(maxsize=1024)
-def _fp4_config(x: Product, form: Fp4Wgmma) -> Config:
-    promotion = 128 if form.is_streamed else 256
-    a_map = None if x.gathers else _token_map(x, form, promotion)
-    variant = form.variant(x.a_dtype, x.weights, x.epilogue, x.gathers)
-    return config_of(x, variant, together=_TOGETHER, b_map=prepared_map(x, form, promotion), a_map=a_map)
-
-
-def fp4_wgmma(x: Product, why: str) -> Chosen:
-    count = x.gpu.multiprocessors
-    form, of_form = _form_of(FP4_FORMS, x, count)
+def fp4_wgmma(x: Product) -> None:
+    count, gathers = x.a.gpu.multiprocessors, x.row_token is not None
+    form, why = _form_of(FP4_FORMS, x, count)
     if form is FP4_FORMS[0] and x.tiles(form.tokens, -(-x.n // form.weights)) <= _FEW_TILES * count:
         form = FP4_FEW_TILES
-        of_form += f", one at a time with its k shared out (up to {_FEW_TILES} tiles a multiprocessor)"
-    if x.gathers:
+        why += f", one at a time with its k shared out (up to {_FEW_TILES} tiles a multiprocessor)"
+    if gathers:
         form = (FP4_FORMS[-2] if form is FP4_FORMS[-1] else form)._replace(cluster=1)
-        of_form += f", of {form.tokens} and without clusters as rows are gathered"
+        why += f", of {form.tokens} and without clusters as rows are gathered"
     strips = -(-x.n // (form.cluster * form.weights))
     blocks = x.tiles(min(form.tokens, _TOKENS_OF_TILES), strips * form.cluster)
-    blocks = min(blocks, count * form.blocks // form.cluster * form.cluster)
-    return chosen(x, _fp4_config(x.without_counts, form), f"{why}; {of_form}", blocks)
+    promotion = 128 if form.is_streamed else 256
+    launch(
+        form.variant(x.a.dtype, x.weights, x.epilogue, gathers),
+        min(blocks, count * form.blocks // form.cluster * form.cluster),
+        why=f"{x.why}; {why}",
+        **x.fields(_TOGETHER),
+        b_map=_prepared_map(x, form, promotion),
+        a_map=None if gathers else _token_map(x, form, promotion),
+    )
 
 
-def _token_map(x: Product, form: Fp4Wgmma, promotion: int) -> Maps:
+def _token_map(x: Product, form: Fp4Wgmma, promotion: int) -> Each:
     """A map of the tokens. Where k is whole units, a box has all those of a stage."""
-    k, size, unit = x.k, x.a_size, 128 // x.a_size
-    if form.units == 1 or k % unit:
-        return a_map_of(x, form.box, promotion)
-
-    def sizes(rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return (unit, rows, k // unit, 1), (k * size, 128, rows * k * size)
-
-    return Maps(x.a_dtype, (unit, form.box, form.units, 1), sizes, promotion)
+    unit = 128 // x.a.item_size
+    if form.units == 1 or x.k % unit:
+        return x.a_map(form.box, promotion)
+    between, all_rows = x.k * x.a.item_size, x.all_rows * x.k * x.a.item_size
+    dims, strides = (unit, x.all_rows, x.k // unit, 1), (between, 128, all_rows)
+    return tensor_map(x.a, x.a.dtype, dims, strides, (unit, form.box, form.units, 1), promotion)
 
 
-def prepared_map(x: Product, form: Any, promotion: int) -> Maps:
+def _prepared_map(x: Product, form: Any, promotion: int) -> Each:
     """A map of prepared weights, with boxes of a stage, where gates of a half and their ups alternate by 8 rows."""
-    _, eights, units, unit = x.prepared
+    _, eights, units, unit = x.b.shape
     words, line, eight = unit // 8, form.units * (unit // 8), units * unit
     eights_of_box, of_expert = form.weights // UNIT_ROWS, eights * eight
     if x.has_halves:
@@ -560,36 +506,25 @@ def prepared_map(x: Product, form: Any, promotion: int) -> Maps:
     else:
         dims = units * words, eights, x.experts, 1
         strides, box = (eight, of_expert, x.experts * of_expert), (line, eights_of_box, 1, 1)
-    return Maps("uint64", box, lambda _: (dims, strides), promotion, swizzled=False)
+    return tensor_map(x.b, "uint64", dims, strides, box, promotion, swizzled=False)
 
 
 def prepare_variant(weights: str, restores: bool = False) -> Variant:
     return (_restore if restores else _prepare).variant(weights)
 
 
-#: The fields of PrepareParams that each call gives.
-_PREPARE_FIELDS = "b", "b_scale", "prepared", "units", "k"
+def prepare(weights: str, b: Array, b_scale: Array, prepared: Array, k: int) -> None:
+    units, threads = prepared.size // prepared.shape[-1], constant(_prepare, "PREPARE_THREADS")
+    grid = -(-units * constant(_prepare, "UNIT_WORDS") // threads)
+    fields = {"b": b, "b_scale": b_scale, "prepared": prepared, "units": units, "k": k}
+    launch(prepare_variant(weights), grid, threads, why=_of_scales(weights), **fields)
 
 
-class Prepare(NamedTuple):
-    """The launch that prepares or restores weights of 4 bits."""
-
-    variant: Variant
-    block: tuple[int, int, int]
-    shared_bytes: int
-    pack: Packer
-    reason: str
-
-
-def prepare(
-    weights: str, library: Library, device: int, addresses: tuple[int, int, int], units: int, k: int, restores: bool
-) -> None:
-    """Prepare weights of 4 bits, or restore them: the addresses of `b`, `b_scale` and `units` prepared units."""
-    variant, threads = prepare_variant(weights, restores), constant(_prepare, "PREPARE_THREADS")
-    pack = packer(variant.instance.file, variant.instance.function, _PREPARE_FIELDS, {})
-    grid = -(-units * constant(_prepare, "UNIT_WORDS") // threads), 1, 1
-    config = Prepare(variant, (threads, 1, 1), 0, pack, _of_scales(weights))
-    runtime.launch(config, library, device, grid, (*addresses, units, k))
+def restore(weights: str, prepared: Array, b: Array, b_scale: Array, k: int) -> None:
+    units, threads = prepared.size // prepared.shape[-1], constant(_restore, "PREPARE_THREADS")
+    grid = -(-units * constant(_restore, "UNIT_WORDS") // threads)
+    fields = {"b": b, "b_scale": b_scale, "prepared": prepared, "units": units, "k": k}
+    launch(prepare_variant(weights, True), grid, threads, why=_of_scales(weights), **fields)
 
 
 def _of_scales(weights: str) -> str:
@@ -677,18 +612,13 @@ def _mma_ahead(most: int) -> list[Any]:
 _mma.specialize_by_arch({arch: _mma_ahead(of.shared_per_block) for arch, of in gpu.BY_ARCH.items()})
 
 
-@functools.lru_cache(maxsize=1024)
-def _mma_config(x: Product, form: Mma) -> Config:
-    return config_of(x, form.variant(x.out_dtype, x.weights, x.is_by_blocks, x.epilogue))
-
-
-def mma(x: Product, why: str) -> Chosen:
-    forms = _MMA_MXFP4_FLOAT16 if (x.weights, x.a_dtype) == ("MXFP4", "float16") else MMA_FORMS[x.weights]
+def mma(x: Product) -> None:
+    forms = _MMA_MXFP4_FLOAT16 if (x.weights, x.a.dtype) == ("MXFP4", "float16") else MMA_FORMS[x.weights]
     form = next((form for form in forms[:-1] if x.expects(form.tokens)), forms[-1])
-    why = f"{why}; {tiles_of([form.tokens for form in forms], form.tokens, x)}"
-    form = form.fit(x.weights, x.is_by_blocks, x.gpu.shared_per_block)
-    config = _mma_config(x.without_counts, form)
-    return chosen(x, config, why, x.tiles(form.tokens, -(-x.n // form.weights)))
+    why = f"{x.why}; {tiles_of([form.tokens for form in forms], form.tokens, x)}"
+    form = form.fit(x.weights, x.is_by_blocks, x.a.gpu.shared_per_block)
+    variant = form.variant(x.out.dtype, x.weights, x.is_by_blocks, x.epilogue)
+    launch(variant, x.tiles(form.tokens, -(-x.n // form.weights)), why=why, **x.fields())
 
 
 def tiles_of(sizes: Sequence[int], tokens: int, x: Product) -> str:
@@ -767,21 +697,15 @@ def why_not_stream(x: Product) -> str:
     if x.rows > most:
         return "there may be too many groups of rows"
     # Units of 16 bytes of a row, which the kernel counts in 32 bits.
-    units = x.k * x.a_size // 16
-    if x.n * units > 2**32 or x.tokens > 2**32 // (groups * units):
+    units = x.k * x.a.item_size // 16
+    if x.n * units > 2**32 or x.a.shape[-2] > 2**32 // (groups * units):
         return "a, or the weights of one expert, are larger than 64 GiB"
     return ""
 
 
-@functools.lru_cache(maxsize=1024)
-def _stream_config(x: Product, tokens: int) -> Config:
-    variant = stream_variant(tokens, x.out_dtype, x.weights, x.is_by_blocks, x.epilogue)
-    return config_of(x, variant, 32 * _stream_form(tokens, x.weights).warps)
-
-
-def stream(x: Product, why: str) -> Chosen:
+def stream(x: Product) -> None:
     tokens = _stream_tokens(x)
     form = _stream_form(tokens, x.weights)
-    why = f"{why}; {tiles_of(_STREAM_TOKENS, tokens, x)}"
-    config = _stream_config(x.without_counts, tokens)
-    return chosen(x, config, why, -(-x.n // (2 * form.warps * form.pairs)), x.tiles(tokens))
+    grid = -(-x.n // (2 * form.warps * form.pairs)), x.tiles(tokens)
+    variant = stream_variant(tokens, x.out.dtype, x.weights, x.is_by_blocks, x.epilogue)
+    launch(variant, grid, 32 * form.warps, why=f"{x.why}; {tiles_of(_STREAM_TOKENS, tokens, x)}", **x.fields())

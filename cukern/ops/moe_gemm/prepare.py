@@ -9,11 +9,10 @@ from cukern.formats.weights import FOLDED_BYTES, FOLDED_K, UNIT_BYTES, UNIT_K, U
 from cukern.ops.moe_gemm import folded, kernels
 from cukern.reference import moe_gemm as twin
 from cukern.runtime import check
-from cukern.runtime.arrays import AnyArray, View
-from cukern.runtime.describe import Result
-from cukern.runtime.launch import returned, run_twin
-from cukern.runtime.op import operator
-from cukern.runtime.view import contiguous, out_of, read, read_beside, read_like
+from cukern.runtime.arrays import AnyArray
+from cukern.runtime.describe import Array, Result, expect_array, expect_contiguous, expect_place
+from cukern.runtime.op import op
+from cukern.runtime.plan import outputs, run_twin
 
 __all__ = ["prepare_weights", "restore_weights"]
 
@@ -26,10 +25,9 @@ MAX_EXPERTS = 4096
 MAX_COUNT = 2**31 - 2**12
 
 
-def prepared_format(b: View, k: int) -> str:
+def prepared_format(b: Array, k: int) -> str:
     """The format of prepared weights, "MXFP4" or "NVFP4", after a check of their shape for rows of k numbers."""
-    check.dtype("b", b.dtype, ("uint8",))
-    check.dimensions("b", b.shape, ("experts", "n / 8", "ceil(k / 64)", "bytes"))
+    expect_array("b", b, ("uint8",), ("experts", "n / 8", "ceil(k / 64)", "bytes"))
     sizes = tuple(UNIT_BYTES.values())
     if b.shape[2] != -(-k // UNIT_K) or b.shape[3] not in sizes:
         wanted = f"of shape {_SYMBOLS} = [.., .., {-(-k // UNIT_K)}, {sizes[0]} (MXFP4) or {sizes[1]} (NVFP4)]"
@@ -37,10 +35,9 @@ def prepared_format(b: View, k: int) -> str:
     return "MXFP4" if b.shape[3] == UNIT_BYTES[MXFP4_GROUP] else "NVFP4"
 
 
-def check_folded(b: View, k: int) -> None:
+def check_folded(b: Array, k: int) -> None:
     """Check the shape of weights prepared for FP8 rows of k numbers."""
-    check.dtype("b", b.dtype, ("uint8",))
-    check.dimensions("b", b.shape, ("experts", "n / 8", "ceil(k / 128)", "bytes"))
+    expect_array("b", b, ("uint8",), ("experts", "n / 8", "ceil(k / 128)", "bytes"))
     units = -(-k // FOLDED_K)
     if b.shape[2:] != (units, FOLDED_BYTES):
         wanted = f"of shape {_FOLDED_SYMBOLS} = [.., .., {units}, {FOLDED_BYTES}] (MXFP4)"
@@ -56,7 +53,7 @@ def _prepared(b: Any, b_scale: Any, *_: Any, a_dtype: Any = None, **__: Any) -> 
     return Result((experts, n // UNIT_ROWS, -(-2 * half // UNIT_K), size), "uint8", _SYMBOLS)
 
 
-@operator("prepared", _prepared)
+@op(twin.prepare_weights, "prepared", _prepared)
 def prepare_weights(
     b: AnyArray, b_scale: AnyArray, *, a_dtype: str | None = None, out: AnyArray | None = None
 ) -> AnyArray:
@@ -95,42 +92,35 @@ def prepare_weights(
         TypeError: for what is no array, of another library, or of a wrong dtype.
         ValueError: for another device, a wrong shape, strides, or an address that is no multiple of 16.
     """
-    own = read("b", b, ("uint8",), ("experts", "n", "k / 2"))
-    contiguous("b", own)
-    scale = read_beside("b_scale", b_scale, own, "b")
-    contiguous("b_scale", scale)
-    experts, n, half = own.shape
+    expect_array("b", b, ("uint8",), ("experts", "n", "k / 2"))
+    expect_contiguous("b", b)
+    expect_contiguous("b_scale", expect_place("b_scale", b_scale, b, "b"))
+    experts, n, half = b.shape
     k = 2 * half
     _check_sizes("b", experts, n, k)
-    check.dtype("b_scale", scale.dtype, SCALE_DTYPES)
+    check.dtype("b_scale", b_scale.dtype, SCALE_DTYPES)
     shapes = {group: (experts, n, k // group) for group in UNIT_BYTES}
-    if scale.shape not in shapes.values():
+    if b_scale.shape not in shapes.values():
         wanted = f"of shape [experts, n, k / 32] = {list(shapes[MXFP4_GROUP])} (MXFP4) or "
         wanted += f"[experts, n, k / 16] = {list(shapes[NVFP4_GROUP])} (NVFP4)"
-        check.fail("b_scale", wanted, list(scale.shape))
-    weights = "MXFP4" if scale.shape == shapes[MXFP4_GROUP] else "NVFP4"
+        check.fail("b_scale", wanted, list(b_scale.shape))
+    weights = "MXFP4" if b_scale.shape == shapes[MXFP4_GROUP] else "NVFP4"
     if a_dtype is not None:
         check.one_of("a_dtype", a_dtype, A_DTYPES)
         if weights == "NVFP4":
             wanted = f"of shape [experts, n, k / 32] = {list(shapes[MXFP4_GROUP])} (MXFP4) with a_dtype={a_dtype!r}"
-            check.fail("b_scale", wanted, list(scale.shape))
+            check.fail("b_scale", wanted, list(b_scale.shape))
     kind = "float8_e8m0fnu" if weights == "MXFP4" else "float8_e4m3fn"
-    check.dtype("b_scale", scale.dtype, (kind, "uint8"))
-    result = _prepared(own, scale, a_dtype=a_dtype)
-    into = None if out is None else read_like("out", out, own, "b", result.dtypes, result.shape, result.symbols)
-    if own.on_host:
-        return run_twin(twin.prepare_weights, own, (into,), {"b": own, "b_scale": scale, "a_dtype": a_dtype})
-    library, device = own.library, own.device
-    assert device is not None
-    made = into or read("out", library.allocate(result.shape, result.dtype, device))
-    _check_alignment(b=own, out=made)
-    addresses = own.address, scale.address, made.address
+    check.dtype("b_scale", b_scale.dtype, (kind, "uint8"))
+    out = outputs(out, b, "b", _prepared(b, b_scale, a_dtype=a_dtype))
+    if b.on_host:
+        return run_twin()
+    _check_alignment(b=b, out=out)
     if a_dtype is None:
-        units = experts * (n // UNIT_ROWS) * result.shape[2]
-        kernels.prepare(weights, library, device, addresses, units, k, restores=False)
+        kernels.prepare(weights, b, b_scale, out, k)
     else:
-        folded.convert(library, device, addresses, experts * (n // UNIT_ROWS), k, restores=False)
-    return returned(made.array, into, own)
+        folded.convert(b, b_scale, out, k)
+    return out
 
 
 def _restored(prepared: Any, k: int | None = None, *_: Any, **__: Any) -> list[Result]:
@@ -144,7 +134,7 @@ def _restored(prepared: Any, k: int | None = None, *_: Any, **__: Any) -> list[R
     ]
 
 
-@operator("b, b_scale", _restored)
+@op(twin.restore_weights, "b, b_scale", _restored)
 def restore_weights(
     prepared: AnyArray, k: int | None = None, *, out: tuple[AnyArray | None, AnyArray | None] | None = None
 ) -> tuple[AnyArray, AnyArray]:
@@ -165,9 +155,9 @@ def restore_weights(
         TypeError: for what is no array, or of a wrong dtype.
         ValueError: for a wrong shape, strides, or an address that is no multiple of 16.
     """
-    own = read("prepared", prepared, ("uint8",), ("experts", "n / 8", "ceil(k / 64)", "bytes"))
-    contiguous("prepared", own)
-    experts, eights, units, size = own.shape
+    expect_array("prepared", prepared, ("uint8",), ("experts", "n / 8", "ceil(k / 64)", "bytes"))
+    expect_contiguous("prepared", prepared)
+    experts, eights, units, size = prepared.shape
     sizes = tuple(UNIT_BYTES.values())
     if size not in (*sizes, FOLDED_BYTES):
         wanted = f"of {sizes[0]} (MXFP4) or {sizes[1]} (NVFP4) bytes in its last dimension"
@@ -180,25 +170,17 @@ def restore_weights(
             check.fail("k", f"{first}, for {units} units of {unit}", k)
     all_k = units * unit if k is None else k
     _check_sizes("prepared", experts, eights * UNIT_ROWS, all_k)
-    library, device, found, given = own.library, own.device, [], out_of(out, 2, "a pair (b, b_scale)")
-    for i, (into, result) in enumerate(zip(given, _restored(own, k), strict=True)):
-        name = f"out[{i}]"
-        if into is not None:
-            into = read_like(name, into, own, "prepared", result.dtypes, result.shape, result.symbols)
-        elif device is not None:
-            into = read(name, library.allocate(result.shape, result.dtype, device))
-        found.append(into)
-    intos = [into if array is not None else None for array, into in zip(given, found, strict=True)]
-    if device is None:
-        return run_twin(twin.restore_weights, own, intos, {"prepared": own, "k": k})
-    _check_alignment(prepared=own)
-    addresses = found[0].address, found[1].address, own.address
+    b, b_scale = outputs(out, prepared, "prepared", *_restored(prepared, k), names="a pair (b, b_scale)")
+    for name, array in (("out[0]", b), ("out[1]", b_scale)):
+        expect_contiguous(name, array)
+    if prepared.on_host:
+        return run_twin()
+    _check_alignment(prepared=prepared)
     if size == FOLDED_BYTES:
-        folded.convert(library, device, addresses, experts * eights, all_k, restores=True)
-    else:
-        weights = "MXFP4" if size == sizes[0] else "NVFP4"
-        kernels.prepare(weights, library, device, addresses, experts * eights * units, all_k, restores=True)
-    return tuple(returned(x.array, into, own) for x, into in zip(found, intos, strict=True))
+        folded.convert(b, b_scale, prepared, all_k, restores=True)
+        return b, b_scale
+    kernels.restore("MXFP4" if size == sizes[0] else "NVFP4", prepared, b, b_scale, all_k)
+    return b, b_scale
 
 
 def _check_sizes(name: str, experts: int, n: int, k: int) -> None:
@@ -210,7 +192,7 @@ def _check_sizes(name: str, experts: int, n: int, k: int) -> None:
         check.fail(name, f"of k that is a positive multiple of {MXFP4_GROUP}", k)
 
 
-def _check_alignment(**arrays: View) -> None:
+def _check_alignment(**arrays: Array) -> None:
     for name, array in arrays.items():
         if array.alignment < 16:
             check.fail(name, "at a multiple of 16 bytes", f"an address that is a multiple of {array.alignment}")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 from cukern.ops.moe_gemm import kernels
 from cukern.ops.moe_gemm.prepare import MAX_EXPERTS
 from cukern.runtime import activation as activations
 from cukern.runtime import arrays, check
-from cukern.runtime import launch as runtime
 from cukern.runtime.activation import is_gated
-from cukern.runtime.arrays import AnyArray, Library, View
-from cukern.runtime.gpu import Gpu
+from cukern.runtime.arrays import AnyArray
+from cukern.runtime.describe import Array, expect, expect_array, expect_contiguous, expect_place
 from cukern.runtime.kernel import Kernel, Variant
-from cukern.runtime.template import Packer, packer
-from cukern.runtime.view import contiguous, read, read_beside, read_like
+from cukern.runtime.op import op
+from cukern.runtime.plan import launch, note
 
 _routed = Kernel("moe_gemm/stream_routed", "gemm_stream_routed")
 _summed = Kernel("moe_gemm/stream_summed", "gemm_stream_summed")
@@ -86,127 +84,60 @@ def fits(tokens: Any, topk: int, w1: Any, w2: Any, all_experts: int) -> bool:
     return bool(small and units and several and 0 < topk * MOST_TOKENS <= MOST_ROWS and tokens <= MOST_TOKENS)
 
 
-#: The fields of RoutedParams that each call gives, in this order.
-_FIELDS = (
-    "a", "b", "out", "bias", "topk_ids", "expert_map", "topk_weights", "rows", "tokens",
-)  # fmt: skip
-
-
-class Config(NamedTuple):
-    """What both launches of a layer have in common, whatever the number of tokens."""
-
-    variant: Variant
-    block: tuple[int, int, int]
-    shared_bytes: int
-    pack: Packer
-    blocks: int  # along x: of a row for the first product, else all
-    resident: int
-    reason: str
-
-
-def _config(
-    variant: Variant, form: Form, sizes: tuple[int, int, int], routing: dict[str, Any], bias_dtype: str | None,
-    bounds: tuple[float, float], blocks: int, resident: int, reason: str,
-) -> Config:  # fmt: skip
-    names = (
-        "a_scale", "b_scale", "offsets", "row_token", "b_global_scale", "offset_words", "max_tokens", "a_scale_step",
-        "b_scale_step", "together",
-    )  # fmt: skip
-    fields: dict[str, Any] = dict.fromkeys(names, 0) | dict(zip(("experts", "n", "k"), sizes, strict=True))
-    fields |= {"bias_is_float": int(bias_dtype == "float32"), "alpha": bounds[0], "limit": bounds[1], **routing}
-    pack = packer(variant.instance.file, variant.instance.function, _FIELDS, fields)
-    return Config(variant, (32 * form.warps, 1, 1), 0, pack, blocks, resident, reason)
-
-
-@functools.lru_cache(maxsize=256)
-def choose_routed(
-    dtype: str, id_dtype: str, topk: int, experts: int, all_experts: int, hidden: int, inter: int, activation: str,
-    bounds: tuple[float, float], interleaved: bool, bias_dtypes: tuple[str | None, str | None], gpu: Gpu,
-) -> tuple[Config, Config]:  # fmt: skip
-    """The launches of both products of a layer of one token."""
-    gated = is_gated(activation)
-    n = 2 * inter if gated else inter
-    routing = {"topk": topk, "id_words": 2 if id_dtype == "int64" else 1, "global_experts": all_experts}
-    is_bounded = activation == "swigluoai" and bounds != (activations.ALPHA, activations.LIMIT)
-    flags = {"interleaved": interleaved, "biased": bias_dtypes[0] is not None, "bounded": is_bounded}
-    first = kernels.epilogue(activations.function_number(activation), is_gated=gated, **flags)
-    form = form_for(hidden)
-    few = f"{MOST_TOKENS} token, of 16 bits: both products find their experts by topk_ids, without a sort"
-    few += f" (up to {MOST_TOKENS} token)"
-    one = _config(
-        routed_variant(dtype, first, form), form, (experts, n, hidden), routing, bias_dtypes[0], bounds,
-        -(-n // (2 * form.pairs)), gpu.multiprocessors * form.blocks, f"{few}; {_words(form, hidden)}",
-    )  # fmt: skip
-    form, slots = form_for(inter), slots_for(topk, experts, all_experts)
-    second = kernels.epilogue(0, is_gated=False, biased=bias_dtypes[1] is not None)
-    why = f"{few}; {slots} warps share an output, for {topk} slots with {experts} of {all_experts} experts here; "
-    two = _config(
-        summed_variant(dtype, second, form, slots), form, (experts, hidden, inter), routing, bias_dtypes[1], bounds,
-        -(-hidden // (2 * form.pairs * (form.warps // slots))), 0, why + _words(form, inter),
-    )  # fmt: skip
-    return one, two
-
-
-def launch_routed(
-    configs: tuple[Config, Config], library: Library, device: int, arrays: tuple[int, ...], tokens: int, topk: int
-) -> None:
-    """Launch both products; `arrays` are the addresses of output, hidden_states, w1, w2, topk_weights, topk_ids,
-
-    activated, expert_map, w1_bias and w2_bias.
-    """
-    output, x, w1, w2, weights, ids, activated, expert_map, bias, last_bias = arrays
-    (one, two), rows = configs, tokens * topk
-    warps = one.block[0] // 32
-    blocks = min(-(-rows * one.blocks // warps), one.resident)
-    runtime.launch(
-        one, library, device, (blocks, 1, 1), (x, w1, activated, bias, ids, expert_map, weights, rows, tokens)
-    )  # fmt: skip
-    values = activated, w2, output, last_bias, ids, expert_map, weights, rows, rows
-    runtime.launch(two, library, device, (two.blocks, tokens, 1), values)
+def _fields(
+    a: Array, b: Array, out: Array, rows: Any, bias: Array | None, form: tuple[float, float], routing: dict[str, Any]
+) -> dict[str, Any]:
+    """The fields of RoutedParams, by name."""
+    experts, n, k = b.shape
+    return {
+        **dict.fromkeys(("a_scale", "b_scale", "offsets", "row_token", "b_global_scale")),
+        **dict.fromkeys(("offset_words", "max_tokens", "a_scale_step", "b_scale_step", "together"), 0),
+        **{"a": a, "b": b, "out": out, "rows": rows, "tokens": a.shape[0], "experts": experts, "n": n, "k": k},
+        **{"bias": bias, "bias_is_float": int(bias is not None and bias.dtype == "float32")},
+        **{"alpha": form[0], "limit": form[1]},
+        **routing,
+    }
 
 
 def _check(
-    output: Any, hidden_states: Any, w1: Any, w2: Any, topk_weights: Any, topk_ids: Any, activated: Any,
+    output: Array, hidden_states: Array, w1: Array, w2: Array, topk_weights: Any, topk_ids: Array, activated: Array,
     expert_map: Any, biases: dict[str, Any], activation: str, all_experts: int,
-) -> list[View | None]:  # fmt: skip
-    """Check the arrays of `routed_experts`; their views, in the order of `launch_routed`."""
-    x, like = read("hidden_states", hidden_states, DTYPES, ("tokens", "hidden")), "hidden_states"
-    tokens, hidden = x.shape
+) -> None:  # fmt: skip
+    """Check the arrays of `routed_experts`."""
+    tokens, hidden = expect_array("hidden_states", hidden_states, DTYPES, ("tokens", "hidden")).shape
+    x, like = hidden_states, "hidden_states"
     if x.on_host:
         check.fail("hidden_states", "on a GPU", "an array in host memory")
-    w1 = read_beside("w1", w1, x, like)
     check.dimensions("w1", w1.shape, ("experts", "n", "k"))
     experts, columns = w1.shape[:2]
     inter = columns // 2 if is_gated(activation) else columns
-    read_like("w1", w1, x, like, (x.dtype,), (experts, columns, hidden), "[experts, n, hidden]")
-    w2 = read_like("w2", w2, x, like, (x.dtype,), (experts, hidden, inter), "[experts, hidden, inter]")
-    topk_ids = read_beside("topk_ids", topk_ids, x, like)
+    expect("w1", w1, x, like, (x.dtype,), (experts, columns, hidden), "[experts, n, hidden]")
+    expect("w2", w2, x, like, (x.dtype,), (experts, hidden, inter), "[experts, hidden, inter]")
+    expect_place("topk_ids", topk_ids, x, like)
     check.dimensions("topk_ids", topk_ids.shape, ("tokens", "topk"))
     shape = tokens, topk_ids.shape[1]
-    read_like("topk_ids", topk_ids, x, like, ("int32", "int64", "uint32"), shape, "[tokens, topk]")
+    expect("topk_ids", topk_ids, x, like, ("int32", "int64", "uint32"), shape, "[tokens, topk]")
     if topk_weights is not None:
-        topk_weights = read_like("topk_weights", topk_weights, x, like, ("float32",), shape, "[tokens, topk]")
+        expect("topk_weights", topk_weights, x, like, ("float32",), shape, "[tokens, topk]")
     if expert_map is not None:
-        expert_map = read_like("expert_map", expert_map, x, like, ("int32",), (all_experts,), "[all experts]")
+        expect("expert_map", expert_map, x, like, ("int32",), (all_experts,), "[all experts]")
     for name, bias in biases.items():
         if bias is not None:
             n = columns if name == "w1_bias" else hidden
-            biases[name] = read_like(name, bias, x, like, ("float32", x.dtype), (experts, n), "[experts, n]")
-    output = read_like("output", output, x, like, (x.dtype,), (tokens, hidden), "[tokens, hidden]")
-    activated = read_like(
-        "activated", activated, x, like, (x.dtype,), (tokens * shape[1], inter), "[tokens * topk, inter]"
-    )
+            expect(name, bias, x, like, ("float32", x.dtype), (experts, n), "[experts, n]")
+    expect("output", output, x, like, (x.dtype,), (tokens, hidden), "[tokens, hidden]")
+    expect("activated", activated, x, like, (x.dtype,), (tokens * shape[1], inter), "[tokens * topk, inter]")
     if not fits(tokens, shape[1], w1, w2, all_experts):
         wanted = f"a layer of at most {MOST_TOKENS} tokens, and of rows that are multiples of {_UNIT}"
         check.fail("hidden_states", wanted, f"{list(x.shape)}, topk {shape[1]} and w1 {list(w1.shape)}")
     arrays_of_units = {like: x, "w1": w1, "w2": w2, "output": output, "activated": activated}
     for name, array in arrays_of_units.items():
-        contiguous(name, array)
+        expect_contiguous(name, array)
         if array.alignment < 16:
             check.fail(name, "at a multiple of 16 bytes", f"an address that is a multiple of {array.alignment}")
-    return [output, x, w1, w2, topk_weights, topk_ids, activated, expert_map, biases["w1_bias"], biases["w2_bias"]]
 
 
+@op(None)
 def routed_experts(
     output: AnyArray,
     hidden_states: AnyArray,
@@ -245,18 +176,40 @@ def routed_experts(
         TypeError, ValueError: arrays that do not fit; the message names the argument.
     """
     biases = {"w1_bias": w1_bias, "w2_bias": w2_bias}
-    views = _check(
+    _check(
         output, hidden_states, w1, w2, topk_weights, topk_ids, activated, expert_map, biases, activation, all_experts
     )  # fmt: skip
-    _, x, of_first, of_second, _, ids, *_ = views
-    assert x is not None and of_first is not None and of_second is not None and ids is not None
-    (tokens, topk), (experts, n, hidden), inter = ids.shape, of_first.shape, of_second.shape[2]
-    dtypes = tuple(None if bias is None else bias.dtype for bias in views[-2:])
-    configs = choose_routed(
-        x.dtype, ids.dtype, topk, experts, all_experts, hidden, inter, activation,
-        activations.check_bounds(alpha, limit), interleaved, dtypes, runtime.gpu_of(x),
-    )  # fmt: skip
-    runtime.note(x.library, flops=2 * tokens * topk * (n + inter) * hidden)
-    addresses = tuple(0 if view is None else view.address for view in views)
-    launch_routed(configs, x.library, x.device, addresses, tokens, topk)  # type: ignore[arg-type]
+    tokens, topk = topk_ids.shape
+    (experts, n, hidden), inter, dtype = w1.shape, w2.shape[2], hidden_states.dtype
+    rows, gated, bounds = tokens * topk, is_gated(activation), activations.check_bounds(alpha, limit)
+    routing = {
+        "topk_ids": topk_ids, "expert_map": expert_map, "topk_weights": topk_weights, "topk": topk,
+        "id_words": 2 if topk_ids.dtype == "int64" else 1, "global_experts": all_experts,
+    }  # fmt: skip
+    note(flops=2 * rows * (n + inter) * hidden)
+
+    is_bounded = activation == "swigluoai" and bounds != (activations.ALPHA, activations.LIMIT)
+    flags = {"interleaved": interleaved, "biased": w1_bias is not None, "bounded": is_bounded}
+    first = kernels.epilogue(activations.function_number(activation), is_gated=gated, **flags)
+    form = form_for(hidden)
+    blocks = -(-rows * -(-n // (2 * form.pairs)) // form.warps)
+    resident = hidden_states.gpu.multiprocessors * form.blocks
+    few = f"{tokens} token, of 16 bits: both products find their experts by topk_ids, without a sort"
+    few += f" (up to {MOST_TOKENS} token)"
+    launch(
+        routed_variant(dtype, first, form),
+        min(blocks, resident),
+        32 * form.warps,
+        why=f"{few}; {_words(form, hidden)}",
+        **_fields(hidden_states, w1, activated, rows, w1_bias, bounds, routing),
+    )
+    form, slots = form_for(inter), slots_for(topk, experts, all_experts)
+    launch(
+        summed_variant(dtype, kernels.epilogue(0, is_gated=False, biased=w2_bias is not None), form, slots),
+        (-(-hidden // (2 * form.pairs * (form.warps // slots))), tokens),
+        32 * form.warps,
+        why=f"{few}; {slots} warps share an output, for {topk} slots with {experts} of {all_experts} experts here; "
+        + _words(form, inter),
+        **_fields(activated, w2, output, rows, w2_bias, bounds, routing),
+    )
     return output

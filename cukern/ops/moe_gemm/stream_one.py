@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 from cukern.ops.moe_gemm import kernels
-from cukern.ops.moe_gemm.kernels import Chosen, Config, Product
+from cukern.ops.moe_gemm.kernels import Product
 from cukern.runtime import activation as activations
 from cukern.runtime import arrays
 from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.plan import launch
 
 _kernel = Kernel("moe_gemm/stream_one", "gemm_stream_one")
 #: Rows of a tile, and the blocks of a multiprocessor: with more, registers would spill.
@@ -55,24 +55,19 @@ _kernel.specialized = [
 
 def _is_one(x: Product) -> bool:
     """Whether `gemm_stream_one` can do what `gemm_stream` can: few rows of one expert, in 16 bits."""
-    is_plain = x.weights == "PLAIN" and x.experts == 1 and not x.is_batched and not x.gathers
+    is_plain = x.weights == "PLAIN" and x.experts == 1 and not x.is_batched and x.row_token is None
     return is_plain and x.expects(max(TOKENS))
 
 
-@functools.lru_cache(maxsize=1024)
-def _config(x: Product, tokens: int, form: Form) -> Config:
-    threads = 32 * kernels.constant(_kernel, "ONE_WARPS")
-    return kernels.config_of(x, variant_of(tokens, x.out_dtype, x.epilogue, form), threads)
-
-
-def stream(x: Product, why: str) -> Chosen:
+def stream(x: Product) -> None:
     """Choose for the variant "stream"."""
     if not _is_one(x):
-        return kernels.stream(x, why)
+        kernels.stream(x)
+        return
     few = next(tokens for tokens in TOKENS if x.expects(tokens))
     form = form_for(x.k)
     warps = kernels.constant(_kernel, "ONE_WARPS")
-    why += f"; the rows are of one expert (up to {x.most(max(TOKENS))}), so none is looked for; "
+    blocks = -(-x.n // (2 * form.pairs * (warps // form.split))), x.tiles(few)
+    why = f"{x.why}; the rows are of one expert (up to {x.most(max(TOKENS))}), so none is looked for; "
     why += f"{form.numbers} of the {x.k} numbers of a row of weights under way at once"
-    blocks = -(-x.n // (2 * form.pairs * (warps // form.split)))
-    return kernels.chosen(x, _config(x.without_counts, few, form), why, blocks, x.tiles(few))
+    launch(variant_of(few, x.out.dtype, x.epilogue, form), blocks, 32 * warps, why=why, **x.fields())

@@ -1,18 +1,17 @@
-"""The kernels of `moe_permute`, which of them takes a call, and the split of its work over blocks and warps."""
+"""The launches of `moe_permute`: its kernels, and the split of their work over blocks and warps."""
 
 from __future__ import annotations
 
 import functools
-from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cukern.formats.quantized import BLOCK, SMALLEST
 from cukern.runtime import arrays, check, template
-from cukern.runtime.gpu import CLUSTERED_ARCHS, Gpu
+from cukern.runtime.describe import Array, Result, expect_contiguous, expect_place, type_name
+from cukern.runtime.gpu import CLUSTERED_ARCHS
 from cukern.runtime.kernel import Kernel, Launched, Variant
-from cukern.runtime.template import Packer, packer
-from cukern.runtime.units import divisor, unit_width, why_width
+from cukern.runtime.plan import asked, empty, launch, write_into
+from cukern.runtime.units import ceil_div, divisor, unit_width, why_width
 
 SUM_DTYPES = ("float32", "float16", "bfloat16")
 SORT_VARIANTS = ("auto", "one_block", "many_blocks", "counted", "chunks", "clusters")
@@ -136,134 +135,6 @@ _list_instances()
 # --- sorting ------------------------------------------------------------------------------------------
 
 
-class Config(NamedTuple):
-    """A kernel of a sort, as `cukern.runtime.launch` takes it."""
-
-    variant: Variant
-    block: tuple[int, int, int]
-    shared_bytes: int
-    pack: Packer
-    reason: str
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class SortConfig:
-    """What all sorts of a decision launch. `split_sort` adds what the numbers of pairs and rows decide."""
-
-    variant: Variant
-    pack: Packer
-    reason: str
-    #: The kernel that counts the pairs of each block first; None where there is none.
-    counting: Config | None
-    #: The chunks of a block of sort_chunks and the blocks of its clusters; None for sort_pairs.
-    form: tuple[int, int] | None
-    experts: int  # here
-    mapped: int  # the size of the map, 0 without one
-    one_block: bool
-
-
-#: The values of each sort, in this order. The decision fixes all other fields.
-SORT_FIELDS = (
-    "pairs.topk_ids", "pairs.expert_map", "id_of", "offsets", "offsets_long", "rows", "inverse", "group_ids",
-    "end_of_rows", "pairs.pairs", "capacity", "fill", "groups", "max_tokens", "counts", "pairs_per_block",
-    "pairs_per_warp", "warps", "staged",
-)  # fmt: skip
-
-#: Up to each of these numbers of pairs another kernel may sort; the last one is past the most.
-PAIRS_CLASSES = (
-    *sorted({*(32 * n for n in _CHUNKS), _PAIRS_PER_BLOCK, _ONE_BLOCK_PAIRS, _COUNT_AGAIN_PAIRS, _CLUSTERED_PAIRS}),
-    MAX_PAIRS,
-    2**63,
-)
-
-
-def pairs_class(pairs: int) -> int:
-    """The least of the classes that holds `pairs`: sorts of one class share a decision."""
-    return PAIRS_CLASSES[bisect_left(PAIRS_CLASSES, pairs)]
-
-
-@functools.lru_cache(maxsize=4096)
-def choose_sort(
-    dtype: str, topk: int, num_experts: int, experts: int, is_mapped: bool, gpu: Gpu, up_to_pairs: int,
-    variant: str = "auto", block_size: int = 1, group_rows: int = 0, group_fill: int = 0,
-) -> SortConfig:  # fmt: skip
-    """The kernels of a sort.
-
-    The ids have `dtype` and name `num_experts`; `experts` are here; `up_to_pairs` is a class of pairs. The rows are
-    numbers of tokens of `topk` pairs, with topk 1 of pairs. The rows of each expert are padded to whole blocks of
-    `block_size`. `group_rows` are the rows of an entry of group_ids, 0 without it; `group_fill` is what it has past all
-    rows. Raises ValueError for a variant that does not take the call.
-    """
-    mapped = num_experts if is_mapped else 0
-    form = form_of(variant, experts, mapped, group_rows in (0, block_size), gpu.arch, up_to_pairs)
-    fields = {
-        "pairs.global_experts": num_experts, "pairs.experts": experts, "topk": divisor(topk),
-        "block_size": block_size, "by_block_size": divisor(block_size), "rows_per_block": _ROWS_PER_BLOCK,
-        "group_rows": group_rows or 1, "group_fill": group_fill,
-    }  # fmt: skip
-    id_bytes = 8 if dtype == "int64" else 4
-    asks = _asked(variant)
-    if form:
-        chunks, cluster = form
-        taken = f"each block ranks all in chunks of 32 (up to {32 * chunks} pairs and {_CHUNKED_EXPERTS} experts)"
-        if cluster > 1:
-            taken = f"clusters of {cluster} blocks of {32 * chunks} pairs (up to {_CLUSTERED_PAIRS} pairs)"
-        chosen, reason = chunks_variant(id_bytes, experts, *form), f"{asks}{{pairs[pairs]}} pairs: {taken}"
-        return SortConfig(chosen, _packer(chosen, SORT_FIELDS, fields), reason, None, form, experts, mapped, False)
-    one_block = variant == "one_block" or (variant == "auto" and up_to_pairs <= _ONE_BLOCK_PAIRS)
-    most_uncounted = {"auto": _COUNT_AGAIN_PAIRS, "counted": _PAIRS_PER_BLOCK}.get(variant, MAX_PAIRS)
-    blocks = "one block" if one_block else "{grid[0]} blocks of {pairs_per_block} pairs"
-    reason = f"{asks}{{pairs[pairs]}} pairs: {blocks} (one block up to {_ONE_BLOCK_PAIRS} pairs)"
-    counting = None
-    if not one_block and up_to_pairs > most_uncounted:
-        first = count_variant(id_bytes)
-        why = f"first pass: each block counts its pairs (each counts all itself up to {most_uncounted} pairs)"
-        threads, shared_bytes = min(_sort_threads(), _PAIRS_PER_BLOCK), _count_bytes(experts, mapped)
-        counting = Config(first, (threads, 1, 1), shared_bytes, _packer(first, SORT_FIELDS, fields), why)
-        reason = f"second pass; {reason}"
-    chosen = sort_variant(id_bytes, experts)
-    return SortConfig(chosen, _packer(chosen, SORT_FIELDS, fields), reason, counting, None, experts, mapped, one_block)
-
-
-def form_of(variant: str, experts: int, mapped: int, fits: bool, arch: str, pairs: int) -> tuple[int, int] | None:
-    """The chunks of a block of sort_chunks and the blocks of its clusters; None where sort_pairs sorts.
-
-    `fits`: no group has a row without a pair, which sort_chunks would not write. Raises ValueError where the variant
-    asks for sort_chunks, which does not take the call.
-    """
-    if variant not in ("auto", "chunks", "clusters"):
-        return None
-    fits = fits and experts <= _CHUNKED_EXPERTS
-    most_shared = functools.partial(_shared_bytes_of_chunks, experts, mapped)
-    if fits and variant != "clusters":
-        for chunks in _CHUNKS:
-            if pairs <= 32 * chunks and most_shared(chunks, 1) <= _MAX_CHUNKED_BYTES:
-                return chunks, 1
-    clustered = _CLUSTER_CHUNKS, _CLUSTER
-    fits = fits and arch in CLUSTERED_ARCHS and most_shared(*clustered) <= _MAX_CHUNKED_BYTES
-    if fits and variant != "chunks" and pairs <= _CLUSTERED_PAIRS:
-        return clustered
-    if variant != "auto":
-        most = {"chunks": 32 * _CHUNKS[-1], "clusters": _CLUSTERED_PAIRS}[variant]
-        on = " and a GPU with clusters" if variant == "clusters" else ""
-        wanted = f"another one, or at most {most} pairs and {_CHUNKED_EXPERTS} experts, blocks of rows{on}"
-        check.fail("variant", wanted, f"{variant!r} with {pairs} pairs and {experts} experts on {arch}")
-    return None
-
-
-def _asked(variant: str) -> str:
-    """The beginning of the reason for a kernel that the caller asks for; empty for "auto"."""
-    return "" if variant == "auto" else f"variant={variant!r} asks for it; "
-
-
-def _packer(variant: Variant, names: tuple[str, ...], fields: dict[str, Any]) -> Packer:
-    return packer(variant.instance.file, variant.instance.function, names, fields)
-
-
-def _sort_threads() -> int:
-    return template.constants(_sort.file)["SORT_THREADS"]
-
-
 class Split(NamedTuple):
     """How the pairs of a sort are split over its blocks and warps."""
 
@@ -277,12 +148,7 @@ class Split(NamedTuple):
     staged: int  # 1: one block puts `rows` together in shared memory
 
 
-def _blocks_of(pairs: int) -> tuple[int, int]:
-    """The blocks that share many pairs, and the pairs of each."""
-    per_block = max(_PAIRS_PER_BLOCK, -(-pairs // (_MAX_BLOCKS * 32)) * 32)
-    return max(1, -(-pairs // per_block)), per_block
-
-
+@functools.lru_cache(maxsize=4096)
 def split_pairs(experts: int, mapped: int, one_block: bool, most_threads: int, pairs: int, capacity: int) -> Split:
     """The split of `pairs` pairs.
 
@@ -294,7 +160,8 @@ def split_pairs(experts: int, mapped: int, one_block: bool, most_threads: int, p
         per_block, blocks = max(pairs, 1), 1
         warps = min(most_warps, -(-per_block // 32))
     else:
-        blocks, per_block = _blocks_of(pairs)
+        per_block = max(_PAIRS_PER_BLOCK, -(-pairs // (_MAX_BLOCKS * 32)) * 32)
+        blocks = max(1, -(-pairs // per_block))
         warps = min(most_warps, -(-per_block // (32 * _TURNS)))
     per_warp = -(-per_block // (32 * warps)) * 32
     threads = most_threads if blocks > 1 else min(most_threads, max(warps * 32, -(-experts // 32) * 32, 128))
@@ -314,6 +181,7 @@ class Chunked(NamedTuple):
     capacity: int
 
 
+@functools.lru_cache(maxsize=4096)
 def split_chunks(experts: int, mapped: int, chunks: int, cluster: int, pairs: int, capacity: int) -> Chunked:
     """The launch for `pairs` pairs in clusters of `cluster` blocks, or 1; the others are as in `split_pairs`."""
     of_pairs = -(-pairs // 32)
@@ -325,124 +193,248 @@ def split_chunks(experts: int, mapped: int, chunks: int, cluster: int, pairs: in
     return Chunked(blocks, 32 * warps, _shared_bytes_of_chunks(experts, mapped, chunks, cluster), capacity)
 
 
-@functools.lru_cache(maxsize=4096)
-def split_sort(config: SortConfig, pairs: int, capacity: int) -> tuple[Config, tuple[int, int, int], tuple[int, ...]]:
-    """The kernel and the grid of a sort, and the values of its last fields; `capacity` is as in `split_pairs`."""
-    variant, pack, reason, experts, mapped = config.variant, config.pack, config.reason, config.experts, config.mapped
-    own: tuple[int, ...] = 0, 0, 0, 0
-    split: Split | Chunked
-    if config.form:
-        split = split_chunks(experts, mapped, *config.form, pairs, capacity)
-    else:
-        split = split_pairs(experts, mapped, config.one_block, _sort_threads(), pairs, capacity)
-        own = split.pairs_per_block, split.pairs_per_warp, split.warps, split.staged
-    return Config(variant, (split.threads, 1, 1), split.shared_bytes, pack, reason), (split.blocks, 1, 1), own
+#: The fields of sort_pairs' Params that not every function needs.
+_NO_RESULTS = {
+    **dict.fromkeys(("id_of", "offsets", "offsets_long", "rows", "inverse", "group_ids", "end_of_rows")),
+    **dict.fromkeys(("fill", "groups", "group_fill", "max_tokens"), 0),
+    "block_size": 1,
+    "group_rows": 1,
+    "topk": divisor(1),
+}
 
 
-def sort_workspace(config: SortConfig, pairs: int) -> tuple[int, ...]:
-    """The bytes of each part of the workspace of a sort."""
-    return () if config.counting is None else (_blocks_of(pairs)[0] * config.experts * 4,)
+def _form_of_chunks(
+    topk_ids: Array, experts: int, mapped: int, variant: str, pairs: Any, results: dict[str, Any]
+) -> tuple[int, int] | None:
+    """The chunks of a block of sort_chunks and the blocks of its clusters; None where sort_pairs sorts.
+
+    Raises ValueError where the variant asks for sort_chunks, which does not take the call.
+    """
+    if variant not in ("auto", "chunks", "clusters"):
+        return None
+    # The groups of a permutation are rows, of which sort_chunks would write only those of pairs.
+    fits = experts <= _CHUNKED_EXPERTS and (
+        results.get("group_ids") is None or results.get("group_rows", 1) == results["block_size"]
+    )
+    most_shared = functools.partial(_shared_bytes_of_chunks, experts, mapped)
+    if fits and variant != "clusters":
+        for chunks in _CHUNKS:
+            if pairs <= 32 * chunks and most_shared(chunks, 1) <= _MAX_CHUNKED_BYTES:
+                return chunks, 1
+    clustered = _CLUSTER_CHUNKS, _CLUSTER
+    fits = fits and topk_ids.gpu.arch in CLUSTERED_ARCHS and most_shared(*clustered) <= _MAX_CHUNKED_BYTES
+    if fits and variant != "chunks" and pairs <= _CLUSTERED_PAIRS:
+        return clustered
+    if variant != "auto":
+        most = {"chunks": 32 * _CHUNKS[-1], "clusters": _CLUSTERED_PAIRS}[variant]
+        on = " and a GPU with clusters" if variant == "clusters" else ""
+        wanted = f"another one, or at most {most} pairs and {_CHUNKED_EXPERTS} experts, blocks of rows{on}"
+        check.fail("variant", wanted, f"{variant!r} with {pairs} pairs and {experts} experts on {topk_ids.gpu.arch}")
+    return None
+
+
+def _launch_chunks(
+    topk_ids: Array,
+    global_experts: int,
+    experts: int,
+    expert_map: Array | None,
+    form: tuple[int, int],
+    capacity: Any,
+    results: dict[str, Any],
+    asks: str,
+) -> None:
+    """Launch sort_chunks with the chunks of a block and the blocks of a cluster in `form`; see `launch_sort`."""
+    pairs = topk_ids.shape[0] * topk_ids.shape[1]
+    mapped = 0 if expert_map is None else global_experts
+    split = Chunked(*split_chunks(experts, mapped, *form, pairs, capacity))
+    fields = _NO_RESULTS | results
+    del fields["group_rows"]
+    chunks, cluster = form
+    taken = f"each block ranks all in chunks of 32 (up to {32 * chunks} pairs and {_CHUNKED_EXPERTS} experts)"
+    if cluster > 1:
+        taken = f"clusters of {cluster} blocks of {32 * chunks} pairs (up to {_CLUSTERED_PAIRS} pairs)"
+    launch(
+        chunks_variant(8 if topk_ids.dtype == "int64" else 4, experts, *form),
+        split.blocks,
+        split.threads,
+        split.shared_bytes,
+        why=f"{asks}{pairs} pairs: {taken}",
+        pairs=(topk_ids, expert_map, pairs, global_experts, experts),
+        capacity=split.capacity,
+        rows_per_block=_ROWS_PER_BLOCK,
+        by_block_size=divisor(fields["block_size"]),
+        **fields,
+    )
+
+
+def launch_sort(
+    topk_ids: Array,
+    global_experts: int,
+    experts: int,
+    expert_map: Array | None,
+    variant: str,
+    capacity: Any = 0,
+    **results: Any,
+) -> None:
+    """Sort pairs. `capacity` is as in `split_pairs`; `results` are fields of sort_pairs' Params."""
+    check.one_of("variant", variant, SORT_VARIANTS)
+    pairs = topk_ids.shape[0] * topk_ids.shape[1]
+    mapped = 0 if expert_map is None else global_experts
+    form = _form_of_chunks(topk_ids, experts, mapped, variant, pairs, results)
+    asks = f"{asked(variant)}; " if variant != "auto" else ""
+    if form:
+        _launch_chunks(topk_ids, global_experts, experts, expert_map, form, capacity, results, asks)
+        return
+    one_block = variant == "one_block" or (variant == "auto" and pairs <= _ONE_BLOCK_PAIRS)
+    most_uncounted = {"auto": _COUNT_AGAIN_PAIRS, "counted": _PAIRS_PER_BLOCK}.get(variant, MAX_PAIRS)
+    threads = template.constants(_sort.file)["SORT_THREADS"]
+    split = Split(*split_pairs(experts, mapped, one_block, threads, pairs, capacity))
+    of_pairs = (topk_ids, expert_map, pairs, global_experts, experts)
+    id_bytes = 8 if topk_ids.dtype == "int64" else 4
+    counts = None
+    blocks = "one block" if one_block else f"{split.blocks} blocks of {split.pairs_per_block} pairs"
+    why = f"{asks}{pairs} pairs: {blocks} (one block up to {_ONE_BLOCK_PAIRS} pairs)"
+    if not one_block and pairs > most_uncounted:
+        counts = empty((split.blocks, experts), "int32")
+        launch(
+            count_variant(id_bytes),
+            split.blocks,
+            min(threads, _PAIRS_PER_BLOCK),
+            _count_bytes(experts, mapped),
+            why=f"first pass: each block counts its pairs (each counts all itself up to {most_uncounted} pairs)",
+            pairs=of_pairs,
+            counts=counts,
+            pairs_per_block=split.pairs_per_block,
+        )
+        why = f"second pass; {why}"
+    launch(
+        sort_variant(id_bytes, experts),
+        split.blocks,
+        split.threads,
+        split.shared_bytes,
+        why=why,
+        pairs=of_pairs,
+        counts=counts,
+        pairs_per_block=split.pairs_per_block,
+        pairs_per_warp=split.pairs_per_warp,
+        warps=split.warps,
+        capacity=split.capacity,
+        staged=split.staged,
+        **_NO_RESULTS | results,
+    )
+
+
+def aligned_outputs(out: Any, topk_ids: Array, results: Sequence[Result]) -> tuple[Array, ...]:
+    """The arrays of `out` for the results of `moe_align_block_size`, of which the first two may be longer than those.
+
+    Raises TypeError and ValueError for arrays that do not fit.
+    """
+    if not isinstance(out, (tuple, list)) or len(out) != len(results):
+        wanted = "a triple (sorted_token_ids, expert_ids, num_tokens_post_pad)"
+        check.fail("out", wanted, type_name(out), TypeError)
+    for i, (array, result) in enumerate(zip(out, results, strict=True)):
+        name, (least,) = f"out[{i}]", result.shape
+        expect_place(name, array, topk_ids, "topk_ids")
+        check.dtype(name, array.dtype, (result.dtype,))
+        check.dimensions(name, array.shape, ("rows", "blocks", "1")[i : i + 1])
+        size = array.shape[0]
+        if size < least or (i == 2 and size > 1):
+            check.fail(name, f"of {'at least ' if i < 2 else ''}{int(least)} elements", int(size))
+        if size > MAX_PAIRS:
+            check.fail(name, f"of at most {MAX_PAIRS} elements", int(size))
+        expect_contiguous(name, array)
+    write_into(*out)
+    return tuple(out)
 
 
 # --- rows ---------------------------------------------------------------------------------------------
 
 
-class RowsConfig(NamedTuple):
-    """What all calls of a decision on rows launch. Each adds its arrays, its grid and its numbers."""
-
-    variant: Variant
-    block: tuple[int, int, int]  # in y a token each; fewer where a call has fewer tokens
-    shared_bytes: int
-    pack: Packer
-    reason: str
-    blocks: int  # of the same tokens
-    unit: int  # elements of a unit of loads and stores
-
-
-PERMUTE_FIELDS = ("src", "inverse", "out", "scale", "out_scale", "row_stride", "scale_stride", "rows", "tiling.tokens")
-QUANTIZED_FIELDS = ("src", "inverse", "out", "out_scale", "row_stride", "rows", "tiling.tokens")
-SUM_FIELDS = ("src", "weights", "inverse", "offsets", "out", "row_stride", "rows", "tiling.tokens")
-
-
 class Tiles(NamedTuple):
-    """The split of a row of `columns` units over blocks, each of at most `threads` threads."""
+    """The split of rows over blocks, and the Tiling of the template."""
 
-    threads: tuple[int, int]  # along a row, and of tokens
-    tile_columns: int
-    chunks: int
+    blocks: Any
+    threads: tuple[int, Any]
+    tiling: dict[str, Any]
 
 
-def tile_rows(columns: int, threads: int, items: int) -> Tiles:
-    """The tiles of rows whose threads have `items` units each, of one token."""
+def tile_rows(tokens: Any, columns: int, threads: int, items: int) -> Tiles:
+    """Blocks of at most `threads` threads, each with `items` units of one token."""
     chunks = max(1, -(-columns // (threads * items)))
     tile_columns = max(1, -(-columns // chunks))
     x = -(-tile_columns // items)
-    return Tiles((x, threads // x), tile_columns, chunks)
+    y = threads // x
+    blocks = ceil_div(tokens, y) * chunks
+    if y > 1 and tokens < y:
+        y, blocks = tokens, chunks
+    tiling = {"tokens": tokens, "columns": columns, "tile_columns": tile_columns, "chunks": chunks}
+    return Tiles(blocks, (x, y), tiling | {"by_chunks": divisor(chunks)})
 
 
-def width_of(name: str, dtype: str, hidden: int, row_stride: int, *addresses: int) -> int:
-    """The bytes of a unit of rows: the most, up to 16, that divide the addresses and the distances of rows.
-
-    Raises ValueError with `name` for addresses that are not aligned to the elements.
-    """
-    item_size = arrays.ITEM_SIZE[dtype]
-    return unit_width(name, functools.reduce(int.__or__, addresses, (hidden | row_stride) * item_size), item_size)
+def _width(name: str, one: Array, other: Array, hidden: int, row_stride: int) -> int:
+    """The bytes of a unit of the rows of two arrays, which lie `row_stride` elements apart in the first."""
+    mask = one.alignment | other.alignment | (hidden | row_stride) * one.item_size
+    return unit_width(name, mask, one.item_size)
 
 
-_COPIED_CLASSES = (0, *(_FEW_UNITS * width for width in (1, 2, 4, 8, 16)))
+def launch_permute(
+    x: Array,
+    row_stride: int,
+    inverse: Array,
+    topk: int,
+    out: Array,
+    scale: Array | None = None,
+    out_scale: Array | None = None,
+) -> None:
+    """Copy the rows of at least one token, of at least one slot, to where `inverse` says."""
+    tokens, hidden = x.shape
+    if not hidden and scale is None:
+        return
+    width = _width("hidden_states", x, out, hidden, row_stride)
+    columns = hidden * x.item_size // width
+    items = 1 if not columns or tokens < -(-_FEW_UNITS // columns) else _PERMUTE_ITEMS
+    tiles = tile_rows(tokens, columns, template.constants(_permute.file)["ROW_THREADS"], items)
+    each = f"{tokens} tokens of {columns} units: {items} per thread ({_PERMUTE_ITEMS} from {_FEW_UNITS} units on)"
+    launch(
+        permute_variant(width, items),
+        tiles.blocks,
+        tiles.threads,
+        why=f"{each}; {why_width(width, 'the rows')}",
+        src=x,
+        inverse=inverse,
+        out=out,
+        scale=scale,
+        out_scale=out_scale,
+        row_stride=row_stride * x.item_size // width,
+        scale_stride=0 if scale is None else scale.strides[0],
+        topk=topk,
+        rows=out.shape[0],
+        scale_columns=0 if scale is None else scale.shape[1],
+        tiling=tiles.tiling,
+    )
 
 
-def copied_class(copied: int) -> int:
-    """The largest class that is not above the bytes of all tokens: permutations of one class share a decision."""
-    return _COPIED_CLASSES[bisect_right(_COPIED_CLASSES, copied) - 1]
-
-
-@functools.lru_cache(maxsize=4096)
-def choose_permute(dtype: str, hidden: int, topk: int, width: int, scale_columns: int, least_copied: int) -> RowsConfig:
-    """The kernel that copies rows of `hidden` elements, and of their `scale_columns` scales, to `topk` places each.
-
-    `width_of` gives `width`, and `copied_class` of the bytes of all tokens `least_copied`.
-    """
-    unit = width // arrays.ITEM_SIZE[dtype]
-    columns = hidden // unit
-    items = _PERMUTE_ITEMS if columns and least_copied >= _FEW_UNITS * width else 1
-    each = f"{columns} units: {items} per thread ({_PERMUTE_ITEMS} from {_FEW_UNITS} units on)"
-    reason = f"{{tiling[tokens]}} tokens of {each}; {why_width(width, 'the rows')}"
-    threads = template.constants(_permute.file)["ROW_THREADS"]
-    fields = {"topk": topk, "scale_columns": scale_columns}
-    return _rows(permute_variant(width, items), PERMUTE_FIELDS, fields, columns, threads, items, unit, reason)
-
-
-@functools.lru_cache(maxsize=4096)
-def choose_permute_quantized(dtype: str, hidden: int, topk: int) -> RowsConfig:
-    """The kernel that quantizes rows of `hidden` elements and writes each to `topk` places."""
-    groups, lanes = hidden // BLOCK, 8  # of a group
-    reason = f"one kernel for all sizes: {lanes} lanes quantize and write each of the {groups} groups of a row"
-    threads = template.constants(_permute_quantized.file)["ROW_THREADS"] // lanes
-    variant, fields = permute_quantized_variant(dtype), {"topk": topk, "smallest": float(SMALLEST)}
-    config = _rows(variant, QUANTIZED_FIELDS, fields, groups, threads, 1, 1, reason)
-    return config._replace(block=(config.block[0] * lanes, *config.block[1:]))
-
-
-@functools.lru_cache(maxsize=4096)
-def choose_unpermute(dtype: str, hidden: int, topk: int, width: int, variant: str = "auto") -> RowsConfig:
-    """The kernel that adds up the `topk` rows of each token; `width_of` gives `width`.
-
-    Raises ValueError for a variant that these sizes do not have.
-    """
-    unit = width // arrays.ITEM_SIZE[dtype]
-    chosen, reason = sum_variant(dtype, topk, width, variant), _why_sum(dtype, topk, width, variant)
-    return _rows(chosen, SUM_FIELDS, {"topk": topk}, hidden // unit, _UNPERMUTE_THREADS, 1, unit, reason)
-
-
-def _rows(
-    variant: Variant, names: tuple[str, ...], fields: dict[str, Any], columns: int, threads: int, items: int,
-    unit: int, reason: str,
-) -> RowsConfig:  # fmt: skip
-    own, tile_columns, chunks = tile_rows(columns, threads, items)
-    tiling = {"columns": columns, "tile_columns": tile_columns, "chunks": chunks, "by_chunks": divisor(chunks)}
-    fields |= {f"tiling.{name}": value for name, value in tiling.items()}
-    return RowsConfig(variant, (*own, 1), 0, _packer(variant, names, fields), reason, chunks, unit)
+def launch_permute_quantized(
+    x: Array, row_stride: int, inverse: Array, topk: int, out: Array, out_scale: Array, smallest: float
+) -> None:
+    """Quantize the rows of at least one token, of at least one slot, to where `inverse` says."""
+    groups, lanes = out_scale.shape[1], 8  # of a group
+    tiles = tile_rows(x.shape[0], groups, template.constants(_permute_quantized.file)["ROW_THREADS"] // lanes, 1)
+    launch(
+        permute_quantized_variant(x.dtype),
+        tiles.blocks,
+        (tiles.threads[0] * lanes, tiles.threads[1]),
+        why=f"one kernel for all sizes: {lanes} lanes quantize and write each of the {groups} groups of a row",
+        src=x,
+        inverse=inverse,
+        out=out,
+        out_scale=out_scale,
+        row_stride=row_stride * x.item_size,
+        topk=topk,
+        rows=out.shape[0],
+        smallest=smallest,
+        tiling=tiles.tiling,
+    )
 
 
 def sum_variant(dtype: str, topk: int, width: int, variant: str) -> Variant:
@@ -457,12 +449,38 @@ def sum_variant(dtype: str, topk: int, width: int, variant: str) -> Variant:
 def _why_sum(dtype: str, topk: int, width: int, variant: str) -> str:
     """Why `sum_variant` takes an instance."""
     if topk in registered and width == 16 and variant != "dynamic":
-        return f"{_asked(variant)}specialized for topk {topk} ({SPECIALIZED.get(topk, 'by cukern.specialize')})"
+        asks = f"{asked(variant)}; " if variant != "auto" else ""
+        return f"{asks}specialized for topk {topk} ({SPECIALIZED.get(topk, 'by cukern.specialize')})"
     if variant != "auto":
-        return f"variant={variant!r} asks for it"
+        return asked(variant)
     if width < 16:
         return f"dynamic, {why_width(width, 'the rows')}"
     if topk > MAX_SPECIALIZED_TOPK:
         return f"dynamic: a specialized instance has a topk of at most {MAX_SPECIALIZED_TOPK}, not {topk}"
     call = f'cukern.specialize("moe_unpermute", topk={topk}, dtype={dtype!r})'
     return f"dynamic: no specialized instance has topk {topk}; {call} compiles one"
+
+
+def launch_sum(
+    name: str, src: Array, rows: Any, row_stride: int, out: Array, topk: int, variant: str, **arrays: Any
+) -> None:
+    """Sum up the rows of each token, which lie `row_stride` elements apart; `arrays` are fields of the template."""
+    check.one_of("variant", variant, SUM_VARIANTS)
+    tokens, hidden = out.shape
+    if not hidden or tokens == 0:
+        return
+    width = _width(name, src, out, hidden, row_stride)
+    tiles = tile_rows(tokens, hidden * out.item_size // width, _UNPERMUTE_THREADS, 1)
+    launch(
+        sum_variant(out.dtype, topk, width, variant),
+        tiles.blocks,
+        tiles.threads,
+        why=_why_sum(out.dtype, topk, width, variant),
+        src=src,
+        out=out,
+        row_stride=row_stride * out.item_size // width,
+        topk=topk,
+        rows=rows,
+        tiling=tiles.tiling,
+        **arrays,
+    )

@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from cukern.ops.paged_attention import choose as kernels
-from cukern.ops.paged_attention.launch import DECISIONS, PARTITION, attend, decide, decide_vllm
-from cukern.ops.paged_attention.merge import merge_states
-from cukern.runtime import check
+from cukern.ops.paged_attention.choose import (
+    CUDA_TYPE,
+    DTYPES,
+    VARIANTS,
+    Sparse,
+    attend,
+    check_aligned,
+    check_call,
+    check_per_head,
+    specialize,  # noqa: F401  (found here by `cukern.specialize`)
+    unit_tokens,
+)
+from cukern.reference import paged_attention as twin
+from cukern.runtime import check, template
 from cukern.runtime.arrays import AnyArray, WrittenArray
-from cukern.runtime.compile import Instance
-from cukern.runtime.describe import Result, dtype_name
-from cukern.runtime.fp8 import array_of
-from cukern.runtime.op import operator
-from cukern.runtime.view import out_of
+from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array, expect_contiguous, expect_place
+from cukern.runtime.kernel import Kernel, Variant
+from cukern.runtime.op import op
+from cukern.runtime.plan import check_each_call, each_call, launch, outputs, run_twin
+from cukern.runtime.units import ceil_div
 
 __all__ = ["merge_attention_states", "paged_attention", "paged_attention_v1", "paged_attention_v2"]
 
-
-def specialize(*, head_dim: int, block_size: int) -> list[Instance]:
-    """Give these sizes variants of their own in this process and say which; see `cukern.specialize`.
-
-    They are compiled for up to 16 rows per kv head, without softcap, slopes or a block-sparse pattern, over a cache of
-    the query's dtype. The other forms of these sizes are compiled at their first use.
-
-    Raises ValueError unless head_dim is a multiple of 8 of at most 256 and block_size a multiple of 16.
-    """
-    check.integer("head_dim", head_dim, 8, kernels.DIMS[-1])
-    if head_dim % 8:
-        check.fail("head_dim", "a multiple of 8", head_dim)
-    check.integer("block_size", block_size, 16, kernels.MAX_BLOCK_SIZE)
-    if block_size % 16:
-        check.fail("block_size", "a multiple of 16", block_size)
-    kernels.registered.add((head_dim, block_size))
-    kernels.choose.cache_clear()
-    DECISIONS.clear()
-    return kernels.of_own_dtype(head_dim, block_size)
+PARTITION = twin.PARTITION
+_merge = Kernel("paged_attention/merge_states", "merge_states")
+#: Elements of a side from which a thread of `merge_states` has two vectors: with fewer, latency is the bound. Where
+#: log-sum-exps are by heads it has one: then two take 40% longer on an H200.
+_MANY_MERGED = 2**24
 
 
 def _attended(query: Any, *_: Any, **__: Any) -> Result:
@@ -46,7 +43,7 @@ def _logs(query: Any) -> Result:
     return Result(query.shape[:-1], "float32", "query's without head_dim")
 
 
-@operator("attended, lse", lambda query, *_, **__: [_attended(query), _logs(query)])
+@op(twin.paged_attention, "attended, lse", lambda query, *_, **__: [_attended(query), _logs(query)])
 def paged_attention(
     query: AnyArray,
     key_cache: AnyArray,
@@ -125,20 +122,88 @@ def paged_attention(
     sinks are those of Xiao et al. (2023). A CuPy stream that captures a graph leaves the workspace to CuPy's pool: let
     nothing else be allocated there between replays, or capture with torch, whose graphs have pools of their own.
     """
-    returns_lse = check.flag("return_lse", return_lse)
-    own, lse = out_of(out, 2, "a pair (out, lse) with return_lse") if returns_lse else (out, None)
-    given = (
-        query, key_cache, value_cache, block_tables, seq_lens, alibi_slopes, sinks, array_of(k_scale),
-        array_of(v_scale), own, lse, None, None, None,
-    )  # fmt: skip
-    facts = layout, window, softcap, kv_cache_dtype, returns_lse, split, variant
-    attended, lse_found = attend(decide, facts, given, (scale, k_scale, v_scale))
-    if not returns_lse:
-        return attended
-    return (attended, lse_found) if own is None or lse is None else out
+    inputs = query, key_cache, value_cache, block_tables, seq_lens
+    call = check_call(inputs, (scale, k_scale, v_scale), layout, kv_cache_dtype, True)
+    check_per_head("alibi_slopes", alibi_slopes, call)
+    check_per_head("sinks", sinks, call)
+    if window is not None:
+        window = check.integer("window", window, 1)
+    if softcap is not None:
+        softcap = check.number("softcap", softcap)
+        if not 1e-30 <= softcap <= 1e30:
+            check.fail("softcap", "in [1e-30, 1e30]", softcap)
+    if split is not None:
+        split = check.integer("split", split, unit_tokens(), 2**30)
+        if split % unit_tokens():
+            check.fail("split", f"a multiple of {unit_tokens()}", split)
+    results = (_attended(query), _logs(query)) if return_lse else (_attended(query),)
+    found = outputs(out, query, "query", *results, names="a pair (out, lse) with return_lse")
+    attended, lse = found if return_lse else (found, None)
+    check_aligned("out[0]" if return_lse else "out", attended)
+    if query.on_host:
+        return run_twin(variant, VARIANTS)
+    fields = {"out": attended, "lse": lse, "slopes": alibi_slopes, "sinks": sinks}
+    fields |= {"window": min(window or 0, 2**30), "softcap": softcap or 0.0}
+    attend(call, split or 0, variant, Sparse(), None, **fields)
+    return found
 
 
-@operator()
+def _check_length(longest: float, max_seq_len: Any) -> None:
+    """Raises ValueError for a longest sequence for which exp_sums has too few partitions."""
+    if check.integer("max_seq_len", max_seq_len, 0) > longest:
+        least = f"of at least {ceil_div(max_seq_len, PARTITION)} partitions (of {PARTITION} of max_seq_len)"
+        check.fail("exp_sums", least, int(longest) // PARTITION)
+
+
+def _as_vllm(
+    out: Any,
+    workspaces: tuple[Any, Any, Any] | None,
+    inputs: tuple[Any, Any, Any, Any, Any],
+    sizes: tuple[int, int, Any],
+    alibi_slopes: Any,
+    scales: tuple[Any, Any, Any],
+    kv_cache_dtype: str,
+    sparse: Sparse,
+) -> None:
+    """The plan of `paged_attention_v1` and, with `workspaces`, of `paged_attention_v2`."""
+    query, (num_kv_heads, block_size, max_seq_len) = inputs[0], sizes
+    call = check_call(inputs, scales, "vllm", kv_cache_dtype, False)
+    shape, kv_heads, of_cache = query.shape, call.sizes.kv_heads, call.sizes.block_size
+    expect("out", out, query, "query", (query.dtype,), shape, "query's")
+    check_aligned("out", out)
+    for name, size, wanted in (("num_kv_heads", num_kv_heads, kv_heads), ("block_size", block_size, of_cache)):
+        if check.integer(name, size, 1) != wanted:
+            check.fail(name, f"{wanted} (of key_cache)", size)
+    check_per_head("alibi_slopes", alibi_slopes, call)
+    for name, value in zip(("local_blocks", "vert_stride", "block_size", "head_sliding_step"), sparse[:4], strict=True):
+        check.integer(f"blocksparse_{name}", value, -(2**20) if name == "head_sliding_step" else 0, 2**20)
+    check.integer("tp_rank", sparse.sparse_rank, 0, 2**20)
+    if sparse.sparse_stride > 1 and (sparse.sparse_size == 0 or sparse.sparse_size % of_cache):
+        check.fail("blocksparse_block_size", f"a multiple of block_size ({of_cache})", sparse.sparse_size)
+    max_splits, longest = 0, math.inf
+    if workspaces is not None:
+        exp_sums, max_logits, tmp_out = workspaces
+        expect_place("exp_sums", exp_sums, query, "query")
+        if len(exp_sums.shape) == 3:
+            max_splits, longest = exp_sums.shape[-1], exp_sums.shape[-1] * PARTITION
+    if isinstance(max_seq_len, Array):  # an operand that is an array stands for its address
+        check.integer("max_seq_len", max_seq_len, 0)
+    check_each_call(_check_length, longest, max_seq_len)
+    if workspaces is not None:
+        statistics, symbols = (*shape[:2], max_splits), "[seqs, heads, max_partitions]"
+        for name, array in (("exp_sums", exp_sums), ("max_logits", max_logits)):
+            expect(name, array, query, "query", ("float32",), statistics, symbols)
+        symbols = "[seqs, heads, max_partitions, head_dim]"
+        expect("tmp_out", tmp_out, query, "query", (query.dtype,), (*statistics, shape[2]), symbols)
+        check_aligned("tmp_out", tmp_out)
+    if query.on_host:
+        return run_twin()
+    split = 0 if workspaces is None else PARTITION
+    fields = {"out": out, "lse": None, "slopes": alibi_slopes, "sinks": None, "window": 0, "softcap": 0.0}
+    return attend(call, split, "auto", sparse, workspaces, **fields)
+
+
+@op(twin.paged_attention_v1, numbers=("max_seq_len",))
 def paged_attention_v1(
     out: WrittenArray,
     query: AnyArray,
@@ -189,18 +254,15 @@ def paged_attention_v1(
 
     Unlike vLLM's kernel this one splits long sequences, so that there is no need to choose between v1 and v2.
     """
-    given = (
-        query, key_cache, value_cache, block_tables, seq_lens, alibi_slopes, None, array_of(k_scale),
-        array_of(v_scale), out, None, None, None, None,
+    _as_vllm(
+        out, None, (query, key_cache, value_cache, block_tables, seq_lens),
+        (num_kv_heads, block_size, max_seq_len), alibi_slopes, (scale, k_scale, v_scale), kv_cache_dtype,
+        Sparse(blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step,
+               tp_rank),
     )  # fmt: skip
-    facts = (
-        0, num_kv_heads, block_size, kv_cache_dtype, tp_rank, blocksparse_local_blocks,
-        blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step,
-    )  # fmt: skip
-    attend(decide_vllm, facts, given, (scale, k_scale, v_scale), max_seq_len)
 
 
-@operator()
+@op(twin.paged_attention_v2, numbers=("max_seq_len",))
 def paged_attention_v2(
     out: WrittenArray,
     exp_sums: WrittenArray,
@@ -240,15 +302,12 @@ def paged_attention_v2(
     The sums of a row are formed in the same order whatever else is in the batch. Where the workspaces are not
     wanted, `paged_attention` is faster.
     """
-    given = (
-        query, key_cache, value_cache, block_tables, seq_lens, alibi_slopes, None, array_of(k_scale),
-        array_of(v_scale), out, None, exp_sums, max_logits, tmp_out,
+    _as_vllm(
+        out, (exp_sums, max_logits, tmp_out), (query, key_cache, value_cache, block_tables, seq_lens),
+        (num_kv_heads, block_size, max_seq_len), alibi_slopes, (scale, k_scale, v_scale), kv_cache_dtype,
+        Sparse(blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step,
+               tp_rank),
     )  # fmt: skip
-    facts = (
-        PARTITION, num_kv_heads, block_size, kv_cache_dtype, tp_rank, blocksparse_local_blocks,
-        blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step,
-    )  # fmt: skip
-    attend(decide_vllm, facts, given, (scale, k_scale, v_scale), max_seq_len)
 
 
 def _like_a_side(out_a: Any, *_: Any, lse_heads_first: bool = False, **__: Any) -> list[Result]:
@@ -259,7 +318,28 @@ def _like_a_side(out_a: Any, *_: Any, lse_heads_first: bool = False, **__: Any) 
     return [Result(out_a.shape, dtype_name(out_a), "out_a's"), lse]
 
 
-@operator("merged, lse", _like_a_side)
+def _merge_blocks(rows: int, row_vectors: int, block_vectors: int) -> int:
+    return -(-rows * row_vectors // block_vectors)
+
+
+def merge_variant(dtype: str, vector: int, heads_first: bool, each: int = 1, has_power: bool = False) -> Variant:
+    """The variant of `merge_states`; with `each` above 1 it is `has_power`, of a power of two of vectors in a row."""
+    form: list[str | int] = [each, "true"]
+    return _merge.variant(CUDA_TYPE[dtype], vector, str(heads_first).lower(), *form if has_power else [])
+
+
+def _not_read(written: int, *read: int) -> int:
+    """The address of an array that is written, which must not be one of those that are read."""
+    if written and written in read:
+        check.fail("out[1]", "another array than lse_a and lse_b, which are read while it is written", "one of them")
+    return written
+
+
+@op(
+    twin.merge_attention_states,
+    "merged, lse",
+    _like_a_side,
+)
 def merge_attention_states(
     out_a: AnyArray,
     lse_a: AnyArray,
@@ -294,4 +374,53 @@ def merge_attention_states(
     The identity is that of FlashAttention's and FlashInfer's merges (Ye et al., 2024). vLLM's `merge_attn_states` and
     SGLang's `merge_state_v2` give the same.
     """
-    return merge_states(out_a, lse_a, out_b, lse_b, lse_heads_first, out, variant)
+    shape = expect_array("out_a", out_a, DTYPES).shape
+    heads_first = bool(lse_heads_first)
+    if len(shape) < 2 + heads_first or shape[-1] < 1:
+        check.fail("out_a", f"of shape [..., {'tokens, ' if heads_first else ''}heads, head_dim]", list(shape))
+    if shape[-1] > 2**16:
+        check.fail("out_a", f"of a head_dim in [1, {2**16}]", shape[-1])
+    check.one_of("variant", variant, ("auto",))
+    expect_contiguous("out_a", out_a)
+    results = _like_a_side(out_a, lse_heads_first=heads_first)
+    expect("out_b", out_b, out_a, "out_a", (out_a.dtype,), shape, results[0].symbols)
+    for name, array in (("lse_a", lse_a), ("lse_b", lse_b)):
+        expect(name, array, out_a, "out_a", ("float32",), results[1].shape, results[1].symbols)
+    merged, lse = outputs(out, out_a, "out_a", *results, names="a pair (out, lse)")
+    if out_a.on_host:
+        return run_twin()
+    if any(size == 0 for size in shape[:-1]):
+        return merged, lse
+    vector = 16 // out_a.item_size
+    if shape[-1] % vector or min(out_a.alignment, out_b.alignment, merged.alignment) < 16:
+        vector = 1
+    threads = template.constants(_merge.file)["MERGE_THREADS"]
+    row, most = math.prod(shape[1:]), (2**31 - 1) * threads * vector
+    if shape[0] > most // row:
+        check.fail("out_a", f"of at most {most} elements", f"shape {list(shape)}")
+    vectors = shape[-1] // vector
+    has_power = vector > 1 and vectors & (vectors - 1) == 0
+    each = 2 if has_power and not heads_first and shape[0] > _MANY_MERGED // row else 1
+    why = (
+        f"vectors of {vector} numbers, {each} a thread (2 from {_MANY_MERGED} elements on, where rows are 2^n vectors)"
+    )
+    if vector == 1:
+        why = "one number at a time, which is slower: rows or addresses are no multiples of 16 bytes"
+    launch(
+        merge_variant(out_a.dtype, vector, heads_first, each, has_power),
+        _merge_blocks(shape[0], row // vector, each * threads),
+        threads,
+        why=why,
+        out_a=out_a,
+        lse_a=lse_a,
+        out_b=out_b,
+        lse_b=lse_b,
+        out=merged,
+        lse=lse if out is None else each_call(_not_read, 0, lse, lse_a, lse_b),
+        rows=shape[0] * (row // shape[-1]),
+        head_dim=shape[-1],
+        heads=shape[-2] if heads_first else 0,
+        tokens=shape[-3] if heads_first else 0,
+        shift=vectors.bit_length() - 1,
+    )
+    return merged, lse

@@ -1,20 +1,22 @@
-"""The kernels of paged attention, which of them takes a call, and how its work is dealt to blocks."""
+"""Shared by the functions of paged attention: checks, the variants of the kernels, and how work is dealt to blocks."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
-from cukern.runtime import arrays, check, template
+from cukern.runtime import arrays, check, fp8, template
+from cukern.runtime.arrays import strides_of
 from cukern.runtime.compile import Instance
+from cukern.runtime.describe import Array, expect, expect_array, expect_place, expect_table
 from cukern.runtime.gpu import BY_ARCH, CLUSTERED_ARCHS, Gpu
 from cukern.runtime.kernel import Kernel, Launched, Variant
-from cukern.runtime.template import Packer, packer
+from cukern.runtime.op import forget_plans
+from cukern.runtime.plan import asked, empty, launch
 
 LAYOUTS = ("vllm", "flash")
 VARIANTS = ("auto", "specialized", "dynamic", "scalar")
 DTYPES = ("float32", "float16", "bfloat16")
-DIMS = 64, 128, 256  # rooms for a head of `attend`
+_DIMS = 64, 128, 256  # rooms for a head of `attend`
 MAX_BLOCK_SIZE = 2**16
 #: Most pieces of a batch, and most rows: the kernels count them in 32 bits.
 MAX_UNITS = 2**31 - 2**16
@@ -23,6 +25,7 @@ _TILE_TOKENS, _UNIT_BYTES = 16, 16  # that blocks of tokens, and heads, are mult
 _RESERVED_SHARED = 1024  # bytes that CUDA takes of each block's
 #: Least units of a piece, measured on an H200.
 _MIN_UNITS = 4
+_LARGEST_SCALE = 1e30
 #: Size of the clusters that items have where the lengths are even. Measured on an H200: larger ones are slower.
 _EVEN_CLUSTER = 2
 #: Room for so many tokens of a sequence makes any lengths even enough: its blocks are done with the longest before a
@@ -56,8 +59,8 @@ CUDA_TYPE = {**arrays.CUDA_TYPE, "float8_e4m3fn": "__nv_fp8_e4m3", "float8_e5m2"
 _attend = Kernel("paged_attention/attend", "attend", compile_s=1.1)
 scalar = Kernel("paged_attention/attend_scalar", "attend_scalar")
 _clear_counters = Kernel("paged_attention/clear_counters", "clear_counters")
-CLEARING = 256  # threads of a block
-_clear_counters.at_import = [_clear_counters.variant(CLEARING).instance]
+_CLEARING = 256  # threads of a block
+_clear_counters.at_import = [_clear_counters.variant(_CLEARING).instance]
 
 
 def unit_tokens() -> int:
@@ -196,7 +199,7 @@ def specialized_form(
     return Form(dtype, cache, layout, head_dim, dims, block_size, team, extras, dealt, rows)
 
 
-def of_own_dtype(head_dim: int, block_size: int) -> list[Instance]:
+def _of_own_dtype(head_dim: int, block_size: int) -> list[Instance]:
     return [
         specialized_form(dtype, dtype, layout, head_dim, block_size).variant.instance
         for dtype in ("bfloat16", "float16")
@@ -226,9 +229,28 @@ _of_few_rows = [
     ]
 ]
 _attend.specialize_by_arch({arch: _of_many_rows + _of_few_rows * (arch in CLUSTERED_ARCHS) for arch in BY_ARCH})
-_attend.at_import = of_own_dtype(128, 16)
+_attend.at_import = _of_own_dtype(128, 16)
 
-registered = set(SPECIALIZED)
+_registered = set(SPECIALIZED)
+
+
+def specialize(*, head_dim: int, block_size: int) -> list[Instance]:
+    """Give these sizes variants of their own in this process and say which; see `cukern.specialize`.
+
+    They are compiled for up to 16 rows per kv head, without softcap, slopes or a block-sparse pattern, over a cache of
+    the query's dtype. The other forms of these sizes are compiled at their first use.
+
+    Raises ValueError unless head_dim is a multiple of 8 of at most 256 and block_size a multiple of 16.
+    """
+    check.integer("head_dim", head_dim, 8, _DIMS[-1])
+    if head_dim % 8:
+        check.fail("head_dim", "a multiple of 8", head_dim)
+    check.integer("block_size", block_size, 16, MAX_BLOCK_SIZE)
+    if block_size % 16:
+        check.fail("block_size", "a multiple of 16", block_size)
+    _registered.add((head_dim, block_size))
+    forget_plans()
+    return _of_own_dtype(head_dim, block_size)
 
 
 # --- how the work is dealt out ------------------------------------------------------------------------
@@ -298,17 +320,12 @@ class Deal(NamedTuple):
     shares: int = 0  # blocks that draw pieces
 
 
-def _asked(variant: str) -> str:
-    """The reason for a kernel that the caller asks for; empty for "auto"."""
-    return "" if variant == "auto" else f"variant={variant!r} asks for it"
-
-
 def _why_scalar(x: Request) -> str:
     """Why tensor cores cannot take a call; empty if they can."""
     if x.dtype == "float32":
         return "float32 is not computed on tensor cores"
-    if x.sizes.head_dim > DIMS[-1]:
-        return f"heads of {x.sizes.head_dim} are larger than {DIMS[-1]}"
+    if x.sizes.head_dim > _DIMS[-1]:
+        return f"heads of {x.sizes.head_dim} are larger than {_DIMS[-1]}"
     if x.sizes.block_size % _TILE_TOKENS:
         return f"blocks of {x.sizes.block_size} tokens are no multiple of {_TILE_TOKENS}"
     if x.sizes.head_dim * arrays.ITEM_SIZE[x.cache] % _UNIT_BYTES:
@@ -322,7 +339,7 @@ def _choose(gpu: Gpu, x: Request) -> _Choice:
     reason = _why_scalar(x)
     if x.variant in ("specialized", "dynamic") and reason:
         check.fail("variant", "'auto' or 'scalar' here", f"{x.variant!r}: {reason}")
-    if x.variant == "specialized" and (head_dim, block_size) not in registered:
+    if x.variant == "specialized" and (head_dim, block_size) not in _registered:
         got = f"'specialized': there is none for heads of {head_dim} and blocks of {block_size} tokens"
         check.fail("variant", "'auto', 'dynamic' or 'scalar' here", f"{got} (cukern.specialize adds one)")
     return _choose_scalar(x, reason) if x.variant == "scalar" or reason else _choose_form(gpu, x)
@@ -333,9 +350,11 @@ def _choose_scalar(x: Request, reason: str) -> _Choice:
     wide = str(x.aligned).lower()
     large = [constants["MAX_DIM"]] * (x.sizes.head_dim > constants["USUAL_DIM"])
     variant = scalar.variant(CUDA_TYPE[x.dtype], CUDA_TYPE[x.cache], x.layout.upper(), wide, *large)
-    fast = f"16-bit queries, heads of whole {_UNIT_BYTES} bytes up to {DIMS[-1]}, blocks of multiples of {_TILE_TOKENS}"
+    fast = (
+        f"16-bit queries, heads of whole {_UNIT_BYTES} bytes up to {_DIMS[-1]}, blocks of multiples of {_TILE_TOKENS}"
+    )
     why = (
-        _asked(x.variant) or f"attend_scalar, the slow general kernel: {reason} (tensor cores take {fast}, all aligned)"
+        asked(x.variant) or f"attend_scalar, the slow general kernel: {reason} (tensor cores take {fast}, all aligned)"
     )
     return _Choice(variant, 32 * constants["WARPS"], 0, constants["ROWS"], _MAX_BLOCKS, why)
 
@@ -352,19 +371,19 @@ def _choose_form(gpu: Gpu, x: Request) -> _Choice:
     of_sizes = f"heads of {sizes.head_dim} and blocks of {sizes.block_size} tokens"
     is_own = (sizes.head_dim, sizes.block_size) in SPECIALIZED
     why = f"{of_sizes}: specialized ({MODELS[sizes.head_dim] if is_own else 'by cukern.specialize'})"
-    if (sizes.head_dim, sizes.block_size) in registered and x.variant != "dynamic":
+    if (sizes.head_dim, sizes.block_size) in _registered and x.variant != "dynamic":
         form = specialized_form(
             x.dtype, x.cache, x.layout, sizes.head_dim, sizes.block_size, team, x.extras, dealt, rows
         )
     else:
-        dims = next(n for n in DIMS if n >= sizes.head_dim)
+        dims = next(n for n in _DIMS if n >= sizes.head_dim)
         form = Form(x.dtype, x.cache, x.layout, 0, dims, 0, team, x.extras, dealt, rows)
         own = f"head_dim={sizes.head_dim}, block_size={sizes.block_size}"
         why = f"dynamic: no instance has {of_sizes} (cukern.specialize('paged_attention', {own}) makes one)"
     shared_bytes = form.shared_bytes(min(rows * team, x.group_rows))
     block_bytes = shared_bytes + form.static_bytes + _RESERVED_SHARED
     blocks = max(1, min(form.fit, gpu.shared_per_multiprocessor // block_bytes))
-    why = f"{_asked(x.variant) or why}; {x.group_rows} rows for each kv head: {rows} a warp, teams of {team}; {dealing}"
+    why = f"{asked(x.variant) or why}; {x.group_rows} rows for each kv head: {rows} a warp, teams of {team}; {dealing}"
     return _Choice(form.variant, 32 * form.warps, shared_bytes, rows * team, blocks, why, dealt)
 
 
@@ -441,64 +460,214 @@ def deal(gpu: Gpu, x: Request) -> Deal:
     return Deal(variant, blocks, threads, shared_bytes, rows, row_blocks, slots, 1 + items, choice.why, shares)
 
 
-# --- what a call launches -----------------------------------------------------------------------------
-
-#: The fields that each call gives, in this order. The decision fixes all others.
-FIELDS = (
-    "query", "keys", "values", "tables", "lengths", "slopes", "sinks", "key_scale", "value_scale", "out", "lse",
-    "partial", "maxima", "sums", "taken", "arrived", "table_row", "seqs", "max_blocks", "shares", "max_splits", "scale",
-    "out_scale",
-)  # fmt: skip
+# --- a call -------------------------------------------------------------------------------------------
 
 
-class Config(NamedTuple):
-    """What all calls of a number of sequences and a width of the block tables launch."""
+class Sparse(NamedTuple):
+    """vLLM's block-sparse pattern, by the names in the kernels' parameters."""
 
-    variant: Variant
-    block: tuple[int, int, int]
-    shared_bytes: int
-    pack: Packer
-    reason: str
-    grid: tuple[int, int, int] = (1, 1, 1)
-    numbers: tuple[int, ...] = ()  # seqs, max_blocks, shares
-    counters: int = 0
-    workspace: tuple[int, ...] = ()  # bytes of the counters, then of the outputs, maxima and sums of pieces
-    dtype: str = ""  # of the result
+    sparse_local: int = 0
+    sparse_stride: int = 0
+    sparse_size: int = 64
+    sparse_head_step: int = 0
+    sparse_rank: int = 0
 
 
-@functools.cache
-def clearing() -> Config:
-    """The launch that sets the counters to 0 before. Each call says its grid."""
-    reason = "blocks draw pieces: {count} counters of them are set to 0 before"
-    pack = _packer(_clear_counters, ("counters", "count"), ())
-    return Config(_clear_counters.variant(CLEARING), (CLEARING, 1, 1), 0, pack, reason)
+class Call(NamedTuple):
+    """A call that has been checked."""
+
+    query: Array
+    cache: str  # dtype
+    layout: str
+    sizes: Sizes
+    aligned: bool  # whether all that is read is at multiples of 16 bytes
+    fields: dict[str, Any]  # of the kernels' parameters
 
 
-@functools.lru_cache(maxsize=4096)
-def choose(gpu: Gpu, x: Request, fixed: tuple[tuple[str, Any], ...]) -> Config:
-    """The kernel of a call and what it is launched with. Raises ValueError as `deal`.
+def _check_cache_dtype(key_cache: Array, value_cache: Array, query: Array, kv_cache_dtype: str) -> str:
+    """Check the caches' dtypes; returns what they hold, which for bytes is `kv_cache_dtype`."""
+    expect_place("key_cache", key_cache, query, "query")
+    expect_place("value_cache", value_cache, query, "query")
+    found = key_cache.dtype
+    if kv_cache_dtype == "auto":
+        if found == "uint8":
+            check.fail("kv_cache_dtype", "'fp8_e4m3' or 'fp8_e5m2' for a cache of bytes", "'auto'")
+        cache = found
+        check.dtype("key_cache", found, (query.dtype, *fp8.DTYPES))
+    else:
+        cache = fp8.FORMATS[check.one_of("kv_cache_dtype", kv_cache_dtype, fp8.KV_CACHE_DTYPES)]
+        check.dtype("key_cache", found, ("uint8", cache))
+    check.dtype("value_cache", value_cache.dtype, (found,))
+    return cache
 
-    `fixed` are fields of the kernel's parameters that a call's sizes do not say, and their values.
+
+def _check_caches(
+    key_cache: Array, value_cache: Array, layout: str, cache: str, head_dim: int
+) -> tuple[int, int, int, dict[str, int]]:
+    """Check the caches' shapes and strides; returns blocks, kv_heads, block_size and the strides in bytes by field."""
+    shape = key_cache.shape
+    axes: dict[str, int | None]
+    if layout == "flash":
+        symbols: tuple[str, ...] = "blocks", "block_size", "kv_heads", "head_dim"
+        check.dimensions("key_cache", shape, symbols, {5: 'layout="vllm"'})
+        blocks, block_size, kv_heads, _ = shape
+        wanted = value_wanted = (*shape[:3], head_dim)
+        text = value_text = f"[{', '.join(symbols)}]"
+        axes = {"block": 0, "token": 1, "head": 2}
+        outer = 3
+    else:
+        symbols = "blocks", "kv_heads", "head_dim / x", "block_size", "x"
+        check.dimensions("key_cache", shape, symbols, {4: 'paged_attention with layout="flash"'})
+        x = 16 // arrays.ITEM_SIZE[cache]
+        if head_dim % x:
+            check.fail(
+                "query", f"of a head_dim that is a multiple of {x} for a cache of {cache} in this layout", head_dim
+            )
+        blocks, kv_heads, _, block_size, _ = shape
+        wanted = (blocks, kv_heads, head_dim // x, block_size, x)
+        value_wanted = (blocks, kv_heads, head_dim, block_size)
+        text, value_text = f"[{', '.join(symbols)}]", "[blocks, kv_heads, head_dim, block_size]"
+        axes = {"block": 0, "token": None, "head": 1}
+        outer = 2
+    check.shape("key_cache", shape, wanted, text)
+    check.shape("value_cache", value_cache.shape, value_wanted, value_text)
+    if kv_heads < 1:
+        check.fail("key_cache", "of at least one kv head", f"shape {list(shape)}")
+    if block_size % 8 or not 8 <= block_size <= MAX_BLOCK_SIZE:
+        check.fail("key_cache", f"of blocks of a multiple of 8 tokens, at most {MAX_BLOCK_SIZE}", block_size)
+    distances = {}
+    for name, array in (("key", key_cache), ("value", value_cache)):
+        inner, strides = array.shape[outer:], array.strides[outer:]
+        fits = (n <= 1 or a == b for n, a, b in zip(inner, strides, strides_of(inner), strict=True))
+        if blocks and not all(fits):
+            last = {1: "dimension", 2: "two dimensions", 3: "three dimensions"}[len(inner)]
+            check.fail(f"{name}_cache", f"contiguous along its last {last}", f"strides {strides} (in elements) there")
+        for step, axis in axes.items():
+            # Along an axis of one element the stride does not matter.
+            one = axis is None or array.shape[axis] <= 1
+            distances[f"{name}_{step}"] = 0 if one else array.strides[axis] * array.item_size  # type: ignore[index]
+    return blocks, kv_heads, block_size, distances
+
+
+def check_aligned(name: str, array: Array) -> None:
+    if array.alignment < 16:
+        check.fail(name, "at a multiple of 16 bytes", f"an address that is a multiple of {array.alignment}")
+
+
+def check_call(
+    inputs: tuple[Any, Any, Any, Any, Any],
+    scales: tuple[Any, Any, Any],
+    layout: str,
+    kv_cache_dtype: str,
+    several: bool,
+) -> Call:
+    """Check the five arrays that come first, and the scales of scores, keys and values.
+
+    `several`: the query may have several tokens per sequence, and the scale of the scores may be None.
     """
-    found, sizes = deal(gpu, x), x.sizes
-    own = {
-        **sizes._asdict(), "group": sizes.heads // sizes.kv_heads, "row_blocks": found.row_blocks, "rows": found.rows,
-        "split": x.split, "min_units": _MIN_UNITS, "vllm_workspace": x.vllm_workspace,
-    }  # fmt: skip
-    del own["seqs"], own["max_blocks"]
-    kernel = scalar if found.variant.instance.function == scalar.function else _attend
-    pack = _packer(kernel, FIELDS, (*fixed, *own.items()))
-    workspace: tuple[int, ...] = (4 * found.counters,) if found.counters else ()
-    if found.slots:
-        workspace += 4 * found.slots * sizes.head_dim, 4 * found.slots, 4 * found.slots
-    # The kernel reads block 0 instead of a bad one. Where there is none, there must be room for no token.
-    numbers = sizes.seqs, sizes.max_blocks if sizes.blocks else 0, found.shares
-    return Config(
-        found.variant, (found.threads, 1, 1), found.shared_bytes, pack, found.why, (found.blocks, 1, 1), numbers,
-        found.counters, workspace, x.dtype,
-    )  # fmt: skip
+    query, key_cache, value_cache, block_tables, seq_lens = inputs
+    scale, k_scale, v_scale = scales
+    expect_array("query", query, DTYPES)
+    check.one_of("layout", layout, LAYOUTS)
+    shape, strides = query.shape, query.strides
+    if len(shape) == 3:
+        seqs, heads, head_dim = shape
+        query_tokens, query_strides = 1, (strides[0], 0, strides[1])
+    elif len(shape) == 4 and several:
+        seqs, query_tokens, heads, head_dim = shape
+        query_strides = strides[:3]
+    else:
+        wanted = "[seqs, heads, head_dim]" + (" or [seqs, query_tokens, heads, head_dim]" if several else "")
+        check.fail("query", f"of shape {wanted}", list(shape))
+    most = template.constants(scalar.file)["MAX_DIM"]
+    if head_dim % 8 or not 8 <= head_dim <= most:
+        check.fail("query", f"of a head_dim that is a multiple of 8 in [8, {most}]", head_dim)
+    if strides[-1] != 1 and 0 not in shape:
+        check.fail("query", "contiguous along its last dimension", f"strides {strides} (in elements)")
+    cache = _check_cache_dtype(key_cache, value_cache, query, kv_cache_dtype)
+    blocks, kv_heads, block_size, distances = _check_caches(key_cache, value_cache, layout, cache, head_dim)
+    if heads % kv_heads:
+        check.fail("query", f"of a multiple of {kv_heads} heads (kv_heads of key_cache)", heads)
+    symbols = ("seqs", "max_blocks")
+    max_blocks, table_row = expect_table("block_tables", block_tables, query, "query", seqs, symbols)
+    expect("seq_lens", seq_lens, query, "query", ("int32",), (seqs,), "[seqs]")
+    scale = head_dim**-0.5 if scale is None and several else check.number("scale", scale)
+    key_scale, key_factor = fp8.scale_of("k_scale", k_scale, query, "query")
+    value_scale, value_factor = fp8.scale_of("v_scale", v_scale, query, "query")
+    sizes = Sizes(seqs, query_tokens, heads, kv_heads, head_dim, blocks, block_size, max_blocks)
+    steps = [a * query.item_size for a, n in zip(query_strides, sizes[:3], strict=True) if n > 1]
+    alignment = min(query.alignment, key_cache.alignment, value_cache.alignment)
+    fields = {
+        **dict(zip(("query", "keys", "values", "tables", "lengths"), inputs, strict=True)),
+        **{"key_scale": key_scale, "value_scale": value_scale, "out_scale": value_factor},
+        **dict(zip(("query_seq", "query_token", "query_head"), query_strides, strict=True)),
+        **distances,
+        "table_row": table_row,
+        "scale": _scale_of_scores(scale, key_factor),
+    }
+    aligned = alignment == 16 and not any(x % 16 for x in (*steps, *distances.values()))
+    return Call(query, cache, layout, sizes, aligned, fields)
 
 
-@functools.lru_cache(maxsize=1024)
-def _packer(kernel: Kernel, names: tuple[str, ...], fixed: tuple[tuple[str, Any], ...]) -> Packer:
-    return packer(kernel.file, kernel.function, names, dict(fixed))
+def _scale_of_scores(scale: float, key_scale: float) -> float:
+    if not abs(scale * key_scale) <= _LARGEST_SCALE:
+        check.fail("scale", f"of at most {_LARGEST_SCALE:g}, with k_scale", scale * key_scale)
+    return scale * key_scale
+
+
+def check_per_head(name: str, array: Any, call: Call) -> None:
+    if array is not None:
+        expect(name, array, call.query, "query", ("float32",), (call.sizes.heads,), "[heads]")
+
+
+def attend(
+    call: Call, split: int, variant: str, sparse: Sparse, workspaces: tuple[Array, Array, Array] | None, **fields: Any
+) -> None:
+    """Launch the kernel of a call; `fields` are the parameters that differ between the public functions."""
+    query, sizes, vllm_workspace = call.query, call.sizes, workspaces is not None
+    if sparse.sparse_stride <= 1:
+        sparse = sparse._replace(sparse_stride=0)
+    extras = fields["slopes"] is not None or fields["softcap"] != 0 or sparse.sparse_stride > 0
+    wanted = (query.dtype, call.cache, call.layout, sizes, extras, split, vllm_workspace, call.aligned, variant)
+    plan = deal(query.gpu, Request(*wanted))
+    if plan.blocks == 0:
+        return
+    counters = partial = maxima = sums = None
+    if plan.counters:
+        counters = empty((plan.counters,), "int32")
+        clearing = _clear_counters.variant(_CLEARING)
+        own = {"counters": counters, "count": plan.counters}
+        why = f"blocks draw pieces: {plan.counters} counters of them are set to 0 before"
+        launch(clearing, -(-plan.counters // _CLEARING), _CLEARING, 0, why=why, **own)
+    if plan.slots:
+        partial = empty((plan.slots, sizes.head_dim), "float32")
+        maxima, sums = empty((plan.slots,), "float32"), empty((plan.slots,), "float32")
+    if workspaces is not None:
+        sums, maxima, partial = workspaces
+    if not sizes.blocks:
+        # The kernel reads block 0 in place of a bad one. Here is none, so there must be room for no token.
+        sizes = sizes._replace(max_blocks=0)
+    launch(
+        plan.variant,
+        plan.blocks,
+        plan.threads,
+        plan.shared_bytes,
+        why=plan.why,
+        **call.fields,
+        **fields,
+        **sizes._asdict(),
+        **sparse._asdict(),
+        partial=partial,
+        maxima=maxima,
+        sums=sums,
+        taken=counters,
+        arrived=None if counters is None else counters[1:],
+        group=sizes.heads // sizes.kv_heads,
+        row_blocks=plan.row_blocks,
+        split=split,
+        min_units=_MIN_UNITS,
+        rows=plan.rows,
+        shares=plan.shares,
+        max_splits=0 if workspaces is None else workspaces[0].shape[-1],
+        vllm_workspace=vllm_workspace,
+    )

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from cukern.ops.quantization.eight_bits import FP8, Function, of_number, quantize, results_of
-from cukern.ops.quantization.four_bits import dequantize_fp4, quantize_fp4
-from cukern.ops.quantization.four_bits import results_of as results_of_fp4
+from cukern.formats.quantized import MXFP4_GROUP, NVFP4_GROUP, SMALLEST, SMALLEST_FP8
+from cukern.ops.moe_activation import check_halves
+from cukern.ops.quantization import choose as launches
+from cukern.ops.quantization.choose import DTYPES, VARIANTS, Input
 from cukern.reference import quantization as twin
+from cukern.runtime import activation as activations
 from cukern.runtime import check
 from cukern.runtime.arrays import AnyArray, Size, WrittenArray
-from cukern.runtime.describe import Result
-from cukern.runtime.op import operator
+from cukern.runtime.describe import Result, expect, expect_array, expect_contiguous, expect_place
+from cukern.runtime.fp8 import scale_of
+from cukern.runtime.op import op
+from cukern.runtime.plan import outputs, run_twin
+from cukern.runtime.rows import MAX_ROWS, rows_of
 
 __all__ = [
     "dequantize_mxfp4",
@@ -25,26 +31,32 @@ __all__ = [
     "silu_and_mul_quant",
 ]
 
+FP8 = "float8_e4m3fn"
+#: The least eps: with smaller scales a quotient might not be rounded exactly.
+MIN_EPS = 1e-20
 _ONE = "a number or a float32 array of one element"
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 # --- 8 bits -------------------------------------------------------------------------------------------
-
-_scaled_fp8 = Function(
-    twin.scaled_fp8_quant, "input", FP8, "[tokens, ..., hidden]", ("use_per_token_if_dynamic", "variant"),
-    ("output", ""),
-)  # fmt: skip
 
 
 def _scaled_fp8_results(
     input: Any, scale: Any = None, num_token_padding: Any = None, scale_ub: Any = None,
     use_per_token_if_dynamic: bool = False, *_: Any, **__: Any,
-) -> tuple[Result, Result]:  # fmt: skip
-    is_one = scale is not None or not use_per_token_if_dynamic
-    return results_of(_scaled_fp8, input.shape, None, is_one, padding=num_token_padding)
+) -> list[Result]:  # fmt: skip
+    shape = tuple(input.shape)
+    if num_token_padding is not None:
+        shape = (max(num_token_padding, shape[0]), *shape[1:])
+    one = scale is not None or not use_per_token_if_dynamic
+    return [Result(shape, FP8, "[tokens, ..., hidden]"), Result((1,) if one else (*shape[:-1], 1), "float32")]
 
 
-@operator("quantized, scales", _scaled_fp8_results)
+@op(
+    twin.scaled_fp8_quant,
+    "quantized, scales",
+    _scaled_fp8_results,
+)
 def scaled_fp8_quant(
     input: AnyArray,
     scale: AnyArray | float | None = None,
@@ -85,26 +97,78 @@ def scaled_fp8_quant(
 
     The function, its arguments and their order are vLLM's `scaled_fp8_quant`.
     """
-    scale, number = of_number(scale)
-    scale_ub, bound = of_number(scale_ub)
-    facts = (
-        _scaled_fp8, use_per_token_if_dynamic, variant, number is None, bound is None, num_token_padding is None,
-    )  # fmt: skip
-    given = input, expert_num_tokens, output, None, scale, scale_ub, None
-    return quantize(facts, given, number, bound, num_token_padding)
+    expect_array("input", input, DTYPES)
+    rows = rows_of("input", input, expert_num_tokens)
+    if num_token_padding is not None and expert_num_tokens is not None:
+        check.fail("num_token_padding", "None with expert_num_tokens", "one")
+    if num_token_padding is not None:
+        if len(input.shape) < 2:
+            check.dimensions("input", input.shape, ("tokens", "hidden"))
+        num_token_padding = check.integer("num_token_padding", num_token_padding, 0, MAX_ROWS)
+    given = None if scale is None else scale_of("scale", scale, input, "input")
+    upper = None
+    if scale_ub is not None:
+        if given is not None:
+            check.fail("scale_ub", "None with a scale", "one")
+        upper = scale_of("scale_ub", scale_ub, input, "input")
+    results = _scaled_fp8_results(input, scale, num_token_padding, scale_ub, use_per_token_if_dynamic)
+    q, s = outputs((output, None), input, "input", *results, names=("output", ""))
+    if input.on_host:
+        return run_twin(variant, VARIANTS)
+    of = Input("input", input, rows, variant)
+    if given is None and use_per_token_if_dynamic:
+        launches.quantize_groups(of, "E4M3", 0, q, s, float(SMALLEST_FP8), upper=upper)
+    else:
+        launches.quantize_tensor(of, "E4M3", q, s, given, upper=upper)
+    return q, s
 
 
-_GROUPS = "group_size", "eps", "column_major_scales", "use_ue8m0", "variant"
-_fp8_groups = Function(twin.per_token_group_quant_fp8, "x", FP8, "[..., k]", _GROUPS, ("out_q", "out_s"))
+def _group_results(dtype: str) -> Any:
+    def results(
+        x: Any, group_size: int, eps: float = 1e-10, *, column_major_scales: bool = False, **_: Any
+    ) -> list[Result]:
+        scales, symbols = (*x.shape[:-1], x.shape[-1] // group_size), "[..., k / group_size]"
+        if column_major_scales:
+            symbols = "[..., k / group_size, tokens], transposed,"
+        return [Result(x.shape, dtype, "[..., k]"), Result(scales, "float32", symbols, column_major_scales)]
+
+    return results
 
 
-def _group_results(function: Function) -> Any:
-    return lambda x, group_size, *_, column_major_scales=False, **__: results_of(
-        function, x.shape, group_size, False, column_major_scales
-    )
+def _group_op(function: Any, dtype: str) -> Callable[[_F], _F]:
+    """Declare a function that quantizes groups."""
+    return op(function, "x_q, x_s", _group_results(dtype))
 
 
-@operator("x_q, x_s", _group_results(_fp8_groups))
+def _group_size(group_size: Any, k: int) -> int:
+    group_size = check.integer("group_size", group_size, 1)
+    if k % group_size:
+        check.fail("x", f"of whole groups of {group_size} along its last dimension", k)
+    return group_size
+
+
+def _per_token_group_quant(
+    x: Any, group_size: int, eps: float, column_major_scales: bool, use_ue8m0: bool, expert_num_tokens: Any,
+    out_q: Any, out_s: Any, variant: str, form: str,
+) -> tuple[Any, Any]:  # fmt: skip
+    dtype = FP8 if form == "E4M3" else "int8"
+    expect_array("x", x, DTYPES)
+    rows = rows_of("x", x, expert_num_tokens)
+    group_size = _group_size(group_size, rows.size)
+    if check.number("eps", eps) < MIN_EPS:
+        check.fail("eps", f"a number of at least {MIN_EPS}", eps)
+    if column_major_scales and len(x.shape) < 2:
+        check.dimensions("x", x.shape, ("...", "tokens", "k"))
+    results = _group_results(dtype)(x, group_size, column_major_scales=column_major_scales)
+    q, s = outputs((out_q, out_s), x, "x", *results, names=("out_q", "out_s"))
+    if x.on_host:
+        return run_twin(variant, VARIANTS)
+    of = Input("x", x, rows, variant)
+    launches.quantize_groups(of, form, group_size, q, s, eps, power_of_two=use_ue8m0, column_major=column_major_scales)
+    return q, s
+
+
+@_group_op(twin.per_token_group_quant_fp8, FP8)
 def per_token_group_quant_fp8(
     x: AnyArray,
     group_size: int,
@@ -146,17 +210,11 @@ def per_token_group_quant_fp8(
     The function, its arguments and their order are vLLM's `per_token_group_quant_fp8`; the scales of 1 x 128 are those
     of the DeepSeek-V3 technical report (arXiv:2412.19437, section 3.3).
     """
-    facts = _fp8_groups, group_size, eps, column_major_scales, use_ue8m0, variant
-    return quantize(facts, (x, expert_num_tokens, out_q, out_s))
+    options = column_major_scales, use_ue8m0, expert_num_tokens, out_q, out_s, variant
+    return _per_token_group_quant(x, group_size, eps, *options, "E4M3")
 
 
-_int8_groups = Function(
-    twin.per_token_group_quant_int8, "x", "int8", "[..., k]",
-    ("group_size", "eps", "column_major_scales", "truncate", "variant"), ("out_q", "out_s"),
-)  # fmt: skip
-
-
-@operator("x_q, x_s", _group_results(_int8_groups))
+@_group_op(twin.per_token_group_quant_int8, "int8")
 def per_token_group_quant_int8(
     x: AnyArray,
     group_size: int,
@@ -178,21 +236,23 @@ def per_token_group_quant_int8(
         truncate: x_q is rounded towards zero, as by the functions of vLLM and SGLang; its error is up to a whole scale;
             that of rounding to nearest is up to half a scale.
     """
-    facts = _int8_groups, group_size, eps, column_major_scales, truncate, variant
-    return quantize(facts, (x, expert_num_tokens, out_q, out_s))
-
-
-_scaled_int8 = Function(twin.scaled_int8_quant, "input", "int8", "[..., hidden]", ("symmetric", "variant"))
+    options = column_major_scales, False, expert_num_tokens, out_q, out_s, variant
+    return _per_token_group_quant(x, group_size, eps, *options, "INT8_CUT" if truncate else "INT8")
 
 
 def _scaled_int8_results(
     input: Any, scale: Any = None, azp: Any = None, symmetric: bool = True, **_: Any
 ) -> list[Result | None]:
-    quantized, scales = results_of(_scaled_int8, input.shape, None, scale is not None)
-    return [quantized, scales, None if symmetric else scales._replace(dtype="int32")]
+    shape = (*input.shape[:-1], 1) if scale is None else (1,)
+    zero = None if symmetric else Result(shape, "int32")
+    return [Result(input.shape, "int8"), Result(shape, "float32"), zero]
 
 
-@operator("quantized, scales, zero_points", _scaled_int8_results)
+@op(
+    twin.scaled_int8_quant,
+    "quantized, scales, zero_points",
+    _scaled_int8_results,
+)
 def scaled_int8_quant(
     input: AnyArray,
     scale: AnyArray | float | None = None,
@@ -231,21 +291,46 @@ def scaled_int8_quant(
 
     The function, its arguments and their order are vLLM's `scaled_int8_quant`.
     """
-    scale, number = of_number(scale)
-    given = input, None, None, None, scale, None, azp
-    found = quantize((_scaled_int8, symmetric, variant, number is None), given, number)
-    return found if found is None or len(found) == 3 else (*found, None)
+    expect_array("input", input, DTYPES)
+    rows = rows_of("input", input)
+    given = None if scale is None else scale_of("scale", scale, input, "input")
+    if azp is not None:
+        if given is None or symmetric:
+            check.fail("azp", "None without a scale, or if symmetric", "one")
+        expect_place("azp", azp, input, "input")
+        check.dtype("azp", azp.dtype, ("int32",))
+        if any(size != 1 for size in azp.shape):
+            check.fail("azp", "an array of one element", f"an array of shape {list(azp.shape)}")
+    elif given is not None and not symmetric:
+        check.fail("azp", "an int32 array of one element with a scale that is not symmetric", "None", TypeError)
+    q, s, zero = outputs(None, input, "input", *_scaled_int8_results(input, scale, azp, symmetric))
+    if input.on_host:
+        return run_twin(variant, VARIANTS)
+    of, form = Input("input", input, rows, variant), "INT8" if symmetric else "INT8_AZP"
+    if given is not None:
+        launches.quantize_tensor(of, form, q, s, given, azp=azp, azp_out=zero)
+    else:
+        launches.quantize_groups(of, form, 0, q, s, float(SMALLEST), azp=zero)
+    return q, s, zero
 
 
-_activated = Function(
-    twin.silu_and_mul_quant, "x", FP8, "[..., inter]", ("activation", "group_size", "variant"), ("out_q", "out_s"),
-    is_activated=True,
-)  # fmt: skip
+def _activated_results(
+    x: Any, activation: str = "silu", *, group_size: Any = 128, scale: Any = None, **_: Any
+) -> list[Result]:
+    inter, outer = x.shape[-1] // 2, x.shape[:-1]
+    if scale is not None:
+        scales = Result((1,), "float32", "[1]")
+    elif group_size is None:
+        scales = Result((*outer, 1), "float32", "[..., 1]")
+    else:
+        scales = Result((*outer, inter // group_size), "float32", "[..., inter / group_size]")
+    return [Result((*outer, inter), FP8, "[..., inter]"), scales]
 
 
-@operator(
+@op(
+    twin.silu_and_mul_quant,
     "quantized, scales",
-    lambda x, *_, group_size=128, scale=None, **__: results_of(_activated, x.shape, group_size, scale is not None),
+    _activated_results,
 )
 def silu_and_mul_quant(
     x: AnyArray,
@@ -283,17 +368,50 @@ def silu_and_mul_quant(
         TypeError: a dtype, or a mixture of libraries, that is not taken.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
     """
-    if scale is None:
-        return quantize((_activated, activation, group_size, variant), (x, expert_num_tokens, out_q, out_s))
-    scale, number = of_number(scale)
-    facts = _activated, activation, group_size, variant, number is None
-    return quantize(facts, (x, expert_num_tokens, out_q, out_s, scale, None, None), number)
+    number = activations.number(activation)
+    expect_array("x", x, DTYPES)
+    inter = check_halves("x", x)
+    rows = rows_of("x", x, expert_num_tokens)
+    given = None if scale is None else scale_of("scale", scale, x, "x")
+    if given is None and group_size is not None:
+        group_size = _group_size(group_size, inter)
+    results = _activated_results(x, activation, group_size=group_size, scale=scale)
+    q, s = outputs((out_q, out_s), x, "x", *results, names=("out_q", "out_s"))
+    if x.on_host:
+        return run_twin(variant, VARIANTS)
+    of = Input("x", x, rows, variant, number)
+    if given is not None:
+        launches.quantize_tensor(of, "E4M3", q, s, given)
+    else:
+        smallest = SMALLEST_FP8 if group_size is None else SMALLEST
+        launches.quantize_groups(of, "E4M3", group_size or 0, q, s, float(smallest))
+    return q, s
 
 
 # --- 4 bits -------------------------------------------------------------------------------------------
 
 
-@operator("packed, scale", lambda x: results_of_fp4("MXFP4", x.shape))
+def _fp4_results(group: int) -> Any:
+    def results(x: Any, *_: Any) -> list[Result]:
+        return [Result((*x.shape[:-1], x.shape[-1] // each), "uint8") for each in (2, group)]
+
+    return results
+
+
+def _quantize_fp4(name: str, x: Any, form: str, group: int, global_scale: Any = None) -> Any:
+    expect_array(name, x, DTYPES)
+    rows = rows_of(name, x)
+    if rows.size % group:
+        check.fail(name, f"of whole groups of {group} along its last dimension", rows.size)
+    given = scale_of("input_global_scale", global_scale, x, name)
+    packed, scales = outputs(None, x, name, *_fp4_results(group)(x))
+    if x.on_host:
+        return run_twin()
+    launches.quantize_fp4(Input(name, x, rows, "auto"), form, group, packed, scales, given)
+    return packed, scales
+
+
+@op(twin.quantize_mxfp4, "packed, scale", _fp4_results(MXFP4_GROUP))
 def quantize_mxfp4(x: AnyArray) -> tuple[AnyArray, AnyArray]:
     """MXFP4: 4-bit floats (e2m1) with a power of two as the scale of each 32 neighbours.
 
@@ -314,10 +432,14 @@ def quantize_mxfp4(x: AnyArray) -> tuple[AnyArray, AnyArray]:
 
     The format and the way to its scales are those of the OCP Microscaling Formats specification 1.0 (section 6.3).
     """
-    return quantize_fp4("MXFP4", "x", x)
+    return _quantize_fp4("x", x, "MXFP4", MXFP4_GROUP)
 
 
-@operator("packed, scale", lambda input, input_global_scale: results_of_fp4("NVFP4", input.shape))
+@op(
+    twin.scaled_fp4_quant,
+    "packed, scale",
+    _fp4_results(NVFP4_GROUP),
+)
 def scaled_fp4_quant(input: AnyArray, input_global_scale: AnyArray) -> tuple[AnyArray, AnyArray]:
     """NVFP4: 4-bit floats (e2m1) with an FP8 scale for each 16 neighbours, and one for all.
 
@@ -344,7 +466,7 @@ def scaled_fp4_quant(input: AnyArray, input_global_scale: AnyArray) -> tuple[Any
     """
     if input_global_scale is None:
         check.fail("input_global_scale", _ONE, "None", TypeError)
-    return quantize_fp4("NVFP4", "input", input, input_global_scale)
+    return _quantize_fp4("input", input, "NVFP4", NVFP4_GROUP, input_global_scale)
 
 
 def _read_results(packed: Any, *rest: Any, dtype: str = "bfloat16") -> Result:
@@ -352,7 +474,25 @@ def _read_results(packed: Any, *rest: Any, dtype: str = "bfloat16") -> Result:
     return Result((*packed.shape[:-1], packed.shape[-1] * 2), given)
 
 
-@operator("numbers", _read_results)
+def _dequantize_fp4(
+    packed: Any, scale: Any, dtype: str, form: str, group: int, scale_dtypes: tuple[str, ...], global_scale: Any = None
+) -> Any:
+    expect_array("packed", packed, ("uint8",))
+    check.one_of("dtype", dtype, DTYPES)
+    if not packed.shape or packed.shape[-1] * 2 % group:
+        check.fail("packed", f"of shape [..., k / 2] with k a multiple of {group}", list(packed.shape))
+    expect_contiguous("packed", packed)
+    shape = (*packed.shape[:-1], packed.shape[-1] * 2 // group)
+    expect("scale", scale, packed, "packed", scale_dtypes, shape, f"[..., k / {group}]")
+    given = scale_of("global_scale", global_scale, packed, "packed")
+    out = outputs(None, packed, "packed", _read_results(packed, dtype=dtype))
+    if packed.on_host:
+        return run_twin()
+    launches.dequantize_fp4(packed, scale, form, out, given)
+    return out
+
+
+@op(twin.dequantize_mxfp4, "numbers", _read_results)
 def dequantize_mxfp4(packed: AnyArray, scale: AnyArray, dtype: str = "bfloat16") -> AnyArray:
     """The numbers that `cukern.quantize_mxfp4` packed: value * 2**(scale - 127), rounded once.
 
@@ -368,10 +508,10 @@ def dequantize_mxfp4(packed: AnyArray, scale: AnyArray, dtype: str = "bfloat16")
         TypeError: a dtype, or a mixture of libraries, that is not taken.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
     """
-    return dequantize_fp4("MXFP4", packed, scale, dtype)
+    return _dequantize_fp4(packed, scale, dtype, "MXFP4", MXFP4_GROUP, ("uint8", "float8_e8m0fnu"))
 
 
-@operator("numbers", _read_results)
+@op(twin.dequantize_nvfp4, "numbers", _read_results)
 def dequantize_nvfp4(packed: AnyArray, scale: AnyArray, global_scale: AnyArray, dtype: str = "bfloat16") -> AnyArray:
     """The numbers that `cukern.scaled_fp4_quant` packed: value * (scale / global_scale), rounded once.
 
@@ -391,4 +531,4 @@ def dequantize_nvfp4(packed: AnyArray, scale: AnyArray, global_scale: AnyArray, 
     """
     if global_scale is None:
         check.fail("global_scale", _ONE, "None", TypeError)
-    return dequantize_fp4("NVFP4", packed, scale, dtype, global_scale)
+    return _dequantize_fp4(packed, scale, dtype, "NVFP4", NVFP4_GROUP, (FP8, "uint8"), global_scale)

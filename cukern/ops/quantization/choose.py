@@ -1,18 +1,17 @@
-"""The kernels of `quantization`, and which of them takes a call."""
+"""The kernels of `quantization`: their variants, and their launches on rows that are checked."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
-from cukern.formats.quantized import SMALLEST, SMALLEST_FP8
+from cukern.formats.quantized import SMALLEST_FP8
 from cukern.runtime import activation as activations
 from cukern.runtime import arrays, check
-from cukern.runtime.gpu import Gpu
+from cukern.runtime.describe import Array
 from cukern.runtime.kernel import Kernel, Variant
-from cukern.runtime.rows import tile
-from cukern.runtime.template import Packer, packer
-from cukern.runtime.units import divisor
+from cukern.runtime.plan import asked, empty, launch
+from cukern.runtime.rows import MAX_ROWS, Rows, tile
+from cukern.runtime.units import ceil_div, divisor
 
 DTYPES = ("float32", "float16", "bfloat16")
 #: "vector": 8 numbers at a time; "scalar": one.
@@ -32,6 +31,9 @@ _GROUP_UNITS = 2  # most units of a group to a thread, which computes their scal
 _FP4_ITEMS = 4  # units of a thread; a unit has 16 numbers or, of float32, 8
 _BLOCKS_PER_MULTIPROCESSOR, _MAGNITUDE_THREADS = 2, 1024
 _READ_THREADS, _READ_ITEMS = 256, 4
+#: A scale: an array, or None and a number.
+Scale = tuple[Array | None, Any]
+_NO_BOUND: Scale = (None, float("inf"))
 
 
 def _items(dtype: str, activation: int, each: int) -> int:
@@ -100,185 +102,126 @@ def _list_instances() -> None:
 _list_instances()
 
 
-#: The fields that each call gives, in this order: of the rows, and of each kernel.
-_ROWS = (
-    "in.x", "in.counts", "in.stride", "in.rows", "in.max_tokens", "in.by_max_tokens.multiplier",
-    "in.by_max_tokens.shift",
-)  # fmt: skip
-_SCALES = "scales.to", "scales.expert_stride", "scales.row_stride", "scales.group_stride"
-_UPPER = "upper.array", "upper.number"
-GROUPS_FIELDS = *_ROWS, "q", *_SCALES
-BLOCK_FIELDS = *GROUPS_FIELDS, "azp", *_UPPER
-MAGNITUDE_FIELDS = *_ROWS, "partial", "tiles"
-TENSOR_FIELDS = (
-    *_ROWS, "q", "scale_out", "azp_out", "scale.array", "scale.number", "azp", "partial", "partials", *_UPPER,
-)  # fmt: skip
-FP4_FIELDS = *_ROWS, "packed", "scales", "global.array", "global.number"
-READ_FP4_FIELDS = "packed", "scales", "out", "global.array", "global.number", "units"
+class Input(NamedTuple):
+    """Rows to quantize, of the argument `name`; with an activation they are twice as long as what is quantized."""
+
+    name: str
+    x: Array
+    rows: Rows
+    variant: str
+    activation: int = 0
+
+    @property
+    def k(self) -> int:
+        return self.rows.size // 2 if self.activation else self.rows.size
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The template's Rows."""
+        rows, batch = self.rows, max(self.rows.batch, 1)
+        distance = rows.distance * self.x.item_size
+        return {"in": (self.x, rows.counts, distance, rows.total, batch, divisor(batch))}
+
+    def each(self, q: Array, group: int) -> tuple[int, str]:
+        """Numbers of a unit, 8 or 1, and why. Raises ValueError for a variant that does not take these arrays."""
+        x, name = self.x, self.name
+        wide = x.alignment == 16 and q.alignment >= _EACH and self.rows.distance * x.item_size % 16 == 0
+        wide = wide and (self.k | group) % _EACH == 0
+        why = f"rows of {name} are not 16-byte aligned, or a row or a group is not a multiple of {_EACH}"
+        check.one_of("variant", self.variant, VARIANTS)
+        if self.variant == "vector" and not wide:
+            check.fail("variant", "'auto' or 'scalar' here", f"'vector': {why}")
+        if not wide:
+            why = f"scalar, the slow general kernel: {why}; vector takes aligned rows of multiples of {_EACH}"
+        else:
+            why = f"vector: rows of {name} are 16-byte aligned multiples of {_EACH}"
+        return _EACH if wide and self.variant != "scalar" else 1, asked(self.variant) or why
 
 
-class Config(NamedTuple):
-    """A kernel, with all that its launches for one decision share."""
-
-    variant: Variant
-    block: tuple[int, int, int]
-    shared_bytes: int
-    pack: Packer
-    reason: str
-    #: The grid: `blocks` x `chunks` blocks for each tile of `tile_rows` rows.
-    tile_rows: int
-    blocks: int
-    chunks: int
-    #: The scales of a row; whether they are column-major; whether each is found by a block.
-    groups: int = 1
-    column_major: bool = False
-    by_block: bool = False
-    #: Bytes of each part of the workspace.
-    workspace: tuple[int, ...] = ()
-
-
-class TensorConfig(NamedTuple):
-    """The launches that quantize with one scale."""
-
-    magnitude: Config | None  # the first pass, which finds the largest magnitude
-    tensor: Config
-    most_partials: int  # blocks of the first pass; each leaves a maximum
-    workspace: tuple[int, ...]
-
-
-def _config(
-    variant: Variant, threads: int, names: tuple[str, ...], fixed: dict[str, Any], reason: str, tile_rows: int,
-    blocks: int, chunks: int, *own: Any,
-) -> Config:  # fmt: skip
-    pack = packer(variant.instance.file, variant.instance.function, names, fixed)
-    return Config(variant, (threads, 1, 1), 0, pack, reason, tile_rows, blocks, chunks, *own)
-
-
-def _each(aligned: bool, numbers: int, variant: str, name: str) -> tuple[int, str]:
-    """Numbers of a unit, 8 or 1, and why; 8 divides what divides `numbers`.
-
-    Raises ValueError for a variant that does not take these arrays.
-    """
-    wide = aligned and numbers % _EACH == 0
-    why = f"rows of {name} are not 16-byte aligned, or a row or a group is not a multiple of {_EACH}"
-    check.one_of("variant", variant, VARIANTS)
-    if variant == "vector" and not wide:
-        check.fail("variant", "'auto' or 'scalar' here", f"'vector': {why}")
-    if not wide:
-        why = f"scalar, the slow general kernel: {why}; vector takes aligned rows of multiples of {_EACH}"
-    else:
-        why = f"vector: rows of {name} are 16-byte aligned multiples of {_EACH}"
-    each = _EACH if wide and variant != "scalar" else 1
-    return each, why if variant == "auto" else f"variant={variant!r} asks for it"
-
-
-@functools.lru_cache(maxsize=4096)
-def choose_groups(
-    dtype: str, k: int, group: int, aligned: bool, *, activation: int = 0, form: str = "E4M3",
-    smallest: float | None = None, power_of_two: bool = False, column_major: bool = False, variant: str = "auto",
-    name: str = "x",
-) -> Config:  # fmt: skip
-    """The kernel that quantizes rows of `k` numbers with a scale for each `group` of them, or for each row.
-
-    This is `per_token_group_quant_*`, `silu_and_mul_quant` without a scale, and `scaled_*_quant` with a scale for each
-    token.
-
-    Args:
-        dtype: of the rows.
-        group: divides k; 0 for one scale for each row.
-        aligned: the addresses of the rows, the bytes between them and twice the address of the quantized numbers are
-            multiples of 16.
-        activation: its number (`runtime.activation.number`), 0 for none; with one a row has 2 * k numbers.
-        form: "E4M3", "INT8", "INT8_CUT" or, with a zero point, "INT8_AZP".
-        smallest: the least magnitude that a scale is made from. None: SMALLEST_FP8 for whole rows in E4M3, else
-            SMALLEST.
-        power_of_two: scales are rounded up to one.
-        column_major: scales with the rows side by side in memory.
-        variant: one of VARIANTS.
-        name: what reasons and messages call the rows.
-
-    Raises ValueError for a variant that does not take these rows.
-    """
-    each, why = _each(aligned, k | group, variant, name)
+def quantize_groups(
+    of: Input, form: str, group: int, q: Array, s: Array, smallest: float, *, power_of_two: bool = False,
+    column_major: bool = False, upper: Scale | None = None, azp: Array | None = None,
+) -> None:  # fmt: skip
+    """Quantize with a scale for each `group` neighbours of a row or, where `group` is 0, for each row."""
+    dtype, activation, k, total = of.x.dtype, of.activation, of.k, of.rows.total
+    if total == 0 or (group and k == 0):
+        check.one_of("variant", of.variant, VARIANTS)
+        return
+    each, why = of.each(q, group)
     items, groups = _items(dtype, activation, each), k // group if group else 1
-    if smallest is None:
-        smallest = float(SMALLEST_FP8 if form == "E4M3" and not group else SMALLEST)
-    fixed: dict[str, Any] = {"smallest": smallest, "power_of_two": power_of_two}
+    if column_major:
+        of = of._replace(rows=of.rows._replace(batch=of.x.shape[-2]))
+    batch = of.rows.batch
+    fields = {**of.fields, "q": q, "smallest": smallest, "power_of_two": bool(power_of_two)}
+    fields["scales"] = (s, batch * groups, *((1, batch) if column_major else (groups, 1)))
     if each == _EACH and group in GROUPS:
         units = _group_units(dtype, activation, group)
         plan = tile(k // (each * units), items // units, group // (each * units))
-        chosen = _groups_variant(dtype, form, activation, group)
-        threads, tile_rows, blocks, chunks, fixed["tile"] = plan.threads, plan.rows, 1, plan.chunks, plan.fields
-    else:
-        columns = (group or k) // each
-        threads = min(1024, max(1, -(-columns // (items * 32))) * 32)
-        lanes_take = ", ".join(map(str, GROUPS))
-        why += f"; a block for each group of {group} (a few lanes take {lanes_take})" if group else ""
-        why += "" if group else "; a block for each row"
-        chosen = _rows_variant(dtype, form, activation, each)
-        tile_rows, blocks, chunks = 1, groups, 1
-        fixed |= {"groups": groups, "by_groups": divisor(max(groups, 1)), "columns": columns}
-    by_block = "groups" in fixed
-    names, own = BLOCK_FIELDS if by_block else GROUPS_FIELDS, (groups, column_major, by_block)
-    return _config(chosen, threads, names, fixed, why, tile_rows, blocks if groups else 0, chunks, *own)
+        grid = ceil_div(total, plan.rows), plan.chunks
+        variant = _groups_variant(dtype, form, activation, group)
+        launch(variant, grid, plan.threads, why=why, **fields, tile=plan.fields)
+        return
+    blocks, columns = total * groups, (group or k) // each
+    if blocks > MAX_ROWS:
+        check.fail(of.name, f"of at most {MAX_ROWS} groups of such a size", blocks)
+    threads = min(1024, max(1, -(-columns // (items * 32))) * 32)
+    fields |= {"azp": azp, "upper": upper or _NO_BOUND, "groups": groups, "by_groups": divisor(groups)}
+    lanes_take = ", ".join(map(str, GROUPS))
+    why += f"; a block for each group of {group} (a few lanes take {lanes_take})" if group else "; a block for each row"
+    launch(_rows_variant(dtype, form, activation, each), blocks, threads, why=why, **fields, columns=columns)
 
 
-@functools.lru_cache(maxsize=4096)
-def choose_tensor(
-    dtype: str, k: int, is_found: bool, aligned: bool, gpu: Gpu, *, is_empty: bool = False, activation: int = 0,
-    form: str = "E4M3", variant: str = "auto", name: str = "x",
-) -> TensorConfig:  # fmt: skip
-    """The kernels that quantize rows of `k` numbers with one scale, given or found.
-
-    This is `scaled_*_quant` without a scale for each token, and `silu_and_mul_quant` with a scale.
-
-    Args:
-        is_found: the largest magnitude decides the scale.
-        is_empty: there is no row, or k is 0.
-
-    `choose_groups` says the other arguments and the errors.
-    """
-    each, why = _each(aligned, k, variant, name)
+def quantize_tensor(
+    of: Input, form: str, q: Array, s: Array, scale: Scale | None, *, upper: Scale | None = None,
+    azp: Array | None = None, azp_out: Array | None = None,
+) -> None:  # fmt: skip
+    """Quantize with one scale: `scale` or, where it is None, that of the largest magnitude."""
+    dtype, activation, k, total, fields = of.x.dtype, of.activation, of.k, of.rows.total, of.fields
+    each, why = of.each(q, 0)
     items, columns = _items(dtype, activation, each), k // each
-    magnitude, most = None, 0
-    if is_found and not is_empty:
-        most = _BLOCKS_PER_MULTIPROCESSOR * gpu.multiprocessors
+    partial, partials = None, 0
+    if scale is None and total > 0 and k:
         plan = tile(columns, items, 1, _MAGNITUDE_THREADS)
+        tiles = ceil_div(total, plan.rows) * plan.chunks
+        most = _BLOCKS_PER_MULTIPROCESSOR * of.x.gpu.multiprocessors
+        partial, partials = empty((most,), "float32"), min(tiles, most)
+        own = {**fields, "partial": partial, "tiles": tiles, "chunks": plan.chunks, "tile": plan.fields}
         first = f"first pass, for the largest magnitude: {_BLOCKS_PER_MULTIPROCESSOR} blocks a multiprocessor at most"
-        fixed: dict[str, Any] = {"chunks": plan.chunks, "tile": plan.fields}
-        chosen = _magnitude_variant(dtype, each)
-        reason = f"{first}; {why}"
-        magnitude = _config(chosen, plan.threads, MAGNITUDE_FIELDS, fixed, reason, plan.rows, 1, plan.chunks)
-        why = f"second pass, which reads the maximum of {{partials}} blocks; {why}"
+        launch(_magnitude_variant(dtype, each), partials, plan.threads, why=f"{first}; {why}", **own)
+        why = f"second pass, which reads the maximum of {partials} blocks; {why}"
     plan = tile(columns, items)
-    fixed = {"smallest": float(SMALLEST_FP8), "tile": plan.fields}
-    chosen = _tensor_variant(dtype, form, activation, each, is_found)
-    tensor = _config(chosen, plan.threads, TENSOR_FIELDS, fixed, why, plan.rows, 1, plan.chunks)
-    return TensorConfig(magnitude, tensor, most, (most * arrays.ITEM_SIZE["float32"],) if magnitude else ())
+    fields |= {"q": q, "scale_out": s, "azp_out": azp_out, "scale": scale or (None, 1.0), "azp": azp}
+    fields |= {"upper": upper or _NO_BOUND, "partial": partial, "partials": partials, "tile": plan.fields}
+    variant = _tensor_variant(dtype, form, activation, each, scale is None)
+    # The scale is written also where there is nothing to quantize.
+    grid = ceil_div(total, plan.rows) if total > 0 else 1, plan.chunks
+    launch(variant, grid, plan.threads, why=why, **fields, smallest=float(SMALLEST_FP8))
 
 
-@functools.lru_cache(maxsize=1024)
-def choose_fp4(dtype: str, k: int, form: str, group: int, aligned: bool, name: str) -> Config:
-    """The kernel that quantizes rows of `k` numbers to 4 bits, with a scale for each `group`.
-
-    `aligned`: the addresses of the rows and the bytes between them are multiples of 16. `form` is "MXFP4" or "NVFP4".
-    """
-    width, each = 16 if aligned else arrays.ITEM_SIZE[dtype], _fp4_each(dtype)
-    plan = tile(k // each, _FP4_ITEMS, group // each)
-    why = f"rows of {name} are 16-byte aligned: loads of {width} bytes"
+def quantize_fp4(of: Input, form: str, group: int, packed: Array, scales: Array, global_scale: Scale) -> None:
+    """Quantize rows of whole groups to 4 bits."""
+    x, rows = of.x, of.rows
+    if rows.total == 0 or rows.size == 0:
+        return
+    width = 16 if x.alignment == 16 and rows.distance * x.item_size % 16 == 0 else x.item_size
+    each = _fp4_each(x.dtype)
+    plan = tile(rows.size // each, _FP4_ITEMS, group // each)
+    fields = {**of.fields, "packed": packed, "scales": scales, "global": global_scale, "tile": plan.fields}
+    grid = ceil_div(rows.total, plan.rows), plan.chunks
+    why = f"rows of {of.name} are 16-byte aligned: loads of {width} bytes"
     if width < 16:
-        why = f"rows of {name} are not 16-byte aligned: loads of {width} bytes, which are slower"
-    chosen, fixed = _fp4_variant(dtype, form, width), {"tile": plan.fields}
-    return _config(chosen, plan.threads, FP4_FIELDS, fixed, why, plan.rows, 1 if k else 0, plan.chunks)
+        why = f"rows of {of.name} are not 16-byte aligned: loads of {width} bytes, which are slower"
+    launch(_fp4_variant(x.dtype, form, width), grid, plan.threads, why=why, **fields)
 
 
-@functools.lru_cache(maxsize=1024)
-def choose_read_fp4(dtype: str, form: str, aligned: bool) -> Config:
-    """The kernel that reads numbers of 4 bits into `dtype`, with tiles of units of 8 numbers.
-
-    `aligned`: the address of the packed numbers is a multiple of 4.
-    """
+def dequantize_fp4(packed: Array, scales: Array, form: str, out: Array, global_scale: Scale) -> None:
+    """Write to `out` the numbers that are packed in 4 bits."""
+    units = packed.size // (_EACH // 2)
+    if units == 0:
+        return
+    fields = {"packed": packed, "scales": scales, "out": out, "global": global_scale, "units": units}
+    aligned = packed.alignment >= _EACH // 2
+    variant = _read_fp4_variant(out.dtype, form, aligned)
     why = f"packed is {'' if aligned else 'not '}aligned to the {_EACH // 2} bytes of {_EACH} numbers"
     why += ": a load for all of them" if aligned else ": a load for each byte, which is slower"
-    chosen = _read_fp4_variant(dtype, form, aligned)
-    return _config(chosen, _READ_THREADS, READ_FP4_FIELDS, {}, why, _READ_THREADS * _READ_ITEMS, 1, 1)
+    launch(variant, ceil_div(units, _READ_THREADS * _READ_ITEMS), _READ_THREADS, why=why, **fields)

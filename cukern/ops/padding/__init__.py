@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cukern.ops._padding import (
+from cukern.ops.padding.choose import (
     DTYPES,
     VARIANTS,
     fill_bits,
@@ -30,12 +30,11 @@ from cukern.runtime.describe import (
     same_shape,
     type_name,
 )
-from cukern.runtime.late import ceil_div, checked
 from cukern.runtime.op import op
 from cukern.runtime.op import operator as declare_operator
-from cukern.runtime.plan import launch, outputs, run_twin
+from cukern.runtime.plan import check_each_call, launch, outputs, run_twin
 from cukern.runtime.rows import MAX_ROWS, rows_of
-from cukern.runtime.units import unit_width
+from cukern.runtime.units import ceil_div, unit_width
 
 __all__ = [
     "add_qkv_bias_rebuild_padding",
@@ -108,7 +107,7 @@ def _build_on_host(sequence_length: Any, max_seq_len: int, *, valid_word_num: in
     return twin.build_sequence_length_padding_offset(sequence_length, max_seq_len, valid_word_num=valid_word_num)
 
 
-@op(lambda sequence_length, max_seq_len: _build_on_host(sequence_length, max_seq_len)[1], late=("max_seq_len",))
+@op(lambda sequence_length, max_seq_len: _build_on_host(sequence_length, max_seq_len)[1])
 def _count_words(sequence_length: Any, max_seq_len: Any) -> Any:
     """cu_seqlens alone, whose last element is the number of words."""
     expect_array("sequence_length", sequence_length)
@@ -121,11 +120,11 @@ def _count_words(sequence_length: Any, max_seq_len: Any) -> Any:
     return cu_seqlens
 
 
-@op(_build_on_host, rows={"batch": ("sequence_length",)}, late=("max_seq_len", "valid_word_num"))
+@op(_build_on_host)
 def _build_offsets(sequence_length: Any, max_seq_len: Any, *, valid_word_num: Any) -> Any:
     """`build_sequence_length_padding_offset` of a known number of words."""
     rows = _check_lengths(sequence_length, max_seq_len)
-    words = checked(_check_words, valid_word_num, rows)
+    words = _check_words(valid_word_num, rows)
     sizes = Result((words,), "int32"), Result((sequence_length.shape[0] + 1,), "int32")
     padding_offset, cu_seqlens = outputs(None, sequence_length, "", *sizes)
     if sequence_length.on_host:
@@ -195,7 +194,6 @@ def _removed(src: Any, padding_offset: Any, **_: Any) -> Result:
     twin.remove_sequence_length_padding,
     "words",
     _removed,
-    rows={"batch": ("src",), "words": ("padding_offset", "out")},
 )
 def remove_sequence_length_padding(
     src: AnyArray, padding_offset: AnyArray, *, out: AnyArray | None = None, variant: str = "auto"
@@ -236,7 +234,6 @@ def _removed_by_head(src: Any, padding_offset: Any, **_: Any) -> Result:
     twin.transpose_remove_padding,
     "words",
     _removed_by_head,
-    rows={"batch": ("src",), "words": ("padding_offset", "out")},
 )
 def transpose_remove_padding(
     src: AnyArray, padding_offset: AnyArray, *, out: AnyArray | None = None, variant: str = "auto"
@@ -296,13 +293,7 @@ def _rebuilt(src: Any, padding_offset: Any, batch: Any, max_seq_len: Any, **_: A
     return Result((batch, max_seq_len, src.shape[1]), dtype_name(src), "[batch, max_seq_len, hidden]")
 
 
-@op(
-    twin.rebuild_sequence_length_padding,
-    "padded",
-    _rebuilt,
-    rows={"words": ("src", "padding_offset"), "batch": ("out",)},
-    late=("batch", "fill"),
-)
+@op(twin.rebuild_sequence_length_padding, "padded", _rebuilt, numbers=("fill",))
 def rebuild_sequence_length_padding(
     src: AnyArray,
     padding_offset: AnyArray,
@@ -340,7 +331,7 @@ def rebuild_sequence_length_padding(
         check.shape("src", src.shape, (words, hidden), "[words, hidden]")
     if isinstance(fill, Array):
         check.fail("fill", "a number", type_name(fill), TypeError)
-    fill_word = checked(fill_bits, fill, src.dtype)
+    fill_word = check_each_call(fill_bits, fill, src.dtype)
     out = outputs(out, src, "src", _rebuilt(src, padding_offset, batch, max_seq_len))
     if src.on_host:
         return run_twin(variant, VARIANTS)
@@ -376,8 +367,6 @@ def _rebuilt_by_head(q: Any, *args: Any, **_: Any) -> list[Result]:
     twin.add_qkv_bias_rebuild_padding,
     "padded_q, padded_k, padded_v",
     _rebuilt_by_head,
-    rows={"words": ("q", "k", "v", "padding_offset"), "batch": ("out",)},
-    late=("batch",),
 )
 def add_qkv_bias_rebuild_padding(
     q: AnyArray,

@@ -12,7 +12,6 @@ from cukern.runtime import arrays, check, template
 from cukern.runtime.compile import Instance
 from cukern.runtime.describe import Array
 from cukern.runtime.kernel import Kernel, Variant
-from cukern.runtime.late import late
 from cukern.runtime.op import forget_plans
 from cukern.runtime.plan import asked, launch
 from cukern.runtime.units import divisor, why_width
@@ -216,10 +215,10 @@ def launch_build(
 ) -> None:
     batch = sequence_length.shape[0]
     threads = 256 if batch <= _FEW_SEQUENCES else 1024
-    words_per_block = late(_words_per_block, words, threads)
+    words_per_block = threads * max(1, -(-words // (threads * _MAX_BUILD_BLOCKS)))
     launch(
         _build.variant(threads),
-        late(_blocks, words, words_per_block),
+        max(1, -(-words // words_per_block)),
         threads,
         why=f"{why}{batch} sequences: blocks of {threads} threads (of 256 up to {_FEW_SEQUENCES} sequences)",
         lengths=sequence_length,
@@ -229,16 +228,8 @@ def launch_build(
         batch=batch,
         max_seq_len=max_seq_len,
         words_per_block=words_per_block,
-        first_step=late(_first_step, batch, threads * template.constants("padding/build_padding_offset")["LENGTHS"]),
+        first_step=_first_step(batch, threads * template.constants("padding/build_padding_offset")["LENGTHS"]),
     )
-
-
-def _words_per_block(words: int, threads: int) -> int:
-    return threads * max(1, -(-words // (threads * _MAX_BUILD_BLOCKS)))
-
-
-def _blocks(words: int, words_per_block: int) -> int:
-    return max(1, -(-words // words_per_block))
 
 
 def _first_step(batch: int, tile: int) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from cukern.formats.quantized import SMALLEST, SMALLEST_FP8
-from cukern.ops import _norm as parts
-from cukern.ops._norm import DTYPES, VARIANTS
+from cukern.ops.norm import rows as parts
+from cukern.ops.norm.rows import DTYPES, VARIANTS
 from cukern.reference import norm as twin
 from cukern.runtime import arrays, check
 from cukern.runtime.arrays import AnyArray, WrittenArray
@@ -14,9 +14,8 @@ from cukern.runtime.compile import Instance
 from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array
 from cukern.runtime.fp8 import scale_of
 from cukern.runtime.kernel import Kernel, Variant
-from cukern.runtime.late import checked
 from cukern.runtime.op import OPS, op
-from cukern.runtime.plan import launch, outputs, run_twin
+from cukern.runtime.plan import begin_together, launch, outputs, run_twin
 from cukern.runtime.rows import MAX_ROW
 
 __all__ = [
@@ -227,7 +226,7 @@ def _normalized(input: Any, *_: Any, **__: Any) -> Result:
     return Result(input.shape, dtype_name(input), "[..., width]")
 
 
-@op(twin.rms_norm, "normalized", _normalized, rows={"rows": ("input", "out")})
+@op(twin.rms_norm, "normalized", _normalized)
 def rms_norm(
     input: AnyArray,
     weight: AnyArray | None,
@@ -279,7 +278,7 @@ def rms_norm(
     return out
 
 
-@op(twin.fused_add_rms_norm, rows={"rows": ("input", "residual")})
+@op(twin.fused_add_rms_norm)
 def fused_add_rms_norm(
     input: WrittenArray,
     residual: WrittenArray,
@@ -352,7 +351,7 @@ def _quantize(norm: _Norm, group_size: Any, scale: Any, out_q: Any, out_s: Any) 
     return q, s
 
 
-@op(twin.rms_norm_quant, "quantized, scales", _quantized, rows={"rows": ("input", "out_q", "out_s")}, late=("scale",))
+@op(twin.rms_norm_quant, "quantized, scales", _quantized)
 def rms_norm_quant(
     input: AnyArray,
     weight: AnyArray | None,
@@ -396,8 +395,6 @@ def rms_norm_quant(
     twin.fused_add_rms_norm_quant,
     "quantized, scales",
     _quantized,
-    rows={"rows": ("input", "residual", "out_q", "out_s")},
-    late=("scale",),
 )
 def fused_add_rms_norm_quant(
     input: AnyArray,
@@ -452,8 +449,8 @@ def _layer_norm(
         parts.expect_like("residual_out", kept, input)
     if out is not None:
         parts.expect_like("out", out, input)
-        if kept is not None:
-            checked(_expect_apart, out.address, kept.address, input.size)
+        if kept is not None and begin_together(out, kept) and input.size:
+            check.fail("out", "another array than residual_out", "the same")
     given = out
     if out is None:
         out = outputs(None, input, "input", _normalized(input))
@@ -484,12 +481,7 @@ def _layer_norm(
     return out
 
 
-def _expect_apart(out: int, residual_out: int, size: int) -> None:
-    if out == residual_out and size:
-        check.fail("out", "another array than residual_out", "the same")
-
-
-@op(twin.layer_norm, "normalized", _normalized, rows={"rows": ("input", "out")})
+@op(twin.layer_norm, "normalized", _normalized)
 def layer_norm(
     input: AnyArray,
     weight: AnyArray | None,
@@ -531,7 +523,7 @@ def layer_norm(
     return _layer_norm(input, {"weight": weight, "bias": bias}, epsilon, out, variant)
 
 
-@op(twin.fused_add_layer_norm, "normalized", _normalized, rows={"rows": ("input", "residual", "residual_out", "out")})
+@op(twin.fused_add_layer_norm, "normalized", _normalized)
 def fused_add_layer_norm(
     input: AnyArray,
     residual: AnyArray,

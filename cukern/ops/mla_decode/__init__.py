@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple, overload
 
-from cukern.ops._mla_decode import (
+from cukern.ops.mla_decode.choose import (
     MAX_DIM,
     VARIANTS,
     Counts,
@@ -17,7 +17,7 @@ from cukern.ops._mla_decode import (
     why_attend,
     why_parts,
 )
-from cukern.ops._mla_plan import FlashMLASchedMeta, attend_by_a_plan, plan_of_the_first_call
+from cukern.ops.mla_decode.first_call import FlashMLASchedMeta, attend_by_a_plan, plan_of_the_first_call
 from cukern.reference import mla_decode as twin
 from cukern.runtime import check, gpu
 from cukern.runtime.arrays import AnyArray

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,9 +20,9 @@ from cukern.runtime.describe import (
     expect_row_stride,
     same_shape,
 )
+from cukern.runtime.each import Each
 from cukern.runtime.kernel import Kernel, Launched, Variant
-from cukern.runtime.late import checked, parts
-from cukern.runtime.plan import asked, each_call, launch, outputs, run_twin
+from cukern.runtime.plan import asked, check_each_call, each_call, launch, outputs, run_twin
 
 DTYPES = ("float32", "float16", "bfloat16")
 INTEGERS = ("int32", "int64")
@@ -188,7 +189,6 @@ def _parameters(
     for name, (dtypes, convert, number) in rules.items():
         value, array = given.get(name), None
         if isinstance(value, Array):
-            # The batch first: it is no plan of its own where that is 1.
             single = not value.shape or not (same_shape(value, (batch,)) or not same_shape(value, (1,)))
             shape = value.shape if single else (batch,)
             array = expect(name, value, first, first_name, dtypes, shape, "[batch]")
@@ -196,9 +196,14 @@ def _parameters(
             fields["integral"] |= bits[name.upper()] * (dtypes is NUMBERS and array.dtype in INTEGERS)
             fields["single"] |= bits[name.upper()] * single
         elif value is not None:
-            number = checked(functools.partial(convert, name), value)
+            number = _checked(functools.partial(convert, name), value)
         fields |= {name: array, f"scalar_{name}": number}
     return fields
+
+
+def _checked(convert: Callable[[Any], Any], value: Any) -> Any:
+    """A checked number, at each call where the value differs at each call."""
+    return check_each_call(convert, value) if isinstance(value, Each) else convert(value)
 
 
 #: The arguments of `_stream`, as functions have them.
@@ -218,9 +223,9 @@ def _stream(
     if offset is not None:
         check.fail("offset", "given together with seed", "no seed")
     draw, numbers = _generator(first, generator)
-    fields["scalar_seed"], fields["scalar_offset"], fields["seed"], _ = parts(
-        tuple, each_call(draw, generators.Drawn(), *numbers)
-    )
+    drawn = each_call(draw, generators.Drawn(), *numbers)
+    for place, name in enumerate(("scalar_seed", "scalar_offset", "seed")):
+        fields[name] = each_call(operator.itemgetter(place), generators.Drawn()[place], drawn)
     fields["wide"] |= bits["SEED"]
     fields["single"] |= bits["SEED"]
     return fields
@@ -232,7 +237,7 @@ def _generator(first: Array, generator: Any) -> tuple[Callable[..., generators.D
     draw = functools.partial(generators.draw, library, device)
     if generator is None:
         return draw, ()
-    return draw, (checked(functools.partial(generators.expect, library, device), generator),)
+    return draw, (_checked(functools.partial(generators.expect, library, device), generator),)
 
 
 def _leave_to_twin(first: Array, randomness: Randomness, variant: str) -> Any:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import operator
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from cukern.reference import norm as twin
 from cukern.runtime import arrays, check
 from cukern.runtime.describe import Array, expect_place, same_shape
-from cukern.runtime.late import late
 from cukern.runtime.plan import asked
 from cukern.runtime.rows import MAX_ROW, MAX_ROWS
 from cukern.runtime.units import divisor
@@ -50,16 +48,16 @@ def tile(dtype: str, width: int, fixed: bool, wide: bool, group: int = 0) -> Til
 class Rows(NamedTuple):
     """Arrays [..., width] as rows [outer, inner, width] with two strides."""
 
-    total: Any  # outer * inner
+    total: int  # outer * inner
     inner: int
     strides: list[tuple[int, int] | None]  # of each array, outer and inner, in elements
 
 
-def _common_stride(lengths: tuple[Any, ...], strides: tuple[int, ...]) -> int | None:
+def _common_stride(lengths: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
     """The stride of dimensions taken as one; None if they cannot be."""
     common, span = 0, None
     for length, stride in zip(reversed(lengths), reversed(strides), strict=True):
-        if type(length) is int and length == 1:
+        if length == 1:
             continue
         if span is None:
             common = stride
@@ -73,7 +71,7 @@ def rows_of(**given: Array | None) -> Rows:
     """The rows of arrays of one shape. Raises ValueError where two strides are not enough."""
     first = next(array for array in given.values() if array is not None)
     lengths = first.shape[:-1]
-    total = lengths[0] if len(lengths) == 1 else functools.reduce(operator.mul, lengths, 1)
+    total = math.prod(lengths)
     found: list[tuple[int, int] | None]
     for split in range(len(lengths), 0, -1) if lengths else (0,):
         found = []
@@ -87,7 +85,7 @@ def rows_of(**given: Array | None) -> Rows:
                 break
             found.append((parts[0], parts[1]))  # type: ignore[arg-type]
         if len(found) == len(given):
-            return Rows(total, functools.reduce(operator.mul, lengths[split:], 1), found)
+            return Rows(total, math.prod(lengths[split:]), found)
     name, array = next((name, x) for name, x in given.items() if x is not None and not x.is_contiguous)
     wanted = "of rows with at most two strides, and those over the same dimensions as in the other arrays"
     check.fail(name, wanted, f"strides {array.strides}")
@@ -96,7 +94,7 @@ def rows_of(**given: Array | None) -> Rows:
 class Layout(NamedTuple):
     """The rows of the arrays of a launch."""
 
-    total: Any
+    total: int
     wide: bool  # whether all can be loaded 16 bytes at a time
     fields: dict[str, Any]  # of the struct of parameters
 
@@ -123,13 +121,9 @@ def layout(width: int, vectors: Collection[Array | None], **given: Array | None)
     return Layout(total, wide, fields | sizes | {"per_width": 1 / max(width, 1)})
 
 
-def blocks(rows: Any, tile: Tile) -> Any:
+def blocks(rows: int, tile: Tile) -> int:
     """The blocks of a launch: one at least."""
-    return late(_blocks, rows, tile.block // tile.threads)
-
-
-def _blocks(rows: int, rows_of_block: int) -> int:
-    return max(1, -(-rows // rows_of_block))
+    return max(1, -(-rows // (tile.block // tile.threads)))
 
 
 def is_fixed(variant: str, width: int, wide: bool, registered: Collection[int]) -> bool:

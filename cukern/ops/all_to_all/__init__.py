@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from cukern.ops._all_to_all import (
+from cukern.ops.all_to_all.memory import (
     FEW_UNITS,
     GROUP,
     MANY_TOKENS,
@@ -23,9 +23,9 @@ from cukern.runtime import arrays, check, template
 from cukern.runtime.arrays import CUDA_TYPE, AnyArray
 from cukern.runtime.describe import Array, Result, expect, expect_array, expect_contiguous, expect_place
 from cukern.runtime.kernel import Kernel, Variant
-from cukern.runtime.late import ceil_div, late
 from cukern.runtime.op import op
 from cukern.runtime.plan import launch, outputs, run_twin
+from cukern.runtime.units import ceil_div
 
 __all__ = ["AllToAllError", "AllToAllState", "all_to_all_combine", "all_to_all_dispatch"]
 
@@ -120,7 +120,7 @@ def _dispatch_on_host(
     return twin.receive(link.host, link.rank, buffer, expert_load) if phases & RECEIVE else None
 
 
-@op(_dispatch_on_host, rows={"tokens": ("hidden_states", "topk_weights", "topk_ids", "scales")})
+@op(_dispatch_on_host)
 def _dispatch(
     hidden_states: Any,
     topk_weights: Any,
@@ -167,7 +167,7 @@ def _dispatch(
         )  # fmt: skip
     most = _DISPATCH["RESIDENT"] * x.gpu.multiprocessors // link.sharing
     least = ceil_div(places * sizes.topk, 8 * _THREADS) if phases & RECEIVE else 1
-    blocks = late(_between, tokens, least, most)
+    blocks = _between(tokens, least, most)
     sent = "rows in FP8 with a scale" if quantize else "rows sent unchanged"
     why = f"{_PHASE_WORDS[phases]}, {sent}: a block for each of {tokens} tokens, at least {least} (for what"
     why += f" arrives), at most {most} (that run at once, shared by the {link.sharing} ranks of the GPU)"
@@ -199,7 +199,7 @@ def _combine_on_host(
     return twin.receive_back(link.host, link.rank, topk_weights, topk_ids, apart, expert_output.dtype)
 
 
-@op(_combine_on_host, rows={"tokens": ("topk_weights", "topk_ids", "out")})
+@op(_combine_on_host)
 def _combine(
     expert_output: Any,
     topk_weights: Any,
@@ -251,9 +251,9 @@ def _combine(
     most = max(2, resident(mode, units) * x.gpu.multiprocessors // link.sharing)
     share = max(1, int(most * _SENDERS[mode][units == MANY_UNITS]))
     senders = min(share, (link.ranks - 1) * sizes.max_tokens * chunks) if phases & SEND else 0
-    receivers = late(_between, tokens * chunks, 1, most - share) if phases & RECEIVE else 0
+    receivers = _between(tokens * chunks, 1, most - share) if phases & RECEIVE else 0
     blocks = senders + receivers
-    if type(blocks) is int and not blocks:
+    if not blocks:
         return out
     layout = link.layout
     why = f"{_PHASE_WORDS[phases]}, {_MODES[mode]}: {units} units a thread"

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from cukern.runtime import check, fp8
-from cukern.runtime.arrays import CUDA_TYPE, ITEM_SIZE
-from cukern.runtime.describe import Array, contiguous_strides, expect_array, expect_contiguous, expect_place
+from cukern.runtime.arrays import CUDA_TYPE, ITEM_SIZE, strides_of
+from cukern.runtime.describe import Array, expect_array, expect_contiguous, expect_place
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.units import divisor
 
@@ -131,7 +131,7 @@ def distances(name: str, array: Array, outer: int, written: bool = False) -> tup
     shape, strides = array.shape, array.strides
     if any(size == 0 for size in shape):
         return (0,) * outer
-    inner = zip(shape[outer:], strides[outer:], contiguous_strides(shape[outer:]), strict=True)
+    inner = zip(shape[outer:], strides[outer:], strides_of(shape[outer:]), strict=True)
     if not all(size == 1 or stride == wanted for size, stride, wanted in inner):
         kept = f"contiguous but for its first {outer} dimensions" if outer > 1 else "contiguous within each row"
         check.fail(name, kept, f"strides {strides} (in elements)")

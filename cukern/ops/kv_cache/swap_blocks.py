@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cukern.ops._kv_cache import CACHE_DTYPES
+from cukern.ops.kv_cache.choose import CACHE_DTYPES
 from cukern.reference import kv_cache as twin
 from cukern.runtime import arrays, check
-from cukern.runtime.arrays import Array
+from cukern.runtime.arrays import Array, strides_of
 from cukern.runtime.cuda import current_device, runtime
-from cukern.runtime.describe import contiguous_strides
 
 
 class _Memory(NamedTuple):
@@ -32,7 +31,7 @@ def _memory_of(name: str, cache: Any, block_bytes: int) -> _Memory:
     dtype, shape, strides = library.dtype(array), tuple(array.shape), library.strides(array)
     check.dtype(name, dtype, CACHE_DTYPES)
     size = math.prod(shape) * arrays.ITEM_SIZE[dtype]
-    pairs = zip(shape, strides, contiguous_strides(shape), strict=True)
+    pairs = zip(shape, strides, strides_of(shape), strict=True)
     if size and any(n != 1 and stride != wanted for n, stride, wanted in pairs):
         check.fail(name, "contiguous", f"strides {strides} (in elements)")
     if size % block_bytes:

@@ -6,8 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from cukern.ops._sampling import (
-    PARAMETERS,
+from cukern.ops.sampling.choose import (
     any_count,
     draw,
     ids_of,
@@ -38,8 +37,8 @@ __all__ = [
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_BY_ROW = ("logits", "probs", "draft_probs", "draft_token_ids", "target_probs", *PARAMETERS)
-_BY_ROW += ("indices", "finished", "sequence_length", "out")
+#: Arguments that differ at each call, unless they are arrays.
+_NUMBERS = "seed", "offset", "generator"
 
 
 def _declare(names: str, results: Callable[..., Any] = ids_of) -> Callable[[_F], _F]:
@@ -50,13 +49,8 @@ def _declare(names: str, results: Callable[..., Any] = ids_of) -> Callable[[_F],
 
     def declare(function: _F) -> _F:
         name, parameters = function.__name__, inspect.signature(function).parameters
-        return op(
-            twin.refusing(getattr(twin, name)),
-            names,
-            results,
-            rows={"batch": [x for x in parameters if x in _BY_ROW]},
-            late=[x for x in parameters if x in (*PARAMETERS, "generator")],
-        )(function)
+        numbers = [x for x in parameters if x in _NUMBERS]
+        return op(twin.refusing(getattr(twin, name)), names, results, numbers=numbers)(function)
 
     return declare
 

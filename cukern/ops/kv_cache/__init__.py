@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from cukern.ops._kv_cache import (
+from cukern.ops.kv_cache.choose import (
     CACHE_DTYPES,
     DS_MLA,
     DS_MLA_DTYPES,
@@ -34,16 +34,15 @@ from cukern.ops._kv_cache import (
     store_latents_variant,
     tile_of,
 )
-from cukern.ops._swap_blocks import swap_blocks
+from cukern.ops.kv_cache.swap_blocks import swap_blocks
 from cukern.reference import kv_cache as twin
 from cukern.runtime import check, fp8
 from cukern.runtime.arrays import AnyArray, Size, WrittenArray
 from cukern.runtime.describe import Array, expect_array, expect_contiguous, expect_place, type_name
-from cukern.runtime.late import ceil_div, checked, late
 from cukern.runtime.op import op
 from cukern.runtime.plan import launch, run_twin
 from cukern.runtime.template import constants
-from cukern.runtime.units import divisor, unit_width, why_width
+from cukern.runtime.units import ceil_div, divisor, unit_width, why_width
 
 __all__ = [
     "concat_and_cache_mla",
@@ -54,10 +53,8 @@ __all__ = [
     "swap_blocks",
 ]
 
-_TOKENS = {"tokens": ("key", "value", "slot_mapping")}
 
-
-@op(twin.reshape_and_cache, rows=_TOKENS, late=("k_scale", "v_scale"))
+@op(twin.reshape_and_cache)
 def reshape_and_cache(
     key: AnyArray,
     value: AnyArray,
@@ -131,7 +128,7 @@ def reshape_and_cache(
     why = why_width(16 if aligned else key.item_size, "the rows of keys, values and caches")
     launch(
         blocks_variant(key.dtype, cache_format, aligned, parts),
-        (late(lambda tokens: -(-tokens // window) * parts, slots.tokens), -(-units // (WARPS * line)), 2),
+        (ceil_div(slots.tokens, window) * parts, -(-units // (WARPS * line)), 2),
         WARPS * 32,
         why=f"{why}; {slots.tokens} tokens: {parts} blocks to {window} tokens ({PARTS} up to {FEW_TOKENS} tokens)",
         key=(key, key_cache, scales[0], strides[0], *key_steps),
@@ -143,7 +140,7 @@ def reshape_and_cache(
     )
 
 
-@op(twin.reshape_and_cache_flash, rows=_TOKENS, late=("k_scale", "v_scale"))
+@op(twin.reshape_and_cache_flash)
 def reshape_and_cache_flash(
     key: AnyArray,
     value: AnyArray,
@@ -241,7 +238,7 @@ def _check_latent_cache(kv_c: Array, k_pe: Array, kv_cache: Any, kv_cache_dtype:
     return cache_format
 
 
-@op(twin.concat_and_cache_mla, rows={"tokens": ("kv_c", "k_pe", "slot_mapping")}, late=("scale",))
+@op(twin.concat_and_cache_mla)
 def concat_and_cache_mla(
     kv_c: AnyArray,
     k_pe: AnyArray,
@@ -350,7 +347,7 @@ def _check_caches(key_caches: Sequence[Any], value_caches: Sequence[Any]) -> int
     return block_stride
 
 
-@op(twin.copy_blocks, rows={"pairs": ("block_mapping",)})
+@op(twin.copy_blocks)
 def copy_blocks(
     key_caches: Sequence[WrittenArray], value_caches: Sequence[WrittenArray], block_mapping: AnyArray
 ) -> None:
@@ -474,14 +471,10 @@ def _check_sequences(src_cache: Array, block_table: Any, cu_seq_lens: Any, batch
         expect_dimensions(name, vector, src_cache, "src_cache", ("int32",), (symbol,))
         expect_contiguous(name, vector)
     starts = None if seq_starts is None else seq_starts.shape[0]
-    return checked(_batch, batch_size, block_table.shape[0], cu_seq_lens.shape[0], starts)
+    return _batch(batch_size, block_table.shape[0], cu_seq_lens.shape[0], starts)
 
 
-@op(
-    twin.gather_cache,
-    rows={"tokens": ("dst",), "table": ("block_table",), "lengths": ("cu_seq_lens",), "starts": ("seq_starts",)},
-    late=("batch_size", "scale"),
-)
+@op(twin.gather_cache)
 def gather_cache(
     src_cache: AnyArray,
     dst: WrittenArray,

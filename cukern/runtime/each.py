@@ -1,0 +1,28 @@
+"""Values that differ at each call of a plan: arguments such as a seed, and what is computed from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+class Each:
+    """A value that each call has its own of. `value` is the value in the call that the plan is made from.
+
+    An argument has a `place` among the numbers of a call. Another value has a `function` of operands: arguments, arrays
+    for their addresses, further such values, and constants.
+    """
+
+    __slots__ = ("function", "operands", "place", "value")
+
+    def __init__(
+        self,
+        value: Any,
+        function: Callable[..., Any] | None = None,
+        operands: Sequence[Any] = (),
+        place: int | None = None,
+    ) -> None:
+        self.value = value
+        self.function = function
+        self.operands = operands
+        self.place = place
