@@ -1,20 +1,20 @@
-// Grouped products of any sizes, addresses and strides, on every GPU, number by number.
+// Grouped GEMM of any sizes, addresses and strides, on every GPU, with scalar loads.
 //
 //   x[r, j]   = sum over i of a[row_token[r], i] * b[e, j, i]       for the rows r of the group of expert e
-//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh has all forms
+//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh lists all forms
 //
-// each number of a and b times its scale, if there are scales; sums in float32, rounded once. moe_gemm/params.cuh says
-// what a group is. The other kernels load 16 bytes at a time; this one takes what they cannot: n and k that are no
-// multiples of such units, arrays at other addresses, rows of weights with any stride. It has no tensor cores, since
-// their fragments would have to be put together number by number too.
+// Each number of a and b is multiplied by its scale, if any. Sums are in float32 and rounded once. moe_gemm/params.cuh
+// defines the groups. The other kernels load 16 bytes at a time. This kernel takes the calls that do not allow such
+// loads: n or k no multiple of 16 bytes, unaligned arrays, rows of weights with any stride. It does not use tensor
+// cores, because fragments would also have to be assembled from scalars.
 //
-// Grid: tiles * ceil(n / FMA_WEIGHTS) blocks at least, where `tiles` bounds the tiles of TOKENS rows that the groups
-// have; gated, a tile has FMA_WEIGHTS / 2 gates and their ups. Of each FMA_STEP numbers along k a warp loads rows warp,
-// warp + 8, ... of tokens and of weights, a number of each lane, to shared memory in float32. Thread (x, y) of 16 x 16
-// then has rows x, x + 16, ... of the weights and y, y + 16, ... of the tokens. Blocks without a tile end at once.
-// TRANSPOSED weights are loaded by rows of FMA_WEIGHTS neighbours.
+// Grid: at least tiles * ceil(n / FMA_WEIGHTS) blocks, where `tiles` is an upper bound of the tiles of TOKENS rows in
+// all groups. Gated, a tile has FMA_WEIGHTS / 2 gates and their ups. A step is FMA_STEP numbers along k: a warp loads
+// rows warp, warp + 8, ... of tokens and of weights to shared memory as float32, one number per lane. Thread (x, y) of
+// 16 x 16 then multiplies rows x, x + 16, ... of the weights by rows y, y + 16, ... of the tokens. TRANSPOSED weights
+// are loaded in rows of FMA_WEIGHTS neighbours. Blocks without a tile exit at once.
 //
-// Speed of light: 2 * rows * n * k operations at the rate of float32 without tensor cores.
+// Speed of light: 2 * rows * n * k operations at the float32 rate without tensor cores.
 #include "common/fp8.cuh"
 #include "common/overlap.cuh"
 #include "moe_gemm/epilogue.cuh"
@@ -23,25 +23,25 @@
 constexpr int FMA_THREADS = 256, FMA_WEIGHTS = 64, FMA_STEP = 32;
 
 struct FmaParams : GemmParams {
-    // Numbers (of 4 bits: bytes) to the next row of weights (TRANSPOSED: to the next step along k), and to the next
-    // expert's.
+    // Strides in elements (4-bit weights: in bytes) between rows of weights (TRANSPOSED: between steps along k), and
+    // between experts.
     long long b_row, b_expert;
 };
 
-// The numbers of e2m1 by their codes, without the sign.
+// Return the value of an e2m1 code.
 __device__ __forceinline__ float e2m1_of(unsigned code) {
     const unsigned magnitude = code & 7;
-    // 0, 0.5; from 1 on two bits of exponent and one of mantissa.
+    // Codes 0 and 1 are 0 and 0.5. From code 2 on the number is normal: two exponent bits and one mantissa bit.
     const float x = magnitude < 2 ? magnitude * .5f : __uint_as_float((magnitude << 22) + (126u << 23));
     return code & 8 ? -x : x;
 }
 
-// 2^(byte - 127); 255 is NaN.
+// Return 2^(byte - 127); byte 255 is NaN.
 __device__ __forceinline__ float e8m0_of(unsigned byte) {
     return __uint_as_float(byte == 255 ? 0x7fc00000u : byte ? byte << 23 : 0x00400000u);
 }
 
-// Number i of a row of `a`, times its scale by blocks.
+// Return number i of a row of `a`, times its block scale if any.
 template <typename T, int FORMAT, bool BLOCK_SCALES>
 __device__ __forceinline__ float token_number(const FmaParams& p, int row, int i) {
     const long long at = (long long)row * p.k + i;
@@ -50,7 +50,7 @@ __device__ __forceinline__ float token_number(const FmaParams& p, int row, int i
     return BLOCK_SCALES ? x * p.a_scale[(long long)row * ((p.k + 127) / 128) + i / 128] : x;
 }
 
-// Number i of a row of an expert's weights, times its scale by blocks or by groups.
+// Return number i of a row of an expert's weights, times its block or group scale if any.
 template <typename T, int FORMAT, bool BLOCK_SCALES>
 __device__ __forceinline__ float weight_number(const FmaParams& p, int expert, int row, int i) {
     if constexpr (FORMAT == TRANSPOSED)
@@ -73,7 +73,7 @@ __device__ __forceinline__ float weight_number(const FmaParams& p, int expert, i
     }
 }
 
-// The scale of all products of a row of `a` and a row of weights.
+// Return the scale of the whole sum of a row of `a` and a row of weights.
 template <int FORMAT, bool BLOCK_SCALES, int ACTIVATION>
 __device__ __forceinline__ float scale_of_sum(const FmaParams& p, int expert, int token, int row) {
     if constexpr (FORMAT == NVFP4) return p.b_global_scale[expert];
@@ -82,9 +82,8 @@ __device__ __forceinline__ float scale_of_sum(const FmaParams& p, int expert, in
     return of_a * static_cast<const float*>(p.b_scale)[p.b_scale_step ? (long long)expert * p.n + row : expert];
 }
 
-// T: __nv_bfloat16 or __half, of the result, and of a and b where they have 16 bits. BLOCK_SCALES: FP8 with a scale for
-// every 1 x 128 numbers of a and 128 x 128 of b; else FP8 has scales of whole rows. ACTIVATION: as
-// moe_gemm/epilogue.cuh has it. TOKENS: a multiple of 16.
+// T: __nv_bfloat16 or __half, the type of the result and of 16-bit a and b. BLOCK_SCALES: FP8 with block scales,
+// otherwise with row scales. ACTIVATION: see moe_gemm/epilogue.cuh. TOKENS: a multiple of 16.
 template <typename T, int FORMAT, bool BLOCK_SCALES, int ACTIVATION, int TOKENS>
 __global__ __launch_bounds__(FMA_THREADS) void gemm_fma(const __grid_constant__ FmaParams p) {
     wait_for_earlier_kernels();
@@ -98,7 +97,7 @@ __global__ __launch_bounds__(FMA_THREADS) void gemm_fma(const __grid_constant__ 
     if (!find_tile<TOKENS, FMA_THREADS>(p, tile, group)) return;
     const int first_row = group.begin + (tile - group.before) * TOKENS, first_column = blockIdx.x % strips * COLUMNS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, x = threadIdx.x % 16, y = threadIdx.x / 16;
-    // The column of the result that row r of the tile's weights is for, and its row of the expert's weights.
+    // For row r of the tile's weights: the column of the result, and the row of the expert's weights.
     auto column_of = [&](int r) { return first_column + r % COLUMNS; };
     auto row_of = [&](int r) { return weight_row<ACTIVATION>(p, min(column_of(r), columns - 1), r / COLUMNS); };
 
@@ -146,7 +145,7 @@ __global__ __launch_bounds__(FMA_THREADS) void gemm_fma(const __grid_constant__ 
         const int row = first_row + y + m * 16;
         if (row >= group.end) return;
         const int token = source_of(p, row);
-        // Row r of the tile's weights is a gate and r + COLUMNS its up.
+        // Gated: row r of the tile's weights is a gate, and row r + COLUMNS is its up.
 #pragma unroll
         for (int n = 0; n < N; ++n) {
             const int weight = row_of(x + n * 16);

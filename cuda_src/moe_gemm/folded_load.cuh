@@ -1,4 +1,4 @@
-// The warps of gemm_folded_wgmma that load.
+// Producer warps of gemm_folded_wgmma: one warp starts the TMA copies, one or two warps load the token scales.
 #pragma once
 #include "common/cluster.cuh"
 #include "common/mma.cuh"
@@ -6,13 +6,13 @@
 #include "moe_gemm/folded_layout.cuh"
 #include "moe_gemm/wgmma_tiles.cuh"
 
-// The loop of the warp that has TMA copy tokens and weights. A tile's first stage says which tile it is; one without
-// tokens says that there are no more.
+// Run the TMA producer warp: copy the tokens and weights of this block's tiles to the ring. The first stage of a tile
+// carries the tile's description (shared.tiles). A description with 0 tokens ends the loop of the consumers.
 template <class Layout, int ACTIVATION, bool STREAMED>
 __device__ __forceinline__ void load_folded_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                   unsigned ring) {
     constexpr int TOKENS = Layout::TOKENS, CLUSTER = Layout::CLUSTER, BOX = box_of(TOKENS);
-    constexpr int WEIGHTS = CLUSTER * Layout::ROWS; // rows of weights of a cluster's tiles
+    constexpr int WEIGHTS = CLUSTER * Layout::ROWS; // rows of weights that a cluster computes at a time
     constexpr unsigned long long POLICY = STREAMED ? EVICT_FIRST : EVICT_NORMAL;
     const int lane = threadIdx.x % 32, rank = cluster_rank<CLUSTER>();
     WgmmaTiles<TOKENS> tiles(p, (p.n + WEIGHTS - 1) / WEIGHTS);
@@ -33,7 +33,7 @@ __device__ __forceinline__ void load_folded_tiles(const MappedGemmParams& p, typ
                     shared.tiles[place.stage] = {row, tokens, is_gated(ACTIVATION) ? first_weight / 2 : first_weight,
                                                  expert};
                 mbarrier_arrive_expect_tx(full, Layout::WEIGHT_BYTES + boxes * BOX * FOLDED_K);
-                const int x = step * (FOLDED_UNIT / 8); // the map's elements have 8 bytes
+                const int x = step * (FOLDED_UNIT / 8); // the tensor map has 8-byte elements
                 if constexpr (has_halves(ACTIVATION))
                     tma_load<POLICY>(weights_to, p.b_map, x, 0, first_weight / 16, expert, full);
                 else
@@ -64,17 +64,20 @@ __device__ __forceinline__ void store_shared_pair(unsigned to, float x, float y)
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
 }
 
-// The loop of a warp that loads scales, of tokens 128 * part ... + 127 of each tile, 4 neighbours of a lane. It goes
-// from stage to stage as the other warp does, and arrives at the same barriers: a stage is full when its bytes and its
-// scales are there. It reads the scales of FOUR stages before it waits for the first of these to be empty.
+// Run a scale producer warp: copy the scales of tokens 128 * part to 128 * part + 127 of each tile to the ring. A lane
+// has 4 neighbouring tokens. The warp visits the same stages as the TMA producer and arrives at the same full barriers:
+// a stage is full when its TMA bytes and its scales are both written. The warp loads the scales of BATCH_STEPS steps
+// along k at once, one step per stage, before it waits for the first of these stages to be empty.
 template <class Layout>
 __device__ __forceinline__ void load_folded_scales(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                    unsigned scales, int part) {
-    constexpr int TOKENS = Layout::TOKENS, CLUSTER = Layout::CLUSTER, WEIGHTS = CLUSTER * Layout::ROWS, FOUR = 4;
+    constexpr int TOKENS = Layout::TOKENS, CLUSTER = Layout::CLUSTER, WEIGHTS = CLUSTER * Layout::ROWS, BATCH_STEPS = 4;
     const int steps = (p.k + FOLDED_K - 1) / FOLDED_K, lane = threadIdx.x % 32;
-    const int first = part * 128 + lane * 4; // of the lane's tokens
-    const bool aligned = steps % FOUR == 0 && reinterpret_cast<size_t>(p.a_scale) % 16 == 0;
-    // Tokens 4 l and 4 l + 2 of 128 are numbers 4 (l % 2) and + 2 of eight l / 2.
+    const int first = part * 128 + lane * 4; // the lane's first token in the tile
+    const bool aligned = steps % BATCH_STEPS == 0 && reinterpret_cast<size_t>(p.a_scale) % 16 == 0;
+    // FoldedLayout: the scale of token 8 j + 2 c + i (i = 0, 1) is float 2 j + i of row c; rows are SCALE_PITCH apart.
+    // Lane l has tokens 4 l to 4 l + 3, so j = l / 2. Its first two tokens go to row c = 2 (l % 2), the other two to
+    // the next row.
     const unsigned to = scales + part * Layout::SCALES_EACH + lane % 2 * 2 * Layout::SCALE_PITCH + lane / 2 * 8;
     WgmmaTiles<TOKENS> tiles(p, (p.n + WEIGHTS - 1) / WEIGHTS);
     RingPlace<Layout::STAGES> place;
@@ -88,8 +91,8 @@ __device__ __forceinline__ void load_folded_scales(const MappedGemmParams& p, ty
          tile += gridDim.x / CLUSTER) {
         const float* const of_tile = p.a_scale + (long long)row * steps;
 #pragma unroll 1
-        for (int step = 0; step < steps; step += FOUR) {
-            float found[4][FOUR];
+        for (int step = 0; step < steps; step += BATCH_STEPS) {
+            float found[4][BATCH_STEPS];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float* const from = of_tile + (long long)min(first + i, tokens - 1) * steps;
@@ -98,11 +101,11 @@ __device__ __forceinline__ void load_folded_scales(const MappedGemmParams& p, ty
                     found[i][0] = four.x, found[i][1] = four.y, found[i][2] = four.z, found[i][3] = four.w;
                 } else {
 #pragma unroll
-                    for (int j = 0; j < FOUR; ++j) found[i][j] = __ldg(from + min(step + j, steps - 1));
+                    for (int j = 0; j < BATCH_STEPS; ++j) found[i][j] = __ldg(from + min(step + j, steps - 1));
                 }
             }
 #pragma unroll
-            for (int j = 0; j < FOUR; ++j)
+            for (int j = 0; j < BATCH_STEPS; ++j)
                 if (step + j < steps) {
                     wait_empty();
                     if (TOKENS >= 128 || first < TOKENS) {
@@ -115,7 +118,7 @@ __device__ __forceinline__ void load_folded_scales(const MappedGemmParams& p, ty
         }
         __syncwarp();
     }
-    wait_empty(); // the stage that says that there are no more tiles
+    wait_empty(); // the stage whose description has 0 tokens
     say_full();
     __syncwarp();
 }

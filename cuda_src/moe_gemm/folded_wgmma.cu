@@ -1,55 +1,55 @@
-// Grouped products of FP8 rows (e4m3) and MXFP4 weights on Hopper, by TMA and wgmma: each expert's weights times its
-// rows.
+// Grouped GEMM of FP8 tokens (e4m3) and prepared MXFP4 weights on Hopper, by TMA and wgmma.
 //
 //   x[r, j]   = sum over i of a[r, i] * a_scale[r, i / 128] * b[e, j, i]       for the rows r of the group of expert e
-//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh has all forms
+//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh lists all forms
 //
-// sums in float32, rounded once. a_scale: [rows, ceil(k / 128)]. moe_gemm/params.cuh says what a group is,
-// moe_gemm/folded_prepared.cuh what the weights are: e4m3 numbers, times a power of two of their row.
+// Sums are in float32 and rounded once. a_scale: [rows, ceil(k / 128)]. moe_gemm/params.cuh defines the groups,
+// moe_gemm/folded_prepared.cuh the weights: e4m3 numbers, times a power of two of their row.
 //
-// As in gemm_fp4_wgmma, weights are the 64 rows of a product and tokens (rows of a group) are its columns, so that each
-// weight is converted once for all tokens of a tile: a table in shared memory has the 8 sizes of a number at each
-// scale, 8 bytes of which __byte_perm takes four by four numbers. As in gemm_fp8_wgmma, a sum of the tensor cores ends
-// after 128 numbers, since they keep too few of its bits, and is added to another one in float32, times the scale of
-// its token. The weights' power of two, the same along k, waits for the end.
+// Weights are the M side of wgmma (64 rows) and tokens (rows of a group) are the N side, as in gemm_fp4_wgmma. So each
+// weight is converted once for all tokens of a tile. The conversion is a table lookup. For each scale the table in
+// shared memory has 8 bytes, the 8 magnitudes of e2m1, and one __byte_perm looks up four numbers.
 //
-// Grid: CLUSTER * (as many clusters as run at once) blocks of folded_threads(TOKENS) threads. They stay, and take one
-// tile after the other: 128 rows of weights (gated: 64 gates and their 64 ups) times up to TOKENS tokens. The blocks of
-// a cluster have the same tokens and neighbouring weights; each copies every CLUSTER-th box of tokens, to all of them
-// (multicast).
+// FP8 tensor cores keep too few bits of a sum. So a wgmma sum ends after 128 numbers along k, as in gemm_fp8_wgmma. It
+// is multiplied by its token's scale and added to a float32 total in registers. The power of two of a row of weights is
+// constant along k and multiplies the total at the end.
 //
-//   warp 8           finds tiles, and has TMA copy 128 numbers along k at a time to a ring of STAGES stages
+// Grid: CLUSTER * (number of resident clusters) persistent blocks of folded_threads(TOKENS) threads. A tile is 128 rows
+// of weights (gated: 64 gates and their 64 ups) times up to TOKENS tokens. The blocks of a cluster have the same tokens
+// and neighbouring weights. Each block copies every CLUSTER-th box of tokens, by multicast to the whole cluster.
+//
+//   warp 8           finds tiles; copies 128 numbers along k per stage to a ring of STAGES stages, by TMA
 //   warps 9, 10      copy the scales of up to 128 tokens each
-//   warpgroup 0, 1   convert, multiply and write weights 64 w ... 64 w + 63 of a tile
+//   warpgroup w < 2  converts, multiplies and writes weights 64 w to 64 w + 63 of a tile
 //
-// A warpgroup multiplies up to 128 tokens at a time. While it adds their sums, the other warpgroup's products run. The
-// next stage's weights are converted during the last products of this one, and after them.
+// A warpgroup multiplies up to 128 tokens at a time. While it adds the sums, the MMAs of the other warpgroup run. The
+// weights of the next stage are converted during and after the last MMAs of the current stage.
 //
-// Speed of light: the bytes of the weights, then 2 * rows * n * k operations at twice the rate of bfloat16. On an H200,
-// 8 experts of 1024 rows, n = 4096 and k = 7168: 461 us, 1043 TFLOP/s, where FP8 weights with scales of blocks take 352
-// us; 256 experts of 8 rows: 1.01 ms, whose bytes take 0.83.
+// Speed of light: the bytes of the weights for few rows; 2 * rows * n * k operations at twice the bfloat16 rate for
+// many. On an H200 with n = 4096, k = 7168: 8 experts of 1024 rows take 461 us, 1043 TFLOP/s. The same product with FP8
+// weights and block scales takes 352 us. 256 experts of 8 rows take 1.01 ms, and reading their bytes alone 0.83 ms.
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "moe_gemm/folded_load.cuh"
 #include "moe_gemm/folded_weights.cuh"
 #include "moe_gemm/wgmma_store.cuh"
 
-// What a warpgroup reads of stage 0. weights, rows: a lane's, of its warp's first 8 rows; scales: those of its tokens;
-// tokens: the lower half of their descriptor.
+// Addresses of a lane's operands in stage 0. weights, rows: its numbers and its row words, in its warp's first 8 rows.
+// scales: the scales of its tokens. tokens: the lower half of the token descriptor.
 struct FoldedOperands {
     unsigned weights, rows, scales, tokens;
 };
 
-// Start two of the products along k of a stage, of 2 N tokens.
+// Start two of a stage's four MMAs along k, FIRST and FIRST + 1, for 2 N tokens.
 template <int FIRST, int N>
 __device__ __forceinline__ void start_folded_products(float (&sums)[N], const FoldedFragments& fragments,
                                                       unsigned tokens) {
 #pragma unroll
-    for (int i = FIRST; i < FIRST + 2; ++i) // 32 numbers are 32 bytes
+    for (int i = FIRST; i < FIRST + 2; ++i) // an MMA has 32 bytes along k, 2 descriptor units
         wgmma_k_major<__nv_fp8_e4m3>(sums, fragments.a[i], k_major_descriptor_of(tokens + i * 2), i > 0);
 }
 
-// Add sums of 2 N tokens, each times its scale.
+// Add the sums of 2 N tokens to `total`, each multiplied by the scale of its token.
 template <int N>
 __device__ __forceinline__ void add_scaled(float (&total)[N], const float (&sums)[N], unsigned scales) {
     if constexpr (N == 4) {
@@ -59,7 +59,7 @@ __device__ __forceinline__ void add_scaled(float (&total)[N], const float (&sums
         for (int i = 0; i < 4; ++i) total[i] = fmaf(sums[i], by[i % 2], total[i]);
     } else {
 #pragma unroll
-        for (int j = 0; j < N / 8; ++j) { // 16 tokens, of which a lane has four
+        for (int j = 0; j < N / 8; ++j) { // 16 tokens; a lane has 4 of them
             const uint4 four = load_shared(scales + j * 16);
             const float by[4] = {__uint_as_float(four.x), __uint_as_float(four.y), __uint_as_float(four.z),
                                  __uint_as_float(four.w)};
@@ -70,21 +70,20 @@ __device__ __forceinline__ void add_scaled(float (&total)[N], const float (&sums
     }
 }
 
-// A warpgroup that multiplies: its place in the ring, and the weights of the stage that comes next.
-// PAIRS: a lane's two rows, l / 4 and
-// l / 4 + 8 of a product's 16, are neighbours in memory, a gate and its up.
+// State of a consumer warpgroup: its position in the ring, and the converted weights of the next stage. PAIRS: rows
+// l / 4 and l / 4 + 8 of an MMA, the two rows of lane l, are neighbours in memory, a gate and its up.
 template <class Layout, bool PAIRS> struct FoldedMultiplier {
     static constexpr int WIDTH = Layout::WIDTH, N = WIDTH / 2, PARTS = Layout::PARTS;
     static constexpr int STAGES = Layout::STAGES, CLUSTER = Layout::CLUSTER;
 
     typename Layout::Shared& shared;
-    FoldedOperands first; // of stage 0
+    FoldedOperands first; // in stage 0
     unsigned table;
     int warpgroup;
     RingPlace<STAGES> place;
     FoldedWords<PAIRS> words;
     FoldedFragments fragments;
-    float factors[2]; // of the lane's rows of weights
+    float factors[2]; // 2^(E - 6) of the lane's two rows of weights
 
     __device__ __forceinline__ FoldedMultiplier(typename Layout::Shared& shared, unsigned ring, int warpgroup)
         : shared(shared), table(shared_address(shared.table)), warpgroup(warpgroup) {
@@ -92,7 +91,7 @@ template <class Layout, bool PAIRS> struct FoldedMultiplier {
         const unsigned weights =
             ring + Layout::WEIGHTS + (warpgroup * 8 + threadIdx.x % WARPGROUP / 32 * 2) * FOLDED_UNIT;
         first.weights = weights + lane * 8, first.rows = weights + FOLDED_NUMBERS + lane / 4 * 4;
-        if constexpr (PAIRS) { // a lane's first row is 2 (l / 4), and rows 8, 10, ... are in the second unit
+        if constexpr (PAIRS) { // the first row is 2 (l / 4); rows from 8 on are in the second unit
             const int row = lane / 4 * 2 % FOLDED_ROWS;
             const unsigned unit = weights + lane / 16 * FOLDED_UNIT;
             first.weights = unit + row * FOLDED_ROW_NUMBERS + lane % 4 * 8,
@@ -100,7 +99,7 @@ template <class Layout, bool PAIRS> struct FoldedMultiplier {
         }
         first.scales = ring + Layout::SCALES + lane % 4 * Layout::SCALE_PITCH;
         first.tokens = unsigned(k_major_descriptor(ring));
-        // Else the compiler would compute them again at every stage.
+        // Keep the addresses in registers: otherwise the compiler recomputes them at every stage.
         asm volatile("" : "+r"(first.weights), "+r"(first.rows), "+r"(first.scales), "+r"(first.tokens), "+r"(table));
     }
 
@@ -108,13 +107,13 @@ template <class Layout, bool PAIRS> struct FoldedMultiplier {
         mbarrier_wait(shared_address(&shared.full[at.stage]), at.phase);
     }
 
-    // Load what converts into the first two products of the stage that comes next.
+    // Load the words of the first two MMAs of the next stage.
     __device__ __forceinline__ void load_words() {
         words.load_numbers(first.weights + place.stage * Layout::WEIGHT_BYTES);
         words.load_rows(first.rows + place.stage * Layout::WEIGHT_BYTES);
     }
 
-    // Convert these, and load the numbers of the other two.
+    // Convert the loaded words, and load the numbers of the other two MMAs.
     __device__ __forceinline__ void convert_first() {
         fragments.convert<0>(words, table);
         words.load_numbers(first.weights + place.stage * Layout::WEIGHT_BYTES + FOLDED_NUMBERS / 2);
@@ -126,7 +125,7 @@ template <class Layout, bool PAIRS> struct FoldedMultiplier {
         fragments.finish<2>();
     }
 
-    // Wait for the first stage, and convert its weights.
+    // Wait for the first stage and convert its weights.
     __device__ __forceinline__ void begin() {
         wait_full(place);
         load_words();
@@ -134,8 +133,8 @@ template <class Layout, bool PAIRS> struct FoldedMultiplier {
         convert_rest();
     }
 
-    // Say that this warp has read a stage, behind products that have been waited for. One lane does, which takes no
-    // register to find.
+    // Release a stage: arrive at its empty barrier in every block of the cluster. Call this after the MMAs that read
+    // the stage are complete. elect.sync picks the arriving lane without keeping a lane index in a register.
     __device__ __forceinline__ void release(int stage) {
         unsigned elected;
         __syncwarp();
@@ -154,8 +153,8 @@ template <class Layout, bool PAIRS> struct FoldedMultiplier {
         }
     }
 
-    // Add the products of the stage at hand and the first ACTIVE parts of the tokens, whose fragments are there, and
-    // make those of the next stage. last: of the tile.
+    // Multiply the current stage, whose fragments are ready, by the first ACTIVE parts of the tokens. Add the sums to
+    // `total`, and convert the fragments of the next stage. last: this is the last stage of the tile.
     template <int ACTIVE> __device__ __forceinline__ void multiply_stage(float (&total)[PARTS][N], bool last) {
         const unsigned tokens = first.tokens + place.stage * (Layout::TOKEN_BYTES >> 4);
         const unsigned scales = first.scales + place.stage * Layout::SCALE_BYTES;
@@ -170,7 +169,8 @@ template <class Layout, bool PAIRS> struct FoldedMultiplier {
             const unsigned from = tokens + part * (WIDTH * FOLDED_K >> 4);
             wgmma_fence();
             start_folded_products<0>(sums, fragments, from);
-            // The fragments of the last part are free by halves.
+            // The last part has two commit groups: the first half of the fragments is overwritten while the second half
+            // is in use.
             if (part == ACTIVE - 1) wgmma_commit_group();
             start_folded_products<2>(sums, fragments, from);
             wgmma_commit_group();
@@ -182,7 +182,7 @@ template <class Layout, bool PAIRS> struct FoldedMultiplier {
                         factors[i] = folded_factor(__float_as_uint(load_shared_float(here + i * words.ROWS_APART)));
                 }
                 place.advance();
-                // The next stage, of this tile or of the next, or the one that says that there is none.
+                // The next stage belongs to this tile or to the next tile, or its description has 0 tokens.
                 wait_full(place);
                 load_words();
             }
@@ -205,12 +205,12 @@ template <class Layout, bool PAIRS> struct FoldedMultiplier {
     }
 };
 
-// The loop of a warpgroup that multiplies.
+// Run a consumer warpgroup: compute all tiles of the block.
 template <typename T, int ACTIVATION, class Layout>
 __device__ __forceinline__ void compute_folded_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                      unsigned ring) {
     constexpr int TOKENS = Layout::TOKENS, PARTS = Layout::PARTS, N = Layout::WIDTH / 2;
-    // By a shuffle, so that the compiler knows that it is the same in all lanes.
+    // The shuffle tells the compiler that the value is warp-uniform.
     const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
     const unsigned staging = ring + Layout::STAGED + warpgroup * 2 * Layout::STAGING;
     const int steps = (p.k + FOLDED_K - 1) / FOLDED_K;
@@ -220,10 +220,10 @@ __device__ __forceinline__ void compute_folded_tiles(const MappedGemmParams& p, 
     int round = 0;
     multiplier.begin();
     for (;;) {
-        // By a reduction, so that the compiler knows that it is the same in all lanes.
+        // The reduction tells the compiler that the value is warp-uniform.
         const int tokens = __reduce_max_sync(FULL_WARP, shared.tiles[multiplier.place.stage].tokens);
         if (tokens == 0) break;
-        // The tile waits in shared memory, as registers are scarce.
+        // Keep the tile in shared memory during the mainloop, because registers are scarce.
         if (threadIdx.x % 32 == 0) kept = shared.tiles[multiplier.place.stage];
         __syncwarp();
         float total[PARTS][N];
@@ -238,7 +238,7 @@ __device__ __forceinline__ void compute_folded_tiles(const MappedGemmParams& p, 
         for (int i = 0; i < PARTS * N; ++i) all[i] *= multiplier.factors[i / 2 % 2];
         const WgmmaTile tile{kept.row, tokens, kept.column, kept.expert};
         store_tile<T, ACTIVATION, TOKENS>(p, all, tile, warpgroup, staging, round);
-        __syncwarp(); // before the next tile is kept
+        __syncwarp(); // all lanes have read `kept` before lane 0 overwrites it
     }
 }
 
@@ -246,8 +246,9 @@ template <typename, int, int TOKENS, int STAGES, int CLUSTER, int, bool> constex
     return {folded_threads(TOKENS), FoldedLayout<TOKENS, STAGES, CLUSTER>::BYTES, box_of(TOKENS)};
 }
 
-// T: __nv_bfloat16 or __half, of the result. TOKENS: 8, 16, 32, 128 or 256. BLOCKS: blocks that fit a
-// multiprocessor. STREAMED: for few tokens, where weights are read once. ACTIVATION: as moe_gemm/epilogue.cuh has it.
+// T: type of the result, __nv_bfloat16 or __half. TOKENS: 8, 16, 32, 128 or 256. BLOCKS: resident blocks per
+// multiprocessor. STREAMED: for few tokens; weights are read once, with the L2 policy evict-first. ACTIVATION: see
+// moe_gemm/epilogue.cuh.
 template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED>
 __global__ __launch_bounds__(folded_threads(TOKENS), BLOCKS)
     CLUSTER_OF(CLUSTER) void gemm_folded_wgmma(const __grid_constant__ MappedGemmParams p) {
@@ -257,7 +258,7 @@ __global__ __launch_bounds__(folded_threads(TOKENS), BLOCKS)
     using Shared = typename Layout::Shared;
     constexpr bool DEAL = TOKENS >= 128;
     extern __shared__ char memory[];
-    const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles lie at multiples of 1024
+    const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles are 1024-byte aligned
     const unsigned ring = shared_address(memory) + misplaced;
     Shared& shared = *reinterpret_cast<Shared*>(memory + misplaced + Layout::REST);
     if (threadIdx.x < 32) shared.table[threadIdx.x] = folded_numbers(threadIdx.x);
@@ -271,7 +272,7 @@ __global__ __launch_bounds__(folded_threads(TOKENS), BLOCKS)
         fence_mbarrier_init();
     }
     __syncthreads();
-    // A block may not copy to, or arrive at a barrier of, one that has not begun or that has ended.
+    // No block may access the shared memory of a block that has not started or has exited.
     if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();
     if (threadIdx.x < WARPGROUPS * WARPGROUP) {
         if constexpr (DEAL) setmaxnreg_inc<232>();

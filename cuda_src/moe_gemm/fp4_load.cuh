@@ -1,4 +1,4 @@
-// The warp of gemm_fp4_wgmma that loads tiles.
+// Producer warp of gemm_fp4_wgmma: finds the tiles and loads them.
 #pragma once
 #include "common/cluster.cuh"
 #include "common/mma.cuh"
@@ -7,21 +7,21 @@
 #include "moe_gemm/shared_memory.cuh"
 #include "moe_gemm/wgmma_tiles.cuh"
 
-// Start the copy of a stage's weights, from unit `unit` along k on. Gates of a half and
-// their ups alternate by 8 rows.
+// Start the copy of a stage's weights, from unit `unit` along k on. If gates and ups are halves of n, the box
+// alternates 8 rows of gates and the 8 rows of their ups.
 template <class Layout, int ACTIVATION, bool STREAMED>
 __device__ __forceinline__ void load_fp4_weights(const MappedGemmParams& p, unsigned ring, int stage, int unit,
                                                  int first_weight, int expert, unsigned full) {
     constexpr unsigned long long POLICY = STREAMED ? EVICT_FIRST : EVICT_NORMAL;
     const unsigned to = ring + Layout::WEIGHTS + stage * Layout::WEIGHT_BYTES;
-    const int x = unit * (UNIT_BYTES<Layout::FORMAT> / 8); // the map's elements have 8 bytes
+    const int x = unit * (UNIT_BYTES<Layout::FORMAT> / 8); // the tensor map has 8-byte elements
     if constexpr (has_halves(ACTIVATION))
         tma_load<POLICY>(to, p.b_map, x, 0, first_weight / 16, expert, full);
     else
         tma_load<POLICY>(to, p.b_map, x, first_weight / 8, expert, 0, full);
 }
 
-// Say which tile is the next, for all warps that multiply; tile.tokens == 0: there is none. One thread calls this.
+// Publish the next tile to the consumer warps; a tile with 0 tokens ends their loops. One thread calls this.
 template <class Shared>
 __device__ __forceinline__ void publish_tile(Shared& shared, const RingPlace<TILES_AHEAD>& at, const WgmmaTile& tile) {
     mbarrier_wait(shared_address(&shared.tile_empty[at.stage]), at.phase + 1);
@@ -29,8 +29,8 @@ __device__ __forceinline__ void publish_tile(Shared& shared, const RingPlace<TIL
     mbarrier_arrive(shared_address(&shared.tile_full[at.stage]));
 }
 
-// Start the copies of a stage's tokens, to all blocks of the cluster: each block has every CLUSTER-th box. Where k is
-// whole units, the map has a dimension for them, and a box has all units of the stage.
+// Start the copies of a stage's tokens to all blocks of the cluster. Each block copies every CLUSTER-th box. `whole`: k
+// is a multiple of a unit. The map then has a dimension for units, and a box has all units of the stage.
 template <class Layout>
 __device__ __forceinline__ void load_fp4_tokens(const MappedGemmParams& p, unsigned to, int unit, int row, int boxes,
                                                 int rank, bool whole, unsigned full) {
@@ -54,12 +54,12 @@ __device__ __forceinline__ void load_fp4_tokens(const MappedGemmParams& p, unsig
     }
 }
 
-// The loop of the warp where TMA copies the tokens.
+// Run the producer warp, with tokens copied by TMA.
 template <class Layout, int ACTIVATION, bool STREAMED>
 __device__ __forceinline__ void load_fp4_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                unsigned ring) {
     constexpr int TOKENS = Layout::TOKENS, UNITS = Layout::UNITS, CLUSTER = Layout::CLUSTER, BOX = Layout::BOX;
-    constexpr int WEIGHTS = CLUSTER * Layout::ROWS; // rows of weights of a cluster's tiles
+    constexpr int WEIGHTS = CLUSTER * Layout::ROWS; // rows of weights that a cluster computes at a time
     const int lane = threadIdx.x % 32, rank = cluster_rank<CLUSTER>();
     WgmmaTiles<TOKENS> tiles(p, (p.n + WEIGHTS - 1) / WEIGHTS);
     RingPlace<Layout::STAGES> place;
@@ -93,10 +93,11 @@ __device__ __forceinline__ void load_fp4_tiles(const MappedGemmParams& p, typena
     __syncwarp();
 }
 
-// The loop of the warp where it gathers the tokens itself, by cp.async. wgmma reads what cp.async has written only after
-// a fence of the thread that started the copy, once it is complete: so a stage is said to be full BEHIND stages later.
-// Two waits limit BEHIND. A tile, which may be a single stage, is published once the one TILES_AHEAD before is done.
-// And a warpgroup releases a stage in the middle of the next one that it has, SPLIT further.
+// Run the producer warp, with tokens gathered by cp.async. wgmma may read bytes of cp.async only after the copies are
+// complete and the thread that started them has executed a proxy fence. So the warp arrives at the full barrier of a
+// stage BEHIND stages later. Two waits limit BEHIND. First, publish_tile waits until the tile TILES_AHEAD tiles earlier
+// is done, and a tile may be a single stage, so BEHIND < TILES_AHEAD. Second, a warpgroup releases a stage in the
+// middle of its next stage, SPLIT stages later, so BEHIND < STAGES - SPLIT.
 template <class Layout, int ACTIVATION, bool STREAMED>
 __device__ __forceinline__ void gather_fp4_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                  unsigned ring) {
@@ -121,7 +122,7 @@ __device__ __forceinline__ void gather_fp4_tiles(const MappedGemmParams& p, type
         const int first_weight = weight_tile * Layout::ROWS;
         if (lane == 0)
             publish_tile(shared, at, {row, tokens, is_gated(ACTIVATION) ? first_weight / 2 : first_weight, expert});
-        int sources[TOKENS / 4]; // of tokens lane / 8, + 4, ...
+        int sources[TOKENS / 4]; // rows of `a` for tokens lane / 8, lane / 8 + 4, ...
 #pragma unroll
         for (int i = 0; i < TOKENS / 4; ++i) sources[i] = source_of(p, row + min(lane / 8 + i * 4, tokens - 1));
         for (int step = 0; step < stages; ++step, place.advance()) {

@@ -1,8 +1,8 @@
-// Products of pairs of 16-bit numbers, by which weights of 4 bits get their scales.
+// Multiplication of packed pairs of 16-bit numbers. The kernels use it to apply scales to unpacked 4-bit weights.
 #pragma once
 #include "common/numeric.cuh"
 
-// a * b of two pairs. Before sm_90 there is no product of bfloat16, only a product and sum: -0 is added.
+// Return a * b for two pairs. Before sm_90 bfloat16 has fma but no multiplication, so -0 is added.
 template <typename T> __device__ __forceinline__ unsigned multiply_pairs(unsigned a, unsigned b) {
     unsigned product;
     if constexpr (IS_BFLOAT16<T>)

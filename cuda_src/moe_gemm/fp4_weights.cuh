@@ -1,4 +1,4 @@
-// The warps of gemm_fp4_wgmma that multiply: prepared weights from shared memory to fragments in registers.
+// Consumer warps of gemm_fp4_wgmma: convert prepared weights in shared memory to A fragments in registers.
 #pragma once
 #include "moe_gemm/fp4_pairs.cuh"
 #include "moe_gemm/fp4_prepared.cuh"
@@ -9,7 +9,7 @@ __device__ __forceinline__ uint2 load_shared_two(unsigned from) {
     return value;
 }
 
-// 1, 2 or 4 bytes.
+// Load 1, 2 or 4 bytes from shared memory.
 template <int BYTES> __device__ __forceinline__ unsigned load_shared_bytes(unsigned from) {
     unsigned value;
     if constexpr (BYTES == 1)
@@ -26,7 +26,8 @@ template <int BYTES> __device__ __forceinline__ unsigned load_shared_bytes(unsig
     return value;
 }
 
-// The pair of a pair's lower or higher number, twice. The compiler makes it a modifier of the product that reads it.
+// Return a pair with the low or the high number of `pair` in both halves. The compiler turns this into an operand
+// modifier of the multiplication that reads the result.
 template <bool HIGH> __device__ __forceinline__ unsigned twice(unsigned pair) {
     unsigned both;
     if constexpr (HIGH)
@@ -36,16 +37,18 @@ template <bool HIGH> __device__ __forceinline__ unsigned twice(unsigned pair) {
     return both;
 }
 
-// Scales of a lane's row for 32 HALVES numbers along k, and what they become: factors, which bring the missing 2^126
-// back (float16: 2^14) but for MISSING, by which the sums are multiplied; otherwise they would overflow. With bfloat16
-// all is exact for E8M0 from 2^-100 to 2^33 and for all of e4m3; with float16 for E8M0 from 2^-17 to 2^7, of which 2^8
-// and more count as infinite and less than 2^-22 as 0, and for all of e4m3.
+// Factors of a lane's row for 32 HALVES numbers along k. A factor is the scale times the 2^126 (float16: 2^14) that
+// unpacking leaves out, divided by MISSING. The full power of two would overflow a factor, so the sums are multiplied
+// by MISSING at the end.
+//
+// The factors are exact for all e4m3 scales. They are exact for E8M0 scales from 2^-100 to 2^33 in bfloat16, and from
+// 2^-17 to 2^7 in float16. In float16, larger E8M0 scales count as infinite, and scales below 2^-22 count as 0.
 template <typename T, int FORMAT, int HALVES> struct Fp4Factors {
     static constexpr float MISSING = IS_BFLOAT16<T> ? 0x1p32f : FORMAT == MXFP4 ? 0x1p6f : 0x1p7f;
-    static constexpr int EACH = UNIT_SCALES<FORMAT> / 2, COUNT = HALVES * EACH; // EACH: of a half
+    static constexpr int EACH = UNIT_SCALES<FORMAT> / 2, COUNT = HALVES * EACH; // EACH: scales of a half
     unsigned pairs[(COUNT + 1) / 2];
 
-    // Factors of two scales, bytes 0 and 2.
+    // Return the factors of two scales, which are in bytes 0 and 2.
     static __device__ __forceinline__ unsigned factors_of(unsigned scales) {
         if constexpr (FORMAT == NVFP4) {
             if constexpr (IS_BFLOAT16<T>) return scales * 0x10 + 0x66806680; // * 2^126 * 2^-32
@@ -59,25 +62,25 @@ template <typename T, int FORMAT, int HALVES> struct Fp4Factors {
         }
     }
 
-    // at: the scales of the lane's row in a unit.
+    // Load scales and convert them. at: shared address of the scales of the lane's row in a unit.
     __device__ __forceinline__ void load(unsigned at, int half) {
         const unsigned bytes = load_shared_bytes<COUNT>(at + half * EACH);
         pairs[0] = factors_of(COUNT == 1 ? bytes : __byte_perm(bytes, 0, 0x4140));
         if constexpr (COUNT == 4) pairs[1] = factors_of(__byte_perm(bytes, 0, 0x4342));
     }
 
-    // The factor of 16 numbers, as a pair: those of step STEP of half HALF.
+    // Return the factor of the 16 numbers of step STEP of half HALF, in both halves of a pair.
     template <int HALF, int STEP> __device__ __forceinline__ unsigned factor() const {
         constexpr int AT = HALF * EACH + (EACH == 2 ? STEP : 0);
         return twice<AT % 2>(pairs[AT / 2]);
     }
 };
 
-// Fragments of a warp's 16 rows and 32 HALVES numbers along k: two steps of 16 for each half of a unit.
+// A fragments of a warp: 16 rows and 32 HALVES numbers along k, two MMAs of 16 for each half of a unit.
 template <int HALVES> struct Fp4Fragments {
     unsigned a[2 * HALVES][4];
 
-    // Convert half HALF of the numbers, `words` of rows l / 4 and l / 4 + 8 (of lane l), with their scales.
+    // Convert half HALF of a unit. words, factors: of rows l / 4 and l / 4 + 8 for lane l.
     template <typename T, int HALF, class Factors>
     __device__ __forceinline__ void convert(const unsigned (&words)[2], const Factors (&factors)[2]) {
 #pragma unroll
@@ -94,7 +97,7 @@ template <int HALVES> struct Fp4Fragments {
         }
     }
 
-    // Compiler fence: what computes the fragments stays before this line.
+    // Compiler fence: the computation of the fragments stays above this line.
     __device__ __forceinline__ void finish() {
 #pragma unroll
         for (int i = 0; i < 8 * HALVES; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");

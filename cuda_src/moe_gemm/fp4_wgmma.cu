@@ -1,53 +1,52 @@
-// Grouped products of 16-bit numbers and prepared weights of 4 bits on Hopper, by TMA and wgmma: each expert's weights
-// times its rows, which may be gathered.
+// Grouped GEMM of 16-bit tokens and prepared 4-bit weights on Hopper, by TMA and wgmma. Tokens may be gathered.
 //
 //   x[r, j]   = sum over i of a[row_token[r], i] * b[e, j, i]       for the rows r of the group of expert e
-//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh has all forms
+//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh lists all forms
 //
-// each number of b times its scale; sums in float32, rounded once. moe_gemm/params.cuh says what a group is,
-// moe_gemm/fp4_prepared.cuh what prepared weights are.
+// Each number of b is multiplied by its scale. Sums are in float32 and rounded once. moe_gemm/params.cuh defines the
+// groups, moe_gemm/fp4_prepared.cuh the prepared weights.
 //
-// As in gemm_wgmma, weights are the 64 rows of a product and tokens (rows of a group) are its columns, so that each
-// number of the weights is converted once for all tokens of a tile. They come from registers: a warp converts its 16
-// rows, 32 numbers along k at a time, while the tensor cores multiply the 32 before.
+// Weights are the M side of wgmma (64 rows) and tokens (rows of a group) are the N side, as in gemm_wgmma. So each
+// weight is converted once for all tokens of a tile. The weights are A fragments in registers: a warp converts 32
+// numbers along k of its 16 rows while the tensor cores multiply the previous 32.
 //
-// Grid: CLUSTER * (as many clusters as run at once) blocks of gemm_threads(TOKENS) threads. They stay, and take one tile
-// after the other: weights times up to TOKENS tokens. The blocks of a cluster have the same tokens and neighbouring
-// weights; each copies every CLUSTER-th box of tokens, to all of them (multicast).
+// Grid: CLUSTER * (number of resident clusters) persistent blocks of Fp4Layout::THREADS threads. A tile is 64 * SIDES
+// rows of weights times up to TOKENS tokens. The blocks of a cluster have the same tokens and neighbouring weights.
+// Each block copies every CLUSTER-th box of tokens, by multicast to the whole cluster.
 //
-//   the last warp   finds tiles, and has TMA copy UNITS * 64 numbers along k at a time to a ring of STAGES stages;
-//                   GATHER: it copies the tokens itself, by cp.async
-//   warpgroup w     converts and multiplies weights 64 s ... 64 s + 63 of a tile, s = w % SIDES, of every SPLIT-th
-//                   stage; in the end warpgroup s adds up the SPLIT sums, and writes
+//   the last warp   finds tiles; copies UNITS * 64 numbers along k per stage to a ring of STAGES stages, by TMA.
+//                   GATHER: copies the tokens by cp.async
+//   warpgroup w     converts and multiplies weights 64 s to 64 s + 63 of a tile, s = w % SIDES, in every SPLIT-th
+//                   stage. At the end warpgroup s adds the SPLIT partial sums and writes the result.
 //
-// With few tokens a warpgroup waits for one thing after the other, from shared memory to the end of a product, so that
-// it takes several of them on a multiprocessor to read weights as fast as memory has them. SPLIT puts them into one
-// block, with a tile for them all: so many tiles are not under way at once, and the last ones take little time.
+// With few tokens a warpgroup is bound by latency, because it loads, converts and multiplies in sequence. So a
+// multiprocessor needs several warpgroups to reach the memory bandwidth. SPLIT puts these warpgroups into one block
+// that shares one tile. Fewer tiles are then in flight, and the last tiles of the kernel take less time.
 //
-// Speed of light: the bytes of the weights, then 2 * rows * n * k operations at the rate of bfloat16. On an H200, 256
-// experts of 8 rows, n = 4096 and k = 7168: 985 us in MXFP4, 4.05 TB/s (84% of memory's rate), and 1047 us in NVFP4; one
-// row of each of two, 28672 x 4096: 40 us, 3.1 TB/s; 8 experts of 1024 rows: 572 us, 841 TFLOP/s, where weights of 16
-// bits take 610 us.
+// Speed of light: the bytes of the weights for few rows; 2 * rows * n * k operations at the bfloat16 rate for many. On
+// an H200 with n = 4096, k = 7168: 256 experts of 8 rows take 985 us in MXFP4, 4.05 TB/s (84% of the memory bandwidth),
+// and 1047 us in NVFP4. 8 experts of 1024 rows take 572 us, 841 TFLOP/s (with 16-bit weights 610 us). One row for each
+// of two experts with n = 28672, k = 4096 takes 40 us, 3.1 TB/s.
 #include "common/launch.cuh"
 #include "moe_gemm/fp4_load.cuh"
 #include "moe_gemm/fp4_weights.cuh"
 #include "moe_gemm/wgmma_store.cuh"
 #include "moe_gemm/wgmma_widths.cuh"
 
-// What a warpgroup reads of a stage. weights, scales: a lane's, of its warp's first 8 rows; tokens: the lower half of
-// their descriptor, whose upper half is always the same.
+// Addresses of a lane's operands in a stage. weights, scales: its numbers and its scales, in its warp's first 8 rows.
+// tokens: the lower half of the token descriptor; the upper half is constant.
 struct Fp4Operands {
     unsigned weights, scales, tokens;
 };
 
-// Convert HALVES halves of unit `unit`, from `half` on, and start their products. PAIRS: a lane's two rows, l / 4 and
-// l / 4 + 8 of a product's 16, are neighbours in memory, a gate and its up.
+// Convert HALVES halves of unit `unit`, from `half` on, and start their MMAs. PAIRS: rows l / 4 and l / 4 + 8 of an
+// MMA, the two rows of lane l, are neighbours in memory, a gate and its up.
 template <typename T, class Layout, bool PAIRS, int REGISTERS>
 __device__ __forceinline__ void multiply_part(float (&c)[REGISTERS], Fp4Fragments<Layout::HALVES>& fragments,
                                               const Fp4Operands& stage, int unit, int half, int width, bool add) {
     constexpr int HALVES = Layout::HALVES;
     const unsigned at = unit * UNIT_BYTES<Layout::FORMAT>;
-    // From a lane's first row to its second: 8 rows, or one.
+    // Bytes from the lane's first row to its second row: 8 rows, with PAIRS one row.
     constexpr int NUMBERS_APART = PAIRS ? ROW_NUMBERS : Layout::EIGHT;
     constexpr int SCALES_APART = PAIRS ? UNIT_SCALES<Layout::FORMAT> : Layout::EIGHT;
     unsigned words[HALVES][2];
@@ -70,22 +69,22 @@ __device__ __forceinline__ void multiply_part(float (&c)[REGISTERS], Fp4Fragment
     with_width<Layout::TOKENS>(width, [&](auto columns) {
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 2 * HALVES; ++i) // 16 numbers are 32 bytes
+        for (int i = 0; i < 2 * HALVES; ++i) // an MMA has 32 bytes along k, 2 descriptor units
             multiply_step<T, decltype(columns)::value>(
                 c, fragments.a[i], k_major_descriptor_of<Layout::UNITS * EIGHT_ROWS>(tokens + i * 2), i > 0 || add);
         wgmma_commit_group();
     });
-    wgmma_wait_group<1>(); // the products before: the registers of their fragments are free
+    wgmma_wait_group<1>(); // the previous MMAs are complete, so their fragments may be overwritten
 }
 
-// Which of two sets of fragments a stage begins with.
+// Fragment set of a stage's first part: 0 or 1.
 template <int I> struct FragmentSet {
     static constexpr int value = I;
 };
 
-// Sum a warpgroup's part of a tile of at most `width` tokens, of the stages `part`, + SPLIT, ... of the tile. `at`: the
-// place of the first of them, and then of the next tile's. `first_stage`: what a warpgroup reads of stage 0 of the ring.
-// `skewed_after`: the step after which the other warpgroup may begin, or -1.
+// Sum a warpgroup's part of a tile of at most `width` tokens: steps `part`, `part` + SPLIT, ... of the tile. `at`: ring
+// position of the first of these steps, advanced to the warpgroup's first step of the next tile. `first_stage`:
+// operands in stage 0. `skewed_after`: the step after which the other warpgroup may begin, or -1.
 template <typename T, class Layout, bool PAIRS, int REGISTERS>
 __device__ __forceinline__ void sum_fp4_tile(float (&c)[REGISTERS], typename Layout::Shared& shared,
                                              RingPlace<Layout::STAGES>& at, int steps, int skewed_after, int part,
@@ -112,7 +111,7 @@ __device__ __forceinline__ void sum_fp4_tile(float (&c)[REGISTERS], typename Lay
         for (int i = 0; i < PARTS; ++i) {
             multiply_part<T, Layout, PAIRS>(c, fragments[(decltype(set)::value + i) % 2], stage, i / TIMES, i % TIMES,
                                             width, i > 0 || step > part);
-            // All of the stage before has been read.
+            // The MMAs of the previous stage are complete.
             if (i == 0 && step > part) release(previous);
         }
         if (step == skewed_after && lane == 0) mbarrier_arrive(shared_address(&shared.skewed));
@@ -122,7 +121,7 @@ __device__ __forceinline__ void sum_fp4_tile(float (&c)[REGISTERS], typename Lay
         else
             skip(at, SPLIT);
     };
-    // Two sets of fragments take turns.
+    // The two fragment sets alternate from part to part, also across stages.
     int step = part;
 #pragma unroll 1
     for (; step < steps; step += SPLIT) {
@@ -143,9 +142,9 @@ __device__ __forceinline__ void sum_fp4_tile(float (&c)[REGISTERS], typename Lay
     wgmma_fence_operand(c);
 }
 
-// SPLIT: the warpgroup of a side that has the last part adds up the sums of all of them, thread by thread, always in
-// the same order. `any`: whether this warpgroup has sums; else they are 0. `phase`: the tiles before, but for an even
-// number. `exchange`: room for the side's sums but the last ones.
+// Add the partial sums of a side's SPLIT warpgroups. The warpgroup with the last part adds the sums of the other parts,
+// thread by thread and always in the same order. `any`: this warpgroup has sums; otherwise its sums count as 0.
+// `phase`: the number of earlier tiles; only its parity counts. `exchange`: buffer for the sums of the other parts.
 template <class Layout, int REGISTERS>
 __device__ __forceinline__ void join_sums(float (&joined)[REGISTERS], const float (&c)[REGISTERS],
                                           typename Layout::Shared& shared, bool any, int part, int side,
@@ -179,31 +178,30 @@ __device__ __forceinline__ void join_sums(float (&joined)[REGISTERS], const floa
     }
 }
 
-// The loop of a warpgroup that multiplies.
+// Run a consumer warpgroup: compute all tiles of the block.
 template <typename T, int ACTIVATION, class Layout>
 __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                   unsigned ring) {
-    constexpr int TOKENS = Layout::TOKENS, SKEW = TOKENS > 128; // stages that the second warpgroup is behind the first
+    constexpr int TOKENS = Layout::TOKENS, SKEW = TOKENS > 128; // lag of the second warpgroup in stages
     constexpr int SIDES = Layout::SIDES, SPLIT = Layout::SPLIT;
     constexpr float MISSING = Fp4Factors<T, Layout::FORMAT, Layout::HALVES>::MISSING;
-    // By a shuffle, so that the compiler knows that it is the same in all lanes, and keeps descriptors in uniform
-    // registers.
+    // The shuffle tells the compiler that the value is warp-uniform, so descriptors stay in uniform registers.
     const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
     const int side = SIDES == 1 ? 0 : SPLIT == 1 ? warpgroup : warpgroup % SIDES, lane = threadIdx.x % 32;
-    // The last part, which may have the fewest stages, is that of the warpgroups that write. By a reduction for the
-    // same reason, as a loop's bound follows from it.
+    // The warpgroups that write have the last part, which may have the fewest steps. The reduction makes the value
+    // warp-uniform for the compiler, because a loop bound depends on it.
     const int part = SPLIT == 1 ? 0 : __reduce_max_sync(FULL_WARP, SPLIT - 1 - warpgroup / SIDES);
     const unsigned weights = ring + Layout::WEIGHTS + (side * 8 + threadIdx.x % WARPGROUP / 32 * 2) * Layout::EIGHT;
     Fp4Operands operands{weights + lane * 8, weights + UNIT_NUMBERS + lane / 4 * UNIT_SCALES<Layout::FORMAT>,
                          unsigned(k_major_descriptor(ring))};
     constexpr bool PAIRS = is_gated(ACTIVATION) && !has_halves(ACTIVATION);
-    if constexpr (PAIRS) { // a lane's first row is 2 (l / 4), and rows 8, 10, ... are in the second unit
+    if constexpr (PAIRS) { // the first row is 2 (l / 4); rows from 8 on are in the second unit
         const int row = lane / 4 * 2 % UNIT_ROWS;
         const unsigned unit = weights + lane / 16 * Layout::EIGHT;
         operands.weights = unit + row * ROW_NUMBERS + lane % 4 * 8;
         operands.scales = unit + UNIT_NUMBERS + row * UNIT_SCALES<Layout::FORMAT>;
     }
-    // Else the compiler would compute them again at every stage.
+    // Keep the addresses in registers: otherwise the compiler recomputes them at every stage.
     asm volatile("" : "+r"(operands.weights), "+r"(operands.scales), "+r"(operands.tokens));
     const unsigned staging = ring + Layout::STAGED + side * 2 * Layout::STAGING;
     const int steps = (p.k + Layout::UNITS * DEPTH - 1) / (Layout::UNITS * DEPTH);
@@ -216,18 +214,18 @@ __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typ
     for (bool first = true;; first = false) {
         mbarrier_wait(shared_address(&shared.tile_full[at.stage]), at.phase);
         const WgmmaTile tile = shared.tiles[at.stage];
-        // By a reduction, so that the compiler knows that they are the same in all lanes.
+        // The reduction tells the compiler that the value is warp-uniform.
         const int tokens = __reduce_max_sync(FULL_WARP, tile.tokens);
         if (tokens == 0) break;
         if (SKEW && first && warpgroup > 0) mbarrier_wait(shared_address(&shared.skewed), 0);
         const float factor = Layout::FORMAT == NVFP4 ? MISSING * p.b_global_scale[tile.expert] : MISSING;
         sum_fp4_tile<T, Layout, PAIRS>(c, shared, place, steps, skewed_after, part, tokens, operands);
         skewed_after = -1;
-        // Here, where all lanes have read the tile: after a __syncwarp the compiler would no longer keep what is the
-        // same in all lanes in uniform registers.
+        // All lanes have read the tile by this point, without a __syncwarp. After a __syncwarp the compiler would not
+        // keep warp-uniform values in uniform registers.
         if (lane == 0) mbarrier_arrive(shared_address(&shared.tile_empty[at.stage]));
         at.advance();
-        // The sums are not changed in place: else the compiler would wait for each product.
+        // Do not change the sums in place: the compiler would then wait for each MMA.
         if constexpr (SPLIT > 1) {
             float joined[TOKENS / 2];
             join_sums<Layout>(joined, c, shared, part < steps, part, side,
@@ -246,10 +244,10 @@ constexpr Launch gemm_fp4_wgmma_launch() {
     return {Layout::THREADS, 1024 + Layout::REST + int(sizeof(typename Layout::Shared)), Layout::BOX};
 }
 
-// T: __nv_bfloat16 or __half, of the tokens and of the result. FORMAT: MXFP4 or NVFP4. TOKENS: 8, 16, 32, 64, 96, 128 or
-// 288. BLOCKS: blocks that fit a multiprocessor. STREAMED: for few tokens, where weights are read once. SIDES, SPLIT:
-// warpgroups along the weights of a tile, 1 or 2, and along k. HALVES: of a unit, that are converted and multiplied at
-// once. ACTIVATION: as moe_gemm/epilogue.cuh has it.
+// T: type of tokens and result, __nv_bfloat16 or __half. FORMAT: MXFP4 or NVFP4. TOKENS: 8, 16, 32, 64, 96, 128 or 288.
+// BLOCKS: resident blocks per multiprocessor. SIDES: warpgroups along the weights of a tile, 1 or 2. SPLIT: warpgroups
+// along k. HALVES: halves of a unit that are converted and multiplied at once. STREAMED: for few tokens; weights are
+// read once, with the L2 policy evict-first. ACTIVATION: see moe_gemm/epilogue.cuh.
 template <typename T, int FORMAT, int ACTIVATION, int TOKENS, int UNITS, int STAGES, int CLUSTER, int BLOCKS, int SIDES,
           int SPLIT, int HALVES, bool STREAMED, bool GATHER>
 __global__ __launch_bounds__((Fp4Layout<FORMAT, TOKENS, UNITS, STAGES, CLUSTER, SIDES, SPLIT, HALVES>::THREADS), BLOCKS)
@@ -261,7 +259,7 @@ __global__ __launch_bounds__((Fp4Layout<FORMAT, TOKENS, UNITS, STAGES, CLUSTER, 
     constexpr bool DEAL = TOKENS > 128;
     constexpr int WARPS = WARPGROUP / 32;
     extern __shared__ char memory[];
-    const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles lie at multiples of 1024
+    const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles are 1024-byte aligned
     const unsigned ring = shared_address(memory) + misplaced;
     Shared& shared = *reinterpret_cast<Shared*>(memory + misplaced + Layout::REST);
     if (threadIdx.x == 0) {
@@ -295,7 +293,7 @@ __global__ __launch_bounds__((Fp4Layout<FORMAT, TOKENS, UNITS, STAGES, CLUSTER, 
                 load_fp4_tiles<Layout, ACTIVATION, STREAMED>(p, shared, ring);
         }
     }
-    // A block may not end while others of its cluster write to its shared memory.
+    // A block must not exit while other blocks of its cluster write to its shared memory.
     if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();
 #endif
 }

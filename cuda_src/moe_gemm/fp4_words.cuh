@@ -1,21 +1,21 @@
-// The threads of prepare.cu and restore.cu, each of which has a word of prepared weights.
+// Threads of prepare.cu and restore.cu: one thread per word of prepared weights.
 #pragma once
 #include "moe_gemm/fp4_prepared.cuh"
 
 constexpr int PREPARE_THREADS = 256, UNIT_WORDS = UNIT_NUMBERS / 4;
 
-// What is converted: b [experts, n, k / 2], b_scale [experts, n, k / 32] (MXFP4) or [experts, n, k / 16] (NVFP4), and
-// prepared [experts, n / 8, ceil(k / 64), UNIT_BYTES].
+// Arguments of prepare_weights and restore_weights: b [experts, n, k / 2], b_scale [experts, n, k / 32] (MXFP4) or
+// [experts, n, k / 16] (NVFP4), prepared [experts, n / 8, ceil(k / 64), UNIT_BYTES].
 struct PrepareParams {
     unsigned char *b, *b_scale, *prepared;
     long long units;
     int k;
 };
 
-// The place of a thread's word: lane l of unit `unit`, half h.
+// Position of a thread's word: its unit, the lane that reads the word, and the half of the unit along k.
 struct WordPlace {
-    long long unit, row;   // row: of all experts' rows
-    int half, lane, first; // first: the first number along k of the half
+    long long unit, row;   // row: counted over all experts
+    int half, lane, first; // first: first number along k of the half
 
     __device__ __forceinline__ WordPlace(int k) {
         const long long word = (long long)blockIdx.x * PREPARE_THREADS + threadIdx.x;

@@ -1,39 +1,46 @@
-// The first product of a gated layer in FP8 (e4m3) with scales by blocks on Hopper, by TMA and wgmma, in tiles of 128
-// rows, 128 gates and their 128 ups, with its activation quantized again.
+// First GEMM of a gated MoE layer in FP8 (e4m3) with block scales on Hopper, by TMA and wgmma. It applies the
+// activation and quantizes the result to FP8. A tile is 128 rows times 128 gates and their 128 ups.
 //
 //   x[r, j] = sum over blocks c of 128 numbers of k of
 //                 a_scale[r, c] * b_scale[e, j / 128, c] * (sum over i of block c of a[r, i] * b[e, j, i])
-//   y[r, j] = activate(x[r, j], x[r, n / 2 + j]) of sums rounded to T
+//   y[r, j] = activate(T(x[r, j]), T(x[r, n / 2 + j]))       where T() rounds to T
 //   out_scale[r, g] = max |y[r, group g of 128]| / 448,  out[r, j] = e4m3 of y[r, j] / out_scale[r, j / 128]
 //
-// for the rows r of the group of expert e. moe_gemm/params.cuh says what a group is. The bits are those of
-// gemm_fp8_wgmma and of quantize_groups behind it.
+// for the rows r of the group of expert e. moe_gemm/params.cuh defines the groups. The result is bit-identical to
+// gemm_fp8_wgmma followed by quantize_groups.
 //
-// Grid: CLUSTER * (as many clusters as run at once) blocks of 384 threads, one on each multiprocessor. They stay, and
-// take one tile after the other. The blocks of a cluster have the same weights and neighbouring rows; each loads a half
-// of the weights, for both (multicast).
+// Grid: CLUSTER * (number of resident clusters) persistent blocks of 384 threads, one block per multiprocessor. The
+// blocks of a cluster have the same weights and neighbouring rows. With two blocks, each loads half of the weights, by
+// multicast to both.
 //
-//   warp 8         finds tiles, and has TMA copy 128 bytes along k at a time to a ring of STAGES stages
-//   warp 9         multiplies the scales of the rows by those of the weights, into the same stages
-//   warpgroup 0, 1 multiply 64 rows of a tile each with all its weights, gates and then ups, and write them
+//   warp 8          finds tiles; copies 128 bytes along k per stage to a ring of STAGES stages, by TMA
+//   warp 9          multiplies the scales of the rows by the scales of the weights, and writes them to the same stages
+//   warpgroup 0, 1  multiplies 64 rows of a tile by the gates and then by the ups, and writes the result
 //
-// The tensor cores read what they multiply from shared memory, whose bandwidth is the limit beside them: for 64 rows and
-// 128 rows of weights 96 bytes in a cycle, of 128, and TMA writes 48. Here the rows are loaded to registers once for
-// both halves, so that 80 bytes are read. While one warpgroup adds the sums of 128 numbers, the products of the other
-// run. In clusters the warpgroups start their products alternately, which saves 5% of the time of 4 x 8192 rows.
+// Beside the tensor cores, shared memory bandwidth is a limit. With both operands in shared memory, a product of 64
+// rows and 128 rows of weights reads 96 bytes per cycle, of 128 available, and TMA writes 48. So this kernel loads the
+// rows to registers once for gates and ups, which reduces the reads to 80 bytes per cycle. While one warpgroup adds the
+// sums of 128 numbers along k, the MMAs of the other warpgroup run. In clusters the two warpgroups take turns to start
+// MMAs, which saves 5% of the time for 4 x 8192 rows.
 //
-// Speed of light: that of gemm_fp8_wgmma; half the bytes of the result are written. On an H200 it takes, with n = 4096
-// and k = 7168, 1525 us for 4 x 8192 rows, 378 for 8 x 1024 and 1634 for 32 x 1024 (random routing), where
-// gemm_fp8_wgmma, with the activation and quantization behind it, takes 1543, 387 and 1692. Around 256 rows that one has
-// tiles with tails, and is ahead: 429 us before the activation for 32 x 256 (random routing), and 508 here. With odd
-// tiles in one deal with all others these take 557, and 32 x 1024 rows 1665.
+// Speed of light: as for gemm_fp8_wgmma, with half the bytes of the result. Times on an H200, n = 4096, k = 7168:
+//
+//                                   this kernel   gemm_fp8_wgmma, activation, quantization
+//   4 x 8192 rows                   1525 us       1543 us
+//   8 x 1024 rows                   378 us        387 us
+//   32 x 1024 rows, random routing  1634 us       1692 us
+//
+// For 32 x 256 rows with random routing gemm_fp8_wgmma is faster, because its tiles have tails: 429 us without the
+// activation, and 508 us here. Odd tiles are dealt separately (Fp8Tiles). With one deal for all tiles, these 508 us
+// would be 557 us, and 32 x 1024 rows would take 1665 us.
 #include "common/fp8.cuh"
 #include "common/launch.cuh"
 #include "moe_gemm/fp8_blocks_products.cuh"
 #include "moe_gemm/fp8_blocks_store.cuh"
 #include "moe_gemm/fp8_scales.cuh"
 
-// The loop of the warp that loads tiles. A tile's first stage says which tile it is; -1 rows say that there are no more.
+// Run the TMA producer warp. The first stage of a tile carries the tile's description (shared.tiles). A description
+// with -1 rows ends the loop of the consumers.
 template <class Layout>
 __device__ __forceinline__ void load_block_tiles(const Fp8BlocksParams& p, typename Layout::Shared& shared,
                                                  unsigned ring) {
@@ -42,7 +49,7 @@ __device__ __forceinline__ void load_block_tiles(const Fp8BlocksParams& p, typen
     const int k_blocks = (p.k + FP8_K - 1) / FP8_K, half_n = p.n / 2;
     Fp8BlocksTiles<Layout, 0> tiles(p, shared.groups[0]);
     unsigned used = 0;
-    // A stage is empty when no block of the cluster needs it any more, since this block copies weights to all of them.
+    // The empty barrier counts the consumers of the whole cluster, because this block's weights go to all its blocks.
     auto wait_empty = [&](int stage) { mbarrier_wait(shared_address(&shared.empty[stage]), used / STAGES + 1); };
     Fp8Tile tile;
     while (tiles.next(tile)) {
@@ -85,12 +92,12 @@ __device__ __forceinline__ void load_block_tiles(const Fp8BlocksParams& p, typen
     __syncwarp();
 }
 
-// Turns of the two warpgroups, if they take them, by barriers 1 and 2: a warpgroup waits for its own, and hands over to
-// the other.
+// Turns of the two consumer warpgroups (if TURNS), by named barriers. A warpgroup waits for its turn at barrier 1 +
+// side, and passes the turn at the other warpgroup's barrier, 2 - side.
 template <bool TURNS> struct Fp8Turns {
     const int side;
 
-    // Warpgroup 0 has the first turn.
+    // Give warpgroup 0 the first turn.
     __device__ __forceinline__ void begin() const {
         if (TURNS && side == 1) pass();
     }
@@ -103,28 +110,28 @@ template <bool TURNS> struct Fp8Turns {
         if constexpr (TURNS) asm volatile("bar.arrive %0, %1;" ::"r"(2 - side), "n"(2 * WARPGROUP) : "memory");
     }
 
-    // What warpgroup 1 handed over last is taken.
+    // Warpgroup 0 takes the last turn that warpgroup 1 passed.
     __device__ __forceinline__ void end() const {
         if (TURNS && side == 0) wait();
     }
 };
 
-// Where a warpgroup is in the ring, and what lies there for a lane.
+// A consumer warpgroup's position in the ring, and the addresses of a lane's operands.
 template <class Layout> struct Fp8BlocksRing {
     typename Layout::Shared& shared;
-    const unsigned rows, weights, scales, empty; // of stage 0; rows: the lane's row of its warp's first fragment
+    const unsigned rows, weights, scales, empty; // in stage 0; rows: the lane's ldmatrix address
     int stage = 0, phase = 0;
 
     __device__ __forceinline__ Fp8BlocksRing(typename Layout::Shared& shared, unsigned ring)
         : shared(shared), rows(ring + (first_row() + lane() % 16) * FP8_K + (lane() / 16 ^ lane() % 8) * 16),
           weights(unsigned(k_major_descriptor(ring + Layout::ROW_BYTES))),
           scales(ring + Layout::SCALES + (first_row() + lane() / 4) * 4),
-          // Lane i has the barrier of block i of the cluster.
+          // Lane i has the empty barrier of block i of the cluster.
           empty(Layout::CLUSTER == 1 ? shared_address(&shared.empty[0])
                                      : map_shared_rank(&shared.empty[0], lane() % Layout::CLUSTER)) {}
 
     static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-    static __device__ __forceinline__ int first_row() { return threadIdx.x / 32 * 16; } // of this warp
+    static __device__ __forceinline__ int first_row() { return threadIdx.x / 32 * 16; } // of the warp's 16 rows
 
     __device__ __forceinline__ void wait_full() const { mbarrier_wait(shared_address(&shared.full[stage]), phase); }
 
@@ -133,10 +140,11 @@ template <class Layout> struct Fp8BlocksRing {
         stage = wraps ? 0 : stage + 1, phase ^= wraps;
     }
 
-    // The barrier that releases the stage at hand.
+    // Return the lane's empty barrier of the current stage.
     __device__ __forceinline__ unsigned releases() const { return empty + stage * 8; }
 
-    // Release a stage whose products have been waited for, behind a __syncwarp after the warp's last read of its scales.
+    // Release a stage: arrive at its empty barrier in every block of the cluster. Call this after the stage's MMAs are
+    // complete, and after a __syncwarp that follows the warp's last read of the stage's scales.
     static __device__ __forceinline__ void release(unsigned barrier) {
         if (lane() < Layout::CLUSTER) {
             if constexpr (Layout::CLUSTER == 1)
@@ -146,7 +154,7 @@ template <class Layout> struct Fp8BlocksRing {
         }
     }
 
-    // Load the rows of the stage at hand, and their scales times those of the weights.
+    // Load the A fragments of the current stage and its products of row scale and weight scale.
     __device__ __forceinline__ void load(unsigned (&fragments)[4][4], float (&factors)[2][2]) const {
 #pragma unroll
         for (int i = 0; i < 4; ++i) ldmatrix(fragments[i], (rows + stage * Layout::STAGE_BYTES) ^ i * 32);
@@ -158,13 +166,13 @@ template <class Layout> struct Fp8BlocksRing {
                     load_shared_float(scales + stage * Layout::SCALE_BYTES + (half * Layout::TOKENS + i * 8) * 4);
     }
 
-    // The lower half of the descriptor of half the weights of the stage at hand.
+    // Return the lower half of the descriptor of the current stage's gates (half 0) or ups (half 1).
     __device__ __forceinline__ unsigned operand(int half) const {
         return weights + stage * (Layout::STAGE_BYTES / 16) + half * (FP8_WEIGHT_BYTES / 16);
     }
 };
 
-// Multiply the 64 rows of a warpgroup with all weights of a tile, whose first stage is full.
+// Multiply the 64 rows of a warpgroup by all weights of a tile. The first stage of the tile is already full.
 template <class Layout, class Turns>
 __device__ __forceinline__ void multiply_block_tile(Fp8BlocksRing<Layout>& ring, const Turns& turns,
                                                     float (&total)[2][64], int k_blocks) {
@@ -192,13 +200,13 @@ __device__ __forceinline__ void multiply_block_tile(Fp8BlocksRing<Layout>& ring,
         wgmma_wait_group<0>();
         wgmma_fence_operand(sums);
         ring.release(used);
-        // The next stage is loaded ahead of the additions, which hide the latency. After the last one nothing uses this.
+        // Load the next stage before the additions, which hide the latency. After the last stage the values are unused.
         ring.load(fragments, factors);
         add_block_products(total[1], sums, scales);
     }
 }
 
-// The loop of a warpgroup that computes: of each tile it has 64 rows, if there are so many.
+// Run a consumer warpgroup. It computes rows 64 * side to 64 * side + 63 of each tile, if the tile has such rows.
 template <typename T, class Layout>
 __device__ __forceinline__ void multiply_block_tiles(const Fp8BlocksParams& p, typename Layout::Shared& shared,
                                                      unsigned start, int side) {
@@ -209,9 +217,9 @@ __device__ __forceinline__ void multiply_block_tiles(const Fp8BlocksParams& p, t
     turns.begin();
     for (;;) {
         ring.wait_full();
-        // The tile, a quarter of it in each of four neighbouring lanes, as registers are scarce.
+        // A lane keeps only field lane % 4 of the tile, because registers are scarce.
         const int part = reinterpret_cast<const int*>(&shared.tiles[ring.stage])[lane % 4];
-        // By a reduction, so that the compiler knows that it, and with it the stage, is the same in all lanes.
+        // The reduction tells the compiler that `rows`, and so the stage, is warp-uniform.
         const int rows = __reduce_max_sync(FULL_WARP, lane % 4 == 2 ? part : -1);
         if (rows < 0) break;
         if (rows > side * FP8_BOX) {
@@ -232,7 +240,7 @@ __device__ __forceinline__ void multiply_block_tiles(const Fp8BlocksParams& p, t
         }
     }
     turns.end();
-    // The staged rows are copied before the block ends.
+    // Wait for the copies of the staged rows: the block must not exit before they are complete.
     bulk_wait<0>();
 }
 
@@ -241,17 +249,16 @@ template <typename, int CLUSTER, int ACTIVATION> constexpr Launch gemm_fp8_block
     return {FP8_THREADS, all_for(1024 - 16 + Layout::REST + int(sizeof(typename Layout::Shared)))};
 }
 
-// T: __nv_bfloat16 or __half, to which sums are rounded. CLUSTER: 1 or 2 blocks. ACTIVATION: of
-// common/activation.cuh.
+// T: __nv_bfloat16 or __half; the sums are rounded to T. CLUSTER: 1 or 2 blocks. ACTIVATION: see common/activation.cuh.
 template <typename T, int CLUSTER, int ACTIVATION>
 __global__ CLUSTER_OF(CLUSTER)
     __launch_bounds__(FP8_THREADS, 1) void gemm_fp8_blocks(const __grid_constant__ Fp8BlocksParams p) {
 #if HAS_WGMMA
     using Layout = Fp8BlocksLayout<CLUSTER, ACTIVATION>;
-    // Registers of a thread: 168 on average, of which the warpgroup that loads gives most to the two that compute.
+    // Registers per thread are 168 on average. The producer warpgroup gives most of its registers to the consumers.
     constexpr int LOADING = 40, COMPUTING = (3 * 168 - LOADING) / 2;
     extern __shared__ char memory[];
-    const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles lie at multiples of 1024
+    const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles are 1024-byte aligned
     const unsigned ring = shared_address(memory) + misplaced;
     auto& shared = *reinterpret_cast<typename Layout::Shared*>(memory + misplaced + Layout::REST);
     if (threadIdx.x == 0) {
@@ -264,9 +271,9 @@ __global__ CLUSTER_OF(CLUSTER)
         prefetch_tensormap(p.a_map), prefetch_tensormap(p.b_map);
     }
     __syncthreads();
-    // A block may not copy to, or arrive at a barrier of, one that has not begun or that has ended.
+    // No block may access the shared memory of a block that has not started or has exited.
     if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();
-    // By a shuffle, so that the compiler knows that it is the same in all lanes.
+    // The shuffle tells the compiler that the value is warp-uniform.
     const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
     if (warpgroup < 2) {
         setmaxnreg_inc<COMPUTING>();

@@ -1,13 +1,13 @@
-// Products of gemm_fp8_blocks by wgmma, with rows from registers.
+// wgmma of gemm_fp8_blocks, with operand A (rows) in registers.
 #pragma once
 #include "moe_gemm/fp8_layout.cuh"
 
 #define FOUR(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
 
-// c = a b, or c += a b if `accumulate`, of 64 rows, 32 numbers along k and 128 rows of weights. a: the fragments of each
-// warp's 16 rows: bytes 4 (lane % 4) ... of row lane / 4, of row lane / 4 + 8, and 16 bytes further of both. b: a
-// K-major descriptor. c as in common/hopper.cuh.
+// Compute c = a b, or c += a b if `accumulate`, for 64 rows, 128 rows of weights and 32 numbers along k. a: A fragment
+// of the warp's 16 rows. a[0] is 4 bytes from byte 4 (lane % 4) on of row lane / 4, a[1] the same of row lane / 4 + 8;
+// a[2] and a[3] are 16 bytes further along k. b: K-major descriptor. c: as in common/hopper.cuh.
 __device__ __forceinline__ void wgmma_e4m3(float (&c)[64], const unsigned (&a)[4], unsigned long long b,
                                            bool accumulate) {
     asm volatile("{ .reg .pred accumulate;\n"
@@ -25,7 +25,7 @@ __device__ __forceinline__ void wgmma_e4m3(float (&c)[64], const unsigned (&a)[4
 #undef SIXTEEN
 #undef FOUR
 
-// Start the products of 64 rows and half the weights of a stage; `weights`: the lower half of their descriptor.
+// Start the MMAs of 64 rows and a stage's gates or ups. `weights`: the lower half of their descriptor.
 __device__ __forceinline__ void start_block_products(float (&sums)[64], const unsigned (&rows)[4][4],
                                                      unsigned weights) {
     wgmma_fence();
@@ -34,7 +34,7 @@ __device__ __forceinline__ void start_block_products(float (&sums)[64], const un
     wgmma_commit_group();
 }
 
-// Add sums, times the factors of the lane's two rows.
+// Add the sums to `total`, multiplied by the factors of the lane's two rows.
 __device__ __forceinline__ void add_block_products(float (&total)[64], const float (&sums)[64],
                                                    const float (&factors)[2]) {
 #pragma unroll

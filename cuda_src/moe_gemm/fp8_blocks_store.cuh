@@ -1,4 +1,4 @@
-// The epilogue of gemm_fp8_blocks: from sums to results in memory.
+// Epilogue of gemm_fp8_blocks: activation, quantization and stores.
 #pragma once
 #include "common/fp8.cuh"
 #include "common/mma.cuh"
@@ -10,7 +10,7 @@ __device__ __forceinline__ void store_shared_half(unsigned to, unsigned short va
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(value) : "memory");
 }
 
-// Begin to copy a row of a tile from shared to global memory, as a group of its own of this thread.
+// Start the bulk copy of a tile's row from shared to global memory, as one bulk group of this thread.
 __device__ __forceinline__ void copy_staged_row(void* to, unsigned from) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
                  "cp.async.bulk.commit_group;" ::"l"(to),
@@ -18,15 +18,16 @@ __device__ __forceinline__ void copy_staged_row(void* to, unsigned from) {
                  : "memory");
 }
 
-// Wait until what this warp staged has been copied from there.
+// Wait until this warp's bulk copies have read the staging buffer.
 __device__ __forceinline__ void wait_staged() {
     bulk_wait_read<0>();
     __syncwarp();
 }
 
-// Write activate(gate, up) of the 16 rows of a warp in e4m3, each row of the tile with a scale: its largest magnitude,
-// or `smallest`, by 448. Gates and ups are rounded to T before, and quotients are those of division, so that the bits
-// are those of products in T whose activation is quantized by groups of 128. The copies of the rows go on behind this.
+// Write activate(gate, up) of a warp's 16 rows as e4m3, with one scale for each row of the tile: max(largest magnitude,
+// smallest) / 448. Gates and ups are first rounded to T, and quotients are rounded as by a division. So the result is
+// bit-identical to a GEMM in T, the activation, and a quantization by groups of 128. The bulk copies of the rows are
+// still running at the return.
 template <typename T, class Layout>
 __device__ __forceinline__ void store_activated_rows(const Fp8BlocksParams& p, const Fp8Tile& tile, int first_row,
                                                      float (&sums)[2][64], unsigned staged) {
@@ -42,7 +43,7 @@ __device__ __forceinline__ void store_activated_rows(const Fp8BlocksParams& p, c
             const int at = j / 2 * 4 + i * 2 + j % 2;
             const float gate = to_float(from_float<T>(sums[0][at])), up = to_float(from_float<T>(sums[1][at]));
             sums[0][at] = activate<Layout::ACTIVATION>(gate, up);
-            largest = fmaxf(largest, fabsf(sums[0][at])); // fmaxf leaves NaN out
+            largest = fmaxf(largest, fabsf(sums[0][at])); // fmaxf ignores NaN
         }
         const float scale = __fdiv_rn(fmaxf(lanes_max<4>(largest), p.smallest), 448.f);
         const Quotient<SMALL> quotient(scale);

@@ -1,44 +1,44 @@
-// Sizes and shared memory of a block of gemm_fp8_wgmma.
+// Sizes and shared memory layout of a block of gemm_fp8_wgmma.
 #pragma once
 #include "moe_gemm/epilogue.cuh"
 
 constexpr int FP8_THREADS = 3 * WARPGROUP;
-constexpr int FP8_BOX = 64;      // rows of `a` of a box of TMA, and of a product
+constexpr int FP8_BOX = 64;      // rows of `a` in a TMA box and in a wgmma
 constexpr int FP8_COLUMNS = 128; // rows of weights of a tile; gated: 64 gates and their 64 ups
-constexpr int FP8_K = 128;       // bytes along k of a stage, and numbers that share a scale
+constexpr int FP8_K = 128;       // bytes along k of a stage; a block scale covers as many numbers
 constexpr int FP8_BOX_BYTES = FP8_BOX * FP8_K, FP8_WEIGHT_BYTES = FP8_COLUMNS * FP8_K;
-constexpr int FP8_SCALES = 4; // scales of a row, neighbours along k, that a lane loads at once
-constexpr int FP8_TAIL = 32;  // rows past the boxes of the two warpgroups, which are multiplied as columns
+constexpr int FP8_SCALES = 4; // scales of a row, for successive stages, that a lane loads at once
+constexpr int FP8_TAIL = 32;  // rows of a tail, which are the N side of its wgmma
 
-// A tile: expert, first row, rows (0: there are no more tiles), first column of the result.
+// A tile: x expert, y first row, z number of rows (0: no more tiles), w first column of the result.
 using Fp8Tile = int4;
 
 template <int STAGES, int WINDOWS = 3> struct Fp8Shared {
     unsigned long long full[STAGES], empty[STAGES];
-    Fp8Tile tiles[STAGES]; // the tile that begins with this stage, if one does
-    // A window of 32 experts, of the warp that loads tiles and of those that load scales: first row, rows, tiles, and
-    // tiles of the window up to this expert's last.
+    Fp8Tile tiles[STAGES]; // description of the tile that begins with this stage, if any
+    // A window of 32 experts for each producer warp. Per expert: x first row, y rows, z tiles, w tiles of the window up
+    // to and including this expert.
     int4 groups[WINDOWS][32];
 };
 
-// Sizes in bytes, and places from a multiple of 1024 on: STAGES stages, staging rooms, scales, Fp8Shared.
+// Layout in bytes from a 1024-byte boundary: STAGES stages, staging buffers of the warps, scales, Fp8Shared.
 template <int TOKENS_, int CLUSTER_, int STAGES_, bool BLOCK_SCALED_, int ACTIVATION_> struct Fp8Layout {
     static constexpr int TOKENS = TOKENS_, CLUSTER = CLUSTER_, STAGES = STAGES_, ACTIVATION = ACTIVATION_;
     static constexpr bool BLOCK_SCALED = BLOCK_SCALED_, GATED = is_gated(ACTIVATION);
     static_assert(GATED == has_halves(ACTIVATION), "gates and ups are loaded from the halves of n");
-    static constexpr bool SHARES_ROWS = true; // the blocks of a cluster have the same rows, and neighbouring weights
+    static constexpr bool SHARES_ROWS = true; // the blocks of a cluster share rows and have neighbouring weights
     static constexpr int TAIL = TOKENS % FP8_BOX, ROW_BLOCKS = TOKENS / (2 * FP8_BOX); // ROW_BLOCKS: of a warpgroup
     static_assert(TAIL == 0 || (TAIL == FP8_TAIL && BLOCK_SCALED && ACTIVATION == 0), "tails are of plain products");
-    static constexpr int TILE_TOKENS = TOKENS - TAIL;         // rows of a cluster's tile but the last of its group
-    static constexpr bool DEALS_ODD = ROW_BLOCKS > 1;         // odd tiles have a deal of their own (Fp8Tiles)
-    static constexpr int LOADED_ROWS = TAIL ? TAIL : FP8_BOX; // of a box of TMA
+    static constexpr int TILE_TOKENS = TOKENS - TAIL;         // rows of a tile without its tail
+    static constexpr bool DEALS_ODD = ROW_BLOCKS > 1;         // odd tiles are dealt separately (Fp8Tiles)
+    static constexpr int LOADED_ROWS = TAIL ? TAIL : FP8_BOX; // rows of a TMA box
     static constexpr int OUT_COLUMNS = GATED ? FP8_COLUMNS / 2 : FP8_COLUMNS;
     static constexpr int STAGE_BYTES = TOKENS * FP8_K + FP8_WEIGHT_BYTES;
-    static constexpr int STAGED_COLUMNS = TAIL ? 32 : 64;        // of the result, that a warp stages at once
-    static constexpr int STAGED_BYTES = 16 * STAGED_COLUMNS * 2; // of a warp
-    static constexpr int SETS = GATED ? 2 : 1;                   // of scales: gates and ups have their own
+    static constexpr int STAGED_COLUMNS = TAIL ? 32 : 64;                    // columns that a warp stages at once
+    static constexpr int STAGED_BYTES = 16 * STAGED_COLUMNS * 2;             // of a warp
+    static constexpr int SETS = GATED ? 2 : 1;                               // gates and ups have separate scales
     static constexpr int SCALE_BYTES = BLOCK_SCALED ? SETS * TOKENS * 4 : 0; // of a stage
-    static constexpr int SCALED_ROWS = TAIL ? 96 : 128; // whose scales a warp loads: 3 or 4 of a lane
+    static constexpr int SCALED_ROWS = TAIL ? 96 : 128;                      // rows per scale warp: 3 or 4 per lane
     static constexpr int SCALE_WARPS = BLOCK_SCALED ? TOKENS / SCALED_ROWS : 0;
     static constexpr int STAGED = STAGES * STAGE_BYTES, SCALES = STAGED + 2 * WARPGROUP / 32 * STAGED_BYTES;
     static constexpr int REST = SCALES + STAGES * SCALE_BYTES;

@@ -1,10 +1,10 @@
-// The warps of gemm_fp8_wgmma that load scales.
+// Scale producer warps of gemm_fp8_wgmma and gemm_fp8_blocks.
 #pragma once
 #include "common/mma.cuh"
 #include "moe_gemm/fp8_tiles.cuh"
 #include "moe_gemm/shared_memory.cuh"
 
-// Load four scales of a row from scale k on; the last one in place of those past the row's `scales`.
+// Load four scales of a row from scale k on. Indices past the row's `scales` scales are clamped to the last one.
 __device__ __forceinline__ void load_four_scales(float (&to)[FP8_SCALES], const float* row, int k, int scales,
                                                  bool aligned) {
     if (aligned) {
@@ -16,10 +16,11 @@ __device__ __forceinline__ void load_four_scales(float (&to)[FP8_SCALES], const 
     }
 }
 
-// The loop of a warp that loads scales: of rows SCALED_ROWS * part ... + SCALED_ROWS - 1 of each tile, times those of
-// the weights. It goes from stage to stage as the warp that loads tiles does, and arrives at the same barriers: a stage
-// is full when its bytes and its scales are there. It reads the scales of four stages before it waits for the first of
-// these to be empty, so their latency is over when the copies to that stage start.
+// Run a scale producer warp. For SCALED_ROWS rows of each tile, from row SCALED_ROWS * part on, it writes the products
+// of row scale and weight scale to the ring. The warp visits the same stages as the TMA producer and arrives at the
+// same full barriers: a stage is full when its TMA bytes and its scales are both written. The warp loads the scales of
+// four stages before it waits for the first of these stages to be empty. So the latency of the loads has passed when
+// the TMA copies to that stage start.
 template <class Layout, class Tiles = Fp8Tiles<Layout>>
 __device__ __forceinline__ void load_fp8_scales(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                 unsigned scales, int part) {
@@ -72,6 +73,6 @@ __device__ __forceinline__ void load_fp8_scales(const MappedGemmParams& p, typen
         }
         __syncwarp();
     }
-    fill([] {}); // the stage that says that there are no more tiles
+    fill([] {}); // the stage whose description ends the loop
     __syncwarp();
 }

@@ -1,4 +1,4 @@
-// The epilogue of gemm_fp8_wgmma: from sums to results in memory.
+// Epilogue of gemm_fp8_wgmma: scales, bias, activation and stores.
 #pragma once
 #include "common/mma.cuh"
 #include "moe_gemm/epilogue.cuh"
@@ -6,28 +6,28 @@
 #include "moe_gemm/params.cuh"
 #include "moe_gemm/shared_memory.cuh"
 
-// Write 16 bytes. As an instruction of its own, since the compiler splits some of these into stores of 4 bytes.
+// Store 16 bytes. This is inline PTX because the compiler splits some 16-byte stores into stores of 4 bytes.
 __device__ __forceinline__ void store_global(void* to, uint4 value) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.x), "r"(value.y), "r"(value.z),
                  "r"(value.w)
                  : "memory");
 }
 
-// Scales of a lane's sums in the end: none, as they were multiplied along k.
+// Scales of the finished sums with block scales: none, because they were applied along k.
 struct Fp8NoScales {
     __device__ __forceinline__ Fp8NoScales(const MappedGemmParams&, const Fp8Tile&, long long, int, int) {}
     __device__ __forceinline__ float of_column(int, int, int) const { return 1.f; }
     __device__ __forceinline__ float apply(float sum, int, float) const { return sum; }
 };
 
-// Scales of whole rows, of tokens and of weights. ONE: the expert's for its tokens.
+// Scales of whole rows of tokens and of weights. ONE: the tokens of an expert share one scale.
 template <bool ONE> struct Fp8RowScales {
     const MappedGemmParams& p;
     const int lane, last_column;
     float row_scales[2] = {1.f, 1.f};
     const float* column_scales;
 
-    // first: the row of the result that is the warp's first; left: rows from there to the tile's end.
+    // first: the warp's first row of the result. left: rows from `first` to the end of the tile.
     __device__ __forceinline__ Fp8RowScales(const MappedGemmParams& p, const Fp8Tile& tile, long long first, int left,
                                             int out_columns)
         : p(p), lane(threadIdx.x % 32), last_column(out_columns - 1 - tile.w),
@@ -38,8 +38,8 @@ template <bool ONE> struct Fp8RowScales {
         column_scales += p.b_scale_step ? (long long)tile.x * p.n + tile.w : tile.x;
     }
 
-    // The scale of column i of the two that a lane has of eight; side 1: of ups. Without a branch, which would split
-    // the loop around it so that it is not unrolled any more.
+    // Return the scale of the lane's column i (0 or 1) of eight columns; side 1: the scale of the up. The code has no
+    // branch, because with a branch the compiler would not unroll the loop around the call.
     __device__ __forceinline__ float of_column(int eight, int i, int side) const {
         const int column = min(eight * 8 + lane % 4 * 2 + i, last_column) + side * (p.n / 2);
         return column_scales[column * p.b_scale_step];
@@ -55,7 +55,7 @@ template <bool ONE> struct Fp8ScalesOf<false, ONE> {
     using Type = Fp8RowScales<ONE>;
 };
 
-// The results of eight columns, of which a lane has two in two rows: [row][column].
+// Compute a lane's results in eight columns: two rows and two columns, results[row][column].
 template <typename T, int ACTIVATION, class Scales>
 __device__ __forceinline__ void finish_fp8_sums(float (&results)[2][2], const float (&sums)[64], int eight,
                                                 const MappedGemmParams& p, const Fp8Tile& tile, const Scales& scales) {
@@ -89,14 +89,14 @@ __device__ __forceinline__ void finish_fp8_sums(float (&results)[2][2], const fl
     }
 }
 
-// Write the 16 rows of a warp's product. They go through shared memory, so that 8 lanes write 128 neighbouring bytes of
-// a row, or 4 lanes 64. There, chunk c of row r is where chunk c ^ (r % 8) would be, or c ^ (r / 2 % 4): so 8 rows'
-// chunks are in different banks.
+// Write a warp's 16 rows of a tile. The results go through shared memory, so that 8 lanes write 128 contiguous bytes of
+// a row (with STAGED_COLUMNS = 32: 4 lanes write 64 bytes). Shared memory is swizzled: chunk c of row r is stored at
+// chunk c ^ (r % 8), or c ^ (r / 2 % 4) with 32 columns. So the same chunk of 8 rows is in different banks.
 template <typename T, class Layout>
 __device__ __forceinline__ void store_fp8_rows(const MappedGemmParams& p, const Fp8Tile& tile, int first_row,
                                                const float (&sums)[64], unsigned staged) {
-    constexpr int CHUNKS = Layout::STAGED_COLUMNS / 8, PITCH = Layout::STAGED_COLUMNS * 2; // chunks of 16 bytes
-    constexpr int ROWS = 8 / CHUNKS;                                                       // that are 128 bytes
+    constexpr int CHUNKS = Layout::STAGED_COLUMNS / 8, PITCH = Layout::STAGED_COLUMNS * 2; // CHUNKS: of 16 bytes
+    constexpr int ROWS = 8 / CHUNKS;                                                       // rows in 128 bytes
     const int lane = threadIdx.x % 32, left = tile.z - first_row;
     if (left <= 0) return;
     const int out_columns = Layout::GATED ? p.n / 2 : p.n;
@@ -131,9 +131,10 @@ __device__ __forceinline__ void store_fp8_rows(const MappedGemmParams& p, const 
     }
 }
 
-// Write the tail of a tile: its rows from 2 * FP8_BOX * ROW_BLOCKS on, whose sums lie along the weights: a lane has
-// weights lane / 4 in sums[4 j] and sums[4 j + 1] and lane / 4 + 8 in the others, of a warp's 16, of rows
-// 8 j + 2 (lane % 4) and the next. stmatrix transposes them. column: the warp's first, of the result.
+// Write the tail of a tile, its rows from 2 * FP8_BOX * ROW_BLOCKS on. Weights are the M side of the tail's wgmma, so
+// the sums are transposed, and stmatrix transposes them back. A lane has weights lane / 4 (sums[4 j], sums[4 j + 1])
+// and lane / 4 + 8 (sums[4 j + 2], sums[4 j + 3]) of the warp's 16 weights, each for row 8 j + 2 (lane % 4) and the
+// next row. column: the warp's first column of the result.
 template <typename T, class Layout>
 __device__ __forceinline__ void store_fp8_tail(const MappedGemmParams& p, const Fp8Tile& tile, int column,
                                                const float (&sums)[FP8_TAIL / 2], unsigned staged) {

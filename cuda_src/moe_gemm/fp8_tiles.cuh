@@ -1,28 +1,29 @@
-// The scheduler of gemm_fp8_wgmma: which tiles a cluster has, in which order.
+// Tile scheduler of gemm_fp8_wgmma and gemm_fp8_blocks: selects a cluster's tiles and their order.
 #pragma once
 #include "common/cluster.cuh"
 #include "moe_gemm/fp8_layout.cuh"
 #include "moe_gemm/groups.cuh"
 
-// The tiles of a cluster, as each of its warps that loads finds them for itself. Tiles are dealt to the clusters in turn.
+// Tiles of a cluster. Every producer warp runs this scheduler for itself. Tiles are dealt to the clusters round-robin.
 //
-// Odd tiles. The last tile of a group takes much less time than others with up to half of the rows, and more with a
-// tail. Dealt with all others they may all fall to the same clusters: with two tiles of a group, to every second one. So
-// with DEALS_ODD they have a deal of their own, in turn as well, and come behind the other tiles of their group.
+// Odd tiles. The last tile of a group is odd if it has at most half of the rows (much less time than other tiles) or a
+// tail (more time). In one common deal all odd tiles could fall to the same clusters: with two tiles per group, to
+// every second cluster. So with DEALS_ODD they are dealt separately, also round-robin. The odd tile of a group comes
+// after the other tiles of the group.
 template <class Layout> struct Fp8Tiles {
-    // Tiles of rows that go with the same weights before the next weights: what all clusters work on at once is about a
-    // square of tiles, whose operands fit in L2.
+    // Tiles of rows that use one strip of weights before the next strip. The tiles that run at the same time then form
+    // roughly a square, whose operands fit in L2.
     static constexpr int BAND = 2048 / Layout::TILE_TOKENS;
-    static constexpr int MOST = (1 << 26) - 1; // tiles of an expert, of which 32 can be added
+    static constexpr int MOST = (1 << 26) - 1; // cap of an expert's tiles: the sum of 32 such counts fits in an int
     static constexpr int TOKENS = Layout::TILE_TOKENS, CLUSTER = Layout::CLUSTER, OUT_COLUMNS = Layout::OUT_COLUMNS;
-    static constexpr int STRIPS = Layout::SHARES_ROWS ? CLUSTER : 1; // of a cluster, one after the other
+    static constexpr int STRIPS = Layout::SHARES_ROWS ? CLUSTER : 1; // neighbouring strips of a cluster, one per block
 
     const MappedGemmParams& p;
-    int4 (&groups)[32]; // of the experts from `window` on, as Fp8Shared has them
-    const int strips;   // the columns of the result, by those of a cluster
-    int window, ahead;  // ahead: the next tile, counted from the window's first
-    // With DEALS_ODD: the experts of the window that have one, each of which counts as one of
-    // every strip, and the next one, counted from the window's first. All other counts are of the other tiles.
+    int4 (&groups)[32]; // of experts `window` to `window` + 31, see Fp8Shared
+    const int strips;   // columns of the result divided by the columns of a cluster
+    int window, ahead;  // ahead: the cluster's next tile, counted from the window's first
+    // DEALS_ODD: the experts of the window with an odd tile, as bits; each counts as one odd tile per strip. odd_ahead:
+    // the cluster's next odd tile, counted from the window's first. All other counts exclude odd tiles.
     unsigned odd = 0;
     int odd_ahead = 0;
 
@@ -32,14 +33,14 @@ template <class Layout> struct Fp8Tiles {
           ahead(blockIdx.x / CLUSTER) {
         read_window();
         if constexpr (Layout::DEALS_ODD) {
-            // The deal of odd tiles goes on with the cluster behind the last of the other tiles.
+            // The deal of odd tiles starts where the deal of the other tiles of the first window ends.
             const int clusters = gridDim.x / CLUSTER;
             odd_ahead = ahead - groups[31].w % clusters;
             if (odd_ahead < 0) odd_ahead += clusters;
         }
     }
 
-    // Tiles of rows of a group. A tail makes the last one larger, so that few rows are no tile of their own.
+    // Return the number of row tiles of a group. Up to TAIL rows past the last whole tile become its tail.
     template <typename Count> static __device__ __forceinline__ Count tiles_of(int rows) {
         if constexpr (Layout::TAIL) rows = rows > TOKENS ? rows - Layout::TAIL : rows;
         return (rows + TOKENS - Count(1)) / TOKENS;
@@ -66,14 +67,14 @@ template <class Layout> struct Fp8Tiles {
         __syncwarp();
     }
 
-    // The experts whose odd tile, or one behind it, is ahead.
+    // Return the experts as bits from the one with the cluster's next odd tile on. The lowest bit is that expert.
     __device__ __forceinline__ unsigned experts_with_odd_tiles() const {
         if constexpr (!Layout::DEALS_ODD) return 0;
         const unsigned upto = odd & ((2u << threadIdx.x % 32) - 1);
         return __ballot_sync(FULL_WARP, __popc(upto) * strips > odd_ahead);
     }
 
-    // Take the next of the odd tiles, which is of expert `at` of the window.
+    // Take the next odd tile, which belongs to expert `at` of the window.
     __device__ __forceinline__ void take_odd(Fp8Tile& tile, int at) {
         const int4 group = groups[at];
         const int strip = odd_ahead - __popc(odd & ((1u << at) - 1)) * strips;
@@ -85,9 +86,9 @@ template <class Layout> struct Fp8Tiles {
         odd_ahead += gridDim.x / CLUSTER;
     }
 
-    // Find the next tile; false if there is none.
+    // Find the next tile. Return false if there is none.
     __device__ __forceinline__ bool next(Fp8Tile& tile) {
-        unsigned beyond, odd_beyond = 0; // the experts with tiles from the next one on
+        unsigned beyond, odd_beyond = 0; // experts as bits, from the one with the next tile on
         while (!((beyond = __ballot_sync(FULL_WARP, groups[threadIdx.x % 32].w > ahead)) |
                  (odd_beyond = experts_with_odd_tiles()))) {
             ahead -= groups[31].w;
@@ -97,7 +98,7 @@ template <class Layout> struct Fp8Tiles {
             read_window();
         }
         if constexpr (Layout::DEALS_ODD) {
-            // The first expert of each deal, 32 without one.
+            // The next expert of each deal; 32: none.
             const int at = __clz(__brev(beyond)), odd_at = __clz(__brev(odd_beyond));
             if (odd_at < at) {
                 take_odd(tile, odd_at);

@@ -1,36 +1,42 @@
-// Grouped products in FP8 (e4m3) on Hopper, by TMA and wgmma: each expert's weights times its rows.
+// Grouped GEMM in FP8 (e4m3) on Hopper, by TMA and wgmma.
 //
 //   x[r, j]   = sum over i of a[r, i] * b[e, j, i]       for the rows r of the group of expert e
-//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh has all forms
+//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh lists all forms
 //
-// each number of a and b times its scale; sums in float32, rounded once. BLOCK_SCALED: a_scale [rows, ceil(k / 128)],
-// b_scale [experts, ceil(n / 128), ceil(k / 128)]. Else a_scale is of each row or one, b_scale of each row of weights
-// or of each expert. moe_gemm/params.cuh says what a group is.
+// Each number of a and b is multiplied by its scale. Sums are in float32 and rounded once. BLOCK_SCALED: a_scale [rows,
+// ceil(k / 128)], b_scale [experts, ceil(n / 128), ceil(k / 128)]. Otherwise a_scale has one scale per row or one in
+// all, and b_scale one per row of weights or one per expert. moe_gemm/params.cuh defines the groups.
 //
-// Grid: CLUSTER * (as many clusters as run at once) blocks of 384 threads, one on each multiprocessor. They stay, and
-// take one tile after the other: TOKENS rows of a group times 128 rows of weights, or 64 gates and their 64 ups. The
-// blocks of a cluster have the same rows and neighbouring weights; each loads a part of the rows, for all of them
-// (multicast).
+// Grid: CLUSTER * (number of resident clusters) persistent blocks of 384 threads, one block per multiprocessor. A tile
+// is TOKENS rows of a group times 128 rows of weights, or 64 gates and their 64 ups. The blocks of a cluster have the
+// same rows and neighbouring weights. Each block loads a part of the rows, by multicast to all blocks.
 //
-//   warp 8         finds tiles, and has TMA copy 128 bytes along k at a time to a ring of STAGES stages
-//   warps 9 to 11  with BLOCK_SCALED: multiply the scales of 128 rows each, or of 96 of 288, by those of the weights,
-//                  into the same stages
-//   warpgroup 0, 1 multiply every second 64 rows of a tile each, and write them
+//   warp 8          finds tiles; copies 128 bytes along k per stage to a ring of STAGES stages, by TMA
+//   warps 9 to 11   BLOCK_SCALED: multiply the scales of rows and weights, and write them to the same stages. Each warp
+//                   has 128 rows; with TOKENS = 288 each of three warps has 96 rows
+//   warpgroup 0, 1  multiplies every second block of 64 rows of a tile, and writes the result
 //
-// Tails. With TOKENS = 288 the last tile of a group has up to 288 rows, the others 256. What is past 256 is multiplied
-// the other way round, 64 weights of each warpgroup by 32 rows, which takes no more registers than there are. Groups of
-// random routing around 256 rows, or a multiple, then have no tiles of a few rows, each of which would read all weights
-// again, and which would fall to some of the clusters only: with two tiles of rows, every second cluster.
+// Tails. With TOKENS = 288 the last tile of a group has up to 288 rows, and the other tiles have 256. Rows past 256 are
+// the tail. The tail is multiplied with the operands swapped: each warpgroup has 64 weights as M and the 32 rows as N.
+// These sums fit in the available registers. Without tails, random routing of about 256 rows to each expert (or of a
+// multiple) often leaves a last tile of a few rows. Such a tile reads all weights again. With two row tiles per group,
+// these tiles would also fall to every second cluster only.
 //
-// The tensor cores align the products of a step to the largest and keep too few bits of their sum, so a sum there ends
-// after 128 numbers and is added to another one in float32, in ordinary registers, with its scale. While one warpgroup
-// adds, the products of the other run. 64 rows of which none is of the group are neither loaded nor multiplied.
+// FP8 tensor cores align the products of a step to the largest one and keep too few bits of their sum. So a wgmma sum
+// ends after 128 numbers along k. It is multiplied by its scale and added to a float32 total in registers. While one
+// warpgroup adds, the MMAs of the other warpgroup run. Blocks of 64 rows past the end of the group are neither loaded
+// nor multiplied.
 //
-// Speed of light: the bytes of the weights up to some 200 rows of each expert, then 2 * rows * n * k operations at
-// twice the rate of bfloat16. On an H200 8 x 1024 rows with n = 4096, k = 7168 reach 84% of the tensor cores' floor
-// with scales by blocks and 88% with scales of rows, 4 x 8192 rows 87%, 4 x 256 rows 74%; with n = 7168, k = 2048 these
-// reach 56%, in 33 us. 32 groups of random routing around 256 rows take 429 us with tails and 493 without (437 and 547
-// with odd tiles in one deal with all others); around 1024 rows, with n = 7168 and k = 2048, 826 and 830.
+// Speed of light: the bytes of the weights up to some 200 rows per expert, then 2 * rows * n * k operations at twice
+// the bfloat16 rate. Times and shares of the tensor core floor on an H200, with n = 4096, k = 7168 unless noted:
+//
+//   8 x 1024 rows                        84% with block scales, 88% with row scales
+//   4 x 8192 rows                        87%
+//   4 x 256 rows                         74%; with n = 7168, k = 2048 56%, in 33 us
+//   32 groups of about 256 rows          429 us with tails, 493 us without (in one common deal of all tiles 437, 547)
+//   about 1024 rows, n = 7168, k = 2048  826 us with tails, 830 us without
+//
+// The groups of the last two lines are of random routing.
 #include "common/fp8.cuh"
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
@@ -38,8 +44,8 @@
 #include "moe_gemm/fp8_store.cuh"
 #include "moe_gemm/fp8_tiles.cuh"
 
-// The loop of the warp that loads tiles. A tile's first stage says which tile it is; one without rows says that there
-// are no more.
+// Run the TMA producer warp. The first stage of a tile carries the tile's description (shared.tiles). A description
+// with 0 rows ends the loop of the consumers.
 template <class Layout>
 __device__ __forceinline__ void load_fp8_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                unsigned ring) {
@@ -49,7 +55,7 @@ __device__ __forceinline__ void load_fp8_tiles(const MappedGemmParams& p, typena
     const int k_blocks = (p.k + FP8_K - 1) / FP8_K, half = p.n / 2;
     Fp8Tiles<Layout> tiles(p, shared.groups[0]);
     unsigned used = 0;
-    // A stage is empty when no block of the cluster needs it any more, since this block copies rows to all of them.
+    // The empty barrier counts the consumers of the whole cluster, because this block's rows go to all its blocks.
     auto wait_empty = [&](int stage) { mbarrier_wait(shared_address(&shared.empty[stage]), used / STAGES + 1); };
     Fp8Tile tile;
     while (tiles.next(tile)) {
@@ -89,7 +95,7 @@ __device__ __forceinline__ void load_fp8_tiles(const MappedGemmParams& p, typena
     __syncwarp();
 }
 
-// Factors of the products of 64 rows: the scales of a lane's two rows; gated, of gates and of ups.
+// Factors of a stage's sums for 64 rows: the scales of the lane's two rows; gated, separate for gates and ups.
 template <class Layout> struct Fp8BlockFactors {
     float factors[Layout::SETS][2];
 
@@ -108,7 +114,7 @@ template <class Layout> struct Fp8BlockFactors {
     }
 };
 
-// Factors of products without scales that change along k: none.
+// Factors of a stage's sums if no scale changes along k: none.
 struct Fp8NoFactors {
     __device__ __forceinline__ void load(unsigned, int) {}
 
@@ -125,7 +131,7 @@ template <class Layout> struct Fp8FactorsOf<false, Layout> {
     using Type = Fp8NoFactors;
 };
 
-// Start the products of 64 rows and a stage's weights; `rows`, `weights`: lower halves of their descriptors.
+// Start the MMAs of 64 rows and a stage's weights. `rows`, `weights`: the lower halves of their descriptors.
 __device__ __forceinline__ void start_fp8_products(float (&sums)[64], unsigned rows, unsigned weights) {
     wgmma_fence();
 #pragma unroll
@@ -135,16 +141,16 @@ __device__ __forceinline__ void start_fp8_products(float (&sums)[64], unsigned r
     wgmma_commit_group();
 }
 
-// The products of a tile's tail and 64 of a stage's weights, which are the rows of these: `weights` and `tail` are the
-// lower halves of their descriptors.
+// MMAs of 64 of a stage's weights (M) and the rows of a tile's tail (N). `weights`, `tail`: the lower halves of their
+// descriptors.
 struct Fp8Tail {
     float (&sums)[FP8_TAIL / 2];
     float factors[FP8_TAIL / 8][2];
 
-    // In the registers of the first of other sums, which have been added.
+    // Reuse the first registers of `others`, sums that are already added to their total.
     __device__ __forceinline__ Fp8Tail(float (&others)[64]) : sums(reinterpret_cast<float (&)[FP8_TAIL / 2]>(others)) {}
 
-    // scales: those of the lane's first two rows of the tail, of all weights.
+    // scales: address of the scales of the lane's first two rows of the tail.
     __device__ __forceinline__ void load(unsigned scales) {
 #pragma unroll
         for (int j = 0; j < FP8_TAIL / 8; ++j)
@@ -172,8 +178,9 @@ template <int N> __device__ __forceinline__ void clear(float (&sums)[N]) {
     for (int i = 0; i < N; ++i) sums[i] = 0.f;
 }
 
-// Release a stage whose products have been waited for, behind a __syncwarp after the warp's last read of its scales.
-// empty: in lane i its barrier in block i of the cluster.
+// Release a stage: arrive at its empty barrier in every block of the cluster. Call this after the stage's MMAs are
+// complete, and after a __syncwarp that follows the warp's last read of the stage's scales. empty: in lane i, the
+// barrier in block i of the cluster.
 template <int CLUSTER> __device__ __forceinline__ void release_fp8_stage(unsigned empty) {
     if (threadIdx.x % 32 < CLUSTER) {
         if constexpr (CLUSTER == 1)
@@ -183,34 +190,34 @@ template <int CLUSTER> __device__ __forceinline__ void release_fp8_stage(unsigne
     }
 }
 
-// The tile, of which a lane has part lane % 4. By shuffles, so that the compiler knows that it is the same in all lanes.
+// Return the tile; a lane holds field lane % 4 in `part`. The shuffles tell the compiler that the tile is warp-uniform.
 __device__ __forceinline__ Fp8Tile tile_of_parts(int part) {
     return make_int4(__shfl_sync(FULL_WARP, part, 0), __shfl_sync(FULL_WARP, part, 1), __shfl_sync(FULL_WARP, part, 2),
                      __shfl_sync(FULL_WARP, part, 3));
 }
 
-// The loop of a warpgroup that computes: of each tile it has every second 64 rows, from those of `side` on, and 64
-// weights of the tail's products.
+// Run a consumer warpgroup. It computes every second block of 64 rows of each tile, from block `side` on, and 64 of the
+// weights for the tail.
 template <typename T, class Layout>
 __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                    unsigned ring, int side) {
-    constexpr int CLUSTER = Layout::CLUSTER, BLOCKS = Layout::ROW_BLOCKS; // of 64 rows
+    constexpr int CLUSTER = Layout::CLUSTER, BLOCKS = Layout::ROW_BLOCKS; // BLOCKS: of 64 rows
     constexpr int TAIL = Layout::TAIL, UNTAILED = BLOCKS * 2 * FP8_BOX;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int k_blocks = (p.k + FP8_K - 1) / FP8_K;
-    const int first_row = side * FP8_BOX + warp % 4 * 16; // of this warp, in its first 64 rows
+    const int first_row = side * FP8_BOX + warp % 4 * 16; // the warp's first row in its first block
     const unsigned staged = ring + Layout::STAGED + warp * Layout::STAGED_BYTES;
-    // Of stage 0: the operand of the tokens, the scales of this lane's rows, and the barrier that releases it (lane i
-    // has that of block i of the cluster).
+    // In stage 0: the token operand, the scales of this lane's rows, and the empty barrier (in lane i, the barrier of
+    // block i of the cluster).
     const unsigned tokens = unsigned(k_major_descriptor(ring + side * FP8_BOX_BYTES));
     const unsigned further_weights = (Layout::TOKENS * FP8_K - side * FP8_BOX_BYTES) / 16;
     const unsigned scales = ring + Layout::SCALES + (first_row + lane / 4) * 4;
     const unsigned empty =
         CLUSTER == 1 ? shared_address(&shared.empty[0]) : map_shared_rank(&shared.empty[0], lane % CLUSTER);
-    // From there to the scales of the lane's first two rows of a tail.
+    // Distance from `scales` to the scales of the lane's first two rows of a tail.
     const unsigned to_tail_scales = (UNTAILED + lane % 4 * 2 - first_row - lane / 4) * 4;
     int stage = 0, phase = 0;
-    unsigned tokens_here = tokens, scales_here = scales; // of the stage at hand
+    unsigned tokens_here = tokens, scales_here = scales; // in the current stage
     auto advance = [&] {
         const bool wraps = stage == Layout::STAGES - 1;
         stage = wraps ? 0 : stage + 1, phase ^= wraps;
@@ -220,13 +227,13 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
     auto wait_full = [&] { mbarrier_wait(shared_address(&shared.full[stage]), phase); };
     for (;;) {
         wait_full();
-        // The tile, a quarter of it in each of four neighbouring lanes, as registers are scarce.
+        // A lane keeps only field lane % 4 of the tile, because registers are scarce.
         const int part = reinterpret_cast<const int*>(&shared.tiles[stage])[lane % 4];
-        // By a reduction, so that the compiler knows that it, and with it the stage, is the same in all lanes.
+        // The reduction tells the compiler that `rows`, and so the stage, is warp-uniform.
         const int rows = __reduce_max_sync(FULL_WARP, lane % 4 == 2 ? part : 0);
         if (rows == 0) break;
         float total[BLOCKS][64], sums[64], of_tail[FP8_TAIL / 2];
-        // Multiply 64 rows. The `last` of a stage release it, and go on to the next.
+        // Multiply 64 rows. The `last` of a stage's blocks releases the stage and advances to the next stage.
         auto multiply = [&](int block, bool last) {
             typename Fp8FactorsOf<Layout::BLOCK_SCALED, Layout>::Type factors;
             factors.load(scales_here, block);
@@ -239,12 +246,12 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
             if (last) release_fp8_stage<CLUSTER>(used);
             factors.add(total[block], sums);
         };
-        // Multiply the tail by the 64 weights of this side, as the last products of a stage.
+        // Multiply the tail by the 64 weights of this side. These are the last MMAs of a stage.
         auto multiply_tail = [&] {
             Fp8Tail tail(sums);
             tail.load(scales_here + to_tail_scales);
             __syncwarp();
-            // tokens_here is that of the side's first 64 rows, so the weights are those of the side.
+            // tokens_here contains the offset of `side`, so it leads to the weights of `side` too.
             tail.start(tokens_here + Layout::TOKENS * FP8_K / 16, tokens_here + further_weights - TAIL * FP8_K / 16);
             const unsigned used = empty + stage * 8;
             advance();
@@ -263,7 +270,7 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
                 for (int block = 0; block < BLOCKS; ++block) multiply(block, false);
                 if constexpr (TAIL) multiply_tail();
             }
-        } else if (mine == BLOCKS) { // most tiles: without conditions in the loop
+        } else if (mine == BLOCKS) { // most tiles: no conditions in the loop
             clear(total[0]), clear(total[BLOCKS - 1]);
 #pragma unroll 1
             for (int left = k_blocks; left > 0; --left) {
@@ -302,18 +309,18 @@ constexpr Launch gemm_fp8_wgmma_launch() {
     return {FP8_THREADS, all_for(1024 - 16 + Layout::REST + int(sizeof(typename Layout::Shared))), Layout::LOADED_ROWS};
 }
 
-// T: __nv_bfloat16 or __half, of the result. TOKENS: 288, 256 or 128, rows of a tile. CLUSTER: 1 or 2 blocks.
-// ACTIVATION: as moe_gemm/epilogue.cuh has it, with gates and ups in halves.
+// T: type of the result, __nv_bfloat16 or __half. TOKENS: rows of a tile, 128, 256 or 288. CLUSTER: 1 or 2 blocks.
+// ACTIVATION: see moe_gemm/epilogue.cuh; gates and ups are halves of n.
 template <typename T, int TOKENS, int CLUSTER, int STAGES, bool BLOCK_SCALED, int ACTIVATION>
 __global__ CLUSTER_OF(CLUSTER)
     __launch_bounds__(FP8_THREADS, 1) void gemm_fp8_wgmma(const __grid_constant__ MappedGemmParams p) {
     wait_for_earlier_kernels();
 #if HAS_WGMMA
     using Layout = Fp8Layout<TOKENS, CLUSTER, STAGES, BLOCK_SCALED, ACTIVATION>;
-    // Registers of a thread: 168 on average, of which the warpgroup that loads gives most to the two that compute.
+    // Registers per thread are 168 on average. The producer warpgroup gives most of its registers to the consumers.
     constexpr int LOADING = BLOCK_SCALED && !Layout::TAIL ? 56 : 40, COMPUTING = (3 * 168 - LOADING) / 2;
     extern __shared__ char memory[];
-    const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles lie at multiples of 1024
+    const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles are 1024-byte aligned
     const unsigned ring = shared_address(memory) + misplaced;
     auto& shared = *reinterpret_cast<typename Layout::Shared*>(memory + misplaced + Layout::REST);
     if (threadIdx.x == 0) {
@@ -326,9 +333,9 @@ __global__ CLUSTER_OF(CLUSTER)
         prefetch_tensormap(p.a_map), prefetch_tensormap(p.b_map);
     }
     __syncthreads();
-    // A block may not copy to, or arrive at a barrier of, one that has not begun or that has ended.
+    // No block may access the shared memory of a block that has not started or has exited.
     if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();
-    // By a shuffle, so that the compiler knows that it is the same in all lanes.
+    // The shuffle tells the compiler that the value is warp-uniform.
     const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
     if (warpgroup < 2) {
         setmaxnreg_inc<COMPUTING>();

@@ -1,9 +1,9 @@
-// The rows of each expert's group, and the tile of a block.
+// Rows of each expert's group, and the search for a block's tile.
 #pragma once
 #include "common/warp.cuh"
 #include "moe_gemm/params.cuh"
 
-// The rows of an expert's group. Offsets outside of the rows count as their ends.
+// Rows of an expert's group. Offsets are clamped to the existing rows.
 struct GroupRows {
     int first, count;
 };
@@ -21,19 +21,19 @@ __device__ __forceinline__ GroupRows rows_of(const GemmParams& p, int expert) {
     return group;
 }
 
-// The row of `a` for row `row` of the product. A number that names no token counts as the nearest that does.
+// Return the row of `a` for row `row` of the result. Entries of row_token are clamped to the existing tokens.
 __device__ __forceinline__ int source_of(const GemmParams& p, int row) {
     return p.row_token ? min(max(p.row_token[row], 0), p.tokens - 1) : row;
 }
 
-// The group that a block's tile is of.
+// The group that contains a tile.
 struct GroupTile {
-    int expert, begin, end; // begin, end: its rows
-    int before, tiles;      // tiles of TOKENS rows: of all groups before, and of this one
+    int expert, begin, end; // begin, end: rows of the group
+    int before, tiles;      // tiles of TOKENS rows: in all earlier groups, and in this group
 };
 
-// Find the group that has tile `wanted` of all groups' tiles; false if there are not so many. All threads of the block
-// call this, and `found` is in shared memory.
+// Find the group that contains tile `wanted`, counted over the tiles of all groups. Return false if there are fewer
+// tiles. All threads of the block call this; `found` is in shared memory.
 template <int TOKENS, int THREADS>
 __device__ __forceinline__ bool find_tile(const GemmParams& p, int wanted, GroupTile& found) {
     constexpr int WARPS = THREADS / 32;

@@ -1,29 +1,32 @@
-// Grouped products by mma.sync, on every GPU from sm_80 on: each expert's weights times its rows, which may be
-// gathered.
+// Grouped GEMM by mma.sync, on every GPU from sm_80 on. Rows of `a` may be gathered.
 //
 //   x[r, j]   = sum over i of a[row_token[r], i] * b[e, j, i]       for the rows r of the group of expert e
-//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh has all forms
+//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh lists all forms
 //
-// each number of a and b times its scale, if there are scales; sums in float32, rounded once. moe_gemm/params.cuh says
-// what a group is.
+// Each number of a and b is multiplied by its scale, if any. Sums are in float32 and rounded once. moe_gemm/params.cuh
+// defines the groups.
 //
 //   FORMAT       a      b
 //   PLAIN        T      T
-//   TRANSPOSED   T      T, which lies as [experts, k, n]: moe_gemm/mma_transposed.cuh
+//   TRANSPOSED   T      T, in memory as [experts, k, n]: moe_gemm/mma_transposed.cuh
 //   FP8          e4m3   e4m3, with a_scale and b_scale
 //   MXFP4        T      e2m1, two to a byte (the lower half first), with an E8M0 scale for every 32 along k
 //   NVFP4        T      the same, with an e4m3 scale for every 16 along k, and b_global_scale
 //
-// Grid: tiles * ceil(n / WEIGHTS) blocks at least, where `tiles` bounds the tiles of TOKENS rows that the groups have.
-// A block of TOKEN_WARPS x WEIGHT_WARPS warps makes one tile, TOKENS tokens (rows of a) times WEIGHTS rows of weights:
-// it multiplies one step of STEP numbers along k while STAGES - 1 further ones are on their way to shared memory.
-// Blocks without a tile end at once.
+// Grid: at least tiles * ceil(n / WEIGHTS) blocks, where `tiles` is an upper bound of the tiles of TOKENS rows in all
+// groups. A block of TOKEN_WARPS x WEIGHT_WARPS warps computes one tile: TOKENS tokens (rows of a) times WEIGHTS rows
+// of weights. It multiplies one step of STEP numbers along k while cp.async copies STAGES - 1 further steps to shared
+// memory. Blocks without a tile exit at once.
 //
-// Speed of light: the bytes of the weights up to some 200 rows of each expert, then 2 * rows * n * k operations. On an
-// H200, with n = 4096, k = 7168: 256 experts x 8 rows reach all of the memory's floor in bfloat16, 55% of it in MXFP4
-// and 54% in NVFP4, whose conversion takes instructions. 8 x 1024 rows reach 64% of the tensor cores' floor in bfloat16
-// (every operand passes through registers, unlike those of wgmma.cu), 23% in FP8, which is multiplied as float16, 35%
-// in MXFP4 and 34% in NVFP4.
+// Speed of light: the bytes of the weights up to some 200 rows per expert, then 2 * rows * n * k operations. Shares of
+// the floor on an H200 with n = 4096, k = 7168:
+//
+//                                 bfloat16   MXFP4   NVFP4   FP8
+//   256 x 8 rows, memory          100%       55%     54%
+//   8 x 1024 rows, tensor cores   64%        35%     34%     23%
+//
+// The conversion of 4-bit weights takes instructions. FP8 is multiplied as float16. Unlike in wgmma.cu, all operands
+// pass through registers.
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "moe_gemm/mma_fp4.cuh"
@@ -31,7 +34,7 @@
 #include "moe_gemm/mma_store.cuh"
 #include "moe_gemm/mma_transposed.cuh"
 
-// The form of the operands: a layout of shared memory, and the types ScaleCopies, Products and Factors.
+// Form of the operands: the layout of shared memory, and the types ScaleCopies, Products and Factors.
 template <typename T, int FORMAT, bool BLOCK_SCALES, class Block> struct MmaFormOf {
     using Type = PlainForm<T, Block>;
     static_assert(FORMAT == PLAIN && !BLOCK_SCALES, "");
@@ -59,10 +62,9 @@ constexpr Launch gemm_mma_launch() {
     return {Block::THREADS, STAGES * MmaFormOf<T, FORMAT, BLOCK_SCALES, Block>::Type::BYTES};
 }
 
-// T: __nv_bfloat16 or __half, of the result, and of a and b where they have 16 bits. STEP: 32 or 64 with PLAIN and
-// TRANSPOSED, else 128. STAGES: steps that shared memory holds. BLOCKS: blocks that fit a multiprocessor. ACTIVATION:
-// as moe_gemm/epilogue.cuh has it. BLOCK_SCALES: FP8 with a scale for every 1 x 128 numbers of a and 128 x 128 of b;
-// else FP8 has scales of whole rows.
+// T: __nv_bfloat16 or __half, the type of the result and of 16-bit a and b. STEP: 32 or 64 with PLAIN and TRANSPOSED,
+// otherwise 128. STAGES: steps in shared memory. BLOCKS: resident blocks per multiprocessor. ACTIVATION: see
+// moe_gemm/epilogue.cuh. BLOCK_SCALES: FP8 with block scales, otherwise with row scales.
 template <typename T, int FORMAT, int TOKENS, int WEIGHTS, int TOKEN_WARPS, int WEIGHT_WARPS, int STEP, int STAGES,
           int BLOCKS, int ACTIVATION, bool BLOCK_SCALES>
 __global__ __launch_bounds__(TOKEN_WARPS * WEIGHT_WARPS * 32,
@@ -88,7 +90,7 @@ __global__ __launch_bounds__(TOKEN_WARPS * WEIGHT_WARPS * 32,
     products.add_to(sums, copies, me, shared);
     if constexpr (FORMAT == TRANSPOSED && Block::GATED && !Block::HALVES) part_pairs(sums, me);
 
-    tile.locate(); // again, rather than keeping its registers during the products
+    tile.locate(); // recompute the tile: keeping it would take registers in the mainloop
     const typename Form::Factors factors(p, tile, me, sums);
     const MmaOutput<T, Block> out(tile, me);
     const MmaBiases<T, Block> biases(tile, me);

@@ -1,37 +1,37 @@
-// Sizes of a block of gemm_mma, its tile, and the places of its threads.
+// Sizes of a block of gemm_mma, its tile, and the positions of its threads.
 #pragma once
 #include "moe_gemm/epilogue.cuh"
 #include "moe_gemm/groups.cuh"
 
-// Sizes, as gemm_mma takes them.
+// Template arguments of gemm_mma, and sizes that follow from them.
 template <int TOKENS_, int WEIGHTS_, int TOKEN_WARPS_, int WEIGHT_WARPS_, int STEP_, int STAGES_, int ACTIVATION_>
 struct MmaBlock {
     static constexpr int TOKENS = TOKENS_, WEIGHTS = WEIGHTS_, TOKEN_WARPS = TOKEN_WARPS_, WEIGHT_WARPS = WEIGHT_WARPS_;
     static constexpr int STEP = STEP_, STAGES = STAGES_, ACTIVATION = ACTIVATION_;
     static constexpr bool GATED = is_gated(ACTIVATION), HALVES = has_halves(ACTIVATION);
     static constexpr int THREADS = TOKEN_WARPS * WEIGHT_WARPS * 32;
-    static constexpr int M = TOKENS / TOKEN_WARPS / 16, N = WEIGHTS / WEIGHT_WARPS / 8; // fragments of a warp
-    static constexpr int OUT = GATED ? N / 2 : N; // fragments of its results along n
+    static constexpr int M = TOKENS / TOKEN_WARPS / 16, N = WEIGHTS / WEIGHT_WARPS / 8; // MMA tiles of a warp
+    static constexpr int OUT = GATED ? N / 2 : N; // MMA tiles of a warp's results along n
     static_assert(M * TOKEN_WARPS * 16 == TOKENS && N * WEIGHT_WARPS * 8 == WEIGHTS && N % (GATED ? 4 : 2) == 0, "");
 };
 
-// A thread's place in its block, and in the fragments of its warp as common/mma.cuh has them.
+// Position of a thread in its block and in the fragments of its warp (row and pair: see common/mma.cuh).
 template <class Block> struct MmaThread {
     const int thread = threadIdx.x, lane = thread % 32;
     const int row = lane / 4, pair = lane % 4;
     const int token_warp = thread / 32 / Block::WEIGHT_WARPS, weight_warp = thread / 32 % Block::WEIGHT_WARPS;
 };
 
-// The tile of a block: TOKENS rows of a group times WEIGHTS rows of its expert's weights.
+// Tile of a block: TOKENS rows of a group times WEIGHTS rows of the expert's weights.
 //
-// Gated, 8 rows of gates alternate with the 8 rows of their ups, so that one lane has the sums of both. `first_column`
-// is that of the first gate.
+// Gated, 8 rows of gates alternate with the 8 rows of their ups, so a lane has the sums of a gate and of its up.
+// `first_column` is the column of the first gate.
 template <class Block> struct MmaTile {
     const GemmParams& p;
     const GroupTile& group;           // in shared memory
-    const int weight_tiles;           // of an expert
+    const int weight_tiles;           // per expert
     int first_row, first_column, end; // end: of the group's rows
-    int half;                         // rows of weights of an expert; gated: of gates
+    int half;                         // columns of the result: rows of weights of an expert; gated, its gates
 
     __device__ __forceinline__ MmaTile(const GemmParams& p, const GroupTile& group, int weight_tiles)
         : p(p), group(group), weight_tiles(weight_tiles) {
@@ -39,8 +39,8 @@ template <class Block> struct MmaTile {
         half = Block::GATED ? p.n / 2 : p.n;
     }
 
-    // Find the tile's place by the block's index. Tiles of one expert come in strips of 8 x TOKENS tokens: blocks that
-    // run at the same time share tokens and weights, which L2 then holds.
+    // Compute the tile's position from the block index. The tiles of an expert are ordered in strips of 8 * TOKENS
+    // tokens. Blocks that run at the same time then share tokens and weights in L2.
     __device__ __forceinline__ void locate() {
         constexpr int TOGETHER = 8;
         const int within = blockIdx.x - group.before * weight_tiles, strip = within / (TOGETHER * weight_tiles);
@@ -51,13 +51,13 @@ template <class Block> struct MmaTile {
         end = group.end;
     }
 
-    // The row of `a` for row r of the tile. Past the group's end it is the last one's: its products are not written.
+    // Return the row of `a` for row r of the tile. Rows past the group's end read the last row and are not written.
     __device__ __forceinline__ int token_of(int r) const {
         const int mine = min(first_row + r, end - 1);
         return source_of(p, mine);
     }
 
-    // The row of the expert's weights for row r of the tile's weights; the last one past their end.
+    // Return the row of the expert's weights for row r of the tile's weights, clamped to the last row.
     __device__ __forceinline__ int weight_of(int r) const {
         if constexpr (!Block::GATED) return min(first_column + r, p.n - 1);
         if constexpr (!Block::HALVES) return r / 8 % 2 + min(first_column + r / 16 * 8 + r % 8, half - 1) * 2;
@@ -65,7 +65,7 @@ template <class Block> struct MmaTile {
     }
 };
 
-// The sums of a warp: of each fragment the four that a lane has.
+// A lane's sums: four per MMA tile of the warp.
 template <class Block> using MmaSums = float[Block::M][Block::N][4];
 
 template <int M, int N> __device__ __forceinline__ void clear(float (&sums)[M][N][4]) {

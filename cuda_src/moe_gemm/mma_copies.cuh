@@ -1,13 +1,13 @@
-// The load phase of gemm_mma: copies from global to shared memory by cp.async.
+// Load phase of gemm_mma: cp.async copies from global to shared memory.
 #pragma once
 #include "common/mma.cuh"
 #include "moe_gemm/mma_block.cuh"
 #include "moe_gemm/shared_memory.cuh"
 
-// Whether the weights of a form lie as [experts, k, n]: a row of a stage then is a step along k.
+// Whether the weights of a form are [experts, k, n] in memory. A row of a stage is then one step along k.
 template <class Form> constexpr bool IS_TRANSPOSED = false;
 
-// The copies of a thread: of each step along k one 16-byte chunk of every A_ROWS-th row of tokens and of every
+// Copies of a thread: in each step along k, one 16-byte chunk of every A_ROWS-th row of tokens, one chunk of every
 // B_ROWS-th row of weights, and the thread's part of the scales.
 template <class Form> struct MmaCopies {
     using Block = typename Form::Block;
@@ -15,21 +15,23 @@ template <class Form> struct MmaCopies {
     static constexpr bool GATED = Block::GATED, HALVES = Block::HALVES, BY_STEPS = IS_TRANSPOSED<Form>;
     static constexpr int A_CHUNKS = Form::A_LINE / 16, A_ROWS = THREADS / A_CHUNKS;
     static constexpr int B_CHUNKS = Form::B_LINE / 16, B_ROWS = THREADS / B_CHUNKS;
-    static constexpr int B_LINES = BY_STEPS ? Block::STEP : WEIGHTS; // rows of a stage
+    static constexpr int B_LINES = BY_STEPS ? Block::STEP : WEIGHTS; // rows of weights in a stage
     static constexpr int A_COPIES = (TOKENS + A_ROWS - 1) / A_ROWS, B_COPIES = (B_LINES + B_ROWS - 1) / B_ROWS;
-    static constexpr int B_APART = HALVES ? B_ROWS / 2 : B_ROWS; // rows of the expert's weights, from copy to copy
+    // Distance between the rows of two successive copies in the expert's weights. With HALVES, B_ROWS rows of the tile
+    // are B_ROWS / 2 gates and their ups.
+    static constexpr int B_APART = HALVES ? B_ROWS / 2 : B_ROWS;
     static_assert(A_ROWS % 8 == 0 && B_ROWS % (GATED && !BY_STEPS ? 16 : 8) == 0, "");
     static_assert(!BY_STEPS || B_LINES % B_ROWS == 0, "");
 
-    // The rows of `a`. The array is the kernel's: the compiler takes a struct with an array apart only after it has
-    // unrolled all loops over that, which costs registers.
+    // Rows of `a`. The array belongs to the kernel. As a member it would cost registers, because the compiler splits a
+    // struct with an array into registers only after it has unrolled all loops over the array.
     int (&tokens)[A_COPIES];
     const unsigned shared_at;
     const int a_row, a_chunk, b_row, b_chunk;
     const unsigned a_to, b_to;
     const long long a_pitch, b_pitch; // bytes of a row in memory
-    const char *b_from, *a_from;      // the chunk of the next step, in row 0
-    int weight, last_weight;          // the first row of weights, and the last one that there is; of a step along k
+    const char *b_from, *a_from;      // chunk of the next step in row 0
+    int weight, last_weight;          // first row of weights, and last valid row; BY_STEPS: steps along k
     int steps;
     typename Form::ScaleCopies scales;
 
@@ -61,11 +63,11 @@ template <class Form> struct MmaCopies {
         scales.begin(p, tile, me);
     }
 
-    // Start the copies of a step to the stage that lies `to` bytes into shared memory. Steps are started in order; past
-    // the last one there is nothing to copy. Each call is one group of copies, and what lies past k becomes 0.
+    // Start the copies of a step to the stage at byte `to` of shared memory. Steps must be started in order; past the
+    // last step nothing is copied. Each call commits one group. Numbers past k become 0.
     __device__ __forceinline__ void start(int step, unsigned to) {
         if (step < steps) {
-            const int a_left = int(a_pitch) - a_chunk * 16 - step * Form::A_LINE; // bytes up to the rows' end
+            const int a_left = int(a_pitch) - a_chunk * 16 - step * Form::A_LINE; // bytes left in the row
             const int b_left = int(b_pitch) - b_chunk * 16 - step * Form::B_LINE;
 #pragma unroll
             for (int i = 0; i < A_COPIES; ++i)
@@ -87,7 +89,7 @@ template <class Form> struct MmaCopies {
     }
 };
 
-// No copies of scales, for a form whose scales do not change along k.
+// Scale copies of a form whose scales do not change along k: none.
 template <class Block> struct NoScaleCopies {
     __device__ __forceinline__ void begin(const GemmParams&, const MmaTile<Block>&, const MmaThread<Block>&) {}
     __device__ __forceinline__ void start(int, unsigned) {}

@@ -1,16 +1,17 @@
-// The forms of gemm_mma with weights of 4 bits (e2m1): they become numbers of type T in registers.
+// Forms of gemm_mma with 4-bit weights (e2m1). The weights are converted to T in registers.
 //
-// The order of a sum is free, and so is which numbers along k meet in which lane, as long as it is the same of tokens
-// and weights. So a lane takes 8 neighbours of each 32: one register of weights, 16 bytes of tokens. Of that register,
-// nibbles i and i + 4 are a pair of 16-bit numbers once they are shifted and masked; so pairs of tokens are of numbers
-// i and i + 4 too.
+// The numbers along k may be permuted among lanes if tokens and weights use the same permutation. Here a lane has 8
+// neighbours of every 32 numbers: one register of weights and 16 bytes of tokens. Nibbles i and i + 4 of the register
+// become a pair of 16-bit numbers by one shift and a mask. So numbers i and i + 4 of the tokens are paired too.
 //
-// A nibble is a sign, two bits of exponent and one of mantissa. Where the last three stand in place of the lowest two
-// bits of a 16-bit format's exponent and the highest of its mantissa, they are the number times 2^-126 (bfloat16) or
-// 2^-14 (float16), also if it is subnormal. The scale that the pair is multiplied by brings that power of two back,
-// except for MISSING, by which the sums are multiplied: otherwise the scale would overflow. All this is exact: bfloat16
-// with E8M0 scales from 2^-100 to 2^33 (larger ones count as infinite), e4m3 scales always. Only E8M0 with float16
-// would leave the range of T; there the sums over 32 are multiplied instead, in float32.
+// A nibble has a sign, two exponent bits and one mantissa bit. Its last three bits are moved to the lowest two exponent
+// bits and the highest mantissa bit of T. The result is the number times 2^-126 (bfloat16) or 2^-14 (float16), also for
+// subnormal numbers. The factor of the pair is its scale times 2^126 or 2^14, divided by MISSING. The full power of two
+// would overflow the factor, so the sums are multiplied by MISSING at the end.
+//
+// The factors are exact for all e4m3 scales, and in bfloat16 for E8M0 scales from 2^-100 to 2^33; larger E8M0 scales
+// count as infinite. In float16 E8M0 scales would leave the range of T. There sums over 32 numbers are multiplied by
+// the scale in float32 instead.
 #pragma once
 #include "common/fp8.cuh"
 #include "common/mma.cuh"
@@ -18,7 +19,7 @@
 #include "moe_gemm/fp4_pairs.cuh"
 #include "moe_gemm/mma_copies.cuh"
 
-// Nibbles I and I + 4 of eight as a pair of T, times 2^-126 or 2^-14.
+// Return nibbles I and I + 4 of eight nibbles as a pair of T, times 2^-126 (bfloat16) or 2^-14 (float16).
 template <typename T, int I> __device__ __forceinline__ unsigned nibbles_to_pair(unsigned eight) {
     constexpr int LEFT = (IS_BFLOAT16<T> ? 6 : 9) - 4 * I;
     constexpr unsigned MAGNITUDES = 0x00070007u << (IS_BFLOAT16<T> ? 6 : 9);
@@ -26,16 +27,17 @@ template <typename T, int I> __device__ __forceinline__ unsigned nibbles_to_pair
     return (shifted & MAGNITUDES) | (eight << (12 - 4 * I) & 0x80008000u);
 }
 
-// A stage of shared memory, with one step along k: tokens, weights, then scales, of which one is for GROUP numbers.
+// Layout of a stage in shared memory, one step along k: tokens, weights, scales (one per GROUP numbers).
 //
-// 16-byte chunks are swizzled so that what eight lanes read or write at once is in different banks. Of 64 numbers along
-// k a lane has 16 neighbours if FOLDED, since they share a scale: 2 chunks of tokens and 8 bytes of weights. Else it
-// has 8 neighbours of either 32.
+// 16-byte chunks are swizzled so that the chunks that eight lanes read or write at once are in different banks. FOLDED:
+// of 64 numbers along k a lane has 16 neighbours, which share a scale: 2 chunks of tokens and 8 bytes of weights.
+// Otherwise a lane has 8 neighbours of each 32 numbers.
 template <class Block_, int GROUP, bool FOLDED> struct Fp4Layout {
     using Block = Block_;
     static constexpr int A_LINE = Block::STEP * 2, B_LINE = Block::STEP / 2; // bytes of a row
     static constexpr int GROUPS = Block::STEP / GROUP;                       // scales of a row
-    // A row's slot: copies are of whole words, so its scales need a word more where they begin within one.
+    // Slot of a row's scales. It has one extra word, because cp.async copies whole words and scales may begin inside a
+    // word.
     static constexpr int SLOT_WORDS = GROUPS / 4 + 1, SLOT = SLOT_WORDS * 4;
     static constexpr int B = Block::TOKENS * A_LINE, SCALES = B + Block::WEIGHTS * B_LINE;
     static constexpr int BYTES = (SCALES + Block::WEIGHTS * SLOT + 127) / 128 * 128;
@@ -55,14 +57,14 @@ template <class Block_, int GROUP, bool FOLDED> struct Fp4Layout {
     static __device__ __forceinline__ long long b_bytes(int k) { return k / 2; }
 };
 
-// Copies of scales, one for GROUP numbers: a row's slot of words.
+// Copies of group scales (one per GROUP numbers), as whole words to the row's slot.
 template <class Block, int GROUP> struct GroupScaleCopies {
     static constexpr int GROUPS = Block::STEP / GROUP, SLOT_WORDS = GROUPS / 4 + 1;
 
     int thread;
     const MmaTile<Block>* tile;
     int groups;              // scales of a row
-    long long groups_before; // scales of the experts before
+    long long groups_before; // scales of all earlier experts
 
     __device__ __forceinline__ void begin(const GemmParams& p, const MmaTile<Block>& of, const MmaThread<Block>& me) {
         thread = me.thread;
@@ -71,7 +73,7 @@ template <class Block, int GROUP> struct GroupScaleCopies {
         groups_before = (long long)of.group.expert * p.n * groups;
     }
 
-    // The place in b_scale of the first scale of the tile's row r of weights.
+    // Return the index in b_scale of the first scale of the tile's row r of weights.
     __device__ __forceinline__ long long first_of(int r) const {
         return groups_before + (long long)tile->weight_of(r) * groups;
     }
@@ -81,7 +83,7 @@ template <class Block, int GROUP> struct GroupScaleCopies {
 #pragma unroll
         for (int i = 0; i < (ITEMS + THREADS - 1) / THREADS; ++i) {
             const int item = thread + i * THREADS, r = item / SLOT_WORDS, word = item % SLOT_WORDS;
-            // A slot's last word holds scales only where rows of them do not begin at multiples of 4.
+            // The extra word of a slot is needed only if rows of scales are not multiples of 4 bytes.
             if ((ITEMS % THREADS == 0 || item < ITEMS) && (groups % 4 != 0 || word < GROUPS / 4)) {
                 const long long begin = first_of(r);
                 const long long from = ((begin + step * GROUPS) & ~3ll) + word * 4;
@@ -92,8 +94,8 @@ template <class Block, int GROUP> struct GroupScaleCopies {
     }
 };
 
-// The scale of MXFP4: 2^(byte - 127) for every 32 numbers. `of_lane`: which of a row's scales a lane needs, in 64
-// numbers. `factor`: the scale times the missing power of two, but for MISSING, as a pair.
+// MXFP4 scales: 2^(byte - 127) for every 32 numbers. `of_lane` returns which of a row's scales in a block of 64 numbers
+// a lane needs. `factor` returns the scale times 2^126, divided by MISSING, in both halves of a register.
 template <typename T> struct E8m0Scale {
     static constexpr int GROUP = 32;
     static constexpr float MISSING = IS_BFLOAT16<T> ? 0x1p32f : 0x1p14f;
@@ -104,7 +106,7 @@ template <typename T> struct E8m0Scale {
     }
 };
 
-// The scale of NVFP4: e4m3, for every 16 numbers.
+// NVFP4 scales: e4m3 for every 16 numbers.
 template <typename T> struct E4m3Scale {
     static constexpr int GROUP = 16;
     static constexpr float MISSING = IS_BFLOAT16<T> ? 0x1p32f : 0x1p7f;
@@ -122,25 +124,26 @@ template <typename T> struct E4m3Scale {
     }
 };
 
-// The arrays of Fp4Products. The other structs have scalars alone: the compiler takes a struct with an array apart only
-// after it has unrolled all loops over that, which costs registers.
+// Arrays of Fp4Products. The other structs have no arrays: the compiler splits a struct with an array into registers
+// only after it has unrolled all loops over the array, which costs registers.
 template <int M, int N> struct Fp4Registers {
-    uint2 nibbles[N];       // of each fragment's weights, 16 of a lane
-    unsigned factors[N];    // FoldedScales: what they are multiplied by, as pairs
-    unsigned a[M][2][4];    // 32 numbers of each token, as two fragments
-    unsigned b[4];          // 8 weights, as two fragments
-    int slots_at[2];        // GroupScales: where a stage has the scales of a lane's two columns
-    float group_factors[2]; // GroupScales: those scales
+    uint2 nibbles[N];       // weights of each MMA tile, 16 per lane
+    unsigned factors[N];    // FoldedScales: factors of the weights, as pairs
+    unsigned a[M][2][4];    // 32 numbers of each token, as two A fragments
+    unsigned b[4];          // 8 weights, as two B fragments
+    int slots_at[2];        // GroupScales: positions of the scales of the lane's two columns in a stage
+    float group_factors[2]; // GroupScales: the scales of the two columns
 };
 
-// How much further into its slot than tile row r's the first scale of row r + 8 is, where that is the up next to a gate.
-// Else rows 8 apart are alike, since n and n / 2 are multiples of 8.
+// Return the byte offset of tile row r + 8's first scale in its slot, minus the offset of row r's. With interleaved
+// gates, row r + 8 of the tile follows row r in the weights, so its scales may start at another byte of a word.
+// Otherwise the two rows are a multiple of 8 rows apart, and the difference is 0.
 template <class Form, typename SlotOf> __device__ __forceinline__ int shift_of_up(int r, const SlotOf& slot_of) {
     if constexpr (Form::Block::GATED && !Form::Block::HALVES) return slot_of(r + 8) - slot_of(r) - 8 * Form::SLOT;
     return 0;
 }
 
-// Scales that are multiplied into the weights. `slots_at`: where a stage has the slots of the warp's weights.
+// Scales that are multiplied into the weights. `slots_at`: position of the slots of the warp's weights in a stage.
 template <typename T, class Form> struct FoldedScales {
     using Block = typename Form::Block;
     using Registers = Fp4Registers<Block::M, Block::N>;
@@ -153,7 +156,7 @@ template <typename T, class Form> struct FoldedScales {
                                             const SlotOf& slot_of)
         : r(r), me(me), slot_at(slots_at + slot_of(me.row)), shift(shift_of_up<Form>(me.row, slot_of)) {}
 
-    // Load fragment n of 64 numbers along k, which lies at `line`: a lane has 16 neighbours, since they share a scale.
+    // Load MMA tile n of 64 numbers along k from `line`. A lane has 16 neighbours, which share a scale.
     __device__ __forceinline__ void load(const char* stage, const char* line, int block, int n) {
         r.nibbles[n] = *reinterpret_cast<const uint2*>(line + (block * 32 ^ (me.row & 2) * 16) + me.pair * 8);
         const int at = slot_at + n * 8 * Form::SLOT + (n % 2 ? shift : 0);
@@ -162,7 +165,7 @@ template <typename T, class Form> struct FoldedScales {
         r.factors[n] = Form::Scale::factor(scale);
     }
 
-    // The chunk of the tokens that meets this half of the nibbles.
+    // Return the chunk of the tokens that is multiplied by this half of the nibbles.
     __device__ __forceinline__ int chunk_of(int half) const { return me.pair * 2 | (half ^ (me.row & 1)); }
 
     __device__ __forceinline__ void multiply(MmaSums<Block>& sums, const char*, int, int, int n) {
@@ -176,13 +179,13 @@ template <typename T, class Form> struct FoldedScales {
     }
 };
 
-// Scales by which sums over 32 are multiplied.
+// Scales that multiply the sums over 32 numbers.
 template <typename T, class Form> struct GroupScales {
     using Block = typename Form::Block;
     using Registers = Fp4Registers<Block::M, Block::N>;
     Registers& r;
     const MmaThread<Block>& me;
-    const int shift_0, shift_1; // of the lane's two columns
+    const int shift_0, shift_1; // for the lane's two columns
 
     template <typename SlotOf>
     __device__ __forceinline__ GroupScales(Registers& r, const MmaThread<Block>& me, int slots_at,
@@ -192,7 +195,7 @@ template <typename T, class Form> struct GroupScales {
         r.slots_at[0] = slots_at + slot_of(me.pair * 2), r.slots_at[1] = slots_at + slot_of(me.pair * 2 + 1);
     }
 
-    // Load fragment n of 64 numbers along k, which lies at `line`: a lane has 8 neighbours of each 32.
+    // Load MMA tile n of 64 numbers along k from `line`. A lane has 8 neighbours of each 32 numbers.
     __device__ __forceinline__ void load(const char*, const char* line, int block, int n) {
         const int at = (block * 2 ^ (me.row >> 1 & 3)) * 16 + me.pair * 4;
         r.nibbles[n].x = *reinterpret_cast<const unsigned*>(line + at);
@@ -220,15 +223,15 @@ template <typename T, class Form> struct GroupScales {
     }
 };
 
-// The products phase, 64 numbers along k at a time.
+// Mainloop, 64 numbers along k at a time.
 template <typename T, class Form> struct Fp4Products : Fp4Registers<Form::Block::M, Form::Block::N> {
     using Block = typename Form::Block;
     static constexpr int M = Block::M, N = Block::N;
     static constexpr unsigned LAST_STAGE = (Block::STAGES - 1) * Form::BYTES;
     using Fp4Registers<M, N>::a, Fp4Registers<M, N>::b, Fp4Registers<M, N>::nibbles;
 
-    // Load 32 numbers along k of rows `row` and `row` + 8 of each fragment, which lie 8 to a lane: as two fragments, of
-    // which numbers i and i + 4 are a pair.
+    // Load 32 numbers along k of the lane's two rows of each MMA tile, 8 numbers per lane and row, as two A fragments.
+    // Numbers i and i + 4 form a pair.
     __device__ __forceinline__ void load_tokens(const char* from) {
 #pragma unroll
         for (int m = 0; m < M; ++m)
@@ -242,18 +245,18 @@ template <typename T, class Form> struct Fp4Products : Fp4Registers<Form::Block:
             }
     }
 
-    // Convert eight nibbles.
+    // Convert eight nibbles to two B fragments.
     __device__ __forceinline__ void convert(unsigned eight) {
         b[0] = nibbles_to_pair<T, 0>(eight), b[1] = nibbles_to_pair<T, 1>(eight);
         b[2] = nibbles_to_pair<T, 2>(eight), b[3] = nibbles_to_pair<T, 3>(eight);
     }
 
-    // Add all products of the tile to `sums`. The first STAGES - 1 steps have been started.
+    // Add all products of the tile to `sums`. The copies of the first STAGES - 1 steps are already started.
     __device__ __forceinline__ void add_to(MmaSums<Block>& sums, MmaCopies<Form>& copies, const MmaThread<Block>& me,
                                            const char* shared) {
         const int a_at = (me.token_warp * M * 16 + me.row) * Form::A_LINE;
         const int b_at = Form::B + (me.weight_warp * N * 8 + me.row) * Form::B_LINE;
-        // Where row r has its first scale: up to 3 bytes into its slot.
+        // Return the position of row r's first scale, up to 3 bytes into its slot.
         auto slot_of = [&](int r) { return r * Form::SLOT + int(copies.scales.first_of(r) & 3); };
         typename Form::Scales scales(*this, me, Form::SCALES + me.weight_warp * N * 8 * Form::SLOT, slot_of);
         unsigned stage_at = 0;
@@ -282,7 +285,7 @@ template <typename T, class Form> struct Fp4Products : Fp4Registers<Form::Block:
     }
 };
 
-// Factors of the finished sums: MISSING, and with NVFP4 the expert's own scale.
+// Factor of the finished sums: MISSING, with NVFP4 times the expert's global scale.
 template <class Form> struct GlobalFactor {
     using Block = typename Form::Block;
     float factor;
@@ -302,7 +305,7 @@ template <typename A, typename B> struct Conditional<false, A, B> {
     using Type = B;
 };
 
-// MXFP4 and NVFP4: tokens of type T, weights of 4 bits. FOLDED: scales are multiplied into the weights.
+// MXFP4 and NVFP4: tokens are T, weights have 4 bits. FOLDED: scales are multiplied into the weights.
 template <typename T, template <typename> class Scale_, bool FOLDED, class Block>
 struct Fp4Form : Fp4Layout<Block, Scale_<T>::GROUP, FOLDED> {
     using Scale = Scale_<T>;

@@ -1,13 +1,13 @@
-// The forms of gemm_mma in which tokens and weights both have 16 bits, or both 8: ldmatrix loads their fragments.
+// Forms of gemm_mma with tokens and weights of the same size, 16 or 8 bits. ldmatrix loads the fragments.
 #pragma once
 #include "common/fp8.cuh"
 #include "common/mma.cuh"
 #include "moe_gemm/mma_copies.cuh"
 
-// A stage of shared memory, with one step along k: tokens, weights, then scales. ITEM: bytes of a number.
+// Layout of a stage in shared memory, one step along k: tokens, weights, scales. ITEM: bytes of a number.
 //
-// 16-byte chunks are swizzled: chunk c of row r lies where chunk c ^ (r % 8) would (rows of 64 bytes: c ^ (r / 2 % 4)).
-// So the 8 rows whose chunk c ldmatrix reads at once are in different banks.
+// 16-byte chunks are swizzled: chunk c of row r is stored at chunk c ^ (r % 8), or c ^ (r / 2 % 4) in rows of 64 bytes.
+// So the chunks c of the 8 rows that ldmatrix reads at once are in different banks.
 template <class Block_, int ITEM, int SCALE_BYTES> struct LdmatrixLayout {
     using Block = Block_;
     static constexpr int A_LINE = Block::STEP * ITEM, B_LINE = A_LINE; // bytes of a row
@@ -26,12 +26,12 @@ template <class Block_, int ITEM, int SCALE_BYTES> struct LdmatrixLayout {
     static __device__ __forceinline__ long long b_bytes(int k) { return a_bytes(k); }
 };
 
-// Fragments of 32 bytes of each row along k, as ldmatrix gives them.
+// Fragments of 32 bytes along k of each row, as ldmatrix loads them.
 template <class Block> struct MmaFragments {
     unsigned a[Block::M][4], b[Block::N / 2][4];
 };
 
-// Products of numbers of type T: 16 along k.
+// MMAs of type T: 16 numbers along k.
 template <typename T> struct ProductsOf16Bits {
     template <class Block>
     static __device__ __forceinline__ void multiply(MmaSums<Block>& sums, const MmaFragments<Block>& of) {
@@ -43,9 +43,9 @@ template <typename T> struct ProductsOf16Bits {
     }
 };
 
-// Products of numbers of e4m3: 32 along k, as pairs of float16, which hold them exactly. A register of a fragment has
-// four neighbours along k; two neighbours are a pair of the first product, two of the second. The order of a sum is
-// free, as long as it is the same of tokens and weights.
+// MMAs of e4m3: 32 numbers along k, converted to float16, which is exact. The four neighbours along k in a register
+// become two pairs, one for each half of an MMA's 16 numbers. This permutes k, but equally for tokens and weights, so
+// the sum has the same terms.
 struct ProductsOf8Bits {
     template <class Block>
     static __device__ __forceinline__ void multiply(MmaSums<Block>& sums, const MmaFragments<Block>& of) {
@@ -71,7 +71,7 @@ struct ProductsOf8Bits {
     }
 };
 
-// Sums without scales that change along k: products are added to the totals.
+// Sums without scales along k: the MMAs accumulate directly into the totals.
 template <class Block> struct PlainSums {
     __device__ __forceinline__ void begin() {}
     __device__ __forceinline__ void read_scales(const char*, const MmaThread<Block>&) {}
@@ -79,14 +79,14 @@ template <class Block> struct PlainSums {
     __device__ __forceinline__ void end(MmaSums<Block>&) {}
 };
 
-// Sums of one step, which has scales of its own: they are multiplied by those when they are added to the totals.
+// Sums of one step with block scales. The sums are multiplied by the step's scales and added to the totals.
 template <class Block> struct BlockScaledSums {
     MmaSums<Block> sums;
     float a_scales[Block::M][2], b_scales[Block::N];
 
     __device__ __forceinline__ void begin() { clear(sums); }
 
-    // Read the scales of a stage: of each token, then of each 8 weights.
+    // Read the scales of a stage: one per token, then one per 8 weights.
     __device__ __forceinline__ void read_scales(const char* from, const MmaThread<Block>& me) {
         const float* const scales = reinterpret_cast<const float*>(from);
 #pragma unroll
@@ -109,8 +109,8 @@ template <class Block> struct BlockScaledSums {
     }
 };
 
-// The products phase. A step is PARTS parts of 32 bytes of each row: 16 numbers, or 32. The next part's fragments are
-// loaded before this one's are multiplied, across steps too.
+// Mainloop. A step is PARTS parts of 32 bytes of each row (16 or 32 numbers). The fragments of the next part are loaded
+// before the current part is multiplied, also across steps.
 template <class Form> struct LdmatrixProducts {
     using Block = typename Form::Block;
     using Fragments = MmaFragments<Block>;
@@ -122,9 +122,9 @@ template <class Form> struct LdmatrixProducts {
 
     static __device__ __forceinline__ void load(Fragments& to, unsigned a_at, unsigned b_at, unsigned stage_at,
                                                 int part) {
-        // The part's two chunks: these bits of an address belong to the chunk alone.
+        // Select the part's two chunks. XOR works because only the chunk index uses these address bits.
         const unsigned a = (a_at + stage_at) ^ part * 32, b = (b_at + stage_at) ^ part * 32;
-        const unsigned b_step = b_at + stage_at + part * 16 * Form::B_LINE; // TRANSPOSED: the part's 16 rows
+        const unsigned b_step = b_at + stage_at + part * 16 * Form::B_LINE; // TRANSPOSED: the part is 16 rows
 #pragma unroll
         for (int m = 0; m < Block::M; ++m) ldmatrix(to.a[m], a + m * 16 * Form::A_LINE);
 #pragma unroll
@@ -136,7 +136,7 @@ template <class Form> struct LdmatrixProducts {
         }
     }
 
-    // Add all products of the tile to `totals`. The first STAGES - 1 steps have been started.
+    // Add all products of the tile to `totals`. The copies of the first STAGES - 1 steps are already started.
     __device__ __forceinline__ void add_to(MmaSums<Block>& totals, MmaCopies<Form>& copies, const MmaThread<Block>& me,
                                            const char* shared) {
         const int a_row = me.token_warp * Block::M * 16 + me.lane % 16;
@@ -156,7 +156,7 @@ template <class Form> struct LdmatrixProducts {
             for (int part = 0; part < PARTS; ++part) {
                 if (part == PARTS - 1) {
                     sums.read_scales(shared + stage_at + Form::SCALES, me);
-                    // Behind this barrier the next stage is there, and this one may be overwritten.
+                    // After this barrier the next stage is complete, and the current stage may be overwritten.
                     cp_async_wait_group<Block::STAGES - 2>();
                     __syncthreads();
                     stage_at = stage_at == LAST_STAGE ? 0 : stage_at + Form::BYTES;
@@ -171,7 +171,7 @@ template <class Form> struct LdmatrixProducts {
     }
 };
 
-// Copies of scales by blocks: some threads copy that of a token, some that of 8 weights, which lie in one block of 128.
+// Copies of block scales: one per token, and one per 8 weights, which are in the same block of 128.
 template <class Block> struct BlockScaleCopies {
     static_assert(Block::TOKENS <= Block::THREADS && Block::WEIGHTS / 8 <= Block::THREADS, "");
     int thread;
@@ -191,15 +191,15 @@ template <class Block> struct BlockScaleCopies {
     }
 };
 
-// Factors of the finished sums: none.
+// Factor of the finished sums without row scales: 1.
 template <class Block> struct NoFactors {
     __device__ __forceinline__ NoFactors(const GemmParams&, const MmaTile<Block>&, const MmaThread<Block>&,
                                          MmaSums<Block>&) {}
     __device__ __forceinline__ float of_row(int) const { return 1.f; }
 };
 
-// Factors of the finished sums: scales of whole rows. The constructor multiplies by those of the weights; `of_row`
-// gives that of a token.
+// Factors of the finished sums: scales of whole rows. The constructor multiplies the sums by the weights' scales.
+// `of_row` returns the scale of a token.
 template <class Block> struct RowFactors {
     const GemmParams& p;
     const MmaTile<Block>& tile;
@@ -226,7 +226,7 @@ template <class Block> struct RowFactors {
     }
 };
 
-// PLAIN: tokens and weights of type T.
+// PLAIN: tokens and weights are T.
 template <typename T, class Block> struct PlainForm : LdmatrixLayout<Block, 2, 0>, ProductsOf16Bits<T> {
     using ScaleCopies = NoScaleCopies<Block>;
     using Sums = PlainSums<Block>;
@@ -234,7 +234,7 @@ template <typename T, class Block> struct PlainForm : LdmatrixLayout<Block, 2, 0
     using Factors = NoFactors<Block>;
 };
 
-// FP8 with a scale of each row, or one for all.
+// FP8 with one scale per row, or one scale in all.
 template <class Block> struct Fp8RowForm : LdmatrixLayout<Block, 1, 0>, ProductsOf8Bits {
     using ScaleCopies = NoScaleCopies<Block>;
     using Sums = PlainSums<Block>;
@@ -242,7 +242,7 @@ template <class Block> struct Fp8RowForm : LdmatrixLayout<Block, 1, 0>, Products
     using Factors = RowFactors<Block>;
 };
 
-// FP8 with BLOCK_SCALES: of every 1 x 128 numbers of a and 128 x 128 of b.
+// FP8 with BLOCK_SCALES: a scale for every 1 x 128 numbers of a and every 128 x 128 numbers of b.
 template <class Block>
 struct Fp8BlockForm : LdmatrixLayout<Block, 1, (Block::TOKENS + Block::WEIGHTS / 8) * 4>, ProductsOf8Bits {
     using ScaleCopies = BlockScaleCopies<Block>;

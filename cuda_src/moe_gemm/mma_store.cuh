@@ -1,4 +1,4 @@
-// The epilogue of gemm_mma: from sums to results in memory.
+// Epilogue of gemm_mma: scales, bias, activation and stores.
 #pragma once
 #include "common/mma.cuh"
 #include "common/warp.cuh"
@@ -7,12 +7,12 @@
 // Biases of a lane's sums.
 template <typename T, class Block> struct MmaBiases {
     const MmaTile<Block>& tile;
-    const int first; // the lane's first row of weights of the tile
+    const int first; // the lane's first row of the tile's weights
 
     __device__ __forceinline__ MmaBiases(const MmaTile<Block>& tile, const MmaThread<Block>& me)
         : tile(tile), first(me.weight_warp * Block::N * 8 + me.pair * 2) {}
 
-    // A sum times `factor`, with its bias: of fragment n, and column i of the lane's two.
+    // Return sum * factor plus the bias. n: MMA tile; i: which of the lane's two columns.
     __device__ __forceinline__ float add(float sum, float factor, int n, int i) const {
         if constexpr (Block::ACTIVATION & BIASED)
             return sum * factor + bias_of<T>(tile.p, tile.group.expert, tile.weight_of(first + n * 8 + i));
@@ -20,8 +20,7 @@ template <typename T, class Block> struct MmaBiases {
     }
 };
 
-// The result of sums[n] or, gated, of sums[2 n] (gates) and sums[2 n + 1] (ups), at one of a lane's places in
-// fragments.
+// Return the result of sums[n][at] or, gated, of sums[2 n][at] (gate) and sums[2 n + 1][at] (up).
 template <typename T, class Block>
 __device__ __forceinline__ float result(const float (&sums)[Block::N][4], int n, int at, float factor,
                                         const MmaBiases<T, Block>& biases) {
@@ -33,7 +32,7 @@ __device__ __forceinline__ float result(const float (&sums)[Block::N][4], int n,
         return finish<Block::ACTIVATION>(p, biases.add(sums[n][at], factor, n, at % 2));
 }
 
-// The results of one row: of the two rows of a fragment that a lane has sums of, row j. A pair of each fragment.
+// Compute the lane's results in row j of its two rows of an MMA tile: a pair for each MMA tile along n.
 template <typename T, class Block>
 __device__ __forceinline__ void pack_row(unsigned (&pairs)[Block::OUT], const float (&sums)[Block::N][4], int j,
                                          float factor, const MmaBiases<T, Block>& biases) {
@@ -45,8 +44,8 @@ __device__ __forceinline__ void pack_row(unsigned (&pairs)[Block::OUT], const fl
     }
 }
 
-// The place of a warp's results. Neighbouring lanes exchange pairs of two fragments, so that each then has four
-// neighbours of one fragment: 8 bytes.
+// Stores of a warp's results. Neighbouring lanes exchange pairs of two MMA tiles. Each lane then has four neighbouring
+// columns of one MMA tile, which it stores as 8 bytes.
 template <typename T, class Block> struct MmaOutput {
     const MmaTile<Block>& tile;
     const int pair, first;

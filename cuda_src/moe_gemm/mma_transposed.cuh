@@ -1,10 +1,10 @@
-// The form of gemm_mma whose weights lie as [experts, k, n]: ldmatrix transposes their fragments.
+// Form of gemm_mma with weights [experts, k, n] in memory. ldmatrix transposes their fragments.
 #pragma once
 #include "moe_gemm/mma_ldmatrix.cuh"
 
-// TRANSPOSED: tokens and weights of type T. A stage has STEP rows of WEIGHTS numbers, each row one step along k. Chunks
-// of 16 bytes are 8 rows of the tile's weights, in the order of `MmaTile::weight_of`; interleaved, in the order of
-// memory: 4 gates with their ups. Chunk c of row r lies where chunk c ^ (r % 8) would.
+// TRANSPOSED: tokens and weights are T. A stage has STEP rows of WEIGHTS numbers; a row is one step along k. A 16-byte
+// chunk is 8 rows of the tile's weights, in the order of `MmaTile::weight_of`. With INTERLEAVED gates the order is the
+// order in memory, so a chunk is 4 gates and their ups. Swizzle: chunk c of row r is stored at chunk c ^ (r % 8).
 template <typename T, class Block_> struct TransposedForm : LdmatrixLayout<Block_, 2, 0>, ProductsOf16Bits<T> {
     using Block = Block_;
     static constexpr int B_LINE = Block::WEIGHTS * 2;
@@ -16,8 +16,7 @@ template <typename T, class Block_> struct TransposedForm : LdmatrixLayout<Block
     static __device__ __forceinline__ int b_at(int row, int chunk) { return row * B_LINE + (chunk ^ (row & 7)) * 16; }
     static __device__ __forceinline__ long long b_bytes(int n) { return (long long)n * 2; }
 
-    // The first of the expert's rows of weights of a chunk; past their end the last chunk's, whose products are not
-    // written.
+    // Return the expert's first row of weights in a chunk. Chunks past the end read the last chunk and are not written.
     static __device__ __forceinline__ int b_column(const MmaTile<Block>& tile, int chunk) {
         if constexpr (Block::HALVES)
             return chunk % 2 * tile.half + min(tile.first_column + chunk / 2 * 8, tile.half - 8);
@@ -26,9 +25,10 @@ template <typename T, class Block_> struct TransposedForm : LdmatrixLayout<Block
 };
 template <typename T, class Block> constexpr bool IS_TRANSPOSED<TransposedForm<T, Block>> = true;
 
-// Part gates and ups that alternate by one in the fragments 2 n and 2 n + 1 of a warp's sums, so that fragment 2 n has
-// 8 gates and the next one their ups. A lane has gates and ups pair and 4 + pair, and gets 2 pair and 2 pair + 1. In
-// each of two exchanges a lane gives one of its two, so that what the lanes read differs by the fragment too.
+// Separate gates and ups that alternate column by column in MMA tiles 2 n and 2 n + 1 of a warp's sums: tile 2 n gets 8
+// gates and tile 2 n + 1 their ups. A lane starts with gates `pair` and 4 + `pair` and their ups, and ends with gates 2
+// `pair` and 2 `pair` + 1 and their ups. In each of two shuffles a lane offers the sums of one of its two tiles, odd
+// and even lanes different tiles.
 template <class Block> __device__ __forceinline__ void part_pairs(MmaSums<Block>& sums, const MmaThread<Block>& me) {
     const bool is_odd = me.pair & 1, is_high = me.pair & 2;
     const int four = me.lane & ~3, first = four + (2 * me.pair + is_high) % 4, second = first ^ 1;
@@ -39,7 +39,7 @@ template <class Block> __device__ __forceinline__ void part_pairs(MmaSums<Block>
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 float (&low)[4] = sums[m][n], (&high)[4] = sums[m][n + 1];
-                float a[2], b[2]; // of gates, and of ups
+                float a[2], b[2]; // index 0: gate, 1: up
 #pragma unroll
                 for (int side = 0; side < 2; ++side) {
                     const float x = low[j * 2 + side], y = high[j * 2 + side];

@@ -1,16 +1,16 @@
-// Weights of 4 bits to the layout that gemm_fp4_wgmma takes (moe_gemm/fp4_prepared.cuh).
+// Convert 4-bit weights to the layout of gemm_fp4_wgmma (moe_gemm/fp4_prepared.cuh).
 //
-// Grid: blocks of PREPARE_THREADS threads over all words of prepared numbers, of 8 numbers of a lane each, from unit to
-// unit. Lanes 4 g of a unit also convert the scales of row g.
+// Grid: one thread for each prepared word (8 numbers), in blocks of PREPARE_THREADS threads. Lane 4 g of a unit also
+// converts the scales of row g.
 #include "common/overlap.cuh"
 #include "moe_gemm/fp4_words.cuh"
 
-// Scale `byte` of e4m3 with its sign removed, as 5 bits of exponent (bias 16) and 3 of mantissa; 0 stays 0.
+// Return the magnitude of an e4m3 scale as 5 exponent bits (bias 16) and 3 mantissa bits; 0 stays 0.
 __device__ __forceinline__ unsigned widen_scale(unsigned byte) {
     const unsigned size = byte & 127;
-    if (size >= 8) return size + (9 << 3); // exponent e - 7, so e + 9
+    if (size >= 8) return size + (9 << 3); // normal: the bias goes from 7 to 16
     if (size == 0) return 0;
-    const int top = 31 - __clz(size); // size * 2^-9
+    const int top = 31 - __clz(size); // subnormal: size * 2^-9
     return (top + 7) << 3 | (size << (3 - top) & 7);
 }
 
@@ -18,7 +18,7 @@ __device__ __forceinline__ unsigned widen_scale(unsigned byte) {
 template <int FORMAT>
 __global__ __launch_bounds__(PREPARE_THREADS) void prepare_weights(const __grid_constant__ PrepareParams p) {
     begin_behind_earlier_kernels();
-    constexpr int GROUP = FORMAT == MXFP4 ? 32 : 16, SCALES = 32 / GROUP; // scales of a word
+    constexpr int GROUP = FORMAT == MXFP4 ? 32 : 16, SCALES = 32 / GROUP; // SCALES: of a word
     const WordPlace at(p.k);
     if (at.unit >= p.units) return;
     unsigned char* const to = p.prepared + at.unit * UNIT_BYTES<FORMAT>;

@@ -1,7 +1,7 @@
-// MXFP4 weights to the layout that gemm_folded_wgmma takes (moe_gemm/folded_prepared.cuh).
+// Convert MXFP4 weights to the layout of gemm_folded_wgmma (moe_gemm/folded_prepared.cuh).
 //
-// Grid: a block of FOLDED_THREADS threads for every 8 rows. Warp w finds the largest scale of row w; then each thread
-// makes every FOLDED_THREADS-th word of the numbers, and the lanes 4 g of a unit the word of row g.
+// Grid: a block of FOLDED_THREADS threads for every 8 rows. Warp w finds the largest scale of row w. Then each thread
+// writes every FOLDED_THREADS-th word of numbers, and lane 4 g of a unit also writes the word of row g.
 #include "common/overlap.cuh"
 #include "moe_gemm/folded_prepared.cuh"
 

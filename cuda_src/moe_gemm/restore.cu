@@ -1,8 +1,9 @@
-// The reverse of prepare.cu: weights of 4 bits and their scales from what gemm_fp4_wgmma takes. The grid is the same.
+// Inverse of prepare.cu: convert prepared weights of gemm_fp4_wgmma back to 4-bit weights and their scales, on the same
+// grid.
 #include "common/overlap.cuh"
 #include "moe_gemm/fp4_words.cuh"
 
-// A scale of prepared weights, as widen_scale of prepare.cu makes it, as e4m3.
+// Inverse of widen_scale (prepare.cu): return a prepared scale as e4m3.
 __device__ __forceinline__ unsigned narrow_scale(unsigned wide) {
     if (wide == 0) return 0;
     const int exponent = int(wide >> 3) - 9;

@@ -1,6 +1,6 @@
-// The reverse of prepare_folded.cu: MXFP4 weights and their scales from what gemm_folded_wgmma takes.
+// Inverse of prepare_folded.cu: convert prepared weights of gemm_folded_wgmma back to MXFP4 weights and their scales.
 //
-// Grid: a block of FOLDED_THREADS threads for every 8 rows, each of which has every FOLDED_THREADS-th word.
+// Grid: a block of FOLDED_THREADS threads for every 8 rows. A thread converts every FOLDED_THREADS-th word.
 #include "common/overlap.cuh"
 #include "moe_gemm/folded_prepared.cuh"
 

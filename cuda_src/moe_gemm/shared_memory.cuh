@@ -1,4 +1,4 @@
-// Loads from shared memory by address, and copies to it.
+// Loads, stores and asynchronous copies that take shared addresses.
 #pragma once
 
 __device__ __forceinline__ uint4 load_shared(unsigned from) {
@@ -20,7 +20,7 @@ __device__ __forceinline__ void store_shared_float(unsigned to, float value) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
 }
 
-// Copy `BYTES` from global to shared memory; those after the first `valid` become 0.
+// Copy BYTES bytes from global to shared memory by cp.async. Bytes after the first `valid` become 0.
 template <int BYTES> __device__ __forceinline__ void copy_part_async(unsigned to, const void* from, int valid) {
     if constexpr (BYTES == 16)
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid)
@@ -31,8 +31,8 @@ template <int BYTES> __device__ __forceinline__ void copy_part_async(unsigned to
                      : "memory");
 }
 
-// Store 8 x 8 matrices of 16-bit numbers, transposed: the two that lane l has of matrix i go to column l / 4, rows
-// 2 (l % 4) and + 1. `to` of lanes 8 i ... 8 i + 7 are the addresses of the matrix's rows.
+// Store 8 x 8 matrices of 16-bit numbers, transposed. The two numbers in from[i] of lane l go to column l / 4 of matrix
+// i, rows 2 (l % 4) and 2 (l % 4) + 1. `to`: lanes 8 i to 8 i + 7 give the addresses of the rows of matrix i.
 template <int MATRICES>
 __device__ __forceinline__ void store_transposed(unsigned to, const unsigned (&from)[MATRICES]) {
     if constexpr (MATRICES == 4)

@@ -1,29 +1,35 @@
-// Grouped products for few rows of each expert, on every GPU: weights are read at the speed of the memory.
+// Grouped GEMM for few rows per expert, on every GPU, at memory bandwidth.
 //
 //   x[r, j]   = sum over i of a[row_token[r], i] * b[e, j, i]       for the rows r of the group of expert e
-//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh has all forms
+//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh lists all forms
 //
-// each number of a and b times its scale with FP8; sums in float32, rounded once. moe_gemm/params.cuh says what a group
-// is.
+// With FP8 each number of a and b is multiplied by its scale. Sums are in float32 and rounded once. moe_gemm/params.cuh
+// defines the groups.
 //
-// DRAM gives its full speed only to long stretches, so a warp reads 512 bytes of one row of weights at a time, not the
-// fragments of 8 rows that tensor cores multiply. It multiplies on tensor cores all the same, as converting and
-// multiplying number by number would take too many instructions. The 8 rows of a fragment are then 8 stretches along k
-// of one row of weights (4 lanes x 16 bytes each), its 8 columns the same stretches of one token. Of the 8 x 8 sums the
-// diagonal is of stretches that belong together: its trace is one output. The other 56 are not used, and cost nothing,
-// since tensor cores would be idle. Rows 8 ... 15 of the fragment are a second row of weights: gate and up of one
-// output with an activation, else the first one's neighbour.
+// DRAM reaches its full bandwidth only for long contiguous reads. So a warp reads 512 bytes of one row of weights at a
+// time, instead of the 8 rows of an MMA fragment. The warp still uses tensor cores, because scalar conversion and
+// multiplication would take too many instructions. It fills the fragments in an unusual way:
 //
-//   lane (g, q) = (lane / 4, lane % 4) has a unit of 16 bytes of each 512, of weights and tokens alike: numbers 2 q,
-//   2 q + 1, 2 q + 8 and 2 q + 9 along k of a product, in row g of the weights' fragment and in column g of the tokens'.
+//   A, rows 0 to 7     8 segments along k of one row of weights; a segment is 4 lanes x 16 bytes
+//   A, rows 8 to 15    the same of a second row of weights: gated, the up of the first; otherwise the next row
+//   B, columns 0 to 7  the same 8 segments of one token
 //
-// Grid: x over the pairs of rows of weights, y at least over the tiles of TOKENS rows that the groups have. A block has
-// WARPS warps of PAIRS pairs each; blocks without a tile end at once. Each tile reads the weights anew, so TOKENS is
-// the most that a group is expected to have.
+// Only the diagonal of an 8 x 8 result multiplies matching segments, so its trace is one output. The other 56 sums are
+// not used. They cost no time, because the tensor cores would be idle.
 //
-// Speed of light: the bytes of the weights, experts * n * k numbers. On an H200 one row of 2 experts reaches the
-// memory's floor in bfloat16 (n = 28672, k = 4096: 108 us; n = 4096, k = 14336: 99% of it). One row of 8 experts with n
-// = 1536, k = 2048 reaches 85% and, with n = 2048, k = 768, 72%: in 8 us the start of the kernel counts.
+// Lane (g, q) = (lane / 4, lane % 4) has one unit of 16 bytes of every 512, of weights and of tokens. In an MMA these
+// are numbers 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 along k, in row g of A and in column g of B.
+//
+// Grid: x is over pairs of rows of weights, y over at least the tiles of TOKENS rows in all groups. A block has WARPS
+// warps with PAIRS pairs each. Blocks without a tile exit at once. Every tile reads all weights of its expert, so
+// TOKENS is the expected maximum of rows per group.
+//
+// Speed of light: the bytes of the weights, experts * n * k numbers. One row per expert on an H200, in bfloat16:
+//
+//   2 experts, n = 28672, k = 4096   100% of the memory floor, 108 us
+//   2 experts, n = 4096, k = 14336   99%
+//   8 experts, n = 1536, k = 2048    85%
+//   8 experts, n = 2048, k = 768     72%: in 8 us the start of the kernel counts
 #include "common/fp8.cuh"
 #include "common/hopper.cuh"
 #include "common/mma.cuh"
@@ -31,31 +37,32 @@
 #include "moe_gemm/epilogue.cuh"
 #include "moe_gemm/groups.cuh"
 
-// The task of a warp: pairs of rows of weights from `pair` on, times `count` tokens from row `first` on.
+// Task of a warp: multiply the pairs of rows of weights from `pair` on by `count` tokens from row `first` on.
 template <int ACTIVATION_> struct StreamTask {
     static constexpr int ACTIVATION = ACTIVATION_;
     const GemmParams& p;
     const int first, count;
     const int pairs, pair;
 
-    // Row i of the warp's weights, of which two are a pair; of the last pair past their end.
+    // Return the expert's row for row i of the warp's weights: rows 2 j and 2 j + 1 are pair j, clamped to the last
+    // pair.
     __device__ __forceinline__ int weight_of(int i) const {
         const int mine = min(pair + i / 2, pairs - 1);
         return has_halves(ACTIVATION) ? mine + i % 2 * pairs : 2 * mine + i % 2;
     }
 
-    // The row of `a` of token t; of the last token past their end.
+    // Return the row of `a` of token t, clamped to the last token.
     __device__ __forceinline__ int token_of(int t) const { return source_of(p, first + min(t, count - 1)); }
 };
 
-// PLAIN: a unit is 8 numbers of type T.
+// PLAIN: a unit is 8 numbers of T.
 template <typename T, class Task> struct PlainUnits {
     static constexpr int NUMBERS = 8;
     struct Registers {};
 
     __device__ __forceinline__ PlainUnits(const Task&, int) {}
 
-    // Add the products of two units of weights with one of token t, pair j, to `sums`.
+    // Multiply two units of weights (a pair) by a unit of a token, and add to `sums`.
     __device__ __forceinline__ void multiply(Registers&, float (&sums)[4], const uint4& w0, const uint4& w1,
                                              const uint4& x, int, int, int) const {
         const unsigned low[4] = {w0.x, w1.x, w0.y, w1.y}, high[4] = {w0.z, w1.z, w0.w, w1.w};
@@ -63,16 +70,16 @@ template <typename T, class Task> struct PlainUnits {
         mma_m16n8k16<T>(sums, high, x.z, x.w);
     }
 
-    // The sum for token t and row i of the warp's weights, times their scales.
+    // Return the sum for token t and row i of the warp's weights, multiplied by their row scales (here none).
     __device__ __forceinline__ float scaled(float sum, int, int) const { return sum; }
 };
 
-// The products of FP8, as pairs of float16, which hold e4m3 exactly, and their registers.
+// FP8 MMAs and their registers. e4m3 is converted to float16, which is exact.
 struct Fp8Registers {
     float part[4];
     unsigned words[3][4], halves[3][2], both[4];
 
-    // Add the products of 16 numbers to `sums`.
+    // Multiply two units of 16 weights by a unit of 16 numbers of a token, and add to `sums`.
     __device__ __forceinline__ void multiply(float (&sums)[4], const uint4& w0, const uint4& w1, const uint4& x) {
         words[0][0] = w0.x, words[0][1] = w0.y, words[0][2] = w0.z, words[0][3] = w0.w;
         words[1][0] = w1.x, words[1][1] = w1.y, words[1][2] = w1.z, words[1][3] = w1.w;
@@ -87,7 +94,7 @@ struct Fp8Registers {
     }
 };
 
-// FP8 with scales of rows: a unit is 16 numbers.
+// FP8 with row scales: a unit is 16 numbers.
 template <class Task> struct Fp8RowUnits {
     static constexpr int NUMBERS = 16;
     using Registers = Fp8Registers;
@@ -113,7 +120,7 @@ template <class Task> struct Fp8RowUnits {
     }
 };
 
-// FP8 with BLOCK_SCALES: the sums of a unit are multiplied by its scales before they are added.
+// FP8 with BLOCK_SCALES: the sums of a unit are multiplied by the unit's scales and then added.
 template <class Task> struct Fp8BlockUnits {
     static constexpr int NUMBERS = 16;
     using Registers = Fp8Registers;
@@ -130,7 +137,7 @@ template <class Task> struct Fp8BlockUnits {
 #pragma unroll
         for (int i = 0; i < 4; ++i) r.part[i] = 0.f;
         r.multiply(r.part, w0, w1, x);
-        // One block for the four lanes of a stretch, whose sums are one.
+        // The four lanes of a segment share one block of 128 numbers and one sum.
         const int block = min(unit / 8, blocks - 1);
         const float by_token = task.p.a_scale[(long long)task.token_of(t) * blocks + block];
 #pragma unroll
@@ -155,8 +162,8 @@ template <typename T, class Task> struct UnitsOf<T, FP8, true, Task> {
     using Type = Fp8BlockUnits<Task>;
 };
 
-// Load units `at`, `at` + 32, ... (of lane 0) of each row of the warp's weights; a row has `loads`, and those past it
-// are 0.
+// Load LOADS units of each row of the warp's weights, every 32nd unit from at + lane on. Units past the `loads` units
+// of a row are 0.
 template <int ROWS, int LOADS, class Task>
 __device__ __forceinline__ void load_weights(uint4 (&w)[ROWS][LOADS], const Task& task, const uint4* weights, int loads,
                                              int at, int lane) {
@@ -168,21 +175,21 @@ __device__ __forceinline__ void load_weights(uint4 (&w)[ROWS][LOADS], const Task
                 load_or_zero(weights + (unsigned(task.weight_of(j)) * loads + at + 32 * i), at + 32 * i + lane < loads);
 }
 
-// The diagonal of a product: lane (g, q) has sum (g, g) if q = g / 2, in its even place or its odd one.
+// Diagonal of an 8 x 8 result. If q = g / 2, lane (g, q) has sum (g, g), in the odd one of its two registers if g is
+// odd.
 struct Diagonal {
     const bool here, odd;
 
-    // The trace for row 0 or 1 of a pair.
+    // Return the trace for row 0 or 1 of a pair.
     __device__ __forceinline__ float trace(const float (&sums)[4], int row) const {
         const float mine = odd ? sums[2 * row + 1] : sums[2 * row];
         return lanes_sum<32>(here ? mine : 0.f);
     }
 };
 
-// T: __nv_bfloat16 or __half, of the result, and of a and b where they have 16 bits. FORMAT: PLAIN or FP8.
-// BLOCK_SCALES: FP8 with a scale for every 1 x 128 numbers of a and 128 x 128 of b; else FP8 has scales of whole rows.
-// ACTIVATION: as moe_gemm/epilogue.cuh has it.
-// LOADS: units of each row of weights that a lane has under way at once. BLOCKS: blocks that fit a multiprocessor.
+// T: __nv_bfloat16 or __half, the type of the result and of 16-bit a and b. FORMAT: PLAIN or FP8. BLOCK_SCALES: FP8
+// with block scales, otherwise with row scales. ACTIVATION: see moe_gemm/epilogue.cuh. LOADS: units of a row of weights
+// that a lane loads at once. BLOCKS: resident blocks per multiprocessor.
 template <typename T, int FORMAT, bool BLOCK_SCALES, int TOKENS, int ACTIVATION, int PAIRS, int WARPS, int LOADS,
           int BLOCKS>
 __global__ __launch_bounds__(WARPS * 32, BLOCKS) void gemm_stream(const __grid_constant__ GemmParams p) {
@@ -196,8 +203,8 @@ __global__ __launch_bounds__(WARPS * 32, BLOCKS) void gemm_stream(const __grid_c
     const int pairs = p.n / 2, pair = (blockIdx.x * WARPS + warp) * PAIRS;
     if (pair >= pairs) return;
     const Task task{p, first, count, pairs, pair};
-    // Units of a row. Those before a row of `a`, and before one of an expert's weights, are counted in 32 bits: the
-    // host refuses 64 GiB of them.
+    // Units of a row. Unit offsets within `a` and within an expert's weights are 32-bit, because the host refuses
+    // arrays of 64 GiB.
     const int loads = p.k / Units::NUMBERS;
     const uint4* const weights = static_cast<const uint4*>(p.b) + (long long)tile.expert * p.n * loads + lane;
     const uint4* const tokens = static_cast<const uint4*>(p.a) + lane;

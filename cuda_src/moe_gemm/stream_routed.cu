@@ -1,25 +1,27 @@
-// The first product of a layer for one token or a few, on every GPU, by the router's ids.
+// First GEMM of an MoE layer for one or a few tokens, in 16 bits, on every GPU. It reads the router's ids directly.
 //
 //   x[r, j]   = sum over i of a[r / topk, i] * b[e, j, i],  e the expert of topk_ids[r], for r of tokens * topk rows
-//   out[r, j] = activate(x[r, j], x[r, n / 2 + j]); moe_gemm/epilogue.cuh has all forms
+//   out[r, j] = activate(x[r, j], x[r, n / 2 + j]); moe_gemm/epilogue.cuh lists all forms
 //
-// in 16 bits; the sums have the bits of moe_gemm/stream.cu. Rows whose expert is not here are not written. An expert
-// that two tokens chose is read twice, the second time from L2.
+// The sums are bit-identical to moe_gemm/stream.cu. Rows whose expert is not in these weights are not written. An
+// expert that two tokens chose is read twice, the second time from L2.
 //
-// Grid: as many blocks as fit the GPU, of WARPS warps. The strips, PAIRS pairs of rows of weights for a row of the
-// result, are dealt to the warps in turn.
+// Grid: as many blocks of WARPS warps as are resident at once. A strip is PAIRS pairs of rows of weights for one row of
+// the result. Strips are dealt to the warps round-robin.
 //
-// Speed of light: the bytes of the weights of the rows' experts, n * k numbers each. A warp reads the ids once, then
-// streams. On an H200, a layer of one token (this and stream_summed.cu) of Qwen3-30B-A3B takes 23.7 us, where a
-// sort, gemm_stream and unpermute_rows took 26.5 and the bytes of eight experts take 15.7 at 4.8 TB/s; Mixtral-8x7B's
-// takes 163.9 us, whose bytes take 147.
+// Speed of light: the bytes of the weights of the rows' experts, n * k numbers each. A warp reads the ids once and then
+// streams weights. A layer of one token (this kernel and stream_summed.cu) on an H200:
+//
+//                   these kernels   weights alone at 4.8 TB/s   sort, gemm_stream, unpermute_rows
+//   Qwen3-30B-A3B   23.7 us         15.7 us (8 experts)         26.5 us
+//   Mixtral-8x7B    163.9 us        147 us
 #include "common/overlap.cuh"
 #include "moe_gemm/stream_routed.cuh"
 
 template <typename T, int ACTIVATION, int PAIRS> struct RoutedStrips {
     const RoutedParams& p;
     const RoutedRows rows;
-    const int of_row, lane; // strips of a row
+    const int of_row, lane; // of_row: strips of a row
 
     __device__ __forceinline__ Strip at(int i) const {
         const int index = i / of_row, row = rows.row_of(index, lane);
@@ -51,8 +53,8 @@ template <typename T, int ACTIVATION, int PAIRS> struct RoutedStrips {
     }
 };
 
-// T: __nv_bfloat16 or __half. ACTIVATION: as moe_gemm/epilogue.cuh has it. PAIRS of rows of a strip. LOADS: units of
-// each row that a lane has under way. BLOCKS: blocks that fit a multiprocessor.
+// T: __nv_bfloat16 or __half. ACTIVATION: see moe_gemm/epilogue.cuh. PAIRS: pairs of rows of weights per strip. LOADS:
+// units of a row that a lane loads at once. BLOCKS: resident blocks per multiprocessor.
 template <typename T, int ACTIVATION, int PAIRS, int LOADS, int WARPS, int BLOCKS>
 __global__ __launch_bounds__(WARPS * 32, BLOCKS) void gemm_stream_routed(const __grid_constant__ RoutedParams p) {
     begin_behind_earlier_kernels();

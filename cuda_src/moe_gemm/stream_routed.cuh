@@ -1,17 +1,17 @@
-// Rows of weights of the experts that the router chose: no sort comes first, as the kernels read its ids themselves.
+// Streaming of the weights of the experts that the router chose. The kernels read the router's ids, without a sort.
 #pragma once
 #include "moe_gemm/stream_rows.cuh"
 
-// `rows` is tokens * topk: row t * topk + s is that of token t and its slot s.
+// `rows` is tokens * topk; row t * topk + s is slot s of token t.
 struct RoutedParams : GemmParams {
-    const void* topk_ids;      // [tokens, topk], int32 times `id_words`
-    const int* expert_map;     // [global_experts], the place of each expert among the weights; null: its number
-    const float* topk_weights; // [tokens, topk]; null: 1. Only of gemm_stream_summed
-    int id_words;              // 1: ids are int32. 2: they are int64
+    const void* topk_ids;      // [tokens, topk], int32 or int64
+    const int* expert_map;     // [global_experts], index of each expert in the weights; null: identity
+    const float* topk_weights; // [tokens, topk]; null: 1. Only for gemm_stream_summed
+    int id_words;              // 1: ids are int32. 2: ids are int64
     int topk, global_experts;
 };
 
-// The expert of a row, as its place among the weights; -1: none, or one that is elsewhere.
+// Return the index in the weights of a row's expert; -1 if the id is invalid or the expert is not in these weights.
 __device__ __forceinline__ int expert_of(const RoutedParams& p, int row) {
     const int* const words = static_cast<const int*>(p.topk_ids) + row * p.id_words;
     int expert = words[0];
@@ -21,14 +21,14 @@ __device__ __forceinline__ int expert_of(const RoutedParams& p, int row) {
     return unsigned(expert) < unsigned(p.experts) ? expert : -1;
 }
 
-// The experts of up to 32 rows, each lane's. Those that are here are counted from 0, in the order of the rows.
+// Experts of up to 32 rows, one row per lane. The rows whose expert is present are numbered from 0, in row order.
 struct RoutedRows {
-    const int expert;    // of the lane's row
-    const unsigned here; // the rows whose experts are
+    const int expert;    // expert of the lane's row
+    const unsigned here; // bit mask of the rows whose expert is present
 
     __device__ __forceinline__ RoutedRows(int expert) : expert(expert), here(__ballot_sync(FULL_WARP, expert >= 0)) {}
 
-    // The row of number `index` among those that are here.
+    // Return the row with number `index` among the rows whose expert is present.
     __device__ __forceinline__ int row_of(int index, int lane) const {
         const bool is_it = here >> lane & 1 && __popc(here & ((1u << lane) - 1)) == index;
         return __ffs(__ballot_sync(FULL_WARP, is_it)) - 1;
@@ -36,21 +36,21 @@ struct RoutedRows {
     __device__ __forceinline__ int expert_of_row(int row) const { return __shfl_sync(FULL_WARP, expert, row); }
 };
 
-// The task of a warp for a while: PAIRS pairs of rows of an expert's weights from `pair` on, for row `row`.
+// Work item of a warp: PAIRS pairs of rows of an expert's weights, from pair `pair` on, for row `row`.
 struct Strip {
     int row, expert, pair;
 };
 
-// Stream strips first, first + step, ... before `end` of `strips`, which has
-//   at(i), strip i,
-//   source_of(row), the row of `a` for a strip's row, and
-//   finish(strip, sums), what is done with its sums.
-// Where a unit has been multiplied, its registers are loaded anew at once, if need be for the next strip: loads are under
-// way all the time. LOADS: units of each row that a lane has under way.
+// Stream strips first, first + step, ... up to `end`. `strips` has these functions:
+//   at(i)                returns strip i
+//   source_of(row)       returns the row of `a` for a strip's row
+//   finish(strip, sums)  stores the sums of a strip
+// As soon as a unit is multiplied, its registers are loaded again, also for the next strip, so loads are always in
+// flight. LOADS: units of a row that a lane loads at once.
 template <typename T, int ACTIVATION, int PAIRS, int LOADS, class Strips>
 __device__ __forceinline__ void stream_strips(const GemmParams& p, const Strips& strips, int first, int end, int step) {
     if (first >= end) return;
-    // Units of a token that are loaded together. Weights of 64 registers leave room for one.
+    // Units of a token that are loaded together. With 64 registers of weights only one unit fits.
     constexpr int BATCH = PAIRS * LOADS < 8 ? 2 : 1;
     const int lane = threadIdx.x % 32, loads = p.k / STREAM_UNIT, pairs = p.n / 2;
     const uint4* const tokens = static_cast<const uint4*>(p.a) + lane;

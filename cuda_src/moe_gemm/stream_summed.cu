@@ -1,19 +1,22 @@
-// The second product of a layer for one token or a few, on every GPU, and the weighted sum of each token's rows.
+// Second GEMM of an MoE layer for one or a few tokens, in 16 bits, on every GPU, with the weighted sum of a token's
+// rows.
 //
 //   x[t, s, j] = sum over i of a[t * topk + s, i] * b[e, j, i], e the expert of topk_ids[t, s]; rounded to T
 //   out[t, j]  = sum over s of topk_weights[t, s] * x[t, s, j]
 //
-// in 16 bits, with the bits of moe_gemm/stream.cu and then moe_permute/unpermute_rows.cu: each product and each sum of
-// the second line is rounded to float32, from the first slot to the last. Slots whose expert is not here add nothing.
+// The result is bit-identical to moe_gemm/stream.cu followed by moe_permute/unpermute_rows.cu: the sum goes from the
+// first slot to the last, and each product and each sum is rounded to float32. Slots whose expert is not in these
+// weights add nothing.
 //
-// Grid: x over the pairs of rows of weights, y over tokens. SLOTS warps of a block share PAIRS pairs: each streams them
-// for every SLOTS-th of the token's slots whose experts are here. The rows meet in shared memory.
+// Grid: x is over pairs of rows of weights, y over tokens. SLOTS warps of a block share PAIRS pairs. Each of these
+// warps streams the pairs for every SLOTS-th of the token's present slots (slots whose expert is in these weights). The
+// rows are added in shared memory.
 //
 // Speed of light: the bytes of the weights of the rows' experts, n * k numbers each.
 #include "common/overlap.cuh"
 #include "moe_gemm/stream_routed.cuh"
 
-constexpr int MOST_SLOTS = 32; // a warp has a lane for each
+constexpr int MOST_SLOTS = 32; // one lane per slot
 
 template <typename T, int ACTIVATION, int PAIRS> struct SummedStrips {
     const RoutedParams& p;
@@ -38,7 +41,8 @@ template <typename T, int ACTIVATION, int PAIRS> struct SummedStrips {
     }
 };
 
-// T, ACTIVATION, PAIRS, LOADS, WARPS, BLOCKS: as moe_gemm/stream_routed.cu has them; ACTIVATION is none, or BIASED.
+// T, PAIRS, LOADS, WARPS, BLOCKS: see moe_gemm/stream_routed.cu. ACTIVATION: 0 or BIASED. SLOTS: warps that share a
+// token.
 template <typename T, int ACTIVATION, int PAIRS, int LOADS, int WARPS, int SLOTS, int BLOCKS>
 __global__ __launch_bounds__(WARPS * 32, BLOCKS) void gemm_stream_summed(const __grid_constant__ RoutedParams p) {
     begin_behind_earlier_kernels();
@@ -57,7 +61,7 @@ __global__ __launch_bounds__(WARPS * 32, BLOCKS) void gemm_stream_summed(const _
     for (int slot = 0; slot < p.topk; ++slot) {
         const float of_slot = __shfl_sync(FULL_WARP, weight, slot);
         if (lane < 2 * PAIRS && slots.here >> slot & 1)
-            // Not fused, as unpermute_rows has it.
+            // No fma, as in unpermute_rows.
             sum = __fadd_rn(sum, __fmul_rn(of_slot, found[group][lane][slot]));
     }
     const int column = 2 * pair + lane;

@@ -1,40 +1,45 @@
-// Grouped products of 16-bit numbers on Hopper, by TMA and wgmma: each expert's weights times its rows.
+// Grouped GEMM of 16-bit numbers on Hopper, by TMA and wgmma.
 //
-//   x[r, j]   = sum over i of a[r, i] * b[e, j, i]       for the rows r of the group of expert e; with GATHER, a's
-//                                                        row row_token[r] in place of r
-//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh has all forms
+//   x[r, j]   = sum over i of a[r, i] * b[e, j, i]       for the rows r of the group of expert e;
+//                                                        GATHER: row row_token[r] of a instead of row r
+//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh lists all forms
 //
-// sums in float32, rounded once. moe_gemm/params.cuh says what a group is.
+// Sums are in float32 and rounded once. moe_gemm/params.cuh defines the groups.
 //
-// A product by wgmma has 64 rows and any multiple of 8 columns. Groups have any number of rows, so these, called tokens
-// here, are its columns, and weights are its rows: a tile of few tokens costs little, and what TMA copies beside a
-// group's tokens ends in columns that nobody writes. All tiles of a group read all of its weights; so a group has as
-// few tiles of tokens as can be, of about as many tokens each, and a tile is multiplied at the smallest of WIDTHS that
-// holds it.
+// wgmma has M = 64 and N any multiple of 8. Groups have any number of rows, so the rows of a group, called tokens here,
+// are the N side, and weights are the M side. A tile of few tokens then costs little. Rows that TMA copies past a
+// group's end only affect columns that are not written. Every tile of a group reads all weights of the expert. So a
+// group has as few token tiles as possible, of about equal size, and a tile uses the smallest of WIDTHS that holds it.
 //
-// Grid: CLUSTER * (as many clusters as run at once) blocks of gemm_threads(TOKENS) threads. They stay, and take one
-// tile after the other: 128 weights times up to TOKENS tokens. The blocks of a cluster have the same tokens and
-// neighbouring weights; each copies every CLUSTER-th box of tokens, to all of them (multicast).
+// Grid: CLUSTER * (number of resident clusters) persistent blocks of gemm_threads(TOKENS) threads. A tile is 128 rows
+// of weights times up to TOKENS tokens. The blocks of a cluster have the same tokens and neighbouring weights. Each
+// block copies every CLUSTER-th box of tokens, by multicast to the whole cluster.
 //
-//   warp 8           finds tiles, and has TMA copy 64 numbers along k at a time to a ring of STAGES stages; it is ahead
-//                    of the others by the whole ring, across tiles too. GATHER: moe_gemm/wgmma_gather.cuh
-//   warpgroup 0, 1   multiply weights 64 w ... 64 w + 63 of a tile, and write the results
+//   warp 8           finds tiles; copies 64 numbers along k per stage to a ring of STAGES stages, by TMA. It may be a
+//                    whole ring ahead of the consumers, also across tiles. GATHER: see moe_gemm/wgmma_gather.cuh
+//   warpgroup w < 2  multiplies weights 64 w to 64 w + 63 of a tile, and writes the results
 //
-// A stage is full when its bytes are there, and empty when all warps of all blocks that it is copied to have released
-// it.
+// A stage is full when its bytes have arrived. A stage is empty when all consumer warps of all blocks that receive it
+// have released it.
 //
-// A gated product: a tile of weights is 8 gates, the 8 ups that belong to them, the next 8 gates, and so on. A thread
-// has the sums of both, in rows lane / 4 and lane / 4 + 8 of its warp's 16.
+// Gated, a tile of weights is 8 gates, their 8 ups, the next 8 gates, and so on. A thread has the sums of a gate and of
+// its up, in rows lane / 4 and lane / 4 + 8 of its warp's 16 rows.
 //
-// With the largest tiles the second warpgroup begins a stage after the first, and stays behind: one multiplies while
-// the other writes, so the tensor cores always have work. Their groups are taken in the order of the sizes of their
-// tiles, and the last tile of a group may have up to 32 tokens past 256 (moe_gemm/wgmma_tiles.cuh).
+// With the largest tiles the second warpgroup stays one stage behind the first. One warpgroup multiplies while the
+// other writes, so the tensor cores always have work. These tiles are taken in the order of their sizes, and the last
+// tile of a group may have up to 32 tokens past 256 (moe_gemm/wgmma_tiles.cuh).
 //
-// Speed of light: the bytes of the weights up to some 200 rows of each expert, then 2 * rows * n * k operations. On an
-// H200, with n = 4096, k = 7168: 256 experts x 8 rows and 8 x 4096 rows reach all of their floor, 8 x 1024 rows 99% and
-// 64 x 64 rows 97%; 8 x 1024 rows with n = 7168, k = 2048 reach 94%. Gathered, 8 x 1024 rows take 5% more time, and few
-// rows no more. Layers of 4096 tokens, with all of their kernels, reach 92% (Mixtral), 86% (DeepSeek-V3 with 32 experts)
-// and 70% (Qwen3-30B-A3B) of the rate of a large product.
+// Speed of light: the bytes of the weights up to some 200 rows per expert, then 2 * rows * n * k operations. Shares of
+// the floor on an H200, with n = 4096, k = 7168 unless noted:
+//
+//   256 experts x 8 rows               100%
+//   64 x 64 rows                       97%
+//   8 x 1024 rows                      99%; gathered, 5% more time
+//   8 x 1024 rows, n = 7168, k = 2048  94%
+//   8 x 4096 rows                      100%
+//
+// Gathering few rows takes no extra time. Whole layers of 4096 tokens reach 92% (Mixtral), 86% (DeepSeek-V3 with 32
+// experts) and 70% (Qwen3-30B-A3B) of the rate of a large GEMM.
 #include "common/cluster.cuh"
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
@@ -45,7 +50,7 @@
 #include "moe_gemm/wgmma_transposed.cuh"
 #include "moe_gemm/wgmma_widths.cuh"
 
-// The loop of the warp that loads.
+// Run the producer warp: find the tiles and start the TMA copies of their stages.
 template <int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, bool STREAMED, bool TURNED>
 __device__ __forceinline__ void load_tiles(const MappedGemmParams& p, WgmmaShared<TOKENS, STAGES>& shared,
                                            unsigned stages) {
@@ -99,9 +104,9 @@ __device__ __forceinline__ void load_tiles(const MappedGemmParams& p, WgmmaShare
     __syncwarp();
 }
 
-// Sum a warpgroup's part of a tile of at most WIDTH tokens. `a`, `b`: descriptors of its weights and tokens in stage 0,
-// both K-major, or the weights as moe_gemm/wgmma_transposed.cuh has them.
-// `skewed_after`: the step after which the other warpgroup may begin, or -1.
+// Sum a warpgroup's part of a tile of at most WIDTH tokens. `a`, `b`: descriptors of the weights and the tokens in
+// stage 0, both K-major; TURNED weights are described in moe_gemm/wgmma_transposed.cuh. `skewed_after`: the step after
+// which the other warpgroup may begin, or -1.
 template <typename T, int WIDTH, int CLUSTER, bool STREAMED, int REGISTERS, typename Shared, int STAGES, typename A>
 __device__ __forceinline__ void sum_tile(float (&c)[REGISTERS], Shared& shared, RingPlace<STAGES>& place, int steps,
                                          int skewed_after, A a, unsigned long long b) {
@@ -123,10 +128,10 @@ __device__ __forceinline__ void sum_tile(float (&c)[REGISTERS], Shared& shared, 
 #pragma unroll
         for (int i = 0; i < DEPTH / 16; ++i) multiply_weights<T, WIDTH>(c, a, b, at, i, i > 0 || step > 0);
         wgmma_commit_group();
-        if constexpr (STREAMED) { // memory is the limit: release the stage at once, so that its next copies start
+        if constexpr (STREAMED) { // memory-bound: release the stage at once, so that its next copies start
             wgmma_wait_group<0>();
             release(place.stage);
-        } else { // tensor cores are the limit: release the stage before, while this one's products run
+        } else { // compute-bound: release the previous stage while this stage's MMAs run
             wgmma_wait_group<1>();
             if (step > 0) release(previous);
         }
@@ -142,16 +147,15 @@ __device__ __forceinline__ void sum_tile(float (&c)[REGISTERS], Shared& shared, 
     if constexpr (IS_PAIR<A>) wgmma_fence_operand(reinterpret_cast<float (&)[WIDTH / 2]>(c[REGISTERS / 2]));
 }
 
-// The loop of a warpgroup that multiplies.
+// Run a consumer warpgroup: compute all tiles of the block.
 template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, bool STREAMED, bool TURNED>
 __device__ __forceinline__ void compute_tiles(const MappedGemmParams& p, WgmmaShared<TOKENS, STAGES>& shared,
                                               unsigned stages) {
     using Shared = WgmmaShared<TOKENS, STAGES>;
-    constexpr int SKEW = is_largest(TOKENS); // stages that the second warpgroup is behind the first
-    // By a shuffle, so that the compiler knows that it is the same in all lanes, and keeps descriptors in uniform
-    // registers.
+    constexpr int SKEW = is_largest(TOKENS); // lag of the second warpgroup in stages
+    // The shuffle tells the compiler that the value is warp-uniform, so descriptors stay in uniform registers.
     const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
-    constexpr bool BY_TOKENS = TURNED && has_halves(ACTIVATION); // the warpgroups share out the tokens, not the weights
+    constexpr bool BY_TOKENS = TURNED && has_halves(ACTIVATION); // the warpgroups split the tokens, not the weights
     const auto a = weights_at<TURNED, ACTIVATION>(stages, warpgroup);
     const unsigned long long b = k_major_descriptor(stages + Shared::WEIGHT_TILE);
     const unsigned staging = stages + STAGES * Shared::STAGE + warpgroup * 2 * Shared::STAGING;
@@ -189,17 +193,18 @@ __device__ __forceinline__ void compute_tiles(const MappedGemmParams& p, WgmmaSh
 template <typename, int, int TOKENS, int STAGES, int CLUSTER, int, bool, bool GATHER, bool = false>
 constexpr Launch gemm_wgmma_launch() {
     using Shared = WgmmaShared<TOKENS, STAGES>;
-    constexpr int WARPS = GATHER ? gather_warps(TOKENS) : 1;                  // that load
-    constexpr int SORTED = is_largest(TOKENS) ? WARPS * MAX_SORTED : 0;       // bytes, for their orders of groups
-    constexpr int SOURCES = GATHER ? TOKENS / CLUSTER * int(sizeof(int)) : 0; // bytes, for the sources of their rows
+    constexpr int WARPS = GATHER ? gather_warps(TOKENS) : 1;                  // producer warps
+    constexpr int SORTED = is_largest(TOKENS) ? WARPS * MAX_SORTED : 0;       // bytes of the warps' orders of groups
+    constexpr int SOURCES = GATHER ? TOKENS / CLUSTER * int(sizeof(int)) : 0; // bytes of the row indices to gather
     return {GATHER ? gather_threads(TOKENS) : gemm_threads(TOKENS),
             1024 + Shared::REST + int(sizeof(Shared)) + SORTED + SOURCES, box_of(TOKENS)};
 }
 
-// T: __nv_bfloat16 or __half. TOKENS: 8, 16, 32, 64, 96, 128 or 288. BLOCKS: blocks that fit a multiprocessor.
-// STREAMED: for few tokens, where memory is the limit and weights are read once. ACTIVATION: as moe_gemm/epilogue.cuh
-// has it. GATHER: rows of `a` are gathered; blocks then are of gather_threads(TOKENS) threads. TURNED: the weights lie
-// as [experts, k, n]; where gates have a half of n, TOKENS are 16 at least, and 256 in place of 288.
+// T: __nv_bfloat16 or __half. TOKENS: 8, 16, 32, 64, 96, 128 or 288. BLOCKS: resident blocks per multiprocessor.
+// STREAMED: for few tokens, where the kernel is memory-bound; weights are read once, with the L2 policy evict-first.
+// ACTIVATION: see moe_gemm/epilogue.cuh. GATHER: rows of `a` are gathered; blocks have gather_threads(TOKENS) threads.
+// TURNED: weights are [experts, k, n] in memory; if gates and ups are halves of n, TOKENS is at least 16, and 256
+// instead of 288.
 template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED, bool GATHER,
           bool TURNED = false>
 __global__ __launch_bounds__(GATHER ? gather_threads(TOKENS) : gemm_threads(TOKENS), BLOCKS)
@@ -208,7 +213,7 @@ __global__ __launch_bounds__(GATHER ? gather_threads(TOKENS) : gemm_threads(TOKE
 #if HAS_WGMMA
     using Shared = WgmmaShared<TOKENS, STAGES>;
     extern __shared__ char memory[];
-    const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles lie at multiples of 1024
+    const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles are 1024-byte aligned
     const unsigned stages = shared_address(memory) + misplaced;
     Shared& shared = *reinterpret_cast<Shared*>(memory + misplaced + Shared::REST);
     if (threadIdx.x == 0) {
@@ -233,7 +238,7 @@ __global__ __launch_bounds__(GATHER ? gather_threads(TOKENS) : gemm_threads(TOKE
         else if (threadIdx.x < WARPGROUPS * WARPGROUP + 32)
             load_tiles<ACTIVATION, TOKENS, STAGES, CLUSTER, STREAMED, TURNED>(p, shared, stages);
     }
-    // A block may not end while others of its cluster write to its shared memory.
+    // A block must not exit while other blocks of its cluster write to its shared memory.
     if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();
 #endif
 }

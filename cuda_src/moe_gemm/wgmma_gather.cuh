@@ -1,15 +1,15 @@
-// The warps of gemm_wgmma that load tiles where the rows of `a` are gathered.
+// Producer warps of gemm_wgmma with GATHER: the rows of `a` are gathered.
 //
-// A box of TMA is one row. The swizzle is of the address, so that a row is in its place in the tile. The warps of all
-// blocks of a cluster share out the rows of a tile, and each row reaches all of these blocks, as the boxes of rows in
-// order do: else tokens would be read from L2 once for each block, which is faster than L2 can be. A warp has
-// neighbouring rows of a tile, a multiple of 4: past the tile's tokens they lie in columns that nobody writes.
+// A TMA box is one row. The swizzle depends only on address bits, so a row that is copied alone is placed correctly in
+// the swizzled tile. The producer warps of all blocks of a cluster share the rows of a tile, and multicast each row to
+// the whole cluster. Otherwise every block would read the tokens from L2, which exceeds the L2 bandwidth. A warp has
+// neighbouring rows of a tile, a multiple of 4. Rows past the tile's tokens only affect columns that are not written.
 //
-// A stage is full when its bytes are there, and each warp of the block has arrived. Warp 0 arrives once more, when it
-// has said how many bytes are to come.
+// A stage is full when its bytes have arrived and every producer warp of the block has arrived at the barrier. Warp 0
+// arrives once more, when it announces the number of bytes (expect_tx).
 //
-// Where the warps copy the rows by cp.async, to their own block and from there to the other, 8 x 1024 rows take 1.4
-// times as long on an H200.
+// Copying by cp.async to the warp's own block, and from there to the other block, takes 1.4 times as long for 8 x 1024
+// rows on an H200.
 #pragma once
 #include "common/cluster.cuh"
 #include "common/mma.cuh"
@@ -18,15 +18,15 @@
 #include "moe_gemm/wgmma_tiles.cuh"
 #include "moe_gemm/wgmma_transposed.cuh"
 
-// Warps that load gathered rows.
+// Return the number of warps that gather rows.
 __host__ __device__ constexpr int gather_warps(int tokens) { return tokens >= 64 ? 4 : 1; }
 
-// Threads of a block that gathers.
+// Return the threads of a block that gathers.
 __host__ __device__ constexpr int gather_threads(int tokens) {
     return WARPGROUPS * WARPGROUP + gather_warps(tokens) * 32;
 }
 
-// Start the copy of 128 bytes of row `y` of `a` to all blocks of the cluster.
+// Start the copy of 128 bytes of row `y` of `a`, from column `x` on, to all blocks of the cluster.
 template <int CLUSTER>
 __device__ __forceinline__ void load_row(unsigned to, const TensorMap& map, int x, int y, unsigned barrier) {
     if constexpr (CLUSTER == 1)
@@ -41,8 +41,8 @@ __device__ __forceinline__ void load_row(unsigned to, const TensorMap& map, int 
                      : "memory");
 }
 
-// True in one lane of the warp, always the same. The compiler knows that it is one, which it does not of `lane == 0`:
-// there it makes a loop of each instruction whose operands are of a whole warp, as those of TMA are.
+// Return true in one lane of the warp, always the same lane. Here the compiler knows that only one lane is active. With
+// `lane == 0` it does not, and wraps each instruction that needs warp-uniform operands, such as TMA's, in a loop.
 __device__ __forceinline__ bool elect_one() {
     unsigned elected;
     asm volatile("{ .reg .pred elected;\n"
@@ -52,19 +52,19 @@ __device__ __forceinline__ bool elect_one() {
     return elected;
 }
 
-// The loop of a warp. It keeps the sources of its rows in shared memory, behind `shared`, and with the largest tiles the
-// order of groups behind those of all warps.
+// Run a producer warp. Shared memory after `shared` holds the row indices that each warp gathers, then (largest tiles
+// only) each warp's order of groups.
 template <int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, bool STREAMED, bool TURNED>
 __device__ __forceinline__ void gather_tiles(const MappedGemmParams& p, WgmmaShared<TOKENS, STAGES>& shared,
                                              unsigned stages) {
     using Shared = WgmmaShared<TOKENS, STAGES>;
     constexpr bool GATED = is_gated(ACTIVATION);
     constexpr int WEIGHTS = WARPGROUPS * 64, WARPS = gather_warps(TOKENS), SHARES = WARPS * CLUSTER;
-    constexpr int EACH = TOKENS / SHARES; // the most rows of a warp
+    constexpr int EACH = TOKENS / SHARES; // maximum rows per warp
     static_assert(EACH % 4 == 0, "");
     constexpr unsigned long long POLICY = STREAMED ? EVICT_FIRST : EVICT_NORMAL;
     const int lane = threadIdx.x % 32, rank = cluster_rank<CLUSTER>();
-    // By a shuffle, so that the compiler knows that it is the same in all lanes.
+    // The shuffle tells the compiler that the value is warp-uniform.
     const int warp = __shfl_sync(FULL_WARP, int(threadIdx.x / 32) - WARPGROUPS * 4, 0);
     int *const all_sources = reinterpret_cast<int*>(&shared + 1), *const sources = all_sources + warp * EACH;
     unsigned char* const order = reinterpret_cast<unsigned char*>(all_sources + WARPS * EACH);
@@ -88,7 +88,7 @@ __device__ __forceinline__ void gather_tiles(const MappedGemmParams& p, WgmmaSha
                 const unsigned full = shared_address(&shared.full[place.stage]);
                 const unsigned weights_to = stages + place.stage * Shared::STAGE;
                 const int x = step * DEPTH;
-                // All warps wait, also those without rows: so none is ever more than one phase behind.
+                // Warps without rows wait too, so no warp is ever more than one phase behind.
                 mbarrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
                 if (warp == 0) {
                     if (step == 0)

@@ -1,52 +1,52 @@
-// Sizes and shared memory of a block of gemm_wgmma.
+// Sizes and shared memory layout of a block of gemm_wgmma.
 #pragma once
 #include "common/hopper.cuh"
 
-constexpr int WARPGROUPS = 2; // warpgroups that multiply, each 64 weights of a tile
-constexpr int DEPTH = 64;     // numbers along k of a stage: 128 bytes, a row of a swizzled tile
+constexpr int WARPGROUPS = 2; // consumer warpgroups; each has 64 weights of a tile
+constexpr int DEPTH = 64;     // numbers along k of a stage: 128 bytes, one row of a swizzled tile
 constexpr int ROW_BYTES = DEPTH * 2;
 
-// Whether tiles are the largest, for groups of many rows: their groups have tails and are sorted (wgmma_tiles.cuh), the
-// epilogue overlaps its rounds (wgmma_store.cuh), and the second warpgroup is a stage behind the first.
+// Return whether tiles have the largest size, for groups of many rows. Then groups have tails and are sorted
+// (wgmma_tiles.cuh), the epilogue overlaps its rounds (wgmma_store.cuh), and the second warpgroup lags by one stage.
 __host__ __device__ constexpr bool is_largest(int tokens) { return tokens > 128; }
 
-// Tokens of a box of TMA.
+// Return the tokens of a TMA box.
 __host__ __device__ constexpr int box_of(int tokens) { return tokens >= 64 ? 32 : tokens >= 16 ? tokens / 2 : 8; }
 
-// Tokens of a round of the epilogue, which transposes their results.
+// Return the tokens that the epilogue transposes in one round.
 __host__ __device__ constexpr int round_of(int tokens) {
     return tokens > 128 ? 32 : tokens == 128 ? 64 : tokens < 16 ? 8 : 16;
 }
 
-// Threads of a block. 288 tokens need 144 registers of a thread for sums, more than each can have of an equal share:
-// the loading warp then is one of a whole warpgroup, which gives registers away.
+// Return the threads of a block. With 288 tokens a thread needs 144 registers for sums, more than an equal share of the
+// registers allows. The producer is then a whole warpgroup, which gives registers to the consumers (setmaxnreg).
 __host__ __device__ constexpr int gemm_threads(int tokens) {
     return WARPGROUPS * WARPGROUP + (tokens > 128 ? WARPGROUP : 32);
 }
 
-// A tile, for a block.
+// A block's tile.
 struct alignas(16) WgmmaTile {
-    int row;    // its first row of `out`
-    int tokens; // 0: there are no more tiles
-    int column; // its first column of `out`
-    int expert; // of gemm_fp4_wgmma, and where there are biases
+    int row;    // first row of `out`
+    int tokens; // 0: no more tiles
+    int column; // first column of `out`
+    int expert; // valid in gemm_fp4_wgmma and gemm_folded_wgmma, and with BIASED
 };
 
 template <int TOKENS, int STAGES> struct WgmmaShared {
     static constexpr int WEIGHT_TILE = WARPGROUPS * 64 * ROW_BYTES, TOKEN_TILE = TOKENS * ROW_BYTES; // bytes
     static constexpr int STAGE = WEIGHT_TILE + TOKEN_TILE;
-    static constexpr int STAGING = round_of(TOKENS) * ROW_BYTES;           // of a round; a warpgroup has room for two
-    static constexpr int REST = STAGES * STAGE + WARPGROUPS * 2 * STAGING; // where this struct begins
+    static constexpr int STAGING = round_of(TOKENS) * ROW_BYTES;           // of a round; two per warpgroup
+    static constexpr int REST = STAGES * STAGE + WARPGROUPS * 2 * STAGING; // offset of this struct
 
     unsigned long long full[STAGES], empty[STAGES], skewed;
-    // The tile that begins with this stage, if one does; `full` publishes it. A tile has a stage at least, and a warp
-    // reads its tile before it releases the stage, so there are enough of them.
+    // Description of the tile that begins with this stage, if any, published by `full`. One description per stage is
+    // enough: a tile has at least one stage, and a warp reads the description before it releases the stage.
     WgmmaTile tiles[STAGES];
 };
 
-// The place of a warp in the ring.
+// Position of a warp in the ring.
 template <int STAGES> struct RingPlace {
-    int stage = 0, phase = 0; // phase: how often the ring's end was passed
+    int stage = 0, phase = 0; // phase: completed rounds of the ring
 
     __device__ __forceinline__ void advance() {
         if (++stage == STAGES) stage = 0, ++phase;

@@ -1,34 +1,35 @@
-// The epilogue of gemm_wgmma: from sums to results in memory.
+// Epilogue of gemm_wgmma, gemm_fp4_wgmma and gemm_folded_wgmma: bias, activation and stores.
 #pragma once
 #include "common/mma.cuh"
 #include "moe_gemm/epilogue.cuh"
 #include "moe_gemm/shared_memory.cuh"
 #include "moe_gemm/wgmma_layout.cuh"
 
-// Wait for all threads of a warpgroup.
+// Synchronize the threads of a warpgroup.
 __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
     if (warpgroup < 1) return named_barrier_sync<1, WARPGROUP>();
     named_barrier_sync<2, WARPGROUP>();
 }
 
-// Write a warpgroup's results of a tile, of sums times `factor`, plus their biases.
+// Write a warpgroup's results of a tile: the sums times `factor`, plus biases, through the activation.
 //
-// They lie along the weights in memory, but along the tokens in the registers of a thread. stmatrix transposes them
-// through shared memory, a round of ROUND tokens at a time, so that 8 (gated: 4) threads write neighbouring bytes of a
-// token. Rounds alternate between two places in `staging`, which `round` counts: all threads that read one have done so
-// when they come to the barrier of the next round, and the round after that may write to the place again. OVERLAPPED: a
-// round is written to its place before the one before is read, and gated it has twice the tokens.
+// Results are contiguous along the weights in memory, but along the tokens in a thread's registers. stmatrix transposes
+// them through shared memory, in rounds of ROUND tokens. Then 8 threads (gated: 4) write contiguous bytes of a token.
+//
+// Rounds alternate between two buffers in `staging`; `round` counts them. A buffer may be overwritten two rounds later,
+// because every thread has read it when it reaches the barrier of the next round. OVERLAPPED: the next round is written
+// to its buffer before the results of the current round are stored, and gated rounds have twice the tokens.
 template <typename T, int ACTIVATION, int TOKENS, bool OVERLAPPED = false>
 __device__ __forceinline__ void store_tile(const GemmParams& p, const float (&c)[TOKENS / 2], const WgmmaTile& tile,
                                            int warpgroup, unsigned staging, int& round, float factor = 1.f) {
     constexpr bool GATED = is_gated(ACTIVATION);
     constexpr int ROUND = round_of(TOKENS) * (OVERLAPPED && GATED ? 2 : 1);
-    constexpr int CHUNKS = GATED ? 4 : 8; // chunks of 16 bytes of a token
+    constexpr int CHUNKS = GATED ? 4 : 8; // 16-byte chunks of a token
     constexpr int PLACE = round_of(TOKENS) * ROW_BYTES;
-    constexpr int EACH = CHUNKS / 4; // of them by each warp
+    constexpr int EACH = CHUNKS / 4; // chunks per warp
     constexpr int MATRICES = ROUND / 8 * EACH < 4 ? ROUND / 8 * EACH : 4;
-    constexpr int GROUPS = MATRICES / EACH; // groups of 8 tokens that are stored at once
-    // Chunk i lies where chunk i ^ swizzle(token) would: the chunks i of 8 neighbouring tokens are in different banks.
+    constexpr int GROUPS = MATRICES / EACH; // groups of 8 tokens per stmatrix
+    // Chunk i is stored at chunk i ^ swizzle(token), so the chunks i of 8 neighbouring tokens are in different banks.
     auto swizzle = [](int token) { return GATED ? token / 2 % 4 : token % 8; };
     const int thread = threadIdx.x % WARPGROUP, warp = thread / 32, lane = thread % 32;
     const int columns = GATED ? p.n / 2 : p.n;
@@ -36,7 +37,7 @@ __device__ __forceinline__ void store_tile(const GemmParams& p, const float (&c)
         (lane / 8 / EACH * 8 + lane % 8) * CHUNKS * 16 + ((warp * EACH + lane / 8 % EACH) ^ swizzle(lane % 8)) * 16;
     const int chunk = thread % CHUNKS, column = tile.column + warpgroup * CHUNKS * 8 + chunk * 8;
     T* const out = static_cast<T*>(p.out) + (long long)tile.row * columns + column;
-    float biases[2]; // of a lane's two rows of weights
+    float biases[2]; // for the lane's two rows of weights
     if constexpr (ACTIVATION & BIASED) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -66,7 +67,7 @@ __device__ __forceinline__ void store_tile(const GemmParams& p, const float (&c)
             store_transposed(place + lane_to + group * 8 * CHUNKS * 16, packed);
         }
     };
-    constexpr int UNITS = (ROUND * CHUNKS + WARPGROUP - 1) / WARPGROUP; // of a round that a thread copies
+    constexpr int UNITS = (ROUND * CHUNKS + WARPGROUP - 1) / WARPGROUP; // 16-byte units of a round per thread
     auto is_there = [&](int first, int token) {
         return token < ROUND && first + token < tile.tokens && column < columns;
     };
@@ -91,7 +92,7 @@ __device__ __forceinline__ void store_tile(const GemmParams& p, const float (&c)
             if (first >= tile.tokens) break;
             const unsigned place = staging + (round++ & 1) * PLACE;
             warpgroup_sync(warpgroup);
-            // All loads come first, so that they are under way together, and while the next round is written.
+            // Load all units first: the loads overlap each other and the writes of the next round.
             uint4 units[UNITS];
 #pragma unroll
             for (int i = 0; i < UNITS; ++i) units[i] = load_shared(from(token_of(i) % ROUND, place));

@@ -1,14 +1,14 @@
-// The scheduler of gemm_wgmma: which tiles a cluster has, in which order.
+// Tile scheduler of gemm_wgmma, gemm_fp4_wgmma and gemm_folded_wgmma: selects a cluster's tiles and their order.
 #pragma once
 #include "moe_gemm/groups.cuh"
 
-constexpr int MAX_SORTED = 256; // experts: with more, tiles are taken in the order of experts
+constexpr int MAX_SORTED = 256; // maximum experts for sorting; with more experts, tiles are in expert order
 
-// The tiles of a cluster among those of all: one of each round of as many tiles as there are clusters. SORTED: rounds
-// go through the clusters back and forth, so that clusters take turns in having the largest tile of a round.
+// Indices of a cluster's tiles. Every round has one tile per cluster. SORTED: every second round goes through the
+// clusters backwards, so no cluster gets the largest tile of every round.
 template <bool SORTED, int CLUSTER> struct Turns {
     int tile = blockIdx.x / CLUSTER;
-    int step = 2 * (gridDim.x / CLUSTER - tile) - 1; // SORTED: from this tile to the next
+    int step = 2 * (gridDim.x / CLUSTER - tile) - 1; // SORTED: distance to the next tile
 
     __device__ __forceinline__ void advance() {
         tile += SORTED ? step : int(gridDim.x / CLUSTER);
@@ -16,24 +16,24 @@ template <bool SORTED, int CLUSTER> struct Turns {
     }
 };
 
-// All tiles, through which a warp goes in order. Lane i has the group of expert `first` + i.
+// All tiles in scheduling order. Lane i has the group of expert `first` + i.
 //
-// SORTED: the group of order[first + i]. Tiles are taken from the largest to the smallest: else those that happen to be
-// large may be the last ones, which others wait for. And groups have tails: the last of several tiles has up to TAIL
-// tokens more, where a group would have one tile more otherwise.
+// SORTED: lane i has the group of expert order[first + i]. Tiles go from the largest to the smallest, because a large
+// tile at the end would keep all other clusters waiting. The last tile of a group may have up to TAIL tokens more than
+// EACH, if this saves a tile.
 template <int TOKENS, bool SORTED = false> struct WgmmaTiles {
-    static constexpr int EACH = TOKENS < 256 ? TOKENS : 256; // tokens of each tile, where a group has several
+    static constexpr int EACH = TOKENS < 256 ? TOKENS : 256; // maximum tokens per tile in a group of several tiles
     static constexpr int TAIL = SORTED ? TOKENS - EACH : 0;
-    static constexpr int UNIT = TOKENS < 16 ? TOKENS : 16; // of whose multiples all tiles of a group are, but the last
+    static constexpr int UNIT = TOKENS < 16 ? TOKENS : 16; // all tiles of a group except the last are multiples of UNIT
 
     const MappedGemmParams& p;
     int weight_tiles;
-    const unsigned char* order = nullptr; // SORTED: in shared memory; null: the order of experts
-    int first = 0, before = 0;            // before: tiles of all groups before `first`
-    int begin, count, tiles, through; // the group's first row, its rows, its tiles; tiles of all groups up to this one
-    int mine;                         // SORTED: the group's expert
+    const unsigned char* order = nullptr; // SORTED: in shared memory; null: expert order
+    int first = 0, before = 0;            // before: tiles of all groups before group `first`
+    int begin, count, tiles, through;     // first row, rows, tiles of the group; tiles up to and including it
+    int mine;                             // SORTED: the group's expert
 
-    // SORTED: `room` is MAX_SORTED bytes of shared memory for this warp.
+    // room: MAX_SORTED bytes of shared memory for this warp; unused if not SORTED.
     __device__ __forceinline__ WgmmaTiles(const MappedGemmParams& p, int weight_tiles, unsigned char* room = nullptr)
         : p(p), weight_tiles(weight_tiles) {
         if constexpr (SORTED) {
@@ -45,12 +45,12 @@ template <int TOKENS, bool SORTED = false> struct WgmmaTiles {
         read_groups();
     }
 
-    // Write the experts to `to`, from those with large tiles to those with small ones, as their products take time:
-    // by the widths that hold them. No more than the order follows from the sizes of tiles, which are approximate here.
+    // Write the experts to `to`, sorted by the width of their tiles, largest first (a counting sort). The width
+    // determines the time of a tile. Tile sizes are approximate here, which affects only the order.
     __device__ __forceinline__ void sort_groups(unsigned char* to) {
         constexpr int LARGEST[] = {TOKENS, 272, 256, 240, 224, 192}, KINDS = 6, CHUNKS = MAX_SORTED / 32;
-        constexpr int BITS = 10;                             // of a kind's count, of six in a word
-        constexpr unsigned long long SUMS = 0x4010040100401; // times a word: the counts of each kind and those before
+        constexpr int BITS = 10;                             // bits of a kind's counter; a word has six counters
+        constexpr unsigned long long SUMS = 0x4010040100401; // word * SUMS: prefix sums of the counters
         const int lane = threadIdx.x % 32, end = p.max_tokens ? 0 : p.offset_words;
         int counts[CHUNKS], shifts[CHUNKS];
         unsigned long long all = 0, others;
@@ -76,7 +76,7 @@ template <int TOKENS, bool SORTED = false> struct WgmmaTiles {
             others = __shfl_up_sync(FULL_WARP, all, distance);
             if (lane >= distance) all += others;
         }
-        unsigned long long next = all - mine + (__shfl_sync(FULL_WARP, all, 31) * SUMS << BITS); // places, by kind
+        unsigned long long next = all - mine + (__shfl_sync(FULL_WARP, all, 31) * SUMS << BITS); // next index by kind
 #pragma unroll
         for (int i = 0; i < CHUNKS; ++i)
             if (i * 32 + lane < p.experts) {
@@ -86,13 +86,13 @@ template <int TOKENS, bool SORTED = false> struct WgmmaTiles {
         __syncwarp();
     }
 
-    // Tiles of tokens of a group. Tokens past 256 take a second product at every step, which pays only where all tokens
-    // of a group then are one tile.
+    // Return the number of token tiles of a group. Tokens past 256 need a second wgmma in every step, so a tile has
+    // more than EACH tokens only if this saves a tile.
     static __device__ __forceinline__ int tiles_of(int count) {
         return count <= TOKENS ? count > 0 : (count - TAIL + EACH - 1) / EACH;
     }
 
-    // Tokens of each of `tiles` tiles of a group, at most TOKENS; the last one has those that are left.
+    // Return the tokens per tile of a group of `tiles` tiles, at most TOKENS. The last tile has the remaining tokens.
     static __device__ __forceinline__ int tokens_each(int count, unsigned tiles) {
         const int even = (count + tiles * UNIT - 1) / (tiles * UNIT) * UNIT;
         return TAIL && tiles > 1 ? min(even, EACH) : even;
@@ -111,7 +111,7 @@ template <int TOKENS, bool SORTED = false> struct WgmmaTiles {
         through = before + lanes_inclusive_sum<32>(tiles);
     }
 
-    // Find tile `tile`, which is no earlier than the last one asked for; false if there are not so many.
+    // Find tile `tile`; successive calls must not go backwards. Return false if there are fewer tiles.
     __device__ __forceinline__ bool find(int tile, int& expert, int& row, int& tokens, int& weight_tile) {
         int last;
         while (tile >= (last = __shfl_sync(FULL_WARP, through, 31))) {

@@ -1,21 +1,21 @@
-// What gemm_wgmma does otherwise with weights that lie as [experts, k, n].
+// The parts of gemm_wgmma that differ for weights [experts, k, n] in memory.
 //
-// A tile of shared memory then has a step along k as a row, of 64 weights, and wgmma takes it as an MN-major operand; a
-// stage has two of 64 steps. A product's rows are neighbours in memory, so gates and ups cannot be told to alternate by
-// 8:
+// A row of a shared memory tile is one step along k with 64 weights. wgmma reads the tile as an MN-major operand. A
+// stage has two tiles of 64 steps. The M rows of a wgmma are neighbours in memory, so TMA cannot arrange gates and ups
+// to alternate every 8 rows. The two tiles are:
 //
-//   no gates     a tile for each warpgroup, as with weights [experts, n, k]
-//   INTERLEAVED  the same. Gates and ups alternate by one: one thread has the sum of a gate and another one that of its
-//                up, and `part_pairs` brings them together.
-//   halves       64 gates, and their 64 ups. Each warpgroup multiplies both by its share of the tokens, and so has the
-//                sums of a gate and its up in one thread.
+//   not gated    one tile per warpgroup, as with weights [experts, n, k]
+//   INTERLEAVED  one tile per warpgroup. Gates and ups alternate row by row, so one thread has the sum of a gate and
+//                another thread has the sum of its up. `part_pairs` brings them together.
+//   halves       64 gates, and their 64 ups. Each warpgroup multiplies both tiles by its share of the tokens, so one
+//                thread has the sums of a gate and of its up.
 #pragma once
 #include "common/warp.cuh"
 #include "moe_gemm/wgmma_layout.cuh"
 #include "moe_gemm/wgmma_store.cuh"
 #include "moe_gemm/wgmma_widths.cuh"
 
-// Start the copies of a stage's weights, from row `first` of a tile's and step `x` along k on.
+// Start the copies of a stage's two tiles of weights, from row of weights `first` and step `x` along k on.
 template <unsigned long long POLICY, int ACTIVATION>
 __device__ __forceinline__ void load_transposed(const MappedGemmParams& p, unsigned to, int x, int first, int expert,
                                                 unsigned barrier) {
@@ -26,14 +26,14 @@ __device__ __forceinline__ void load_transposed(const MappedGemmParams& p, unsig
     }
 }
 
-// The weights of halves: 64 gates, and their ups.
+// Descriptors of 64 gates and their 64 ups (halves).
 struct MMajorPair {
     MMajor gates, ups;
 };
 template <typename A> constexpr bool IS_PAIR = false;
 template <> constexpr bool IS_PAIR<MMajorPair> = true;
 
-// The weights of a warpgroup in stage 0, where `stages` is.
+// Return the descriptor of a warpgroup's weights in stage 0. `stages`: shared address of stage 0.
 template <bool TURNED, int ACTIVATION> __device__ __forceinline__ auto weights_at(unsigned stages, int warpgroup) {
     constexpr int TILE = 64 * ROW_BYTES;
     if constexpr (!TURNED)
@@ -44,8 +44,8 @@ template <bool TURNED, int ACTIVATION> __device__ __forceinline__ auto weights_a
         return MMajor{mn_major_descriptor<TILE>(stages + warpgroup * TILE)};
 }
 
-// c += a b, or = a b without `add`, of numbers 16 i ... along k of the stage that lies `at` units of 16 bytes behind
-// the first one.
+// Compute c += a b, or c = a b without `add`, for numbers 16 i to 16 i + 15 along k of a stage. `at`: offset of the
+// stage from stage 0, in units of 16 bytes.
 template <typename T, int WIDTH, int REGISTERS>
 __device__ __forceinline__ void multiply_weights(float (&c)[REGISTERS], unsigned long long a, unsigned long long b,
                                                  unsigned long long at, int i, bool add) {
@@ -64,31 +64,31 @@ __device__ __forceinline__ void multiply_weights(float (&c)[REGISTERS], MMajorPa
     multiply_weights<T, WIDTH>(reinterpret_cast<Half>(c[REGISTERS / 2]), a.ups, b, at, i, add);
 }
 
-// Sums of which nothing is left, as `part_pairs` and `store_share` change them: the compiler would else take what they
-// write for what the next tile's products add to, and wait for each product.
+// Set all sums to 0. `part_pairs` and `store_share` change the sums in place. Without this the compiler would assume
+// that the next tile's MMAs add to the changed values, and would wait for each MMA.
 template <int REGISTERS> __device__ __forceinline__ void clear(float (&c)[REGISTERS]) {
 #pragma unroll
     for (int i = 0; i < REGISTERS; ++i) c[i] = 0.f;
 }
 
-// A warpgroup's share of the tokens of a tile, from a multiple of 8 on.
+// Return a warpgroup's share of the tokens of a tile. The share starts at a multiple of 8.
 __device__ __forceinline__ WgmmaTile share_of(WgmmaTile tile, int warpgroup) {
     const int each = (tile.tokens + 15) / 16 * 8;
-    // By a shuffle, so that the compiler knows that it is the same in all lanes.
+    // The shuffle tells the compiler that the value is warp-uniform.
     const int first = __shfl_sync(FULL_WARP, warpgroup * each, 0);
     tile.row += first;
     tile.tokens = min(max(tile.tokens - first, 0), each);
     return tile;
 }
 
-// Write a warpgroup's share of a tile: 64 columns of the result, of sums of gates in the first half of `c`, and of
-// their ups in the second.
+// Write a warpgroup's share of a tile: 64 columns of the result. The first half of `c` has the sums of the gates, the
+// second half the sums of their ups.
 template <typename T, int ACTIVATION, int TOKENS>
 __device__ __forceinline__ void store_share(const MappedGemmParams& p, float (&c)[TOKENS / 2], WgmmaTile tile,
                                             int warpgroup, unsigned staging, int& round) {
     constexpr int UPS = TOKENS / 4;
     const int first = tile.column + threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4, columns = p.n / 2;
-    float biases[2][2]; // of a thread's two gates, and of their ups
+    float biases[2][2]; // of the thread's two gates, and of their ups
     if constexpr (ACTIVATION & BIASED) {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
@@ -106,17 +106,18 @@ __device__ __forceinline__ void store_share(const MappedGemmParams& p, float (&c
     }
     GemmParams of_result = p;
     of_result.n = columns;
-    tile.column -= warpgroup * 64; // which store_tile adds
+    tile.column -= warpgroup * 64; // store_tile adds this offset
     store_tile<T, NO_ACTIVATION, TOKENS>(of_result, c, tile, warpgroup, staging, round);
 }
 
-// Bring the sums of gates and of their ups together, of at most `tokens` tokens. Of a warp's 16 weights a thread has
-// weight lane / 4 and 8 more in a pair of sums each: an even one is a gate, the next its up. It gets gate lane / 4 of
-// the warp's 8 in the first pair, and its up in the second. In each of two exchanges a thread gives one of its pairs.
+// Bring the sums of each gate and its up into one thread, for at most `tokens` tokens. Of a warp's 16 weights, even
+// weights are gates and the next weight is the up. A thread starts with a pair of sums of weight lane / 4 and a pair of
+// weight lane / 4 + 8. It ends with a pair of gate lane / 4 of the 8 gates and a pair of its up. In each of two
+// shuffles a thread offers one of its pairs.
 template <int REGISTERS> __device__ __forceinline__ void part_pairs(float (&c)[REGISTERS], int tokens) {
     const int lane = threadIdx.x % 32, column = lane / 4;
     const bool has_ups = column & 1, is_high = column & 4;
-    // The thread of the column's gate in the first exchange, if its weights are among the first 8, else of its up.
+    // Source lane of the first shuffle. It holds the gate if the gate is one of the first 8 weights, else the up.
     const int first = column % 4 * 8 + lane % 4 + (is_high ? 4 : 0), second = first ^ 4;
 #pragma unroll
     for (int i = 0; i < REGISTERS; i += 4) {

@@ -1,11 +1,11 @@
-// Products by wgmma of as many columns as a tile has tokens.
+// wgmma with N chosen by the tokens of a tile.
 #pragma once
 #include "moe_gemm/wgmma_layout.cuh"
 
-// Columns of a product, so many tokens of a tile. An instance has those from a quarter of its TOKENS on.
+// Widths N in tokens. An instance uses the widths from TOKENS / 4 to TOKENS.
 constexpr int WIDTHS[] = {8, 16, 32, 48, 64, 80, 96, 128, 160, 192, 224, 240, 256, 272, 288};
 
-// A descriptor of an operand of M x K that is MN-major.
+// Descriptor of an MN-major operand A (M x K).
 struct MMajor {
     unsigned long long descriptor;
 };
@@ -14,7 +14,7 @@ template <int WIDTH> struct Width {
     static constexpr int value = WIDTH;
 };
 
-// The macros of common/hopper.cuh for further widths: c += a b, or c = a b without `add`, of 2 N columns.
+// Macros like in common/hopper.cuh for further widths: c += a b, or c = a b without `add`, for 2 N columns.
 #define FOUR(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define EIGHT(i) FOUR(i), FOUR(i + 4)
 #define PLACES_24 EIGHT(0), EIGHT(8), EIGHT(16)
@@ -138,8 +138,8 @@ __device__ __forceinline__ void multiply_width(float (&c)[N], const unsigned (&a
 #undef PRODUCTS_OF_SHARED
 #undef PRODUCTS_OF_REGISTERS
 
-// The first WIDTH columns of c += a b, or = a b without `add`; 16 numbers along k. A product has at most 256 columns.
-// a: a descriptor, or fragments in registers.
+// Compute the first WIDTH columns of c += a b, or c = a b without `add`, for 16 numbers along k. One wgmma has at most
+// 256 columns. a: a descriptor, or fragments in registers.
 template <typename T, int WIDTH, int REGISTERS, typename A>
 __device__ __forceinline__ void multiply_step(float (&c)[REGISTERS], const A& a, unsigned long long b, bool add) {
     constexpr int FIRST = WIDTH < 256 ? WIDTH : 256;
@@ -149,7 +149,7 @@ __device__ __forceinline__ void multiply_step(float (&c)[REGISTERS], const A& a,
                           b + (FIRST * ROW_BYTES >> 4), add);
 }
 
-// Call f(Width<w>()) with the smallest w that this instance has and that holds `tokens`.
+// Call f(Width<w>()) with the smallest width w of this instance that is at least `tokens`.
 template <int TOKENS, int I = 0, typename F> __device__ __forceinline__ void with_width(int tokens, const F& f) {
     constexpr int WIDTH = WIDTHS[I];
     if constexpr (WIDTH == TOKENS)
