@@ -1,4 +1,4 @@
-// Activations of a gated feed-forward layer, in float32, of a token's gate and up projections:
+// Activations of a gated feed-forward layer, in float32, of the gate and the up projection of a token:
 //
 //   silu        gate / (1 + exp(-gate)) * up
 //   gelu        gate * (1 + erf(gate / sqrt(2))) / 2 * up
@@ -9,10 +9,10 @@
 #pragma once
 #include "common/numeric.cuh"
 
-// The host reads the names of activations here, up to ACTIVATIONS, their end.
+// The host parses the names of the activations here. ACTIVATIONS ends the list.
 enum Activation { NO_ACTIVATION, SILU, GELU, GELU_TANH, SWIGLUOAI, RELU2, ACTIVATIONS };
 
-constexpr float ALPHA = 1.702f, LIMIT = 7.f; // of swigluoai, as in cukern/runtime/activation.py
+constexpr float ALPHA = 1.702f, LIMIT = 7.f; // defaults of swigluoai, as in cukern/runtime/activation.py
 
 __device__ __forceinline__ float sigmoid_of(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
 
@@ -20,8 +20,8 @@ template <int ACTIVATION>
 __device__ __forceinline__ float activate(float gate, float up, float alpha = ALPHA, float limit = LIMIT) {
     if constexpr (ACTIVATION == SILU) return gate * sigmoid_of(gate) * up;
     if constexpr (ACTIVATION == GELU) {
-        // tail = (1 - erf(|gate| / sqrt(2))) / 2, the normal distribution below -|gate|, as a power of two. The
-        // exponent is a minimax polynomial: the error of tail * |gate| is at most 2e-8 max(1, |gate|).
+        // tail = (1 - erf(|gate| / sqrt(2))) / 2 is the normal distribution function at -|gate|, computed as a power of
+        // two. The exponent is a minimax polynomial. The error of tail * |gate| is at most 2e-8 max(1, |gate|).
         const float x = fabsf(gate);
         float exponent = -1.84005739e-06f;
         exponent = fmaf(exponent, x, 2.74955746e-05f);
@@ -35,11 +35,11 @@ __device__ __forceinline__ float activate(float gate, float up, float alpha = AL
         const float tail = fast_exp2(exponent);
         return gate * (gate < 0.f ? tail : 1.f - tail) * up;
     }
-    // (1 + tanh(z)) / 2 = sigmoid(2 z), which loses no digits where tanh is near -1.
+    // (1 + tanh(z)) / 2 = sigmoid(2 z). The sigmoid loses no digits where tanh is near -1.
     if constexpr (ACTIVATION == GELU_TANH)
         return gate * sigmoid_of(1.5957691f * (gate + .044715f * gate * gate * gate)) * up;
     if constexpr (ACTIVATION == SWIGLUOAI) {
-        // Comparisons instead of fminf, so that NaN stays NaN.
+        // Comparisons, unlike fminf, keep NaN.
         gate = gate > limit ? limit : gate;
         up = up > limit ? limit : up < -limit ? -limit : up;
         return gate * sigmoid_of(alpha * gate) * (up + 1.f);

@@ -1,6 +1,6 @@
-// Barriers in shared memory (mbarrier), on every GPU from sm_80 on. A barrier goes through phases, counted from 0: each
-// completes when as many arrivals have come as mbarrier_init was told, and the next one begins. `barrier` is its shared
-// address.
+// Barriers in shared memory (mbarrier), for every GPU from sm_80 on. A barrier goes through phases 0, 1, 2, ... A phase
+// completes after the number of arrivals that mbarrier_init sets, and the next phase begins. `barrier` is the shared
+// address of a barrier.
 #pragma once
 
 __device__ __forceinline__ void mbarrier_init(unsigned barrier, int arrivals) {
@@ -11,12 +11,12 @@ __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
 }
 
-// Arrives, without waiting, when all cp.async copies that this thread has started so far are complete.
+// Arrive when all cp.async copies that this thread has issued so far are complete. The call does not wait.
 __device__ __forceinline__ void cp_async_mbarrier_arrive(unsigned barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Waits until phase `phase` is complete. Only its parity counts: a waiter is never more than one phase behind.
+// Wait until phase `phase` is complete. Only its parity counts, because a waiter is at most one phase behind.
 __device__ __forceinline__ void mbarrier_wait(unsigned barrier, int phase) {
     asm volatile("{ .reg .pred complete;\n"
                  "again:\n"

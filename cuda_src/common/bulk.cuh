@@ -1,11 +1,11 @@
-// Bulk copies from shared to global memory, which the tensor memory accelerator (TMA) makes. From sm_90 on.
+// Bulk copies from shared to global memory by the tensor memory accelerator (TMA), from sm_90 on.
 #pragma once
 
-// Makes this thread's writes to shared memory visible to the async proxy, which is TMA and wgmma. Each writer calls it
-// before the barrier that tells the reader.
+// Make this thread's writes to shared memory visible to the async proxy, which is TMA and wgmma. Writers usually call
+// this before they arrive at the reader's barrier.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Begin to copy `bytes`, a multiple of 16, as a group of its own of this thread.
+// Issue a copy of `bytes`, a multiple of 16, as a bulk group of its own.
 __device__ __forceinline__ void bulk_store(void* to, const void* shared, int bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
                  "cp.async.bulk.commit_group;" ::"l"(to),
@@ -13,12 +13,12 @@ __device__ __forceinline__ void bulk_store(void* to, const void* shared, int byt
                  : "memory");
 }
 
-// Wait until what all but the last PENDING groups of this thread wrote is there.
+// Wait until all bulk groups of this thread except the latest PENDING are complete.
 template <int PENDING> __device__ __forceinline__ void bulk_wait() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Wait until what all but the last PENDING groups copy has been read.
+// Wait until all bulk groups of this thread except the latest PENDING have read their source in shared memory.
 template <int PENDING> __device__ __forceinline__ void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }

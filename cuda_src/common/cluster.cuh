@@ -1,5 +1,5 @@
-// Clusters: CLUSTER blocks that read and write each other's shared memory (distributed shared memory, DSMEM).
-// CLUSTER == 1 is a plain block, on any GPU; larger ones need sm_90.
+// Thread block clusters: CLUSTER blocks that read and write each other's shared memory (distributed shared memory,
+// DSMEM). CLUSTER == 1 is a plain block, on any GPU. Larger clusters need sm_90.
 #pragma once
 
 #if __CUDA_ARCH__ >= 900
@@ -17,7 +17,7 @@ template <int CLUSTER> __device__ __forceinline__ int cluster_rank() {
     return rank;
 }
 
-// The two halves of a barrier of all threads of the cluster: writes before `arrive`, also to other blocks, are visible
+// The two halves of a barrier of all threads of the cluster. Writes before `arrive`, also to other blocks, are visible
 // after `wait`.
 template <int CLUSTER> __device__ __forceinline__ void cluster_arrive() {
     if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -35,7 +35,7 @@ template <int CLUSTER> __device__ __forceinline__ void cluster_sync() {
     cluster_wait<CLUSTER>();
 }
 
-// Cluster address of what lies in block `rank` where `here` lies in this block's shared memory.
+// Return the cluster address of the variable in block `rank` at the offset that `here` has in this block.
 __device__ __forceinline__ unsigned map_shared_rank(const void* here, int rank) {
     unsigned there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;"
@@ -44,7 +44,7 @@ __device__ __forceinline__ unsigned map_shared_rank(const void* here, int rank) 
     return there;
 }
 
-// *here = value, in block `rank`.
+// Store `value` to *here of block `rank`.
 template <int CLUSTER> __device__ __forceinline__ void dsmem_store(int rank, float* here, float value) {
     if constexpr (CLUSTER == 1)
         *here = value;
@@ -76,7 +76,7 @@ template <int CLUSTER> __device__ __forceinline__ void dsmem_store(int rank, uin
                      : "memory");
 }
 
-// atomicAdd(here, value), in block `rank`.
+// Perform atomicAdd(here, value) in block `rank`.
 template <int CLUSTER> __device__ __forceinline__ int dsmem_atomic_add(int rank, int* here, int value) {
     if constexpr (CLUSTER == 1) return atomicAdd(here, value);
     int before;
@@ -87,7 +87,7 @@ template <int CLUSTER> __device__ __forceinline__ int dsmem_atomic_add(int rank,
     return before;
 }
 
-// *here, in block `rank`.
+// Load *here of block `rank`.
 template <int CLUSTER> __device__ __forceinline__ float4 dsmem_load(int rank, const float4* here) {
     if constexpr (CLUSTER == 1) return *here;
     float4 value;

@@ -1,4 +1,4 @@
-// The two 8-bit float formats, e4m3 and e5m2. A float16 holds every number of either exactly.
+// The two 8-bit float formats, e4m3 and e5m2. A float16 represents every number of both formats exactly.
 #pragma once
 #include <cuda_fp8.h>
 
@@ -14,16 +14,18 @@ struct Scale {
 __device__ __forceinline__ float to_float(__nv_fp8_e4m3 x) { return float(x); }
 __device__ __forceinline__ float to_float(__nv_fp8_e5m2 x) { return float(x); }
 
-// Byte of the FP8 number nearest to x, ties to even, saturated to the largest finite one; NaN gives 0x7f.
+// Return the byte of the FP8 number nearest to x, ties to even. Larger numbers saturate to the largest finite one, and
+// NaN gives 0x7f.
 template <__nv_fp8_interpretation_t KIND> __device__ __forceinline__ unsigned to_fp8(float x) {
 #if __CUDA_ARCH__ >= 890
     return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, KIND);
 #else
-    // Where there is no instruction for it, cuda_fp8.h converts by way of double, which takes seconds to compile.
+    // Without a conversion instruction, cuda_fp8.h converts through double, which takes seconds to compile.
     constexpr bool IS_E4M3 = KIND == __NV_E4M3;
     constexpr int MANTISSA = IS_E4M3 ? 3 : 2, BIAS = IS_E4M3 ? 7 : 15, SHIFT = 23 - MANTISSA;
     constexpr float LARGEST = IS_E4M3 ? 448.f : 57344.f, SMALLEST_NORMAL = IS_E4M3 ? 0x1p-6f : 0x1p-14f;
-    // A float whose unit in the last place is the smallest number of the format: adding it rounds to multiples of that.
+    // One unit in the last place of ROUNDER is the smallest subnormal of the format, so adding ROUNDER rounds to
+    // multiples of this subnormal.
     constexpr float ROUNDER = IS_E4M3 ? 0x1p14f : 0x1p7f;
     if (x != x) return 0x7f;
     const float magnitude = fminf(fabsf(x), LARGEST);
@@ -35,7 +37,7 @@ template <__nv_fp8_interpretation_t KIND> __device__ __forceinline__ unsigned to
 #endif
 }
 
-// Bytes of two numbers, that of x in the low one.
+// Return the FP8 bytes of two numbers, with x in the low byte.
 template <__nv_fp8_interpretation_t KIND> __device__ __forceinline__ unsigned to_fp8(float x, float y) {
 #if __CUDA_ARCH__ >= 890
     return __nv_cvt_float2_to_fp8x2(make_float2(x, y), __NV_SATFINITE, KIND);
@@ -44,7 +46,7 @@ template <__nv_fp8_interpretation_t KIND> __device__ __forceinline__ unsigned to
 #endif
 }
 
-// Four FP8 neighbours, in the bytes of `four`, as two pairs of float16.
+// Convert the four FP8 numbers in the bytes of `four` to two pairs of float16.
 template <typename FP8> __device__ __forceinline__ void to_halves(unsigned (&pairs)[2], unsigned four);
 
 template <> __device__ __forceinline__ void to_halves<__nv_fp8_e4m3>(unsigned (&pairs)[2], unsigned four) {
@@ -65,6 +67,6 @@ template <> __device__ __forceinline__ void to_halves<__nv_fp8_e4m3>(unsigned (&
 }
 
 template <> __device__ __forceinline__ void to_halves<__nv_fp8_e5m2>(unsigned (&pairs)[2], unsigned four) {
-    // e5m2 is a float16 without its low byte.
+    // An e5m2 number is the high byte of a float16.
     pairs[0] = __byte_perm(four, 0, 0x1404), pairs[1] = __byte_perm(four, 0, 0x3424);
 }

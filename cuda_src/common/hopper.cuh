@@ -1,11 +1,11 @@
-// Hopper's asynchronous instructions: tiles copied by the tensor memory accelerator (TMA), products of a warpgroup
-// (wgmma), and the barriers and fences that order them. Only for code compiled for sm_90a.
+// Hopper's asynchronous instructions: tile copies by the tensor memory accelerator (TMA), MMAs of a warpgroup (wgmma),
+// and the barriers and fences that order them. Only for code compiled for sm_90a.
 //
-// Swizzled tiles. A tile in shared memory is rows of 128 bytes, which is all 32 banks: without a swizzle, the same
-// 16-byte chunk of eight rows would lie in the same four banks, and eight lanes that access it, one per row, would take
-// turns. So TMA writes, and wgmma reads, chunk c of row r in place c ^ (r % 8) of its row, which gives the eight lanes
-// eight different places. The hardware derives the place from bits of the address (bits 4 to 6, XOR bits 7 to 9), so a
-// tile begins at a multiple of 1024 bytes, eight rows.
+// Swizzled tiles. A tile in shared memory has rows of 128 bytes, which span all 32 banks. Without a swizzle, the same
+// 16-byte chunk of eight rows is in the same four banks, an 8-way bank conflict for eight lanes that access one row
+// each. TMA therefore writes, and wgmma reads, chunk c of row r at position c ^ (r % 8) of its row. The hardware
+// derives the position from address bits: bits 4 to 6, XOR bits 7 to 9. A tile therefore begins at a multiple of 1024
+// bytes, which is eight rows.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -30,14 +30,16 @@ __device__ __forceinline__ void store_shared(unsigned to, uint4 value) {
                  : "memory");
 }
 
-// The reverse of ldmatrix (common/mma.cuh): fragments of four matrices to the rows that the lanes name.
+// Store fragments of four 8x8 matrices, as the reverse of ldmatrix (common/mma.cuh). Each lane gives the address of a
+// row.
 __device__ __forceinline__ void stmatrix(unsigned to, const unsigned (&from)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(from[0]),
                  "r"(from[1]), "r"(from[2]), "r"(from[3])
                  : "memory");
 }
 
-// 16 read-only bytes, not kept in L1 since they are read once; zeros, and no access, if not `wanted`.
+// Load 16 read-only bytes, not cached in L1, because they are read once. If not `wanted`, return zeros without an
+// access.
 __device__ __forceinline__ uint4 load_or_zero(const void* from, bool wanted) {
     uint4 value;
     asm volatile("{ .reg .pred wanted;\n"
@@ -53,39 +55,38 @@ __device__ __forceinline__ uint4 load_or_zero(const void* from, bool wanted) {
     return value;
 }
 
-// The cache line of `from`, to L2.
 __device__ __forceinline__ void prefetch_l2(const void* from) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
 }
 
 // ---- barriers and fences ----
 
-// Makes the barriers that this thread initialized visible to TMA and to the other blocks of the cluster.
+// Make the barriers that this thread initialized visible to TMA and to the other blocks of the cluster.
 __device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Arrives, and keeps the phase from completing until TMA has written `bytes` more.
+// Arrive, and expect `bytes` from TMA: the phase does not complete before they are written.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Cluster address of the barrier that has the same shared address in block `rank` of the cluster.
+// Return the cluster address of the barrier in block `rank` that has the same shared address.
 __device__ __forceinline__ unsigned map_shared_rank(unsigned barrier, unsigned rank) {
     unsigned there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(barrier), "r"(rank));
     return there;
 }
 
-// Arrives at a barrier of any block of the cluster, by its cluster address. The release is to this block only (PTX's
-// default), which suffices to say that this block has read a buffer; it publishes no writes to the other blocks. A
-// release to the cluster would wait for outstanding memory accesses each time.
+// Arrive at a barrier of any block of the cluster, given its cluster address. The arrival is a release at block scope
+// (PTX's default). This signals that the block has read a buffer, but publishes no writes to other blocks. A release at
+// cluster scope would wait for outstanding memory accesses each time.
 __device__ __forceinline__ void mbarrier_arrive_cluster(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Named barriers, of which a block has 16: `sync` waits until THREADS threads have come, by `sync` or by `arrive`;
-// `arrive` does not wait.
+// Named barriers; a block has 16. `sync` waits until THREADS threads have arrived, by `sync` or by `arrive`. `arrive`
+// does not wait.
 template <int ID, int THREADS> __device__ __forceinline__ void named_barrier_sync() {
     asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
 }
@@ -94,8 +95,8 @@ template <int ID, int THREADS> __device__ __forceinline__ void named_barrier_arr
     asm volatile("bar.arrive %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
 }
 
-// Registers per thread of this warpgroup from here on; all its warps call it. `dec` gives registers back to the block,
-// and `inc` waits until so many are free.
+// Set the registers per thread of this warpgroup. All of its warps call this. `dec` returns registers to the block, and
+// `inc` waits until the block has enough free registers.
 template <int REGISTERS> __device__ __forceinline__ void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
@@ -106,7 +107,7 @@ template <int REGISTERS> __device__ __forceinline__ void setmaxnreg_dec() {
 
 // ---- tiles by TMA ----
 
-// CUtensorMap of the driver: the tensor's address, shape, strides, box and swizzle.
+// The driver's CUtensorMap: the address, shape, strides, box and swizzle of a tensor.
 struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
@@ -115,10 +116,10 @@ __device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// L2 eviction policies of the lines that a tile is read through, as createpolicy encodes them.
+// L2 eviction policies of a tile load, as createpolicy encodes them.
 constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000, EVICT_NORMAL = 0x1000000000000000;
 
-// Starts the copy of the box at coordinates (x, y, z, w) of the mapped tensor; its bytes count at `barrier`.
+// Issue the copy of the box at coordinates (x, y, z, w) of the mapped tensor. `barrier` counts its bytes.
 template <unsigned long long POLICY = EVICT_FIRST>
 __device__ __forceinline__ void tma_load(unsigned to, const TensorMap& map, int x, int y, int z, int w,
                                          unsigned barrier) {
@@ -129,7 +130,7 @@ __device__ __forceinline__ void tma_load(unsigned to, const TensorMap& map, int 
         : "memory");
 }
 
-// The same for a tensor of five dimensions.
+// Issue the copy of a box of a five-dimensional tensor.
 template <unsigned long long POLICY = EVICT_FIRST>
 __device__ __forceinline__ void tma_load(unsigned to, const TensorMap& map, int x, int y, int z, int w, int v,
                                          unsigned barrier) {
@@ -140,8 +141,8 @@ __device__ __forceinline__ void tma_load(unsigned to, const TensorMap& map, int 
         : "memory");
 }
 
-// Starts the copy of a box to the same shared address in each block of the cluster whose bit is set in `blocks`; its
-// bytes count at the barrier of that block which has the same shared address as `barrier`.
+// Issue the copy of a box to the same shared address in each block of the cluster whose bit is set in `blocks`. In each
+// of these blocks the barrier at the shared address `barrier` counts the bytes.
 template <unsigned long long POLICY = EVICT_NORMAL>
 __device__ __forceinline__ void tma_load_multicast(unsigned short blocks, unsigned to, const TensorMap& map, int x,
                                                    int y, int z, int w, unsigned barrier) {
@@ -153,23 +154,24 @@ __device__ __forceinline__ void tma_load_multicast(unsigned short blocks, unsign
 
 // ---- products by wgmma ----
 //
-// Descriptors. wgmma finds an operand in shared memory by 64 bits: the address / 16 (bits 0 to 13), the leading (16 to
-// 29) and the stride byte offset (32 to 45), both / 16, and the layout (62 and 63; 1 is the 128-byte swizzle). What the
-// offsets mean depends on which dimension is contiguous, in the product of A [M x K] and B [K x N]:
+// Descriptors. A 64-bit descriptor gives wgmma the location of an operand in shared memory: the address / 16 (bits 0 to
+// 13), the leading byte offset / 16 (bits 16 to 29), the stride byte offset / 16 (bits 32 to 45), and the layout (bits
+// 62 and 63; 1 is the 128-byte swizzle). The meaning of the offsets depends on the contiguous dimension of the operand,
+// in the product of A [M x K] and B [K x N]:
 //
-//   K-major    A row of the tile is one row of A or column of B, and holds 128 bytes along K. The stride offset leads
-//              to the next 8 rows (1024 bytes); the leading one is not used. The next 32 bytes along K, one product,
-//              are the same descriptor with the address 32 bytes further: the swizzle is of the address, so that it
-//              stays right within a tile.
+//   K-major    A row of the tile is one row of A or one column of B, and holds 128 bytes along K. The stride offset
+//              leads to the next 8 rows (1024 bytes). The leading offset is not used. One wgmma takes 32 bytes along K.
+//              The descriptor of the next 32 bytes has an address 32 bytes further: the swizzle is a function of the
+//              address.
 //   MN-major   A row of the tile is one step along K, and holds 64 numbers along M or N, as V does in P V. The stride
-//              offset leads to the next 8 steps along K (1024 bytes), the leading one to the next 64 numbers along M
-//              or N, which are another tile (TILE_BYTES).
+//              offset leads to the next 8 steps along K (1024 bytes). The leading offset leads to the next 64 numbers
+//              along M or N, which are in another tile (TILE_BYTES further).
 __device__ __forceinline__ unsigned long long k_major_descriptor(unsigned address) {
     return (unsigned long long)(address >> 4 & 0x3fff) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
-// The descriptor that k_major_descriptor makes, from its lower half: the upper one is always the same. STRIDE: bytes from
-// 8 rows to the next.
+// Build the descriptor of k_major_descriptor from its lower half. The upper half is constant. STRIDE: bytes from 8 rows
+// to the next 8.
 template <int STRIDE = 1024> __device__ __forceinline__ unsigned long long k_major_descriptor_of(unsigned lower) {
     unsigned long long operand;
     asm("mov.b64 %0, {%1, %2};" : "=l"(operand) : "r"(lower), "r"(1u << 30 | unsigned(STRIDE >> 4)));
@@ -181,36 +183,37 @@ template <int TILE_BYTES> __device__ __forceinline__ unsigned long long mn_major
            1ull << 62;
 }
 
-// Orders earlier accesses to the registers before the products that follow. From here until they are waited for, the
-// registers that these read or write belong to them.
+// Order earlier register accesses before the wgmmas that follow. The registers of a wgmma must not be accessed until it
+// is waited for.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// Closes the group of all products since the last one.
+// Commit a group of all wgmmas since the last commit.
 __device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits for all groups but the latest N.
+// Wait for all wgmma groups except the latest N.
 template <int N> __device__ __forceinline__ void wgmma_wait_group() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
 // Compiler fence for accumulators: code that reads or writes `c` stays on its side of this line. The compiler does not
-// know that a product goes on writing `c` after its instruction was issued.
+// know that a wgmma continues to write `c` after the instruction is issued.
 template <int N> __device__ __forceinline__ void wgmma_fence_operand(float (&c)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(c[i])::"memory");
 }
 
-// c = a b, or c += a b if `accumulate`, by a warpgroup:
+// Compute c = a b, or c += a b if `accumulate`, with a warpgroup:
 //
 //   64 rows: warp w of the warpgroup has rows 16 w ... 16 w + 15
-//   8, 16, 32, 64, 128 or 256 columns: twice the registers of c
+//   8, 16, 32, 64, 128 or 256 columns: twice the number of registers of c
 //   32 bytes along K: 16 numbers of 16 bits, or 32 of 8
 //
-// A lane has columns 8 j + 2 (lane % 4) and the next, of row lane / 4 in c[4 j] and c[4 j + 1], and of row lane / 4 + 8
-// in c[4 j + 2] and c[4 j + 3].
+// A lane has columns n = 8 j + 2 (lane % 4) and n + 1. In row lane / 4 they are c[4 j] and c[4 j + 1], and in row lane
+// / 4 + 8 they are c[4 j + 2] and c[4 j + 3].
 //
-// The macros write the instruction out, which has each register of c as an operand: REGISTERS_n are n of them as
-// operands of the asm, NAMES_n their names in its text. `how` is PTX's transposition of A and of B, 1 where MN-major.
+// The macros write out the instruction, because each register of c is an operand of it. REGISTERS_n are n registers as
+// asm operands, and NAMES_n are their names in the asm text. `how` has PTX's transpose flags of A and B, 1 for
+// MN-major.
 #define FOUR(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define REGISTERS_4 FOUR(0)
 #define REGISTERS_8 REGISTERS_4, FOUR(4)
@@ -280,7 +283,7 @@ template <int N> __device__ __forceinline__ void wgmma_fence_operand(float (&c)[
     else \
         static_assert(N == 4, "wgmma has 8, 16, 32, 64, 128 or 256 columns here")
 
-// a, b: descriptors, both K-major.
+// a, b: K-major descriptors.
 template <typename T, int N>
 __device__ __forceinline__ void wgmma_k_major(float (&c)[N], unsigned long long a, unsigned long long b,
                                               bool accumulate) {
@@ -293,7 +296,7 @@ __device__ __forceinline__ void wgmma_k_major(float (&c)[N], unsigned long long 
     }
 }
 
-// a: an MN-major descriptor, b: a K-major one; 16 bits.
+// a: an MN-major descriptor; b: a K-major descriptor. 16-bit types only.
 template <typename T, int N>
 __device__ __forceinline__ void wgmma_m_major(float (&c)[N], unsigned long long a, unsigned long long b,
                                               bool accumulate) {
@@ -304,9 +307,9 @@ __device__ __forceinline__ void wgmma_m_major(float (&c)[N], unsigned long long 
     }
 }
 
-// a: fragments in registers, of each warp's 16 rows: of 16 bits as in common/mma.cuh; of 8 bits a lane has numbers
-// 4 (lane % 4) ... + 3 of row lane / 4 in a[0] and of row lane / 4 + 8 in a[1], and the same 16 numbers further in a[2]
-// and a[3]. b: a K-major descriptor.
+// a: A fragments in registers, with 16 rows per warp; b: a K-major descriptor. Fragments of 16 bits are as in
+// common/mma.cuh. In a fragment of 8 bits, a[0] has numbers 4 (lane % 4) ... 4 (lane % 4) + 3 of row lane / 4, and a[1]
+// has the same numbers of row lane / 4 + 8. a[2] and a[3] are 16 numbers further along K.
 template <typename T, int N>
 __device__ __forceinline__ void wgmma_k_major(float (&c)[N], const unsigned (&a)[4], unsigned long long b,
                                               bool accumulate) {
@@ -319,7 +322,8 @@ __device__ __forceinline__ void wgmma_k_major(float (&c)[N], const unsigned (&a)
     }
 }
 
-// a: a K-major descriptor, or fragments in registers as in common/mma.cuh; b: an MN-major descriptor. 128 or 256 columns.
+// a: a K-major descriptor, or A fragments in registers as in common/mma.cuh; b: an MN-major descriptor. 128 or 256
+// columns.
 template <typename T, int N>
 __device__ __forceinline__ void wgmma_mn_major(float (&c)[N], unsigned long long a, unsigned long long b,
                                                bool accumulate) {

@@ -1,17 +1,17 @@
-// What a block of a kernel is launched with.
+// The launch configuration of a block: its threads and its dynamic shared memory.
 //
-// A kernel `k` with dynamic shared memory has a function `k_launch`: of the template parameters of `k`, and of the sizes
-// of a call that its shared memory depends on. The host computes the same, and the compilation of an instance asserts
-// that both agree (`Kernel.variant` of cukern/runtime/kernel.py).
+// A kernel `k` with dynamic shared memory has a function `k_launch`. Its template parameters are the ones of `k`, and
+// its arguments are the sizes of a call that determine the shared memory. The host computes the same numbers. When an
+// instance is compiled, an assertion checks that both agree (`Kernel.variant` of cukern/runtime/kernel.py).
 #pragma once
 
 struct Launch {
-    int threads;      // the most where they depend on the call
-    int shared_bytes; // of dynamic shared memory
-    int box = 0;      // rows of a box of TMA, where boxes are of as many rows as suit the form
+    int threads;      // threads of a block; the maximum if the call decides
+    int shared_bytes; // bytes of dynamic shared memory
+    int box = 0;      // rows of a TMA box, if the form determines them
 };
 
-constexpr int HOPPER_SHARED_BYTES = 227 << 10; // of a block on Hopper, at most
+constexpr int HOPPER_SHARED_BYTES = 227 << 10; // maximum shared memory of a block on Hopper
 
-// The shared memory of a block that is alone on its multiprocessor and needs `bytes`: all there is.
+// Return the shared memory of the only resident block of a multiprocessor, which needs `bytes`: all there is.
 constexpr int all_for(int bytes) { return bytes <= HOPPER_SHARED_BYTES ? HOPPER_SHARED_BYTES : bytes; }

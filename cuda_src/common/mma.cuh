@@ -1,10 +1,12 @@
-// Tensor cores by mma.sync, and ldmatrix and cp.async which feed them, on every GPU from sm_80 on.
+// mma.sync, and ldmatrix and cp.async, which feed it, for every GPU from sm_80 on.
 //
-// Fragments of an m16n8k16 product, A [16 x 16] B [16 x 8]: with row = lane / 4 and pair = lane % 4, a lane has
+// Fragments of m16n8k16, A [16 x 16] B [16 x 8]. With row = lane / 4 and pair = lane % 4, a lane has
 //
 //   A [16 x 16]  a[0]: (row, 2 pair), a[1]: (row + 8, 2 pair), a[2]: (row, 2 pair + 8), a[3]: (row + 8, 2 pair + 8)
-//   B [16 x 8]   b[0]: (2 pair, row), b[1]: (2 pair + 8, row)            each with its next neighbour along k
+//   B [16 x 8]   b[0]: (2 pair, row), b[1]: (2 pair + 8, row)
 //   C [16 x 8]   c[0], c[1]: (row, 2 pair), (row, 2 pair + 1)    c[2], c[3]: the same of row + 8
+//
+// A register of A or B holds two numbers: the given one and its next neighbour along k.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -13,9 +15,9 @@ __device__ __forceinline__ unsigned shared_address(const void* here) {
     return unsigned(__cvta_generic_to_shared(here));
 }
 
-// Starts a copy of 16 bytes from global to shared memory. cp_async_commit_group closes a group of all copies that this
-// thread has started since the last one; cp_async_wait_group<N> waits for all of its groups but the latest N. Other
-// threads see the bytes only after a barrier.
+// Issue a 16-byte copy from global to shared memory. cp_async_commit_group commits a group of all copies that this
+// thread has issued since the last commit. cp_async_wait_group<N> waits for all groups of this thread except the latest
+// N. Other threads see the bytes only after a barrier.
 __device__ __forceinline__ void cp_async(unsigned to, const void* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -26,9 +28,9 @@ template <int N> __device__ __forceinline__ void cp_async_wait_group() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// Loads matrices of 8 rows of 16 bytes each: lanes 8 i ... 8 i + 7 give the addresses of the rows of matrix i, and lane
-// l gets bytes 4 (l % 4) ... 4 (l % 4) + 3 of row l / 4 of each. Of 16-bit numbers that is a fragment of A, whose rows
-// these are, or of B, whose columns they are.
+// Load matrices of 8 rows of 16 bytes. Lanes 8 i ... 8 i + 7 give the addresses of the rows of matrix i. Lane l
+// receives bytes 4 (l % 4) ... 4 (l % 4) + 3 of row l / 4 of each matrix. For 16-bit numbers this is a fragment of A if
+// the rows are rows of A, or of B if the rows are columns of B.
 __device__ __forceinline__ void ldmatrix(unsigned (&to)[2], unsigned from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                  : "=r"(to[0]), "=r"(to[1])
@@ -43,7 +45,8 @@ __device__ __forceinline__ void ldmatrix(unsigned (&to)[4], unsigned from) {
                  : "memory");
 }
 
-// The same, transposed: lane l gets the 16-bit numbers of column l / 4 in rows 2 (l % 4) and 2 (l % 4) + 1 of each.
+// Load the matrices transposed: lane l receives the 16-bit numbers of column l / 4 in rows 2 (l % 4) and 2 (l % 4) + 1
+// of each matrix.
 __device__ __forceinline__ void ldmatrix_trans(unsigned (&to)[2], unsigned from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
                  : "=r"(to[0]), "=r"(to[1])
@@ -58,7 +61,7 @@ __device__ __forceinline__ void ldmatrix_trans(unsigned (&to)[4], unsigned from)
                  : "memory");
 }
 
-// c += a b, of 16-bit numbers of type T.
+// Compute c += a b for 16-bit numbers of type T.
 template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
 
@@ -79,7 +82,7 @@ __device__ __forceinline__ void mma_m16n8k16<__half>(float (&c)[4], const unsign
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Two neighbours along k, rounded to the nearest T, as one register of a fragment; the first in the low half.
+// Round two neighbours along k to T, and return them as one register of a fragment, with `low` in the low half.
 template <typename T> __device__ __forceinline__ unsigned pack(float low, float high);
 
 template <> __device__ __forceinline__ unsigned pack<__nv_bfloat16>(float low, float high) {

@@ -1,5 +1,5 @@
-// Conversions between number formats, elementary functions by the hardware's approximations, and floats as integers
-// that sort alike.
+// Conversions between number formats, fast approximations of elementary functions, and the order-preserving map of
+// floats to integers.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -15,7 +15,7 @@ __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
-// The nearest number of the format T, ties to even.
+// Return the number of format T nearest to x, ties to even.
 template <typename T> __device__ __forceinline__ T from_float(float x);
 template <> __device__ __forceinline__ float from_float<float>(float x) { return x; }
 template <> __device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
@@ -23,7 +23,7 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(f
     return __float2bfloat16_rn(x);
 }
 
-// Approximations in one instruction each. Without .ftz the compiler adds code for denormal arguments.
+// Approximations that take one instruction each. Without .ftz the compiler adds code for subnormal arguments.
 __device__ __forceinline__ float fast_exp2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -42,8 +42,8 @@ __device__ __forceinline__ float fast_log2(float x) {
     return y;
 }
 
-// log(1 + exp(x)), as max(x, 0) + log(1 + e) with e = exp(-|x|). A series takes over where e is so small that most of
-// its digits would be lost in 1 + e.
+// Return log(1 + exp(x)), computed as max(x, 0) + log(1 + e) with e = exp(-|x|). For small e a series is used, because
+// 1 + e would lose most digits of e.
 __device__ __forceinline__ float softplus(float x) {
     constexpr float LN_2 = 0.693147180559945309f;
     const float e = fast_exp2(__fmul_rn(fabsf(x), -LOG2_E));
@@ -51,19 +51,20 @@ __device__ __forceinline__ float softplus(float x) {
     return __fadd_rn(fmaxf(x, 0.f), e < 0.03f ? series : __fmul_rn(fast_log2(__fadd_rn(1.f, e)), LN_2));
 }
 
-// Unsigned integer that compares as the float does (not NaN; -0 is below +0). It is never 0.
+// Map a float to an unsigned integer that compares in the same way, with -0 below +0. NaN has no place in this order.
+// The integer is never 0 for a number.
 __device__ __forceinline__ unsigned sortable(float x) {
     const unsigned bits = __float_as_uint(x);
     return bits ^ (unsigned(int(bits) >> 31) | 0x80000000u);
 }
 
-// The float of a `sortable` integer; -inf for 0, which is below all of these.
+// Return the float of a `sortable` integer. For 0, which is below all of these integers, return -inf.
 __device__ __forceinline__ float from_sortable(unsigned key) {
     if (key == 0) return -CUDART_INF_F;
     return __uint_as_float(key ^ (unsigned(int(~key) >> 31) | 0x80000000u));
 }
 
-// count - (other > mine), by the borrow of a subtraction: two instructions, and no predicate to turn into a number.
+// Return count - (other > mine), by the borrow of a subtraction: two instructions, without a predicate.
 __device__ __forceinline__ int minus_if_greater(int count, unsigned other, unsigned mine) {
     asm("{ .reg .u32 difference;\n"
         "  sub.cc.u32 difference, %1, %2;\n"

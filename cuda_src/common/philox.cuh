@@ -1,5 +1,5 @@
-// Philox4x32-10, a counter-based generator of random numbers: a bijection of 128 bits, so that any number of any stream
-// is computed without those before it. (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011.)
+// Philox4x32-10, a counter-based generator of random numbers (Salmon et al., "Parallel random numbers: as easy as 1, 2,
+// 3", 2011). It is a bijection of 128 bits, so any number of a stream is computed without the numbers before it.
 #pragma once
 
 __device__ __forceinline__ uint4 philox(uint4 counter, unsigned long long key) {
@@ -16,5 +16,5 @@ __device__ __forceinline__ uint4 philox(uint4 counter, unsigned long long key) {
     return counter;
 }
 
-// A float in [0, 1), a multiple of 2^-24.
+// Return a float in [0, 1), a multiple of 2^-24.
 __device__ __forceinline__ float uniform(unsigned bits) { return float(bits >> 8) * 0x1p-24f; }

@@ -1,5 +1,5 @@
-// Quantization to 8 bits: quotients, rounded as IEEE division rounds them, and their bytes. Any other implementation of
-// IEEE arithmetic gives the same bits.
+// Quantization to 8 bits: quotients rounded as by IEEE division, and their bytes. Any other implementation of IEEE
+// arithmetic gives the same bits.
 #pragma once
 #include "common/fp8.cuh"
 #include "common/quotient.cuh"
@@ -7,21 +7,23 @@
 
 template <int BYTES> using Unit = typename UnitOf<BYTES>::Type;
 
-// INT8_AZP is asymmetric: it has a zero point. MXFP4 and NVFP4 have 4 bits. INT8_CUT is rounded towards zero.
+// INT8_AZP is asymmetric: it has a zero point. MXFP4 and NVFP4 have 4 bits. INT8_CUT rounds towards zero.
 enum Format { E4M3, INT8, INT8_AZP, MXFP4, NVFP4, INT8_CUT };
 
 // The largest number of an 8-bit format.
 template <int FORMAT> constexpr float LARGEST = FORMAT == E4M3 ? 448.f : 127.f;
 
-// x and y, saturated to -128 ... 127, in the two low bytes; the low half of `above` in the two high ones.
+// Saturate x and y to -128 ... 127 and return them in the two low bytes, with x in the lowest. The two high bytes are
+// the low half of `above`.
 __device__ __forceinline__ unsigned to_int8(int x, int y, unsigned above) {
     unsigned bytes;
     asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(y), "r"(x), "r"(above));
     return bytes;
 }
 
-// Bytes of EACH numbers in FORMAT, from their quotients, rounded to nearest, ties to even (INT8_CUT: towards zero), and
-// saturated. azp: the zero point, added after rounding. WHOLE: quotients and azp are below 2^24, so that the addition can be of integers.
+// Return the bytes of EACH numbers in FORMAT, given their quotients. They are rounded to nearest, ties to even
+// (INT8_CUT: towards zero), and saturated. azp: the zero point, which is added after rounding. WHOLE: quotients and azp
+// are below 2^24, so that azp can be added as an integer.
 template <int FORMAT, int EACH, bool WHOLE = true>
 __device__ __forceinline__ Unit<EACH> to_bytes(const float (&quotient)[EACH], float azp) {
     unsigned word[(EACH + 3) / 4] = {};
@@ -43,7 +45,7 @@ __device__ __forceinline__ Unit<EACH> to_bytes(const float (&quotient)[EACH], fl
                 x = rintf(x);
                 x = __fadd_rn(x == x ? x : 0.f, azp);
             }
-            // Saturated; NaN is 0.
+            // The conversion saturates, and converts NaN to 0.
             number[i] = FORMAT == INT8_CUT ? __float2int_rz(x) : __float2int_rn(x);
             if constexpr (FORMAT == INT8_AZP && WHOLE) number[i] += added;
         }
@@ -63,10 +65,11 @@ __device__ __forceinline__ Unit<EACH> to_bytes(const float (&quotient)[EACH], fl
     return out;
 }
 
-// max(largest, smallest) / LARGEST, rounded as by IEEE division; rounded up to a power of two if wanted.
+// Return max(largest, smallest) / LARGEST, rounded as by IEEE division. With `power_of_two` it is rounded up to a power
+// of two.
 template <int FORMAT> __device__ __forceinline__ float scale_of(float largest, float smallest, bool power_of_two) {
     constexpr float RECIPROCAL = 1.f / LARGEST<FORMAT>;
-    // By the corrected product with the reciprocal, as in Quotient.
+    // The division is a corrected product with the reciprocal, as in Quotient.
     const float x = fmaxf(largest, smallest), product = __fmul_rn(x, RECIPROCAL);
     const float corrected = __fmaf_rn(-__fmaf_rn(product, LARGEST<FORMAT>, -x), RECIPROCAL, product);
     const float scale = corrected == corrected ? corrected : product;

@@ -1,34 +1,34 @@
-// Quotients, rounded as IEEE division rounds them, without a division for each.
+// Quotients rounded as by IEEE division, without a division for each quotient.
 #pragma once
 #include "common/numeric.cuh"
 
-// What Quotient may rely on.
+// The assumptions of Quotient about its operands.
 //
-//   SMALL   |x| <= 448 scale. The scale is infinite, or such that remainders are exact and its reciprocal is a normal
-//           number.
-//   LARGE   The same, but x may be larger, or infinite.
+//   SMALL   |x| <= 448 scale. The scale is infinite, or its remainders are exact and its reciprocal is a normal number.
+//   LARGE   As SMALL, but x may be larger, or infinite.
 //   ANY     x and the scale may be anything.
 enum Size { SMALL, LARGE, ANY };
 
-// x / scale by a product with the reciprocal instead of a division. An fma gives the remainder of the product exactly,
-// and correcting by it gives the quotient rounded to nearest. Where the corrected one is NaN (infinities, overflow, a
-// scale of 0), the product is already what the division would give.
+// The quotient x / scale as a product with the reciprocal instead of a division. An fma gives the remainder of the
+// product exactly. A correction by the remainder gives the quotient rounded to nearest. If the corrected quotient is
+// NaN (infinities, overflow, a scale of 0), the product is already the result of the division.
 template <int SIZE> struct Quotient {
     float scale, reciprocal;
-    float raise = 1.f; // power of two that keeps scale and remainders normal; both x and scale are multiplied by it
+    float raise = 1.f; // power of two that x and scale are multiplied by, to keep scale and remainders normal
     __device__ __forceinline__ explicit Quotient(float s) {
         if constexpr (SIZE == ANY) {
             raise = fabsf(s) < 0x1p-64f ? 0x1p64f : fabsf(s) > 0x1p64f ? 0x1p-64f : 1.f;
             s = __fmul_rn(s, raise);
         }
         reciprocal = __frcp_rn(s);
-        // An infinite scale gives products of 0; with a scale of 0 in the remainder, the correction is 0 too, not NaN.
+        // An infinite scale gives products of 0. With 0 as the scale in the remainder, the correction is 0 instead of
+        // NaN.
         scale = SIZE == SMALL && s == CUDART_INF_F ? 0.f : s;
     }
     __device__ __forceinline__ float operator()(float x) const {
         if constexpr (SIZE == ANY) x = __fmul_rn(x, raise);
         const float product = __fmul_rn(x, reciprocal);
-        // The signs are arranged so that a zero keeps its own.
+        // The signs are arranged so that a quotient of 0 keeps its sign.
         const float corrected = __fmaf_rn(-__fmaf_rn(product, scale, -x), reciprocal, product);
         return SIZE == SMALL || corrected == corrected ? corrected : product;
     }

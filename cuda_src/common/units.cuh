@@ -1,8 +1,7 @@
-// Units of 1 to 16 bytes, in which rows of any type are moved, and the division that finds the row of a unit.
+// Units of 1 to 16 bytes for copying rows of any type, and the division that finds the row of a unit.
 #pragma once
 
-// Unsigned type of BYTES bytes.
-
+// The unsigned type of BYTES bytes.
 template <int BYTES> struct UnitOf;
 template <> struct UnitOf<16> {
     using Type = uint4;

@@ -1,5 +1,5 @@
-// Reductions and scans over LANES neighbouring lanes of a warp, a power of two: a warp that works on several rows at
-// once gives each row LANES lanes. All 32 lanes of the warp must call them.
+// Reductions and scans over LANES neighbouring lanes of a warp, where LANES is a power of two. A warp that works on
+// several rows at once gives each row LANES lanes. All 32 lanes of the warp must call these functions.
 #pragma once
 #include "common/numeric.cuh"
 
@@ -17,21 +17,21 @@ template <int LANES> __device__ __forceinline__ float lanes_min(float value) {
     return value;
 }
 
-// Sum, of neighbours first: 16 lanes give the same bits as 32 of which the upper 16 hold 0.
+// Return the sum. Neighbours are added first, so 16 lanes give the same bits as 32 lanes whose upper 16 hold 0.
 template <int LANES, typename T> __device__ __forceinline__ T lanes_sum(T value) {
 #pragma unroll
     for (int step = 1; step < LANES; step *= 2) value += __shfl_xor_sync(FULL_WARP, value, step);
     return value;
 }
 
-// Sum over this lane and those before it.
+// Return the sum over this lane and the lanes before it.
 template <int LANES> __device__ __forceinline__ int lanes_inclusive_sum(int value) {
-    // Operand c of shfl: bits 8 to 12 say which bits of a lane's number name its segment, and 0 in bits 0 to 4 lets
-    // `up` read from the segment's first lane on.
+    // Operand c of shfl. Bits 8 to 12 mask the bits of a lane index that select its segment. Bits 0 to 4 are 0, so that
+    // `up` reads from the first lane of the segment on.
     constexpr int SEGMENT = (32 - LANES) << 8;
 #pragma unroll
     for (int step = 1; step < LANES; step *= 2)
-        // The predicate that shfl returns says whether the segment has that lane, which saves a comparison.
+        // The predicate of shfl says whether the source lane is in the segment, which saves a comparison.
         asm volatile("{ .reg .pred in; .reg .s32 before;\n"
                      "  shfl.sync.up.b32 before|in, %0, %1, %2, -1;\n"
                      "  @in add.s32 %0, %0, before; }"
@@ -49,11 +49,11 @@ template <int LANES> __device__ __forceinline__ float lanes_inclusive_sum(float 
     return value;
 }
 
-// The k-th largest of the lanes' keys (1: the largest). Where keys are equal it may be a smaller one: equal keys count
-// once over a whole warp.
+// Return the k-th largest of the lanes' keys (1: the largest). With 32 lanes equal keys count once, so the result may
+// be smaller.
 template <int LANES> __device__ __forceinline__ unsigned lanes_kth_largest(unsigned key, int k) {
     if constexpr (LANES == 32) {
-        // Strike out the largest, k - 1 times; a reduction over a whole warp is one instruction.
+        // Remove the largest key k - 1 times. A reduction over a whole warp is one instruction.
         unsigned largest = __reduce_max_sync(FULL_WARP, key);
         for (int i = 1; i < k; ++i) {
             if (key == largest) key = 0;
@@ -61,7 +61,8 @@ template <int LANES> __device__ __forceinline__ unsigned lanes_kth_largest(unsig
         }
         return largest;
     } else {
-        // Each lane counts the keys larger than its own; the smallest key with fewer than k larger ones is the result.
+        // Each lane counts the keys that are larger than its own. The result is the smallest key with fewer than k
+        // larger keys.
         int minus_larger = 0;
 #pragma unroll
         for (int flip = 1; flip < LANES; ++flip)

@@ -1,21 +1,23 @@
-// Attention at decode time over a latent cache (multi-head latent attention, DeepSeek), by mma.sync, on every GPU from sm_80
-// on. The heads of a group share one key per token; its first head_dim_v numbers are the value.
+// Multi-head latent attention (DeepSeek) at decode time with mma.sync, for every GPU from sm_80 on. The heads of a
+// group share one key per token, and its first head_dim_v numbers are the value.
 //
 //   score[t] = scale * dot(q[b, i, head, :], cache[t, head / group, :])    if causal for t <= length - query_tokens + i
 //   p        = softmax over the tokens
 //   out      = sum_t p[t] * cache[t, head / group, : head_dim_v], times exp(lse) / (exp(lse) + exp(sink[head]))
 //   lse      = log sum_t exp(score[t])
 //
-// A row with no token has out = 0 and lse = +inf. A sequence in several parts leaves partial results for combine_parts.
+// A row without tokens gets out = 0 and lse = +inf. Sequences that several parts visit leave partial results for
+// combine_parts.
 //
 // Grid: (ceil(rows / ROWS), kv_heads, parts) blocks of 256 threads, with Form<...>::BYTES of dynamic shared memory.
-// mma_form.cuh says how the warps share the work.
+// mma_form.cuh describes how the warps divide the work.
 //
-// Bound by memory with few rows of a kv head: a token of 1152 bytes (8-bit: 656) is read once, for 2 (576 + 512) operations
-// of each row. Of the floor (bytes at copy bandwidth, or operations at the rate of a large product, whichever is longer) it
-// reaches on an H200, for 128 sequences of 4096 tokens: 96 % with 16 heads (148.8 us), 81 % over an 8-bit cache (101.6 us).
-// With 128 heads the tensor cores are the bound, of whose rate on Hopper mma.sync has only a part: 36 % (500.8 us); with
-// DIM == 0 24 % (768.2 us).
+// Speed of light: memory bandwidth if a kv head has few rows. A token of 1152 bytes (8-bit cache: 656) is read once and
+// costs 2 (576 + 512) operations per row. The floor is the longer of two times: the bytes at copy bandwidth, or the
+// operations at the rate of a large GEMM. On an H200 with 128 sequences of 4096 tokens and 16 heads, the kernel reaches
+// 96 % of the floor over a 16-bit cache (148.8 us) and 81 % over an 8-bit cache (101.6 us). With 128 heads the tensor
+// cores are the bound. mma.sync reaches only part of their rate on Hopper, so the kernel reaches 36 % of the floor
+// (500.8 us), and 24 % with DIM == 0 (768.2 us).
 #include "common/barrier.cuh"
 #include "common/launch.cuh"
 #include "common/mma.cuh"
@@ -28,13 +30,13 @@
 #include "mla_decode/parts.cuh"
 #include "mla_decode/rows.cuh"
 
-// The types that a form is made of.
 template <typename F> using TileOf = typename Choose<F::FP8, Tile8<F>, Tile16<F>>::Type;
 template <typename F> using SoftmaxOf = Softmax<F, typename TileOf<F>::Scales>;
 template <typename F>
 using RingOf = typename Choose<F::APART, BarrierRing<F, TileOf<F>>, LockstepRing<F, TileOf<F>>>::Type;
 
-// A barrier of all threads, in shared memory: the sanitizer loses track of numbered ones of so many kinds.
+// A barrier of all threads, as an mbarrier: compute-sanitizer loses track of named barriers if a kernel mixes several
+// kinds.
 struct Meeting {
     const unsigned barrier;
     int met = 0;
@@ -45,12 +47,12 @@ struct Meeting {
     }
 };
 
-// Write the rows of a group that are its own.
+// Write the rows of a group that shares them with no other group (RINGS == 1).
 template <typename F>
 __device__ __forceinline__ void write_rows(const Params& p, const Thread<F>& thread, const SoftmaxOf<F>& softmax,
                                            const float (&out)[F::M][F::V][4], int sequence, bool bad) {
-    thread.group_barrier();
-    // Found once more, so that they take no registers while tiles are computed.
+    thread.group_barrier(); // the group's sums are in shared memory
+    // Part and visit are computed again, so that they occupy no registers in the mainloop.
     const Part part(p, blockIdx.z);
     const VisitOf<F::EXTRA> visit(p, part, sequence);
 #pragma unroll
@@ -67,10 +69,10 @@ __device__ __forceinline__ void write_rows(const Params& p, const Thread<F>& thr
         }
 }
 
-// Rows that both groups have, each over its own tiles.
+// The merge of rows that both groups have (RINGS == 2), each over its own tiles.
 template <typename F> struct MergedRows {
     float base[2], total[2];
-    float factors[2][2]; // what the sums of a group are multiplied by
+    float factors[2][2]; // [group][row half]: rescales a group to the common base
 
     __device__ __forceinline__ MergedRows(const Thread<F>& thread, const SoftmaxOf<F>& softmax) {
         constexpr int GROUP = F::MEMBERS * F::GROUP_ROWS;
@@ -91,7 +93,7 @@ template <typename F> struct MergedRows {
         }
     }
 
-    // Add group 1's output to that of group 0, through shared memory.
+    // Add the output of group 1 to the output of group 0, through shared memory.
     __device__ __forceinline__ void add(const Thread<F>& thread, char* shared, float (&out)[F::V][4],
                                         Meeting& meeting) const {
         float4* const given = reinterpret_cast<float4*>(shared + F::PARTIAL_SCORES) + thread.member * 32 + thread.lane;
@@ -101,7 +103,7 @@ template <typename F> struct MergedRows {
             for (int n = start; n < start + F::GIVEN; ++n)
                 if (thread.group == 1)
                     given[(n - start) * F::MEMBERS * 32] = make_float4(out[n][0], out[n][1], out[n][2], out[n][3]);
-            meeting.wait();
+            meeting.wait(); // the fragments of group 1 are in shared memory
 #pragma unroll
             for (int n = start; n < start + F::GIVEN; ++n)
                 if (thread.group == 0) {
@@ -111,17 +113,16 @@ template <typename F> struct MergedRows {
                     for (int i = 0; i < 4; ++i)
                         out[n][i] = out[n][i] * factors[0][i / 2] + others[i] * factors[1][i / 2];
                 }
-            meeting.wait();
+            meeting.wait(); // group 0 has read the fragments
         }
     }
 };
 
-// Merge the rows of both groups, and write them.
 template <typename F>
 __device__ __forceinline__ void write_merged(const Params& p, const Thread<F>& thread, char* shared,
                                              const SoftmaxOf<F>& softmax, float (&out)[F::M][F::V][4], Meeting& meeting,
                                              int sequence) {
-    meeting.wait();
+    meeting.wait(); // the sums and bases of both groups are in shared memory
     const MergedRows<F> merged(thread, softmax);
     merged.add(thread, shared, out[0], meeting);
     if (thread.group == 1) return;
@@ -129,7 +130,7 @@ __device__ __forceinline__ void write_merged(const Params& p, const Thread<F>& t
     const VisitOf<F::EXTRA> visit(p, part, sequence);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-        // A bad row has a total of NaN.
+        // A bad row needs no flag: its total is NaN.
         const Destination<typename F::T> to(p, part, visit, thread.kv_head, thread.first_row() + thread.row_of(0, j),
                                             merged.base[j], merged.total[j], false,
                                             thread.member == 0 && thread.pair == 0);
@@ -143,10 +144,14 @@ constexpr Launch attend_mma_launch() {
     return {32 * F::WARPS, F::BYTES};
 }
 
-// T: the type of the queries and results. FP8: an 8-bit cache. ROWS: 16, 32 or 64. TILE: 16, 32 or 64
-// tokens. STAGES: tiles of a ring. DIM, DIM_V: 576 and 512, or 0: from the arguments, multiples of 16 up to 576 (not with
-// ROWS == 64); 512 and 512 of an 8-bit cache, with EXTRA. EXTRA: with a second cache, or with numbers of the indices that
-// count.
+//   T            type of the queries and results
+//   FP8          the cache has 8-bit numbers
+//   ROWS         query rows of a block: 16, 32 or 64
+//   TILE         tokens of a tile: 16, 32 or 64
+//   STAGES       stages of a ring, one tile each
+//   DIM, DIM_V   576 and 512; with an 8-bit cache and EXTRA also 512 and 512; or 0 and 0 for sizes from the arguments,
+//                which are multiples of 16 up to 576 (not with ROWS == 64)
+//   EXTRA        there is a second cache, or topk_lengths limits the indices
 template <typename T, bool FP8, int ROWS, int TILE, int STAGES, int DIM, int DIM_V, bool EXTRA = false>
 __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Params p) {
     wait_for_earlier_kernels();
@@ -173,9 +178,10 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
         float out[F::M][F::V][4] = {};
         softmax.begin_visit();
         bool bad = !visit.whole;
-        // The tokens that all rows of the group see.
+        // Every row of the group sees the tokens before this one.
         const int all_see = p.causal ? causal_end(p, visit.length, thread.first_row()) : visit.length;
-        // After this the queries are in shared memory, and no warp of the group reads the sums of the last visit any more.
+        // When this barrier completes, the group's queries are in shared memory, and the last visit's sums have been
+        // read.
         thread.group_barrier();
 #pragma unroll 1
         for (int token = visit.begin + thread.first_token(); token < visit.end; token += F::RINGS * TILE) {
@@ -184,7 +190,7 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
             float scores[F::N][F::M][4] = {};
             tiles.add_scores(p, thread, scores, queries, shared + tile_offset, shared_at + tile_offset);
             softmax.send(thread, scores);
-            thread.group_barrier();
+            thread.group_barrier(); // the group's partial scores are in shared memory
             softmax.begin_tile();
             if (thread.owns()) {
                 softmax.receive(p, thread, scores);
@@ -195,6 +201,7 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
                 softmax.exponentiate(thread, scores);
             }
             bad |= arrival.bad != 0;
+            // When this barrier completes, the group's probabilities are in shared memory.
             if (thread.group_barrier_any(softmax.lags)) softmax.rescale(thread, scores, out);
             softmax.end_tile();
             tiles.add_values(p, thread, out, softmax.probabilities, shared_at + tile_offset);

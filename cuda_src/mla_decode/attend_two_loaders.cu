@@ -1,26 +1,33 @@
-// Attention at decode time over a latent cache, as attend_wgmma.cu describes and with the same results, where TMA
-// cannot copy the tokens: over a cache of 656 bytes a token, or with `indices`.
+// Latent attention at decode time for tokens that TMA cannot copy: over an 8-bit cache of 656 bytes per token, or with
+// `indices`. The results are the ones that attend_wgmma.cu describes.
 //
-// Grid: (ceil(rows / 64), kv_heads, parts) blocks of 512 threads, with all the shared memory.
+// Grid: (ceil(rows / 64), kv_heads, parts) blocks of 512 threads, with all the shared memory of a multiprocessor.
 //
-// Two warpgroups compute, as in attend_wgmma, and two instead of one gather (two_loaders_gather.cuh) or convert
-// (two_loaders_convert.cuh): they take less time for a tile, which the others wait for. So all threads begin with 128
-// registers, not 168, and a product with 256 columns of values is two of 128.
+// A block has two consumer warpgroups, as in attend_wgmma, and two producer warpgroups instead of one. The producers
+// gather (two_loaders_gather.cuh) or convert (two_loaders_convert.cuh). Two of them fill a tile faster, and the
+// consumers wait for the tiles. A thread starts with 128 registers instead of 168, so the MMA with 256 columns of
+// values is split into two MMAs with 128 columns (see Seesaw in wgmma_compute.cuh).
 //
-// With those that gather, whose copies take longer than the products, a warpgroup that computes adds the values of the
-// other's tile before the scores of its own, so that the buffer is free as soon as it can be. With those that convert it
-// computes the scores first, as in attend_wgmma, and shows its probabilities before it waits for the other's values:
-// while one exponentiates, the products of the other go on. A warp that converts holds the bytes of a whole tile in
-// registers, and waits for no load before it needs it.
+// The order of a consumer's phases depends on the producers. The copies of gathering producers take longer than the
+// MMAs. A consumer therefore adds the values of the other consumer's tile before it computes the scores of its own
+// tile, which frees the buffer as early as possible. With converting producers, a consumer computes the scores first,
+// as in attend_wgmma. It then publishes its probabilities before it waits for the MMAs with the other tile's values, so
+// that the MMAs of one consumer overlap the softmax of the other. A converting warp holds the bytes of a whole tile in
+// registers, and waits for a load only when it needs the bytes.
 //
-// Each block loads for its own 64 rows alone. Two blocks of the same sequence that share what they load, through the
-// shared memory of a cluster (FlashMLA), gained 2 % over an 8-bit cache, and lost with the indices of 16 bits: the
-// notebook has the figures.
+// Each block loads tokens for its own 64 rows only. Two blocks of the same sequence could share their loads through the
+// shared memory of a cluster, as in FlashMLA. This gained 2 % over an 8-bit cache, and lost with the indices of a
+// 16-bit cache (figures in notebooks/mla_decode.ipynb).
 //
-// Of the floor (see attend_wgmma.cu) it reaches on an H200 over an 8-bit cache, for 128 sequences of 4096 tokens, 56 %
-// with 128 heads (328 us) and 52 % with 64 (176 us), where attend_wgmma takes 462 and 242. With 2048 indices for each
-// of 64 queries: 8 bits 50 % with 128 heads (92.3 us) and 36 % with 64 (63.3 us), where attend_wgmma takes 130.3 and
-// 83.3; 16 bits 59 % with 128 heads (78.2 us) and 54 % with 64 (62.4 us), where attend_wgmma takes 142.0 and 91.3.
+// Speed of light: as in attend_wgmma.cu. An H200 takes, with the fraction of the floor:
+//
+//                                                heads   attend_two_loaders   attend_wgmma
+//   8 bits, 128 sequences of 4096 tokens           128     328 us   (56 %)       462 us
+//                                                   64     176 us   (52 %)       242 us
+//   8 bits, 64 queries with 2048 indices each      128    92.3 us   (50 %)     130.3 us
+//                                                   64    63.3 us   (36 %)      83.3 us
+//   16 bits, 64 queries with 2048 indices each     128    78.2 us   (59 %)     142.0 us
+//                                                   64    62.4 us   (54 %)      91.3 us
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "mla_decode/two_loaders_convert.cuh"
@@ -28,9 +35,8 @@
 #include "mla_decode/two_loaders_shared.cuh"
 #include "mla_decode/wgmma_compute.cuh"
 
-// Initialize the barriers and the flags.
 template <bool FP8> __device__ __forceinline__ void init_two_loaders(WgmmaShared& shared) {
-    // A tile is converted by all warps that load; a half of it is gathered by two.
+    // Arrivals at the full barrier of a half: all producer warps convert a share of it, but two warps gather it.
     constexpr int WARPS = FP8 ? LOADING_WARPS : 2;
     for (int i = 0; i < 2; ++i) {
         for (int tile = 0; tile < TILES; ++tile)
@@ -49,21 +55,23 @@ template <typename, bool FP8, bool> constexpr Launch attend_two_loaders_launch()
     return {TWO_LOADERS_THREADS, all_for(BEFORE_SHARED + int(FP8 ? sizeof(ConverterShared) : sizeof(WgmmaShared)))};
 }
 
-// T: the type of the queries and results; with FP8 bfloat16. FP8: a cache of 656 bytes a token. GATHER: with `indices`.
+//   T        type of the queries and results; bfloat16 with FP8
+//   FP8      the cache has 656 bytes per token
+//   GATHER   `indices` name the tokens
 template <typename T, bool FP8, bool GATHER>
 __global__ __launch_bounds__(TWO_LOADERS_THREADS,
                              1) void attend_two_loaders(const __grid_constant__ WgmmaParams params) {
     wait_for_earlier_kernels();
 #if HAS_WGMMA
     static_assert(FP8 || GATHER, "TMA copies the rest");
-    // Registers of a thread: the launch gives 128 to each, of which those that load leave most to the others.
+    // Registers per thread: 128 at launch. setmaxnreg moves registers from the producers to the consumers.
     constexpr int LOADING = 48, COMPUTING = 256 - LOADING;
     extern __shared__ char memory[];
-    const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles lie at multiples of 1024
+    const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles need an alignment of 1024 bytes
     const unsigned queries = shared_address(memory) + misplaced;
     WgmmaShared& shared = *reinterpret_cast<WgmmaShared*>(memory + misplaced + 3 * TILES * TILE_BYTES);
     if (threadIdx.x == 0) init_two_loaders<FP8>(shared);
-    __syncthreads();
+    __syncthreads(); // the barriers are initialized
     const int warpgroup = threadIdx.x / WARPGROUP;
     if (warpgroup == 0) {
         setmaxnreg_inc<COMPUTING>();

@@ -1,19 +1,20 @@
-// Put together what several parts found of a sequence: the partial results of a row, weighted by their sums.
+// Merge the partial results of the sequences that several parts visit, weighted by their sums.
 //
 //   lse = log2 sum_i 2^lse[i],   out = sum_i 2^(lse[i] - lse) * out[i]      over the visits i to the sequence
 //
-// TEAM == 8: (sequences * rows, kv_heads, ceil(head_dim_v / (EACH * 128))) blocks of 256 threads. A block has EACH * 128
-// columns of a row, and each warp takes every 8th visit; the first warp adds up what the others have, in their order. For
-// few rows, which are spread over the GPU.
-// TEAM == 1: (any, kv_heads, parts) blocks of 256 threads, with EACH * 128 columns at least. A warp has one row after the
-// other of the sequence of which part blockIdx.z made the second visit, if it did. For many rows: where there are many
-// sequences, most blocks end at once.
+// TEAM == 8: (sequences * rows, kv_heads, ceil(head_dim_v / (EACH * 128))) blocks of 256 threads. For few rows, to
+// spread them over the GPU. A block merges EACH * 128 columns of a row. Each warp takes every 8th visit, and the first
+// warp adds up the warps' sums in order.
 //
-// DIM_V == 0: the columns come from the argument.
+// TEAM == 1: (any, kv_heads, parts) blocks of 256 threads. For many rows. A warp merges whole rows, so EACH * 128 is at
+// least head_dim_v. The blocks with blockIdx.z == i merge the sequence whose second visit part i made, and exit at once
+// if part i made none.
 //
-// Bound by latency: the plan, the lse of all visits and their sums are read one after the other. Launched twice, it makes a
-// call longer on an H200 by 6.7 us for one sequence of 8192 tokens with 128 heads, by 5.1 us for one of 16384 with 16, and
-// by 8.6 us for 128 sequences of all lengths with 128 heads.
+// DIM_V == 0: the number of columns comes from the argument.
+//
+// Speed of light: latency, because the plan, the lse of all visits and the partial results are read one after the
+// other. A second launch in the same call costs an H200 6.7 us for one sequence of 8192 tokens with 128 heads, 5.1 us
+// for one sequence of 16384 tokens with 16 heads, and 8.6 us for 128 sequences of mixed lengths with 128 heads.
 #include "common/overlap.cuh"
 #include "common/warp.cuh"
 #include "mla_decode/parts.cuh"
@@ -21,16 +22,16 @@
 
 // The partial results of a row.
 struct Partials {
-    const float* lses;  // [count], `step` apart
-    const float4* outs; // [count][fours], `step` rows apart
+    const float* lses;  // [count] visits, `step` apart
+    const float4* outs; // [count] visits of `fours` float4, `step` rows apart
     long long step;
     int count, fours;
 };
 
-// Call `use` with the lse of every 32nd visit, from this lane's on.
+// Call `use` with the lse of visits lane, lane + 32, ...
 template <int TEAM, typename USE>
 __device__ __forceinline__ void each_lse(const Partials& row, int lane, const USE& use) {
-    // Several at once would spill registers from sm_100 on, where a warp has a whole row.
+    // From sm_100 on, unrolling this loop spills registers if a warp holds a whole row (TEAM == 1).
     if constexpr (TEAM == 1 && __CUDA_ARCH__ >= 1000) {
 #pragma unroll 1
         for (int split = lane; split < row.count; split += 32) use(row.lses[split * row.step]);
@@ -39,7 +40,7 @@ __device__ __forceinline__ void each_lse(const Partials& row, int lane, const US
     }
 }
 
-// Start loading BATCH visits of those that a warp takes, from visit `split` on.
+// Issue the loads of BATCH visits: split, split + TEAM, ...
 template <int DIM_V, int TEAM, int EACH, int BATCH>
 __device__ __forceinline__ void load_batch(float4 (&values)[BATCH][EACH], const Partials& row, int split,
                                            int first_four) {
@@ -55,7 +56,7 @@ __device__ __forceinline__ void load_batch(float4 (&values)[BATCH][EACH], const 
         }
 }
 
-// Add a batch to the sums; `largest` is the largest lse of all visits.
+// Add a batch to the sums, weighted. `largest` is the largest lse of all visits.
 template <int TEAM, int EACH, int BATCH>
 __device__ __forceinline__ void add_batch(float4 (&total)[EACH], const float4 (&values)[BATCH][EACH],
                                           const Partials& row, int split, float largest) {
@@ -72,7 +73,7 @@ __device__ __forceinline__ void add_batch(float4 (&total)[EACH], const float4 (&
     }
 }
 
-// Add what the other warps of a team have to the first warp's.
+// Add the sums of a team's other warps to the first warp's.
 template <int TEAM, int EACH>
 __device__ __forceinline__ void add_others(float4 (&total)[EACH], const float4 (&found)[TEAM][EACH * 32], int lane) {
 #pragma unroll
@@ -84,7 +85,7 @@ __device__ __forceinline__ void add_others(float4 (&total)[EACH], const float4 (
         }
 }
 
-// Write a row. `sum` is that of the visits' weights.
+// Write a row, divided by `sum`, the sum of the visits' weights.
 template <typename T, int EACH>
 __device__ __forceinline__ void write_row(const Params& p, const Visit& visit, int kv_head, int r,
                                           const float4 (&total)[EACH], float largest, float sum, int first_four,
@@ -109,7 +110,7 @@ constexpr int COMBINE_WARPS = 8;
 template <typename T, int DIM_V, int TEAM, int EACH>
 __global__ __launch_bounds__(32 * COMBINE_WARPS, 2) void combine_parts(const __grid_constant__ Params p) {
     begin_behind_earlier_kernels();
-    constexpr int WARPS = COMBINE_WARPS, BATCH = EACH == 1 ? 9 : TEAM == 1 ? 2 : 3; // visits on their way at once
+    constexpr int WARPS = COMBINE_WARPS, BATCH = EACH == 1 ? 9 : TEAM == 1 ? 2 : 3; // visits in flight per warp
     static_assert(TEAM == 1 || TEAM == WARPS, "");
     __shared__ float4 found[TEAM == 1 ? 1 : WARPS][EACH * 32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, member = TEAM == 1 ? 0 : warp;
@@ -128,12 +129,12 @@ __global__ __launch_bounds__(32 * COMBINE_WARPS, 2) void combine_parts(const __g
     if (splits <= 1) return;
     const long long first = min(max(2 * ((long long)before - sequence), 0ll), 2ll * p.parts - 1);
     const int count = int(min((long long)splits, 2ll * p.parts - first));
-    const long long step = (long long)p.kv_heads * rows; // rows between splits
+    const long long step = (long long)p.kv_heads * rows; // rows from one visit to the next
     for (; r < end; r += gridDim.x * WARPS) {
         const long long at = first * step + (long long)kv_head * rows + r;
         const Partials row{p.partial_lse + at, reinterpret_cast<const float4*>(p.partial_out + at * (fours * 4)), step,
                            count, fours};
-        // The first batch is on its way while the weights are found.
+        // The first batch is in flight while the weights are computed.
         float4 values[BATCH][EACH];
         load_batch<DIM_V, TEAM>(values, row, member, first_four);
         float largest = -CUDART_INF_F, sum = 0.f;
@@ -150,7 +151,7 @@ __global__ __launch_bounds__(32 * COMBINE_WARPS, 2) void combine_parts(const __g
         if constexpr (TEAM > 1) {
 #pragma unroll
             for (int i = 0; i < EACH; ++i) found[warp][i * 32 + lane] = total[i];
-            __syncthreads();
+            __syncthreads(); // all warps' sums are in shared memory
             if (warp > 0) return;
             add_others<TEAM>(total, found, lane);
         }

@@ -1,9 +1,9 @@
-// The queries of attend_mma as fragments A, and the probabilities, which are read in the same way.
+// The queries of attend_mma as A fragments, and the load of probabilities, which have the same layout.
 #pragma once
 #include "mla_decode/mma_form.cuh"
 #include "mla_decode/rows.cuh"
 
-// The queries of a thread's rows in global memory; null for rows that are not there.
+// The addresses of the queries of a thread's rows in global memory; null for rows that do not exist.
 template <typename F> struct QueryRows {
     using T = typename F::T;
     const T* from[F::M][2];
@@ -20,7 +20,7 @@ template <typename F> struct QueryRows {
             }
     }
 
-    // A fragment of a step of 16 dimensions.
+    // Load query fragment m of a step of 16 dimensions.
     __device__ __forceinline__ void load(const Params& p, const Thread<F>& thread, int step, int m,
                                          unsigned (&a)[4]) const {
         const int dim = F::chunk_of_step(thread.depth, step) * 8 + thread.pair * 2;
@@ -32,7 +32,7 @@ template <typename F> struct QueryRows {
     }
 };
 
-// The fragments of a warp's rows and dimensions: of the first KEPT_STEPS steps in registers, of the rest in shared memory.
+// The query fragments of a warp. The first KEPT_STEPS steps are in registers, the other steps in shared memory.
 template <typename F> struct QueryFragments {
     static constexpr int M = F::M, SHARED_STEPS = F::STEPS - F::KEPT_STEPS;
     uint4* const rest;
@@ -46,13 +46,13 @@ template <typename F> struct QueryFragments {
         return rest[m * F::DEPTHS * SHARED_STEPS * 32 + (step - F::KEPT_STEPS) * 32];
     }
 
-    // `load_step(step, m, a)` loads fragment m of a step.
+    // Fill all fragments. `load_step(step, m, a)` loads fragment m of a step.
     template <typename LOAD> __device__ __forceinline__ void fill(const Thread<F>& thread, const LOAD& load_step) {
 #pragma unroll
         for (int m = 0; m < M; ++m) {
 #pragma unroll
             for (int step = 0; step < F::KEPT_STEPS; ++step) load_step(step, m, kept[step][m]);
-            // The halves of the tokens need the same queries: each stores every second step.
+            // Both halves of the tokens need the same queries: the warps of a half store every second step.
 #pragma unroll 2
             for (int step = F::KEPT_STEPS + thread.half; step < F::STEPS; step += F::HALVES) {
                 unsigned a[4];
@@ -76,7 +76,7 @@ template <typename F> struct QueryFragments {
     }
 };
 
-// The fragments of all rows of a group with 16 tokens of a tile.
+// Load the probabilities of 16 tokens of a tile as A fragments, for all rows of a group.
 template <typename F>
 __device__ __forceinline__ void load_probabilities(unsigned (&a)[F::M][4], const char* probabilities, int step) {
 #pragma unroll

@@ -1,34 +1,33 @@
-// The tiles of attend_mma: copied ahead into a ring of stages, through all visits of a part.
+// The rings of attend_mma: tiles are copied ahead into a ring of stages, across all visits of a part.
 //
-// A ring has the methods init, start, acquire and release. LockstepRing is for warps that all use the same tile,
-// BarrierRing for groups that do not wait for each other. TILE::copy copies the tokens of a warp.
+// A ring has the methods init, start (the prologue), acquire and release. LockstepRing is for warps that all use the
+// same tile, BarrierRing for groups that do not wait for each other. TILE::copy issues the copies of one warp's tokens.
 #pragma once
 #include "common/barrier.cuh"
 #include "common/hopper.cuh"
 #include "common/warp.cuh"
 #include "mla_decode/mma_form.cuh"
 
-// The tokens of a tile that are there, a bit each, and whether the table's entry of one is outside the cache. Each copying
-// warp has 64 / COPIERS bits.
+// Bit masks of a tile, 64 / COPIERS bits per copying warp. `valid`: a bit per token, set if it exists. `bad`: not 0 if
+// a table entry is outside the cache.
 struct alignas(16) Arrival {
     unsigned long long valid, bad;
 };
 
-// `valid` of a tile that is full.
+// Return the `valid` mask of a tile whose tokens all exist.
 template <typename F> __device__ constexpr unsigned long long all_valid() {
     unsigned long long all = 0;
     for (int copier = 0; copier < F::COPIERS; ++copier) all |= ((1ull << F::COPIED) - 1) << copier * (64 / F::COPIERS);
     return all;
 }
 
-// The tokens that a warp copies, one for each lane.
+// The tokens that a warp copies, one per lane.
 struct Sources {
-    const char* from;   // this lane's token
-    bool known;         // it is there
-    unsigned lanes;     // those whose token is there
-    const char* scales; // of this lane's token, where they lie apart from it
+    const char* from;   // address of this lane's token
+    bool known;         // whether this token exists
+    unsigned lanes;     // mask of the lanes whose token exists
+    const char* scales; // address of this token's scales, if they are stored apart from it
 
-    // The token of lane i.
     __device__ __forceinline__ const char* of(int i) const { return of_lane(from, i); }
     __device__ __forceinline__ const char* scales_of(int i) const { return of_lane(scales, i); }
 
@@ -40,22 +39,22 @@ struct Sources {
     }
 };
 
-// The next tile to copy. The table's entry of a token is read one tile before it is needed.
+// The next tile that a warp copies. The table entry of a token is loaded one tile before it is needed.
 template <typename F> struct TileCursor {
-    const bool copies; // whether this warp copies
-    const int copier;  // its number among those that do
+    const bool copies;
+    const int copier; // index among the copying warps
     Arrival* const arrivals;
     int sequence, token, end;
-    bool more;       // there is a tile
-    bool wanted;     // this lane has a token of it
-    int entry, slot; // what the table, or `indices`, says of that token; with EXTRA `slot` is the cache, 0 or 1
+    bool more;       // whether there is a next tile
+    bool wanted;     // whether this lane has a token of the next tile
+    int entry, slot; // table entry (or index) and slot of this token; with EXTRA `slot` is the cache, 0 or 1
 
     __device__ __forceinline__ TileCursor(const Thread<F>& thread, char* shared)
         : copies(F::RINGS == 2 || thread.warp >= F::WARPS - F::COPIERS),
           copier(F::RINGS == 2 ? thread.member : thread.warp - (F::WARPS - F::COPIERS)),
           arrivals(reinterpret_cast<Arrival*>(shared + F::ARRIVALS) + thread.first_stage()) {}
 
-    // Go to the first tile of sequence `next`, or of the first one after it that has tokens here.
+    // Move to the first tile of sequence `next`, or of the next sequence with tokens in this part.
     __device__ __forceinline__ void enter(const Params& p, const Part& part, const Thread<F>& thread, int next) {
         more = false;
         for (; next <= part.last; ++next) {
@@ -95,7 +94,7 @@ template <typename F> struct TileCursor {
         look_up(p, thread);
     }
 
-    // Where the warp's tokens lie; those who use the tile are told by `arrivals`.
+    // Return the addresses of the warp's tokens, and publish in `arrivals` which of them exist.
     __device__ __forceinline__ Sources find(const Params& p, const Thread<F>& thread, int stage) {
         constexpr int ITEM = F::FP8 ? 1 : sizeof(typename F::T);
         bool known, bad;
@@ -126,7 +125,6 @@ template <typename F> struct TileCursor {
         }
         const unsigned known_lanes = __ballot_sync(FULL_WARP, known);
         const unsigned bad_lanes = __ballot_sync(FULL_WARP, bad);
-        // A warp's share of the 64 bits.
         using Bits = typename Choose<F::COPIERS == 8, unsigned char, unsigned short>::Type;
         if (thread.lane == 0) {
             reinterpret_cast<Bits*>(&arrivals[stage].valid)[copier] = known_lanes & ((1u << F::COPIED) - 1);
@@ -136,17 +134,18 @@ template <typename F> struct TileCursor {
     }
 };
 
-// Stages that all warps go through in step: while a tile is used, the stage of the tile before is filled.
+// A ring that all warps step through together. While a tile is in use, the stage of the previous tile is refilled.
 template <typename F, typename TILE> struct LockstepRing {
     const unsigned shared_at;
     TileCursor<F> cursor;
-    int stage = 0; // of the tile in use
+    int stage = 0; // stage of the tile in use
 
     __device__ __forceinline__ LockstepRing(const Thread<F>& thread, char* shared, unsigned shared_at)
         : shared_at(shared_at), cursor(thread, shared) {}
 
     __device__ __forceinline__ void init(const Thread<F>&, unsigned) {}
 
+    // Issue the copies of the next tile into a stage, as one commit group.
     __device__ __forceinline__ void tma_load(const Params& p, const Part& part, const Thread<F>& thread, int stage) {
         if (cursor.more) {
             const Sources sources = cursor.find(p, thread, stage);
@@ -156,7 +155,7 @@ template <typename F, typename TILE> struct LockstepRing {
         cp_async_commit_group();
     }
 
-    // Start the copies of the first tiles.
+    // Prologue: issue the copies of the first STAGES - 1 tiles.
     __device__ __forceinline__ void start(const Params& p, const Part& part, const Thread<F>& thread) {
         cursor.enter(p, part, thread, part.first);
         cursor.look_up(p, thread);
@@ -164,27 +163,26 @@ template <typename F, typename TILE> struct LockstepRing {
         for (int stage = 0; stage < F::STAGES - 1; ++stage) tma_load(p, part, thread, stage);
     }
 
-    // Wait for the next tile.
+    // Wait until the next tile is in shared memory, then issue the copies of a later tile.
     __device__ __forceinline__ Arrival acquire(const Params& p, const Part& part, const Thread<F>& thread) {
         cp_async_wait_group<F::STAGES - 2>();
-        // After it no warp uses the tile before any more.
+        // When this barrier completes, the whole tile is visible, and no warp still uses the previous tile.
         __syncthreads();
         const Arrival arrival = cursor.arrivals[stage];
         tma_load(p, part, thread, stage == 0 ? F::STAGES - 1 : stage - 1);
         return arrival;
     }
 
-    // This warp no longer uses the tile.
     __device__ __forceinline__ void release(const Params&, const Part&, const Thread<F>&) {
         if (++stage == F::STAGES) stage = 0;
     }
 };
 
-// Stages with two barriers each, one for "the tile is here" and one for "its place is free".
+// A ring whose stages have a full barrier (the tile is in shared memory) and an empty barrier (no warp uses the tile).
 template <typename F, typename TILE> struct BarrierRing {
     const unsigned shared_at;
     TileCursor<F> cursor;
-    int stage = 0, phase = 0; // of the tile in use
+    int stage = 0, phase = 0; // stage of the tile in use, and the phase parity of its barriers
 
     __device__ __forceinline__ BarrierRing(const Thread<F>& thread, char* shared, unsigned shared_at)
         : shared_at(shared_at), cursor(thread, shared) {}
@@ -196,7 +194,7 @@ template <typename F, typename TILE> struct BarrierRing {
         return full(thread, stage) + 8;
     }
 
-    // `meeting` is a barrier of all threads, where they need one.
+    // Initialize the barriers. `meeting` is the barrier of all threads, which only RINGS == 2 needs.
     __device__ __forceinline__ void init(const Thread<F>&, unsigned meeting) {
         if (threadIdx.x == 0) {
             for (int i = 0; i < F::RINGS * F::STAGES; ++i) {
@@ -207,9 +205,10 @@ template <typename F, typename TILE> struct BarrierRing {
             if constexpr (F::RINGS == 2) mbarrier_init(meeting, F::WARPS * 32);
             if constexpr (F::ROW_COPIES) fence_mbarrier_init();
         }
-        __syncthreads();
+        __syncthreads(); // the barriers are initialized
     }
 
+    // Issue the copies of the next tile into a stage. Its full barrier completes when the copies have arrived.
     __device__ __forceinline__ void tma_load(const Params& p, const Part& part, const Thread<F>& thread, int stage) {
         if (!cursor.more) return;
         const Sources sources = cursor.find(p, thread, stage);
@@ -227,7 +226,7 @@ template <typename F, typename TILE> struct BarrierRing {
         }
     }
 
-    // Start the copies of the first tiles.
+    // Prologue: issue the copies of the first STAGES tiles.
     __device__ __forceinline__ void start(const Params& p, const Part& part, const Thread<F>& thread) {
         if (!cursor.copies) return;
         cursor.enter(p, part, thread, part.first);
@@ -236,13 +235,14 @@ template <typename F, typename TILE> struct BarrierRing {
         for (int stage = 0; stage < F::STAGES; ++stage) tma_load(p, part, thread, stage);
     }
 
-    // Wait for the next tile.
+    // Wait at the full barrier of the next tile.
     __device__ __forceinline__ Arrival acquire(const Params&, const Part&, const Thread<F>& thread) {
         mbarrier_wait(full(thread, stage), phase);
         return cursor.arrivals[stage];
     }
 
-    // This warp no longer uses the tile; if it is one that copies, it fills the stage again as soon as no other does.
+    // Arrive at the stage's empty barrier. A copying warp then waits until all warps have released the stage, and
+    // refills it.
     __device__ __forceinline__ void release(const Params& p, const Part& part, const Thread<F>& thread) {
         __syncwarp();
         if (thread.lane == 0) mbarrier_arrive(empty(thread, stage));

@@ -1,11 +1,12 @@
-// The softmax of attend_mma: from partial scores to probabilities, tile by tile.
+// The online softmax of attend_mma: from partial scores to probabilities, tile by tile.
 #pragma once
 #include "common/warp.cuh"
 #include "mla_decode/mma_form.cuh"
 #include "mla_decode/mma_ring.cuh"
 #include "mla_decode/rows.cuh"
 
-// A group's rows, of which a thread has two in each fragment. SCALES is that of the tile's type.
+// The softmax state of a group's rows. A thread has two rows in each fragment. SCALES is the type TILE::Scales of the
+// tile.
 template <typename F, typename SCALES> struct Softmax {
     static constexpr int M = F::M, N = F::N, V = F::V, OWN = F::OWN;
 
@@ -14,9 +15,9 @@ template <typename F, typename SCALES> struct Softmax {
     char* const probabilities;
     float *const maxima, *const sums;
 
-    float base[M][2], sum[M][2];          // of the visit; sums are relative to 2^base
-    float tile_max[M][2], tile_sum[M][2]; // of the tokens that the warp owns
-    bool lags;                            // the base of a row is too far behind
+    float base[M][2], sum[M][2];          // of the visit so far; sums are in units of 2^base
+    float tile_max[M][2], tile_sum[M][2]; // over the tokens of the tile that the warp owns
+    bool lags;                            // whether a base is more than BASE_LAG below its row's maximum
     SCALES scales;
 
     __device__ __forceinline__ Softmax(const Thread<F>& thread, char* shared)
@@ -25,7 +26,7 @@ template <typename F, typename SCALES> struct Softmax {
           maxima(reinterpret_cast<float*>(shared + F::MAXIMA) + thread.group * F::MEMBERS * F::GROUP_ROWS),
           sums(reinterpret_cast<float*>(shared + F::SUMS) + thread.group * F::MEMBERS * F::GROUP_ROWS) {}
 
-    // A row that has seen nothing yet has accumulated nothing, and has a finite base.
+    // Reset the sums. The base starts at a finite number, because -inf - -inf is NaN.
     __device__ __forceinline__ void begin_visit() {
 #pragma unroll
         for (int m = 0; m < M; ++m) {
@@ -43,7 +44,7 @@ template <typename F, typename SCALES> struct Softmax {
         }
     }
 
-    // The place of fragment `sent` of those that warp `sender` of the group sends.
+    // Return the place of the `sent`-th fragment that warp `sender` of the group sends.
     __device__ __forceinline__ float4& partial(const Thread<F>& thread, int sender, int sent, int m) const {
         return partial_scores[((thread.group * F::MEMBERS + sender) * F::SENT + sent) * M * 32 + m * 32];
     }
@@ -60,14 +61,15 @@ template <typename F, typename SCALES> struct Softmax {
         }
     }
 
-    // Sum up the scores of the warp's own tokens, and scale them.
+    // Add up the partial scores of the warp's own tokens, and multiply them by the softmax scale.
     __device__ __forceinline__ void receive(const Params& p, const Thread<F>& thread, float (&scores)[N][M][4]) const {
 #pragma unroll
         for (int other = 1; other < F::DEPTHS; ++other) {
             const int sender = (thread.depth + other) % F::DEPTHS;
 #pragma unroll
             for (int n = 0; n < OWN; ++n) {
-                // Every warp counts from the tokens that it owns: fragment n here has this index in the sender.
+                // Every warp counts fragments from its first own one. This warp's fragment n has index `sent` in the
+                // sender.
                 const int sent = ((thread.depth - sender) * OWN + n) & (N - 1);
 #pragma unroll
                 for (int m = 0; m < M; ++m) {
@@ -85,7 +87,8 @@ template <typename F, typename SCALES> struct Softmax {
                 for (int i = 0; i < 4; ++i) scores[n][m][i] *= p.scale_log2;
     }
 
-    // Give the tokens that are not there, or that a row does not see, no weight. `token` is the first of the tile.
+    // Set the scores of tokens that do not exist, or that a row does not see, to -inf. `token` is the first token of
+    // the tile.
     __device__ __forceinline__ void mask(const Params& p, const Thread<F>& thread, float (&scores)[N][M][4],
                                          const Visit& visit, const Arrival& arrival, int token) const {
 #pragma unroll
@@ -120,7 +123,7 @@ template <typename F, typename SCALES> struct Softmax {
             }
     }
 
-    // Store the probabilities of the warp's own tokens as fragments A, relative to the base.
+    // Store the probabilities of the warp's own tokens as A fragments, relative to the base.
     __device__ __forceinline__ void exponentiate(const Thread<F>& thread, const float (&scores)[N][M][4]) {
 #pragma unroll
         for (int m = 0; m < M; ++m) {
@@ -134,7 +137,7 @@ template <typename F, typename SCALES> struct Softmax {
                     for (int i = 0; i < 2; ++i) values[n][2 * j + i] = fast_exp2(scores[n][m][2 * j + i] - base[m][j]);
                     tile_sum[m][j] += values[n][2 * j] + values[n][2 * j + 1];
                 }
-            const int eight = thread.half * N + thread.depth * OWN; // the first of the own tokens, in units of 8
+            const int eight = thread.half * N + thread.depth * OWN; // first own token, in units of 8 tokens
             char* const to = probabilities + (m * (F::TILE / 16) + eight / 2) * 512;
 #pragma unroll
             for (int scale = 0; scale < F::SCALES; ++scale) {
@@ -154,7 +157,7 @@ template <typename F, typename SCALES> struct Softmax {
         }
     }
 
-    // Raise the bases of all rows to their maxima, and rescale what was summed up relative to the old ones.
+    // Raise every row's base to its maximum, rescale the sums and the output, and store the probabilities again.
     __device__ __forceinline__ void rescale(const Thread<F>& thread, const float (&scores)[N][M][4],
                                             float (&out)[M][V][4]) {
         if (thread.pair == 0)
@@ -163,7 +166,7 @@ template <typename F, typename SCALES> struct Softmax {
 #pragma unroll
                 for (int j = 0; j < 2; ++j)
                     maxima[thread.member * F::GROUP_ROWS + thread.row_of(m, j)] = tile_max[m][j];
-        thread.group_barrier();
+        thread.group_barrier(); // the group's maxima are in shared memory
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -179,7 +182,7 @@ template <typename F, typename SCALES> struct Softmax {
                 for (int n = 0; n < V; ++n) out[m][n][2 * j] *= factor, out[m][n][2 * j + 1] *= factor;
             }
         if (thread.owns()) exponentiate(thread, scores);
-        thread.group_barrier();
+        thread.group_barrier(); // the new probabilities are in shared memory
     }
 
     __device__ __forceinline__ void end_tile() {
@@ -187,7 +190,8 @@ template <typename F, typename SCALES> struct Softmax {
         for (int m = 0; m < M; ++m) sum[m][0] += tile_sum[m][0], sum[m][1] += tile_sum[m][1];
     }
 
-    // Store the warp's sums. Where another group has the same rows, it must also know their bases and whether they are bad.
+    // Store the warp's sums. If both groups have all rows (RINGS == 2), also store the bases, and NaN as the sum of bad
+    // rows.
     __device__ __forceinline__ void store_sums(const Thread<F>& thread, bool bad) const {
 #pragma unroll
         for (int m = 0; m < M; ++m)

@@ -1,4 +1,4 @@
-// Tiles of a 16-bit cache in attend_mma: their copies, both products with them, and the rows of the output.
+// Tiles of a 16-bit cache in attend_mma: their copies, both MMAs with them, and the store of the output.
 #pragma once
 #include "common/fp8.cuh"
 #include "mla_decode/mma_form.cuh"
@@ -6,14 +6,14 @@
 #include "mla_decode/mma_ring.cuh"
 #include "mla_decode/rows.cuh"
 
-// The offsets in a tile of the 16 bytes that a lane names to ldmatrix. Steps within a line of 128 bytes only flip bits of
-// them, because the permutation of the chunks does.
+// The addresses that a lane gives to ldmatrix, as offsets in a tile. A step within a line of 128 bytes only flips bits
+// of an offset, because of the swizzle.
 template <typename F> struct Tile16 {
     using T = typename F::T;
     static constexpr int M = F::M, N = F::N, V = F::V;
-    int of_tokens[N / 2]; // for fragments 2 j and 2 j + 1 of a warp's tokens; those that it owns come first
-    int of_columns;       // for two fragments of a warp's columns
-    int rest_of_step, flip_of_step;
+    int of_tokens[N / 2]; // for token fragments 2 j and 2 j + 1 of a warp; the fragments that it owns come first
+    int of_columns;       // for two column fragments of a warp
+    int rest_of_step, flip_of_step; // for the last line: distance from `of_tokens`, bits to flip
 
     __device__ __forceinline__ explicit Tile16(const Thread<F>& thread) {
         const int lane = thread.lane, depth = thread.depth;
@@ -26,7 +26,7 @@ template <typename F> struct Tile16 {
         flip_of_step = depth * F::REST_STEPS * 32;
     }
 
-    // Start the copies of a warp's tokens. Eight lanes take the lines of a token, one after the other.
+    // Issue the copies of a warp's tokens. Eight lanes copy one token, line by line.
     static __device__ __forceinline__ void copy(const Params& p, const Thread<F>& thread, const Sources& sources,
                                                 int copier, unsigned tile_at, unsigned) {
         if constexpr (F::CONVERTS) {
@@ -47,8 +47,8 @@ template <typename F> struct Tile16 {
         }
     }
 
-    // The same from an 8-bit cache of 512 dimensions: a line is 64 numbers of one scale, or the rotary part. What is not
-    // there is zeros.
+    // Copy and convert tokens of an 8-bit cache of 512 dimensions. A line is 64 numbers with one scale, or the rotary
+    // part. Missing tokens become zeros.
     static __device__ __forceinline__ void convert(const Thread<F>& thread, const Sources& sources, int copier,
                                                    unsigned tile_at) {
         constexpr int LATENT_LINES = PAGED_LATENT / 64;
@@ -59,7 +59,7 @@ template <typename F> struct Tile16 {
             const char *const source = sources.of(mine), *const scales = sources.scales_of(mine);
             const unsigned to = tile_at + F::chunk_at(t, chunk);
             const bool there = sources.lanes >> mine & 1;
-            // Four lines at once, of which the registers of 64 rows have room.
+            // Four lines are in flight at once. With 64 rows there are no registers for more.
 #pragma unroll
             for (int first = 0; first < LATENT_LINES; first += 4) {
                 uint2 latent[4] = {};
@@ -87,7 +87,7 @@ template <typename F> struct Tile16 {
         }
     }
 
-    // Four numbers of a byte, times their scale.
+    // Return four e4m3 numbers multiplied by their scale.
     static __device__ __forceinline__ uint2 scaled(unsigned four, float scale) {
         unsigned halves[2], made[2];
         to_halves<__nv_fp8_e4m3>(halves, four);
@@ -112,7 +112,6 @@ template <typename F> struct Tile16 {
         }
     };
 
-    // Partial scores over a warp's dimensions.
     __device__ __forceinline__ void add_scores(const Params& p, const Thread<F>& thread, float (&scores)[N][M][4],
                                                const Queries& queries, const char*, unsigned tile_at) const {
 #pragma unroll
@@ -145,10 +144,10 @@ template <typename F> struct Tile16 {
         }
     };
 
-    // out += probabilities times values, in a warp's columns.
+    // Add probabilities times values to `out`, in a warp's columns.
     __device__ __forceinline__ void add_values(const Params& p, const Thread<F>& thread, float (&out)[M][V][4],
                                                const char* probabilities, unsigned tile_at) const {
-        // All steps at once would spill registers of 64 rows.
+        // Unrolling all steps would spill registers with 64 rows.
         constexpr bool IS_TIGHT = __CUDA_ARCH__ < 900 || (F::CONVERTS && __CUDA_ARCH__ >= 1000);
         constexpr int STEPS_AT_ONCE = M > 1 && IS_TIGHT ? 1 : F::TILE / 16;
 #pragma unroll STEPS_AT_ONCE
@@ -174,7 +173,7 @@ template <typename F> struct Tile16 {
         }
     }
 
-    // Store half j of the rows of a fragment.
+    // Store the output of half j of a fragment's rows.
     static __device__ __forceinline__ void store(const Params& p, const Thread<F>& thread, const Destination<T>& to,
                                                  const float (&out)[V][4], int j) {
         to.template store<F::LINE_V, F::DIM_V>(p, out, j, F::column_of(thread.member, 0));

@@ -1,4 +1,4 @@
-// Tiles of an 8-bit cache in attend_mma: their copies, both products with them, and the rows of the output.
+// Tiles of an 8-bit cache in attend_mma: their copies, both MMAs with them, and the store of the output.
 #pragma once
 #include "common/fp8.cuh"
 #include "mla_decode/mma_form.cuh"
@@ -6,7 +6,8 @@
 #include "mla_decode/mma_ring.cuh"
 #include "mla_decode/rows.cuh"
 
-// The exponent of the largest of a token's scales; at least -80, so that 2^-exponent is far from infinity.
+// Return the exponent of the largest of a token's four scales. It is at least -80, so that 2^-exponent is far from
+// infinity.
 __device__ __forceinline__ float exponent_of(float4 scales) {
     const float largest = fmaxf(fmaxf(fabsf(scales.x), fabsf(scales.y)), fmaxf(fabsf(scales.z), fabsf(scales.w)));
     return float(max(int(__float_as_uint(largest) >> 23) - 127, -80));
@@ -16,13 +17,14 @@ __device__ __forceinline__ float component(float4 four, int i) {
     return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
 }
 
-// The offsets in a tile of the 16 bytes that a lane names to ldmatrix.
+// The addresses that a lane gives to ldmatrix, as offsets in a tile.
 template <typename F> struct Tile8 {
     using T = typename F::T;
     static constexpr int M = F::M, N = F::N, V = F::V;
-    int of_tokens[N]; // for a fragment of a warp's tokens; those that it owns come first
-    int of_columns;   // for 16 columns
-    // From `of_tokens` on: to the scale of the first of a lane's two tokens in a fragment C, and to the rotary part.
+    int of_tokens[N]; // per token fragment of a warp; the fragments that it owns come first
+    int of_columns;   // for 16 tokens and 32 columns of the values
+    // Distances from `of_tokens`: to the scale of the first of a lane's two tokens in a C fragment, and to the rotary
+    // part.
     int to_scale, to_rotary;
 
     __device__ __forceinline__ explicit Tile8(const Thread<F>& thread) {
@@ -36,7 +38,7 @@ template <typename F> struct Tile8 {
         to_rotary = F::ROTARY_OFFSET + depth * (32 - F::SCALE_DIMS) - lane / 16 * 32;
     }
 
-    // Start the copies of a warp's tokens; `full` is the tile's barrier.
+    // Issue the copies of a warp's tokens. `full` is the full barrier of the tile.
     static __device__ __forceinline__ void copy(const Params& p, const Thread<F>& thread, const Sources& sources,
                                                 int copier, unsigned tile_at, unsigned full) {
         if constexpr (F::ROW_COPIES)
@@ -45,12 +47,12 @@ template <typename F> struct Tile8 {
             copy_chunks(thread, sources, tile_at + copier * F::COPIED * F::PITCH + thread.lane * 16);
     }
 
-    // By the copy engine, a token for each lane.
+    // Copy the tokens by cp.async.bulk, one token per lane.
     static __device__ __forceinline__ void copy_rows(const Params& p, const Thread<F>& thread, const Sources& sources,
                                                      unsigned to, unsigned full) {
         constexpr unsigned ALL = (1u << F::COPIED) - 1;
         if (!p.indices && p.cache_strides[1] == F::PITCH && (sources.lanes & ALL) == ALL) {
-            // The tokens lie one after the other, because pages are of a multiple of 16 tokens.
+            // The tokens are contiguous in one page, because page sizes are multiples of 16.
             if (thread.lane == 0) copy_row(to, sources.from, F::COPIED * F::PITCH, full);
         } else if (thread.lane < F::COPIED && sources.known) {
             copy_row(to, sources.from, F::PITCH, full);
@@ -60,8 +62,8 @@ template <typename F> struct Tile8 {
         }
     }
 
-    // By cp.async, chunk after chunk in the order of the cache: a copy is much slower when a line of the cache is spread
-    // over several lines of shared memory.
+    // Copy the tokens by cp.async, chunk by chunk in the order of the cache. Copies are much slower if a line of the
+    // cache goes to several lines of shared memory.
     static __device__ __forceinline__ void copy_chunks(const Thread<F>& thread, const Sources& sources, unsigned to) {
         constexpr int CHUNKS = F::PITCH / 16, ALL = F::COPIED * CHUNKS;
 #pragma unroll 4
@@ -73,12 +75,13 @@ template <typename F> struct Tile8 {
         }
     }
 
-    // Products with 8-bit numbers are in float16, whose range is narrower than bfloat16's. So a row of bfloat16 is divided
-    // by a power of two that brings its largest number to exponent 0. Then float16 has every number down to 2^-17 exactly,
-    // and rounds smaller ones by at most 2^-25. A lane has four neighbouring dimensions of a step, like the bytes of a tile.
+    // MMAs with 8-bit numbers use float16, whose range is narrower than bfloat16's. A bfloat16 row is therefore divided
+    // by a power of two that brings its largest number to exponent 0. Float16 then represents every number down to
+    // 2^-17 exactly, and rounds smaller numbers by at most 2^-25. A lane has four neighbouring dimensions of a step,
+    // which matches the bytes of a tile.
     struct Queries : QueryFragments<F> {
         static constexpr bool RESCALED = IS_BFLOAT16<T>;
-        float factor[M][2]; // the power of two, if RESCALED
+        float factor[M][2]; // the divisor of each row, if RESCALED
 
         using QueryFragments<F>::QueryFragments;
 
@@ -134,7 +137,8 @@ template <typename F> struct Tile8 {
         }
     };
 
-    // Partial scores over a warp's dimensions: those of its scale, then its share of the rotary part.
+    // Compute the partial scores over a warp's dimensions: the 128 dimensions of its scale, then its share of the
+    // rotary part.
     __device__ __forceinline__ void add_scores(const Params&, const Thread<F>& thread, float (&scores)[N][M][4],
                                                const Queries& queries, const char* tile, unsigned tile_at) const {
         add_latent(scores, queries, tile_at);
@@ -144,7 +148,8 @@ template <typename F> struct Tile8 {
 
     __device__ __forceinline__ void add_latent(float (&scores)[N][M][4], const Queries& queries,
                                                unsigned tile_at) const {
-        // Fragments of tokens at once, and steps: fewer for 64 rows, whose registers would spill.
+        // JOINT: token fragments at once. QUADS: unrolled groups of four steps. With 64 rows, larger numbers would
+        // spill registers.
         constexpr int JOINT = M > 1 && __CUDA_ARCH__ < 900 ? 1 : N < 4 || M > 1 ? 2 : 4;
         constexpr int QUADS = M > 1 && __CUDA_ARCH__ >= 1000 ? 1 : F::LINE_STEPS / 4;
 #pragma unroll QUADS
@@ -208,11 +213,11 @@ template <typename F> struct Tile8 {
         }
     }
 
-    // The scales of the tokens that a warp owns. Probabilities are multiplied by them before they are rounded, so the base
-    // of a row is one for the scores plus the exponents of the scales.
+    // The scales of the tokens that a warp owns. The probabilities are multiplied by their scales before they are
+    // rounded. Maxima are therefore taken over a score plus the exponent of its token's scales.
     struct Scales {
         float4 scales[F::OWN][2];
-        float exponents[F::OWN][2]; // of the largest of the four
+        float exponents[F::OWN][2]; // of the largest scale of a token
 
         __device__ __forceinline__ void load(const Thread<F>& thread, const char* tile) {
 #pragma unroll
@@ -227,13 +232,13 @@ template <typename F> struct Tile8 {
 
         __device__ __forceinline__ float exponent(int n, int i) const { return exponents[n][i]; }
 
-        // The probabilities of a lane's two tokens in fragment n, times scale `scale` of each.
+        // Return the probabilities of a lane's two tokens in fragment n, multiplied by scale `scale` of each token.
         __device__ __forceinline__ unsigned pack_scaled(int n, int scale, float low, float high) const {
             return pack<__half>(low * component(scales[n][0], scale), high * component(scales[n][1], scale));
         }
     };
 
-    // out += probabilities times values, in a warp's columns, which are those of one scale.
+    // Add probabilities times values to `out`. All columns of a warp share one scale.
     __device__ __forceinline__ void add_values(const Params&, const Thread<F>& thread, float (&out)[M][V][4],
                                                const char* probabilities, unsigned tile_at) const {
 #pragma unroll
@@ -247,8 +252,8 @@ template <typename F> struct Tile8 {
                 ldmatrix_trans(words, tokens_at + of_columns + n * 8);
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    // A word has two neighbouring columns of two tokens: `low` and `high` take them apart, of each first
-                    // the even column, then the odd one.
+                    // A word has two neighbouring columns of two tokens. `low` has the first 8 of the 16 tokens, `high`
+                    // the other 8. Index 0 of both is the even column, index 1 the odd column.
                     unsigned low[2], high[2];
                     to_halves<__nv_fp8_e4m3>(low, __byte_perm(words[2 * i], 0, 0x3120));
                     to_halves<__nv_fp8_e4m3>(high, __byte_perm(words[2 * i + 1], 0, 0x3120));
@@ -262,7 +267,7 @@ template <typename F> struct Tile8 {
         }
     }
 
-    // Store half j of the rows of a fragment.
+    // Store the output of half j of a fragment's rows.
     static __device__ __forceinline__ void store(const Params&, const Thread<F>& thread, const Destination<T>& to,
                                                  const float (&out)[V][4], int j) {
         to.template store_interleaved<V>(out, j, F::column_of(thread.member, 0));

@@ -1,17 +1,18 @@
-// The arguments of latent attention, and its work as the plan cuts it: into parts, and these into visits.
+// The arguments of latent attention, and the units that the plan divides its work into: parts and visits.
 //
-// The query rows of a (sequence, kv head) are its query tokens times the heads of a group, so that the cache is read once
-// for all of them. With `indices` every query token is a sequence of its own. Sequences are cut into blocks of 64 tokens,
-// which `plan_parts` deals out to parts; the blocks of threads with blockIdx.z == i do part i. A part visits one sequence
-// after the other: the first from some block on, the last up to some block. What several parts found of a sequence is
-// put together by `combine_parts`.
+// The query rows of a (sequence, kv head) are its query tokens times the heads of a group. They share one read of the
+// cache. With `indices` every query token is a sequence of its own.
 //
-// Token t of a sequence is slot t % page_size of page block_table[sequence, t / page_size], or the slot `indices` names,
-// counted over all pages. Where a flag EXTRA holds, only the first `topk_lengths` of the indices count, and tokens of a
-// second cache come after them; else nothing looks at either.
+// Sequences are cut into blocks of 64 tokens, and `plan_parts` assigns the blocks to parts. The thread blocks with
+// blockIdx.z == i compute part i. A part visits consecutive sequences. The first visit may begin, and the last visit
+// may end, in the middle of a sequence. `combine_parts` merges the results of a sequence that several parts visit.
+//
+// Token t of a sequence is slot t % page_size of page block_table[sequence, t / page_size]. With `indices` token t is
+// slot indices[..., t], counted over all pages. With the flag EXTRA only the first `topk_lengths` indices count, and
+// the tokens of a second cache follow. Without EXTRA the kernels read neither.
 #pragma once
 
-constexpr int BLOCK_TOKENS = 64; // what the plan counts in
+constexpr int BLOCK_TOKENS = 64; // tokens of a block, the unit of the plan
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -23,20 +24,21 @@ struct Params {
     const int* indices;     // [batch, query_tokens, topk]; null: all tokens of the block table
     const float* sinks;     // [heads], may be null
     const int* metadata;    // [parts, 8], see Part
-    const int* splits;      // [sequences + 1]: visits to the sequences before
+    const int* splits;      // [sequences + 1]: number of visits to all earlier sequences
     void* out;              // [batch, query_tokens, heads, head_dim_v]  T
     float* lse;             // [batch, heads, query_tokens]
-    // Results of the visits to a sequence that has several; visit i to it is in slot 2 (splits[sequence] - sequence) + i.
-    float* partial_out;         // [2 parts, kv_heads, rows, head_dim_v], divided by the row's sum
-    float* partial_lse;         // [2 parts, kv_heads, rows], log2; -inf for no token, NaN for a row that is NaN
-    long long q_strides[3];     // batch, token, head; elements
-    long long cache_strides[3]; // page, token, head; elements, bytes if 8 bits
+    // Partial results of the sequences with several visits. Visit i to a sequence has slot 2 (splits[sequence] -
+    // sequence) + i.
+    float* partial_out;         // [2 parts, kv_heads, rows, head_dim_v], divided by the row's sum of weights
+    float* partial_lse;         // [2 parts, kv_heads, rows], log2; -inf: no token, NaN: a bad row
+    long long q_strides[3];     // batch, token, head; in elements
+    long long cache_strides[3]; // page, token, head; in elements (8-bit cache: in bytes)
     long long table_stride;
     long long indices_strides[2]; // batch, token
     int batch, query_tokens, heads, kv_heads, head_dim, head_dim_v;
     int pages, page_size, max_pages, topk, causal, parts;
-    float scale_log2; // scale * log2(e): scores are in powers of 2 until lse is stored
-    // With EXTRA. Null where there is no such array; without a second cache extra_topk is 0.
+    float scale_log2; // scale * log2(e): scores are exponents of 2 until lse is stored
+    // Only with EXTRA. An absent array is null, and extra_topk is 0 if there is no second cache.
     const int* topk_lengths;  // [batch], of `indices`
     const void* extra_cache;  // [extra_pages, extra_page_size, kv_heads, ...], like `cache`
     const int* extra_indices; // [batch, query_tokens, extra_topk]
@@ -45,18 +47,18 @@ struct Params {
     long long extra_indices_strides[2]; // batch, token
     int extra_pages, extra_page_size, extra_topk;
 
-    // Heads that share a kv head.
+    // Return the number of heads that share a kv head.
     __device__ __forceinline__ int group() const { return heads / kv_heads; }
     __device__ __forceinline__ int sequences() const { return indices ? batch * query_tokens : batch; }
-    // Query rows that share a kv head of a sequence.
+    // Return the number of query rows that share a kv head of a sequence.
     __device__ __forceinline__ int rows() const { return indices ? group() : query_tokens * group(); }
 };
 
-// A row of the metadata. It may be the caller's own, so every number is brought into its range.
+// One row of the metadata. It may be the caller's own, so every number is clamped to its range.
 struct Part {
-    int first, first_block; // the first sequence, and the first block of it
-    int last, last_block;   // the last sequence, and the end of its blocks
-    int split;              // visits of other parts to the first sequence before
+    int first, first_block; // first sequence, and its first block
+    int last, last_block;   // last sequence, and the end of its blocks
+    int split;              // number of earlier visits to the first sequence, by other parts
 
     __device__ __forceinline__ Part(const Params& p, int part) {
         const int* const row = p.metadata + part * 8ll;
@@ -69,7 +71,7 @@ struct Part {
     }
 };
 
-// How many of the `topk` indices of a sequence of `batch` count.
+// Return the number of indices that count for a batch entry, clamped to 0 ... topk.
 __device__ __forceinline__ int counted(const int* lengths, int batch, int topk) {
     return lengths ? min(max(lengths[batch], 0), topk) : topk;
 }
@@ -77,12 +79,12 @@ __device__ __forceinline__ int counted(const int* lengths, int batch, int topk) 
 // A visit of a part to a sequence.
 struct Visit {
     int sequence;
-    int batch, token;       // the sequence's query token; without `indices` its first one
-    int length, begin, end; // tokens of the sequence, and those of the visit
-    int before, splits;     // visits to the sequences before, and to this one
-    bool whole;             // the block table has room for every token
+    int batch, token;       // batch entry and query token; without `indices` the first one
+    int length, begin, end; // tokens of the sequence; first token and end of the visit
+    int before, splits;     // number of visits to all earlier sequences, and to this sequence
+    bool whole;             // whether the block table covers every token
 
-    // Only the queries.
+    // Set only the members that locate the queries.
     __device__ __forceinline__ Visit(const Params& p, int sequence) : sequence(sequence) {
         batch = p.indices ? sequence / p.query_tokens : sequence;
         token = p.indices ? sequence - batch * p.query_tokens : 0;
@@ -91,7 +93,7 @@ struct Visit {
     __device__ __forceinline__ Visit(const Params& p, const Part& part, int sequence) : Visit(p, sequence) {
         before = p.splits[sequence], splits = p.splits[sequence + 1] - before;
         const int wanted = p.indices ? p.topk : max(p.lengths[sequence], 0);
-        // At most 2^30 tokens, which are counted in 32 bits.
+        // At most 2^30 tokens, because tokens are counted in 32 bits.
         const int capacity = int(min(p.indices ? p.topk : (long long)p.max_pages * p.page_size, 1ll << 30));
         whole = wanted <= capacity, length = min(wanted, capacity);
         begin = sequence == part.first ? part.first_block * BLOCK_TOKENS : 0;
@@ -99,7 +101,7 @@ struct Visit {
     }
 };
 
-// The same with EXTRA.
+// A visit. With EXTRA, `length` counts the tokens of both caches.
 template <bool EXTRA> struct VisitOf : Visit {
     using Visit::Visit;
 };
@@ -113,22 +115,24 @@ template <> struct VisitOf<true> : Visit {
     }
 };
 
-// The bytes of a token of an 8-bit cache by the dimensions of its heads.
+// Bytes per token of an 8-bit cache.
 //
-// 656, for 576 dimensions: 512 numbers of a byte, a float32 scale for each 128 of them, 64 rotary numbers in bfloat16, which
-// belong to no value. 584, for 512 dimensions, all of which are value: a page has first all tokens, each of 448 numbers of
-// a byte and 64 rotary ones in bfloat16; then for each token 7 scales of a byte, powers of two (E8M0) for 64 numbers each,
-// and a byte of no meaning.
+// Heads of 576 dimensions have 656 bytes: 512 e4m3 numbers, a float32 scale for each 128 of them, and 64 rotary numbers
+// in bfloat16. The rotary numbers do not belong to the value.
+//
+// Heads of 512 dimensions have 584 bytes, and all dimensions belong to the value. A page has two areas. The first area
+// has 448 e4m3 numbers and 64 rotary numbers in bfloat16 per token. The second area has 8 bytes per token: 7 scales,
+// which are powers of two (E8M0) for 64 numbers each, and an unused byte.
 constexpr int BYTES_OF_576 = 656, BYTES_OF_512 = 584;
-constexpr int PAGED_BYTES = 576, PAGED_SCALES = 8; // of a token in the two parts of a page of the latter
-constexpr int PAGED_LATENT = 448;                  // where the rotary part begins
+constexpr int PAGED_BYTES = 576, PAGED_SCALES = 8; // bytes per token in the two areas of such a page
+constexpr int PAGED_LATENT = 448;                  // offset of the rotary numbers in the first area's token
 
-// A power of two of 8 bits.
+// Decode an E8M0 scale, 2^(byte - 127); 255 is NaN.
 __device__ __forceinline__ float of_e8m0(unsigned byte) {
     return __uint_as_float(byte == 0 ? 0x400000 : byte == 255 ? 0x7fc00000 : byte << 23);
 }
 
-// A token that `indices` name in the first cache or the second, and what must be known of that cache.
+// The layout of the first or the second cache, for slots that `indices` name.
 struct Place {
     const char* cache;
     long long strides[3];
@@ -142,13 +146,13 @@ struct Place {
     }
     __device__ __forceinline__ bool has(int slot) const { return slot >= 0 && slot < (long long)pages * page_size; }
 
-    // The address of a slot that is there, in a cache with numbers of ITEM bytes.
+    // Return the address of a valid slot. A number of the cache has ITEM bytes.
     template <int ITEM> __device__ __forceinline__ const char* at(int slot, int kv_head) const {
         const int page = unsigned(slot) / unsigned(page_size), place = slot - page * page_size;
         return cache + (page * strides[0] + place * strides[1] + kv_head * strides[2]) * ITEM;
     }
 
-    // The same in pages of two parts, and the address of the scales.
+    // Return the address of a valid slot in a page of two areas. Set `scales` to the address of its scales.
     __device__ __forceinline__ const char* in_two_parts(int slot, const char*& scales) const {
         const int page = unsigned(slot) / unsigned(page_size), place = slot - page * page_size;
         const char* const from = cache + page * strides[0];
@@ -157,11 +161,11 @@ struct Place {
     }
 };
 
-// What `indices` or `extra_indices` say of the i-th token of a sequence. The tokens of the first cache are counted anew each
-// time: their number would take a register while tiles are computed.
+// The slot of the i-th token of a sequence, from `indices` or `extra_indices`. The first cache's number of tokens is
+// computed each time, because it would occupy a register in the mainloop.
 struct Index {
     int slot;
-    bool second; // of the second cache
+    bool second; // whether the slot is in the second cache
 
     __device__ __forceinline__ Index(const Params& p, int sequence, int i) {
         const Visit which(p, sequence);

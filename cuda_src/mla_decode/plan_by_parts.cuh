@@ -1,36 +1,38 @@
-// The plan as a chain over parts, a few steps at once, where the sequences fit into a table in shared memory.
+// The planning chain over parts, several steps at once. The total cost of the sequences must fit into a table in shared
+// memory.
 //
-// Line up the cost of all sequences: sequence i begins at starts[i], the sum of FIXED + blocks of those before. A part
-// of a load that begins at x has room up to q = x + load. Where sequence i is the last to begin at or before q, the
-// next part begins
+// Line up the costs of all sequences: sequence i begins at starts[i], the sum of FIXED + blocks over the earlier ones.
+// A part that begins at x has room up to q = x + load. Let sequence i be the last sequence that begins at or before q.
+// The next part begins at the larger of two positions:
 //
-//   at q - FIXED, within sequence i, whose fixed cost is paid again; or
-//   at starts[i] if that is larger: what is left of the part is no more than the fixed cost.
+//   q - FIXED   within sequence i: the next part pays the fixed cost of this sequence again
+//   starts[i]   at the start of sequence i: at most FIXED is left of the part, too little for a block of this sequence
 //
-// So x' = q - spare[q], with spare[q] = min(FIXED, q - starts[i]), a table of bytes that is FIXED but for the first
-// places of each sequence. A warp follows this chain for each load. Most steps have the same `spare` as the one before:
-// its lanes look up 32 steps as if all had, and it takes those up to the first that has not.
+// So the next part begins at q - spare[q] with spare[q] = min(FIXED, q - starts[i]). `spare` is a table of bytes. Its
+// entries are FIXED except at the first FIXED positions of each sequence.
 //
-// All else is one thread for each part or sequence, with binary searches.
+// One warp follows this chain for each load. Most steps have the same `spare` as the step before. The warp therefore
+// looks up 32 steps as if all had this `spare`, and accepts them up to the first with another `spare`, inclusive.
+//
+// All other phases use one thread per part or per sequence, with binary searches.
 #pragma once
 #include "mla_decode/plan_params.cuh"
 
-constexpr int MOST_PARTS = 255; // a part has a thread of its own, and so has the end of the last one
+constexpr int MOST_PARTS = 255; // each part needs a thread, and so does the end of the last part
 constexpr int CUT_PITCH = MOST_PARTS + 1;
-constexpr int FILLED_EARLY = 32768; // bytes of the table, filled while the lengths are on their way
+constexpr int FILLED_EARLY = 32768; // bytes of the table that are filled while the loads of the lengths are in flight
 
-// Shared memory of plan_by_parts.
 struct PartsMemory {
-    int cuts[LOADS][CUT_PITCH];     // where the parts begin, by load; the total from the first unused one on
-    int2 firsts[MOST_PARTS + 1];    // the sequence and the block where a part begins
-    int cut_counts[MOST_PARTS + 1]; // parts up to it, from those of its warp on, that begin within a sequence
-    int sums[32], cut_sums[8];      // of warps
-    bool fits[LOADS];               // whether the parts suffice for a load
+    int cuts[LOADS][CUT_PITCH];     // [load][part]: where the part begins; the total cost for unused parts
+    int2 firsts[MOST_PARTS + 1];    // [part]: the sequence and the block at which it begins
+    int cut_counts[MOST_PARTS + 1]; // [part]: parts of its warp, up to this part, that begin within a sequence
+    int sums[32], cut_sums[8];      // [warp]: sums over the threads of a warp
+    bool fits[LOADS];               // [load]: whether `parts` parts hold all sequences
 };
-constexpr int BY_PARTS_BYTES = 14512; // before the table
+constexpr int BY_PARTS_BYTES = 14512; // offset of the table
 static_assert((sizeof(PartsMemory) + 15) / 16 * 16 == BY_PARTS_BYTES, "plan_parts: BY_PARTS_BYTES");
 
-// The last of `count` ascending numbers, of which the first is 0, that is at most `value`.
+// Return the index of the last of `count` ascending numbers that is at most `value`. numbers[0] is 0.
 __device__ __forceinline__ int last_up_to(const int* numbers, int count, int value) {
     int low = 0, high = count; // numbers[low] <= value < numbers[high]
     while (high - low > 1) {
@@ -43,15 +45,15 @@ __device__ __forceinline__ int last_up_to(const int* numbers, int count, int val
     return low;
 }
 
-// Follow the chain for one load, by a warp; returns whether the parts suffice.
+// Follow the chain for one load, with one warp. Return whether `parts` parts hold all sequences.
 __device__ __forceinline__ bool follow(const unsigned char* spare, int* cuts, int load, int total, int parts) {
     const int lane = threadIdx.x % 32;
-    int end = load, part = 0, usual = FIXED; // the room of a part ends at `end`
+    int end = load, part = 0, usual = FIXED; // the current part has room up to `end`; `usual` is the predicted `spare`
     if (lane == 0) cuts[0] = 0;
     while (part < parts) {
         const int q = end + lane * (load - usual), found = spare[min(q, total)];
         const bool stops = lane == 31 || found != usual || q >= total;
-        const int step = __ffs(__ballot_sync(FULL_WARP, stops)) - 1; // the first that ends this turn
+        const int step = __ffs(__ballot_sync(FULL_WARP, stops)) - 1; // the last step that the warp accepts
         const int next = part + 1 + lane;
         if (lane <= step && next <= parts) cuts[next] = q >= total ? total : q - found;
         const int last = end + step * (load - usual), spared = __shfl_sync(FULL_WARP, found, step);
@@ -63,8 +65,8 @@ __device__ __forceinline__ bool follow(const unsigned char* spare, int* cuts, in
     return false;
 }
 
-// Leave the start of each sequence in `starts`, and the table; returns the total cost, or a larger number than the
-// table has room for. A barrier must follow.
+// Fill `starts` and the table, and return the total cost; at least table_bytes if the table is too small. A block
+// barrier must follow.
 template <int THREADS, bool EXTRA>
 __device__ __forceinline__ int line_up(const PlanParams& p, PartsMemory& memory, int* starts, unsigned char* spare) {
     constexpr int WARPS = THREADS / 32, MOST = 1 << 18; // more blocks than the table has room for
@@ -85,13 +87,13 @@ __device__ __forceinline__ int line_up(const PlanParams& p, PartsMemory& memory,
     }
     const int inclusive = lanes_inclusive_sum<32>(own);
     if (lane == 31) memory.sums[warp] = inclusive;
-    __syncthreads();
+    __syncthreads(); // all warps' sums are in shared memory
     const int sums = lanes_inclusive_sum<32>(lane < WARPS ? memory.sums[lane] : 0);
     const int total = __shfl_sync(FULL_WARP, sums, WARPS - 1), before = __shfl_sync(FULL_WARP, sums, max(warp - 1, 0));
     if (total >= p.table_bytes) return total;
     if (total >= FILLED_EARLY) {
         fill(FILLED_EARLY, total + 1);
-        __syncthreads();
+        __syncthreads(); // the table is full of FIXED
     }
     int start = (warp > 0 ? before : 0) + inclusive - own;
     for (int i = first; i < end; ++i) {
@@ -106,7 +108,7 @@ __device__ __forceinline__ int line_up(const PlanParams& p, PartsMemory& memory,
     return total;
 }
 
-// Make the plan, if the table has room; returns whether it has.
+// Make the plan and return true. Return false if the table is too small.
 template <int THREADS, bool EXTRA> __device__ __forceinline__ bool plan_by_parts(const PlanParams& p, char* shared) {
     PartsMemory& memory = *reinterpret_cast<PartsMemory*>(shared);
     unsigned char* const spare = reinterpret_cast<unsigned char*>(shared) + BY_PARTS_BYTES;
@@ -116,20 +118,20 @@ template <int THREADS, bool EXTRA> __device__ __forceinline__ bool plan_by_parts
     const int total = line_up<THREADS, EXTRA>(p, memory, starts, spare);
     if (total >= p.table_bytes) return false;
     const int least = max((total + p.parts - 1) / p.parts, FIXED + 1);
-    __syncthreads();
+    __syncthreads(); // `starts`, the table and the initial cuts are in shared memory
     static_assert(WARPS >= LOADS, "");
     if (warp < LOADS) {
         const bool fits = follow(spare, memory.cuts[warp], least + warp, total, p.parts);
         if (lane == 0) memory.fits[warp] = fits;
     }
-    __syncthreads();
+    __syncthreads(); // the cuts of all loads are in shared memory
     const unsigned fitting = __ballot_sync(FULL_WARP, lane < LOADS && memory.fits[min(lane, LOADS - 1)]);
     const int* const cuts = memory.cuts[fitting ? __ffs(fitting) - 1 : LOADS - 1];
 
-    // The last threads: the part in which each sequence begins, in place of the table.
+    // The last threads find the part where each sequence begins. `part_of` overwrites the table.
     int* const part_of = reinterpret_cast<int*>(spare);
     for (int i = THREADS - 1 - thread; i < p.sequences; i += THREADS) part_of[i] = last_up_to(cuts, p.parts, starts[i]);
-    // Thread k: where part k begins.
+    // Thread k finds where part k begins.
     int2 begin = make_int2(p.sequences, 0);
     bool used = false;
     if (thread < MOST_PARTS + 1) {
@@ -144,7 +146,7 @@ template <int THREADS, bool EXTRA> __device__ __forceinline__ bool plan_by_parts
         memory.cut_counts[thread] = __popc(within & (2u << lane) - 1);
         if (lane == 0) memory.cut_sums[warp] = __popc(within);
     }
-    __syncthreads();
+    __syncthreads(); // `part_of`, `firsts` and the counts are in shared memory
     if (thread < p.parts) {
         int2 end = memory.firsts[thread + 1];
         if (end.y == 0) {

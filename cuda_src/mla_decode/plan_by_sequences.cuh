@@ -1,26 +1,28 @@
-// The plan as a chain over sequences, for any number of them and of blocks.
+// The planning chain over sequences, for any number of sequences and blocks.
 //
-// Lane l of the first warp tries the l-th load, sequence by sequence. It holds `room`, the blocks that still fit into
-// its part after the fixed cost of another visit. With `capacity` = load - FIXED, the room of a new part, and with
-// blocks = whole * capacity + rest, 1 <= rest <= capacity (no blocks: both 0), a sequence whose rest does not fit
-// either begins in a new part (room <= 0) or ends one part later. Both come to
+// Lane l of the first warp tests the l-th load, sequence by sequence. It tracks `room`, the number of blocks that still
+// fit into its current part after the fixed cost of another visit. A new part has room for `capacity` = load - FIXED
+// blocks. The blocks of a sequence are split as blocks = whole * capacity + rest with 1 <= rest <= capacity (no blocks:
+// both 0). If the rest does not fit into the room, the sequence either begins in a new part (room <= 0) or ends one
+// part later. Both cases have the same update:
 //
 //   part += whole + (room < rest),   room = max(room, 0) + (room < rest ? capacity : 0) - rest - FIXED.
 //
-// All threads compute `whole` and `rest` before, and write the visits that follow from part and room afterwards.
+// All threads compute `whole` and `rest` before the chain. After the chain, they write the visits from `part` and
+// `room`.
 #pragma once
 #include "mla_decode/plan_params.cuh"
 
-constexpr int PLAN_CHUNK = 256; // sequences
+constexpr int PLAN_CHUNK = 256; // sequences per chunk
 
-// What is known of up to PLAN_CHUNK sequences.
+// A chunk of up to PLAN_CHUNK sequences, in shared memory.
 struct PlanChunk {
-    int2* const steps; // [sequence][load]: whole and rest; once they are dealt out, part and room before the sequence
-    int* const fresh;  // [sequence][load]: parts up to there that begin with the start of a sequence
+    int2* const steps; // [sequence][load]: whole and rest; deal() replaces them by the current part and room
+    int* const fresh;  // [sequence][load]: parts so far that begin with a sequence
     int* const blocks; // [sequence]
 };
 
-// The cost of all sequences; leaves the blocks of the first chunk in `blocks`.
+// Return the total cost of all sequences. Store the blocks of the first chunk in `blocks`.
 template <int THREADS, bool EXTRA>
 __device__ __forceinline__ long long total_cost(const PlanParams& p, int* blocks, long long* totals, int thread,
                                                 int lane) {
@@ -32,14 +34,14 @@ __device__ __forceinline__ long long total_cost(const PlanParams& p, int* blocks
     }
     total = lanes_sum<32>(total);
     if (lane == 0) totals[thread / 32] = total;
-    __syncthreads();
+    __syncthreads(); // all warps' totals are in shared memory
     total = 0;
 #pragma unroll
     for (int warp = 0; warp < THREADS / 32; ++warp) total += totals[warp];
     return total;
 }
 
-// Compute `whole` and `rest` of each sequence for capacities from `least` on.
+// Compute `whole` and `rest` of each sequence for the capacities least, least + 1, ...
 template <int THREADS> __device__ __forceinline__ void prepare_steps(const PlanChunk& chunk, int count, int least) {
     for (int i = threadIdx.x; i < count * LOADS; i += THREADS) {
         const int n = chunk.blocks[i / LOADS], capacity = least + i % LOADS;
@@ -48,8 +50,8 @@ template <int THREADS> __device__ __forceinline__ void prepare_steps(const PlanC
     }
 }
 
-// Deal out the sequences of a chunk with this lane's load. Steps are read two ahead: a read does not wait for the
-// writes before it.
+// Run the chain over the sequences of a chunk with this lane's load. Steps are read two iterations ahead, so that a
+// read does not wait for the writes before it.
 __device__ __forceinline__ void deal(const PlanChunk& chunk, int count, int capacity, int& part, int& room,
                                      int& begun) {
     const int load = threadIdx.x;
@@ -68,18 +70,16 @@ __device__ __forceinline__ void deal(const PlanChunk& chunk, int count, int capa
     }
 }
 
-// Shared memory of plan_by_sequences.
 struct SequencesMemory {
     int2 steps[PLAN_CHUNK * LOADS];
     int fresh[PLAN_CHUNK * LOADS];
     int blocks[PLAN_CHUNK];
     long long totals[32];
-    int chosen; // the load
+    int chosen; // index of the load that is taken
 };
 constexpr int BY_SEQUENCES_BYTES = 35080;
 static_assert(sizeof(SequencesMemory) == BY_SEQUENCES_BYTES, "plan_parts: BY_SEQUENCES_BYTES");
 
-// Make the plan, for any sequences.
 template <int PLAN_THREADS, bool EXTRA>
 __device__ __forceinline__ void plan_by_sequences(const PlanParams& p, SequencesMemory& memory) {
     int2* const steps = memory.steps;
@@ -90,9 +90,10 @@ __device__ __forceinline__ void plan_by_sequences(const PlanParams& p, Sequences
     for (int i = thread; i < p.parts * 8; i += PLAN_THREADS) p.metadata[i] = i % 8 == 0 ? p.sequences : 0;
     const long long total = total_cost<PLAN_THREADS, EXTRA>(p, blocks, memory.totals, thread, lane);
     const long long share = max((total + p.parts - 1) / p.parts, (long long)FIXED + 1);
-    const int least = int(min(share, 1ll << 30)) - FIXED; // capacity of a part
+    const int least = int(min(share, 1ll << 30)) - FIXED; // capacity of a part with the smallest load
 
-    // Once for all loads; then for the chosen one, whose steps are still there if all sequences were in one chunk.
+    // Pass 0 tests all loads. Pass 1 repeats the chosen load and writes the plan. If all sequences are in one chunk,
+    // pass 1 reuses the steps of pass 0.
     const bool one_chunk = p.sequences <= PLAN_CHUNK;
     for (int pass = 0; pass < 2; ++pass) {
         const int loads = pass == 0 ? LOADS : 1, offset = pass == 0 ? 0 : chosen;
@@ -112,7 +113,7 @@ __device__ __forceinline__ void plan_by_sequences(const PlanParams& p, Sequences
             }
             if (pass == 0) continue;
             __syncthreads();
-            // LANES lanes for a sequence, which take its visits in turn.
+            // LANES lanes share the visits of a sequence. Lane i writes visits i, i + LANES, ...
             constexpr int LANES = 8;
             for (int i = thread / LANES; i < count; i += PLAN_THREADS / LANES) {
                 const int sequence = start + i, n = blocks[i], at = i * LOADS + (one_chunk ? chosen : 0);

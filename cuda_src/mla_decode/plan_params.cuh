@@ -1,21 +1,21 @@
-// What both ways of planning share: the arguments, and the blocks of a sequence.
+// The arguments of plan_parts and the number of blocks of a sequence, for both planning chains.
 #pragma once
 #include "common/warp.cuh"
 #include "mla_decode/parts.cuh"
 
-constexpr int FIXED = 5; // cost of a visit besides its blocks, in blocks
+constexpr int FIXED = 5; // fixed cost of a visit, in blocks: loading the queries and storing the result
 constexpr int LOADS = 2 * FIXED + 1;
 
 struct PlanParams {
-    const int* lengths; // [sequences]; null: all are `length`
-    int* metadata;      // [parts, 8], as Part reads it; of an unused part: sequences, 0, ...
-    int* splits;        // [sequences + 1]: visits to the sequences before
+    const int* lengths; // [sequences]; null: every length is `length`
+    int* metadata;      // [parts, 8], the rows that Part reads; an unused part has sequences, 0, 0, ...
+    int* splits;        // [sequences + 1]: number of visits to all earlier sequences
     int sequences, parts, length;
-    // With EXTRA: sequence i is a query token of sequence i / query_tokens of the batch.
+    // Only with EXTRA: a sequence is one query token. Sequence i belongs to batch entry i / query_tokens.
     int query_tokens, extra_topk;
-    const int* topk_lengths;       // [batch], at most `length`; null: all are `length`
-    const int* extra_topk_lengths; // [batch], at most `extra_topk`; null: all are that
-    int table_bytes;               // of the table of plan_by_parts
+    const int* topk_lengths;       // [batch], clamped to 0 ... `length`; null: all are `length`
+    const int* extra_topk_lengths; // [batch], clamped to 0 ... `extra_topk`; null: all are `extra_topk`
+    int table_bytes;               // size of the table of plan_by_parts
 };
 
 template <bool EXTRA> __device__ __forceinline__ int blocks_of(const PlanParams& p, int sequence) {

@@ -1,4 +1,4 @@
-// The query rows that share a kv head: what they see, and where their results go.
+// The query rows of a kv head: the tokens that they see, and the destination of their results.
 #pragma once
 #include "common/mma.cuh"
 #include "common/numeric.cuh"
@@ -7,10 +7,10 @@
 
 constexpr float LN_2 = 0.693147180559945309f;
 
-// The query of row r.
+// The query token and the head of row r.
 struct Row {
     int token, head;
-    bool valid; // there is such a row
+    bool valid; // whether the row exists
 
     __device__ __forceinline__ Row(int token, int head, bool valid) : token(token), head(head), valid(valid) {}
 
@@ -22,31 +22,33 @@ struct Row {
     }
 };
 
-// The first token that row r does not see, if causal.
+// Return the first token that row r does not see under the causal mask.
 __device__ __forceinline__ int causal_end(const Params& p, int length, int r) {
     const int group = p.group();
     return length - p.query_tokens + 1 + (r < group ? 0 : r / group);
 }
 
-// The factor exp(lse) / (exp(lse) + exp(sink)) of a row's result; lse is in powers of 2.
+// Return the factor exp(lse) / (exp(lse) + exp(sink)) of a row's result. `lse` is a base-2 logarithm.
 __device__ __forceinline__ float sink_factor(const Params& p, int head, float lse) {
     if (!p.sinks || lse == -CUDART_INF_F) return 1.f;
     return 1.f / (1.f + exp2f(p.sinks[head] * LOG2_E - lse));
 }
 
+// Store a row's lse as a natural logarithm; +inf for a row without tokens.
 __device__ __forceinline__ void store_lse(const Params& p, const Visit& visit, const Row& row, float lse) {
     p.lse[((long long)visit.batch * p.heads + row.head) * p.query_tokens + row.token] =
         lse == -CUDART_INF_F ? CUDART_INF_F : lse * LN_2;
 }
 
-// Where row r of a visit goes: to `out`, or to a slot of the partial results. Both are null if there is no such row.
+// The destination of row r of a visit: `out` if the sequence has no other visit, else a slot of the partial results.
+// The other pointer is null; both are null if the row does not exist.
 template <typename T> struct Destination {
     T* out;
     float* partial;
-    float factor; // of the sums over the tokens
+    float factor; // multiplies the accumulated output
 
-    // The exponentials of the row's scores sum up to total * 2^base. `writes_lse` holds for one of the lanes that share the
-    // row.
+    // The exponentials of the row's scores sum to total * 2^base. `writes_lse` is true in one of the lanes that share
+    // the row.
     __device__ __forceinline__ Destination(const Params& p, const Part& part, const Visit& visit, int kv_head, int r,
                                            float base, float total, bool bad, bool writes_lse)
         : out(nullptr), partial(nullptr), factor(0.f) {
@@ -70,8 +72,8 @@ template <typename T> struct Destination {
         }
     }
 
-    // Store 8 N columns of the row from column `first` on, from half `half` of N fragments C, which a lane and its three
-    // neighbours have.
+    // Store 8 N columns of the row, from column `first` on: half `half` of N accumulator fragments (C of m16n8k16),
+    // which four neighbouring lanes hold.
     template <int N, int DIM_V>
     __device__ __forceinline__ void store(const Params& p, const float (*sums)[4], int half, int first) const {
         const int pair = threadIdx.x % 4, head_dim_v = DIM_V ? DIM_V : p.head_dim_v;
@@ -82,8 +84,8 @@ template <typename T> struct Destination {
                     *reinterpret_cast<float2*>(partial + first + n * 8 + pair * 2) =
                         make_float2(sums[n][half * 2] * factor, sums[n][half * 2 + 1] * factor);
         }
-        // In a fragment each lane has only 4 bytes of a row. Four fragments are transposed among the four lanes, so that each
-        // lane has, and stores, the 16 bytes of one.
+        // A lane has only 4 bytes of the row per fragment. The four lanes transpose four fragments among themselves, so
+        // that each lane stores the 16 bytes of one fragment.
         if (!__any_sync(FULL_WARP, out != nullptr)) return;
 #pragma unroll
         for (int base = 0; base < N; base += 4) {
@@ -109,7 +111,7 @@ template <typename T> struct Destination {
         }
     }
 
-    // The same, where fragment 2 k has the even columns of 16 and fragment 2 k + 1 the odd ones.
+    // Store the columns if fragment 2 k has the even columns of 16 and fragment 2 k + 1 has the odd columns.
     template <int N>
     __device__ __forceinline__ void store_interleaved(const float (*sums)[4], int half, int first) const {
         const int pair = threadIdx.x % 4;
@@ -125,6 +127,7 @@ template <typename T> struct Destination {
     }
 };
 
-// How far, in powers of 2, the maximum of a row's scores may be ahead of the base that is subtracted from them. Up to there
-// nothing overflows and no digit is lost, and the accumulators are seldom rescaled.
+// Largest lead of a row's maximum over the base that is subtracted from its scores, as an exponent of 2. Up to this
+// lead nothing overflows, no digit is lost, and the accumulators are seldom rescaled (counts in
+// notebooks/mla_decode.ipynb).
 constexpr float BASE_LAG = 8.f;

@@ -1,24 +1,26 @@
-// The loading warpgroups of attend_two_loaders for an 8-bit cache of 656 bytes a token, by pages or with `indices`,
+// The producer warpgroups of attend_two_loaders for an 8-bit cache of 656 bytes per token, in pages or with `indices`,
 // which they convert to bfloat16.
 //
-// A warp converts eight tokens of each tile, half after half of the value columns. A lane has 16 numbers of every
-// second token: four lanes have the 64 columns of a tile in shared memory, the next four those of the next token, whose
-// chunks are in other banks. Registers hold the bytes of a whole tile: those of a half are loaded again as soon as it is
-// converted, and are on their way while the other half is. The rotary part is of 16 bits already, and copied as it is.
-// The lanes look up four tiles together, eight to five tiles ahead of their conversion.
+// A warp converts eight tokens of each tile, one half of the value columns after the other. A lane converts 16 numbers
+// of every second token. Four lanes write the 64 columns of one row of a tile in shared memory. The next four lanes
+// write the row of the next token, whose chunks are in other banks. Registers hold the bytes of a whole tile. As soon
+// as a half is converted, loads for the next tile are issued into its registers, and are in flight while the other half
+// is converted. The rotary part is copied unchanged, because it has 16 bits already. The lanes look up four tiles at
+// once, four to seven tiles before their conversion.
 //
-// No warp waits here for what it does not need yet. Those who read the keys order the stores before their products
-// (Seesaw::wait_for_keys): a fence here, ahead of the arrival, would wait for the loads of the next tile as well. The
-// rotary part and the queries arrive by themselves, when their copies are complete.
+// No warp waits for data that it does not need yet. The producers execute no proxy fence before they arrive at a full
+// barrier, because the fence would also wait for the loads of the next tile. The consumers execute the fence instead
+// (Seesaw::wait_for_keys). The rotary part and the queries arrive by cp.async.mbarrier.arrive when their copies
+// complete.
 #pragma once
 #include "common/fp8.cuh"
 #include "mla_decode/two_loaders_shared.cuh"
 
-// A token's address with this bit is that of none.
+// Bit of an address that marks a missing token.
 constexpr unsigned long long MISSING = 1ull << 63;
 
-// 16 bytes from such an address on; zeros from that of no token. ptxas may move a load of read-only memory behind the
-// barriers that follow, to where its bytes are needed, but not this one.
+// Load 16 bytes of a token; zeros if it is missing. The load is not ld.global.nc, because ptxas may move read-only
+// loads past later barriers to the first use of their bytes.
 __device__ __forceinline__ uint4 load_token(unsigned long long from) {
     uint4 value;
     asm volatile("{ .reg .pred there;\n"
@@ -34,7 +36,7 @@ __device__ __forceinline__ uint4 load_token(unsigned long long from) {
     return value;
 }
 
-// Start a copy of the same.
+// Issue a cp.async of 16 bytes of a token; zeros if it is missing.
 __device__ __forceinline__ void copy_token_async(unsigned to, unsigned long long from) {
     asm volatile("{ .reg .pred missing;\n"
                  "  setp.lt.s64 missing, %1, 0;\n"
@@ -43,31 +45,30 @@ __device__ __forceinline__ void copy_token_async(unsigned to, unsigned long long
                  : "memory");
 }
 
-// What a warp that converts knows of its part of a tile.
+// A converting warp's notes about its tokens of a tile.
 struct TileNote {
     static constexpr int NONE = -1, END = -2;
 
-    int start;            // the sequence whose visit begins with the tile; or NONE, or there is no such tile: END
-    unsigned short there; // which of its tokens are there, a bit each
-    unsigned short bad;   // one is outside of the cache
+    int start;            // sequence whose visit begins with the tile; NONE: no visit does; END: there is no tile
+    unsigned short there; // a bit per token, set if the token exists
+    unsigned short bad;   // not 0 if an entry is outside the cache
 };
 
-// What the warps that convert keep in shared memory, each for itself: it takes no registers while they do.
+// The state of the converting warps, each for itself. In shared memory it occupies no registers in the mainloop.
 struct ConverterShared : WgmmaShared {
-    static constexpr int FOUND = 8, AHEAD = FOUND / 2; // tiles whose tokens are kept; from look_up to the conversion
+    static constexpr int FOUND = 8, AHEAD = FOUND / 2; // tiles with kept addresses; tiles from look_up to conversion
 
-    alignas(16) float scales[2][BLOCK_TOKENS][4];      // of the tokens of a tile and the next
-    unsigned long long addresses[FOUND][BLOCK_TOKENS]; // of the tokens, or MISSING; before, an Entry
+    alignas(16) float scales[2][BLOCK_TOKENS][4];      // of the tokens of a tile and the next tile
+    unsigned long long addresses[FOUND][BLOCK_TOKENS]; // first an Entry, then the address of a token or MISSING
     TileNote notes[FOUND][LOADING_WARPS];
-    TilePlace places[AHEAD][LOADING_WARPS]; // of the tiles to look up next
+    TilePlace places[AHEAD][LOADING_WARPS]; // the next tiles to look up
 };
 static_assert(sizeof(Entry) == sizeof(unsigned long long), "");
 
-// A warp that converts.
 struct Converter {
-    static constexpr int TOKENS = BLOCK_TOKENS / LOADING_WARPS; // of a warp
-    static constexpr int EACH = TOKENS / 2;                     // of these, a lane's
-    static constexpr int TOGETHER = 32 / TOKENS;                // tiles that the lanes look up together
+    static constexpr int TOKENS = BLOCK_TOKENS / LOADING_WARPS; // tokens of a warp in a tile
+    static constexpr int EACH = TOKENS / 2;                     // tokens of a lane in a tile
+    static constexpr int TOGETHER = 32 / TOKENS;                // tiles that the lanes look up at once
     static constexpr int FOUND = ConverterShared::FOUND, AHEAD = ConverterShared::AHEAD;
     static constexpr int LATENT_DIMS = 512, ROTARY_OFFSET = LATENT_DIMS + 4 * 4;
     static constexpr int ROW_BYTES = COLUMNS * 2;
@@ -77,22 +78,22 @@ struct Converter {
     const unsigned queries;
     const unsigned warp;
 
-    // The lane, found each time: what is computed from it takes no registers while tiles are converted.
+    // Return the lane index. It is read each time, so that values derived from it occupy no registers in the mainloop.
     static __device__ __forceinline__ unsigned lane() {
         unsigned lane;
         asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
         return lane;
     }
 
-    // The tile's row of the warp's first token.
+    // Return the row of the warp's first token in a tile.
     __device__ __forceinline__ unsigned first() const { return warp * TOKENS; }
     __device__ __forceinline__ unsigned long long& address(unsigned tile, unsigned i) const {
         return shared.addresses[tile % FOUND][first() + i];
     }
     __device__ __forceinline__ TileNote& note(unsigned tile) const { return shared.notes[tile % FOUND][warp]; }
 
-    // Start to look up tiles from `tile` on; the lane's one, of TOGETHER, is at the cursor. What the block table or `indices`
-    // say of a token comes to where its address will be.
+    // Issue the lookups of TOGETHER tiles, from `tile` on. The lane's cursor is at the lane's tile. The table entry of
+    // a token is copied to the place where its address will be.
     template <typename Cursor> __device__ __forceinline__ void look_up(Cursor cursor, unsigned tile) const {
         const unsigned lane = Converter::lane(), which = lane / TOKENS, i = lane % TOKENS;
         Entry& entry = reinterpret_cast<Entry&>(address(tile + which, i));
@@ -106,11 +107,11 @@ struct Converter {
         }
 #pragma unroll 1
         for (int n = 0; n < TOGETHER; ++n) cursor.advance();
-        __syncwarp(); // all lanes have read the places
+        __syncwarp(); // all lanes have read `places`
         if (i == 0) shared.places[which][warp] = cursor;
     }
 
-    // Take up the addresses of the tokens of these tiles.
+    // Replace the entries of these tiles by the addresses of their tokens.
     template <bool GATHER> __device__ __forceinline__ void find(unsigned tile) const {
         const unsigned lane = Converter::lane(), which = lane / TOKENS, i = lane % TOKENS;
         unsigned long long& to = address(tile + which, i);
@@ -128,7 +129,7 @@ struct Converter {
         __syncwarp();
     }
 
-    // Start copying the scales of a tile.
+    // Issue the copies of the scales of a tile, as one commit group.
     __device__ __forceinline__ void copy_scales(unsigned tile) const {
         const unsigned lane = Converter::lane();
         if (lane < TOKENS)
@@ -137,7 +138,7 @@ struct Converter {
         cp_async_commit_group();
     }
 
-    // Start copying the rotary part of a tile, which arrives by itself.
+    // Issue the copies of a tile's rotary part, as one commit group. They arrive at its full barrier on completion.
     __device__ __forceinline__ void copy_rotary(unsigned tile) const {
         const unsigned lane = Converter::lane();
         const unsigned long long* const from = &address(tile, lane / 8);
@@ -150,8 +151,8 @@ struct Converter {
         cp_async_commit_group();
     }
 
-    // Start copying the warp's rows of the queries of a visit, one after the other: load_queries takes more registers.
-    // They arrive by themselves.
+    // Issue the copies of the warp's query rows of a visit. They arrive at queries_full on completion. One row at a
+    // time takes fewer registers than load_queries.
     template <typename T> __device__ __forceinline__ void copy_queries(const Visit& visit) const {
         const unsigned lane = Converter::lane();
 #pragma unroll 1
@@ -167,14 +168,14 @@ struct Converter {
         cp_async_mbarrier_arrive(shared_address(&shared.queries_full));
     }
 
-    // Say which tokens of a tile are there, and whether one is outside of the cache.
+    // Publish which tokens of a tile exist, and whether an entry is outside the cache.
     template <bool GATHER>
     __device__ __forceinline__ void tell(const TileNote& note, unsigned tile, int visited) const {
         if (GATHER && lane() == 0) reinterpret_cast<unsigned char*>(&shared.valid[tile & 1])[warp] = note.there;
         if (note.bad) shared.bad[visited % VISITS] = visited;
     }
 
-    // Start loading the lane's bytes of a half of a tile.
+    // Issue the loads of the lane's bytes of a half of a tile.
     __device__ __forceinline__ void load(uint4 (&raw)[EACH], unsigned tile, unsigned half) const {
         const unsigned lane = Converter::lane(), odd = lane / 4 % 2;
         const unsigned offset = half * 256 + lane / 8 * 64 + lane % 4 * 16;
@@ -183,7 +184,7 @@ struct Converter {
         for (int i = 0; i < EACH; ++i) raw[i] = load_token(from[2 * i] + offset);
     }
 
-    // Eight numbers as they are multiplied.
+    // Convert eight e4m3 numbers to bfloat16, multiplied by their scale.
     static __device__ __forceinline__ uint4 widen(unsigned low, unsigned high, float scale) {
         const unsigned fours[2] = {low, high};
         unsigned to[4];
@@ -200,7 +201,7 @@ struct Converter {
         return make_uint4(to[0], to[1], to[2], to[3]);
     }
 
-    // Convert the lane's bytes of a half of a tile, and say that the warp's part of it is here.
+    // Convert and store the lane's bytes of a half of a tile, then arrive at its full barrier for the warp.
     __device__ __forceinline__ void convert(const uint4 (&raw)[EACH], unsigned tile, unsigned half) const {
         const unsigned lane = Converter::lane(), odd = lane / 4 % 2, buffer = tile & 1;
         const unsigned to = key_tile(queries, buffer, half * 4) + lane / 8 * TILE_BYTES + (first() + odd) * ROW_BYTES +
@@ -235,10 +236,10 @@ __device__ __forceinline__ void convert_by_two(const Params& p, WgmmaShared& all
     __syncwarp();
     c.template find<GATHER>(0);
     c.copy_scales(0);
-    cp_async_commit_group(); // of no rotary part: the loop counts groups
-    uint4 raw[2][C::EACH];   // of the half that is converted first, and of the other
+    cp_async_commit_group(); // an empty group, because the loop counts one per rotary part
+    uint4 raw[2][C::EACH];   // bytes of the half that is converted first, and of the other half
     c.load(raw[0], 0, 0), c.load(raw[1], 0, 1);
-    int visited = 0; // visits with tiles
+    int visited = 0; // visits with tiles so far
 #pragma unroll 1
     for (unsigned tile = 0;; ++tile) {
         const TileNote note = c.note(tile);
@@ -247,16 +248,16 @@ __device__ __forceinline__ void convert_by_two(const Params& p, WgmmaShared& all
             mbarrier_wait(shared_address(&shared.queries_empty), ++visited);
             c.template copy_queries<T>(Visit(p, note.start));
         }
-        // All copies but those of the latest rotary part: the scales are here.
+        // Wait for all copies except the latest rotary part. The scales of this tile are then in shared memory.
         cp_async_wait_group<1>();
         __syncwarp();
         c.copy_scales(tile + 1);
-        // First the half that the warpgroup of the buffer reads as values, which is free first.
+        // The half that the buffer's consumer reads as values comes first, because it is freed first.
         const unsigned buffer = tile & 1, phase = tile / 2 + 1;
         mbarrier_wait(shared_address(&shared.empty[buffer][buffer]), phase);
         c.template tell<GATHER>(note, tile, visited);
         c.convert(raw[0], tile, buffer);
-        // Here most registers are free.
+        // Most registers are free here, so the lookups are done here.
         if (tile % C::TOGETHER == 0)
             c.look_up(Cursor(p, part, shared.places[c.lane() / C::TOKENS][c.warp]), tile + C::AHEAD);
         if ((tile + 2) % C::TOGETHER == 0) c.template find<GATHER>(tile + 2);

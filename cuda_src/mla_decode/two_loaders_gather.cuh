@@ -1,8 +1,10 @@
-// The loading warpgroups of attend_two_loaders for a 16-bit cache with `indices`, whose tokens lie anywhere.
+// The producer warpgroups of attend_two_loaders for a 16-bit cache with `indices`, whose tokens are anywhere in the
+// cache.
 #pragma once
 #include "mla_decode/two_loaders_shared.cuh"
 
-// Start copying 32 tokens, which the lanes have found, to rows `first` ... of half of the value columns.
+// Issue the copies of one half of the value columns of 32 tokens, to rows first ... first + 31. Lane i has the address
+// of token i.
 __device__ __forceinline__ void copy_32_halves(const Found& found, unsigned queries, int buffer, int half, int first,
                                                int lane) {
     const unsigned tile = key_tile(queries, buffer, half * 4) + lane / 8 * TILE_BYTES + first * COLUMNS * 2;
@@ -12,7 +14,7 @@ __device__ __forceinline__ void copy_32_halves(const Found& found, unsigned quer
                            found.of(i) + half * 4 * COLUMNS * 2 + lane * 16, found.there >> i & 1);
 }
 
-// The same for their rotary part.
+// Issue the copies of the rotary part of these tokens.
 __device__ __forceinline__ void copy_32_rotaries(const Found& found, unsigned queries, int buffer, int first,
                                                  int lane) {
     const unsigned tile = key_tile(queries, buffer, ROTARY_TILE) + first * COLUMNS * 2;
@@ -24,7 +26,8 @@ __device__ __forceinline__ void copy_32_rotaries(const Found& found, unsigned qu
     }
 }
 
-// There are two warps for each half of each buffer, of 32 tokens each, which fill it again as soon as it is free.
+// The producer loop. Each half of each buffer has two warps with 32 tokens each, which refill it when its empty barrier
+// completes.
 template <typename T>
 __device__ __forceinline__ void gather_by_two(const Params& p, WgmmaShared& shared, unsigned queries) {
     constexpr int OWN = BLOCK_TOKENS / 2;
@@ -35,7 +38,7 @@ __device__ __forceinline__ void gather_by_two(const Params& p, WgmmaShared& shar
                    rotary_full = shared_address(&shared.full[buffer][ROTARY_FULL]),
                    empty = shared_address(&shared.empty[buffer][half]);
     TileCursor<true, false, true> cursor(p, part);
-    Entry entry; // of the tile after the one that is found
+    Entry entry; // table entry of the tile after the one in `own`
     Found own;
     auto look_up = [&] {
         entry = cursor.entry(first_token + lane);
@@ -44,7 +47,7 @@ __device__ __forceinline__ void gather_by_two(const Params& p, WgmmaShared& shar
     auto find = [&] { own.template find<false, true>(p, entry); };
     if (buffer == 1) cursor.advance();
     look_up(), find(), look_up();
-    int used = 0, visited = 0; // tiles, and visits with tiles
+    int used = 0, visited = 0; // tiles, and visits with tiles, so far
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
         const Visit visit(p, part_again<true>(p, part), sequence);
         if (visit.begin >= visit.end) continue;
@@ -54,7 +57,7 @@ __device__ __forceinline__ void gather_by_two(const Params& p, WgmmaShared& shar
         for (int start = visit.begin; start < visit.end; start += BLOCK_TOKENS, ++used) {
             if ((used & 1) != buffer) continue;
             mbarrier_wait(empty, used / 2 + 1);
-            // The warps of the half that comes first say which of the buffer's tokens are there.
+            // The warps of the first half publish which of the buffer's tokens exist.
             if (half == buffer && lane == 0) {
                 reinterpret_cast<unsigned*>(&shared.valid[buffer])[side] = own.there;
                 if (own.bad) shared.bad[visited % VISITS] = visited;
@@ -75,6 +78,6 @@ __device__ __forceinline__ void gather_by_two(const Params& p, WgmmaShared& shar
                 publish_keys(rotary_full);
             }
         }
-        if (first) publish_queries<0>(shared); // the only tile is in the other buffer
+        if (first) publish_queries<0>(shared); // the visit's only tile is in the other buffer
     }
 }

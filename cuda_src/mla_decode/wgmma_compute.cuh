@@ -1,25 +1,28 @@
-// The two warpgroups of attend_wgmma and attend_two_loaders that compute, as attend_wgmma.cu describes.
+// The consumer warpgroups of attend_wgmma and attend_two_loaders. attend_wgmma.cu describes their schedule.
 #pragma once
 #include "common/warp.cuh"
 #include "mla_decode/parts.cuh"
 #include "mla_decode/rows.cuh"
 #include "mla_decode/wgmma_shared.cuh"
 
-// A warpgroup that computes: columns SIDE * 256 ... of the output, and the probabilities of the tiles in buffer SIDE.
-// ROTARY_APART: the rotary part has a barrier of its own, full[SIDE][ROTARY_APART], also where TMA does not copy, and a
-// product with 256 columns of values is two of 128: ptxas takes the one only where threads have 158 registers when the
-// kernel begins. So it is with two warpgroups that load.
+// A consumer warpgroup. It computes columns SIDE * 256 ... SIDE * 256 + 255 of the output, and the probabilities of the
+// tiles in buffer SIDE.
+//
+// ROTARY_APART is not 0 with two producer warpgroups. The rotary part then has its own full barrier,
+// full[SIDE][ROTARY_APART]. The MMA with 256 columns of values is split into two MMAs with 128 columns: ptxas accepts N
+// = 256 only if the thread has at least 158 registers at kernel entry, and with two producers it has 128.
 template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY_APART = 0> struct Seesaw {
-    // Keys arrive tile by tile, and what lies after the last token must be cleared; else half by half, with zeros
-    // there.
+    // With TMA the keys arrive tile by tile, and the values after the last token must be cleared. Otherwise the keys
+    // arrive half by half, with zeros after the last token.
     static constexpr bool BY_TILE = !FP8 && !GATHER;
-    // Two warpgroups gather: the copies take longer than the products. So the values of the other's tile come before the
-    // scores of the own one, not while those are computed: their half of the buffer is free for the next tile also while
-    // the own tile is not there yet.
+    // Two gathering producers: their copies take longer than the MMAs. A consumer therefore adds the values of the
+    // other tile before, not during, the scores of its own tile. This frees their half of the buffer even while the own
+    // tile has not arrived.
     static constexpr bool VALUES_FIRST = ROTARY_APART && !FP8;
-    // Two warpgroups convert: they are in time. So nothing comes before the probabilities, for which the other waits, and
-    // the values of the other's tile are waited for behind them. The stores of the keys are ordered before wgmma's reads
-    // here, since a fence of those who store would wait for their loads.
+    // Two converting producers: their tiles arrive early enough, and the consumers wait for each other's probabilities.
+    // A consumer therefore publishes its probabilities before it waits for the MMAs with the other tile's values. It
+    // also executes the proxy fence between the producers' stores and its wgmma reads: in a producer, the fence would
+    // wait for the producer's loads.
     static constexpr bool CONVERTED = ROTARY_APART && FP8;
     const Params& p;
     WgmmaShared& shared;
@@ -36,7 +39,7 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         for (int i = 0; i < 2; ++i) sum[i] = 0.f, base[i] = -CUDART_INF_F;
     }
 
-    // Make the output and the sums relative to a higher base.
+    // Rescale the output and the sums to a higher base.
     __device__ __forceinline__ void rescale(const float (&higher)[2]) {
         if (!__any_sync(FULL_WARP, higher[0] != base[0] || higher[1] != base[1])) return;
         float factor[2];
@@ -49,8 +52,8 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         for (int j = 0; j < 128; ++j) output[j] *= factor[j / 2 % 2];
     }
 
-    // The operand of wgmma that lies `offset` bytes behind the queries. Only the lower half of a descriptor varies, and
-    // only by a constant: one addition for each.
+    // Return the descriptor of the wgmma operand `offset` bytes after the queries. Only its lower half varies, and only
+    // by a constant, so each descriptor takes one addition.
     __device__ __forceinline__ unsigned long long k_major(int offset) const {
         return k_major_descriptor_of((queries >> 4) + ((offset >> 4) + (1 << 16)));
     }
@@ -59,13 +62,13 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
     }
     static constexpr int key_offset(int buffer, int tile) { return ((buffer + 1) * TILES + tile) * TILE_BYTES; }
 
-    // Wait until a part of the own keys is here.
+    // Wait at the full barrier of a part of the own keys: a tile, a half or the rotary part.
     __device__ __forceinline__ void wait_for_keys(int part, int phase) {
         mbarrier_wait(shared_address(&shared.full[SIDE][part]), phase);
         if constexpr (CONVERTED) fence_proxy_async();
     }
 
-    // Start S = Q K' of the own buffer, tile by tile as they arrive.
+    // Issue S = Q K' of the own buffer, tile by tile as the keys arrive.
     __device__ __forceinline__ void start_scores(float (&scores)[32], int phase) {
         wgmma_fence();
 #pragma unroll
@@ -85,7 +88,7 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         wgmma_commit_group();
     }
 
-    // Give the tokens that `indices` skip no weight.
+    // Set the scores of tokens that `indices` skip to -inf.
     __device__ __forceinline__ void skip(float (&scores)[32]) {
         const unsigned long long valid = shared.valid[SIDE];
         if (valid == ~0ull) return;
@@ -95,8 +98,8 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
             if (!((j < 16 ? low : high) >> (j / 4 % 4 * 8 + j % 2) & 1)) scores[j] = -CUDART_INF_F;
     }
 
-    // P as fragments A; `scores` become the same in float32. Row i sees the first `limits[i]` tokens of the tile, or
-    // `all`. `higher` is the base, and rises with the scores.
+    // Compute P as A fragments, and in float32 in `scores`. Row i sees the first limits[i] tokens of the tile, or all
+    // tokens if `all`. `higher` is the base, and is raised if the scores are more than BASE_LAG above it.
     __device__ __forceinline__ void exponentiate(unsigned (&probabilities)[4][4], float (&scores)[32],
                                                  const int (&limits)[2], bool all, float (&higher)[2]) {
         if (!all) {
@@ -124,7 +127,7 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
             for (int i = 0; i < 4; ++i) probabilities[k][i] = pack<T>(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1]);
     }
 
-    // Clear the values from `token` on: slots that a sequence has not filled may hold NaN, and 0 * NaN is NaN.
+    // Clear the values from `token` on. Slots that a sequence has not filled may hold NaN, and 0 * NaN is NaN.
     __device__ __forceinline__ void clear_from(int token) {
         for (int i = token * 8 + threadIdx.x % WARPGROUP; i < BLOCK_TOKENS * 8; i += WARPGROUP)
 #pragma unroll
@@ -133,7 +136,7 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         fence_proxy_async();
     }
 
-    // Show the probabilities to the other warpgroup, in place of the rotary part of their keys.
+    // Store the probabilities for the other consumer. They overwrite the rotary part of their own keys.
     __device__ __forceinline__ void store_probabilities(const unsigned (&probabilities)[4][4]) {
         const unsigned to = key_tile(queries, SIDE, ROTARY_TILE) + (warp * 16 + lane % 16) * COLUMNS * 2;
 #pragma unroll
@@ -151,7 +154,7 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         }
     }
 
-    // Start the product of P's columns, as wgmma takes them, with the rows of V that lie so far behind the queries.
+    // Issue the MMA of 16 columns of P (fragments or a descriptor) with 16 rows of V, `offset` bytes after the queries.
     template <typename P> __device__ __forceinline__ void add_values(const P& probabilities, int offset) {
         if constexpr (ROTARY_APART == 0) {
             wgmma_mn_major<T>(output, probabilities, mn_major(offset), true);
@@ -163,7 +166,6 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         }
     }
 
-    // Start P V of the own tile.
     __device__ __forceinline__ void start_own_values(const unsigned (&probabilities)[4][4]) {
         wgmma_fence();
 #pragma unroll
@@ -171,7 +173,7 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         wgmma_commit_group();
     }
 
-    // Start P V of the tile in the other buffer, when its probabilities are there.
+    // Wait for the probabilities of the tile in the other buffer, take over their base, and issue P V of that tile.
     __device__ __forceinline__ void start_other_values() {
         named_barrier_sync<SIDE == 0 ? PROBABILITIES_1 : PROBABILITIES_0, 2 * WARPGROUP>();
         const float higher[2] = {shared.base[1 - SIDE][row(0)], shared.base[1 - SIDE][row(1)]};
@@ -184,13 +186,12 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         wgmma_commit_group();
     }
 
-    // Wait for all products that add to the output.
     __device__ __forceinline__ void finish_values() {
         wgmma_wait_group<0>();
         wgmma_fence_operand(output);
     }
 
-    // Free this warpgroup's half of a buffer.
+    // Arrive at the empty barrier of this consumer's half of a buffer.
     __device__ __forceinline__ void release(int buffer) {
         if (lane == 0) mbarrier_arrive(shared_address(&shared.empty[buffer][SIDE]));
     }
@@ -199,7 +200,7 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         if (lane == 0) mbarrier_arrive(shared_address(&shared.queries_empty));
     }
 
-    // Show the sums of the rows to the other warpgroup, and wait for the other's. `visit` counts the part's visits.
+    // Publish the row sums, and wait for the other consumer's. `visit` counts the part's visits.
     __device__ __forceinline__ void exchange_sums(int visit) {
         float (&sums)[WGMMA_ROWS] = shared.sums[visit & 1][SIDE];
 #pragma unroll
@@ -211,14 +212,14 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         mbarrier_wait(shared_address(&shared.summed), visit);
     }
 
-    // The sum of row i over the tiles of both.
+    // Return the sum of row i over the tiles of both consumers.
     __device__ __forceinline__ float total(int visit, int i) const {
         return sum[i] + shared.sums[visit & 1][1 - SIDE][row(i)];
     }
 
-    // All that the warpgroup does for a tile of its own: S, the values of the other's tile before, P, its own values.
-    // The first token that the block's first row, and row i, do not see is first_end, and ends[i], from the end of the
-    // sequence.
+    // The mainloop body for an own tile: S, P V of the other buffer's tile, P, and P V of the own tile. With causal
+    // masking, row i sees the tokens before visit.length + ends[i], and the block's first row sees the tokens before
+    // visit.length + first_end.
     __device__ __forceinline__ void own_tile(const Visit& visit, int tile, int tiles, int phase, int first_end,
                                              const int (&ends)[2]) {
         float scores[32];
@@ -254,7 +255,7 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
             if (tile > 0) release(1 - SIDE);
         }
         if (BY_TILE && present < BLOCK_TOKENS) clear_from(present);
-        // After this no warp reads the rotary part of the keys any more, and all see what was cleared.
+        // When this barrier completes, the rotary part of the keys has been read, and the cleared values are visible.
         named_barrier_sync<SIDE == 0 ? WARPGROUP_0 : WARPGROUP_1, WARPGROUP>();
         store_probabilities(probabilities);
         named_barrier_arrive<SIDE == 0 ? PROBABILITIES_0 : PROBABILITIES_1, 2 * WARPGROUP>();
@@ -270,16 +271,16 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
     }
 };
 
-// A part's visits, one after the other, for a warpgroup that computes.
+// The consumer loop over all visits of the part.
 template <typename T, bool FP8, bool GATHER, int SIDE, bool EXTRA, int KEY_TILES, int ROTARY_APART = 0>
 __device__ __forceinline__ void compute(const Params& p, WgmmaShared& shared, unsigned queries) {
     const int lane = threadIdx.x % 32, first_row = blockIdx.x * WGMMA_ROWS;
     Seesaw<T, FP8, GATHER, SIDE, KEY_TILES, ROTARY_APART> w{p, shared, queries, int(threadIdx.x / 32 % 4), lane};
     const Part part(p, blockIdx.z);
-    // For `own_tile`, if causal: found once, since they are the same for all visits and take divisions.
+    // Causal limits for `own_tile`. They take divisions and are the same for all visits, so they are computed once.
     const int first_end = causal_end(p, 0, first_row);
     const int ends[2] = {causal_end(p, 0, first_row + w.row(0)), causal_end(p, 0, first_row + w.row(1))};
-    int used = 0, visited = 0; // tiles and visits with tiles, before
+    int used = 0, visited = 0; // tiles, and visits with tiles, so far
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
         const VisitOf<EXTRA> visit(p, part, sequence);
         const int tiles = ceil_div(max(visit.end - visit.begin, 0), BLOCK_TOKENS);
@@ -287,7 +288,7 @@ __device__ __forceinline__ void compute(const Params& p, WgmmaShared& shared, un
         if (tiles) mbarrier_wait(shared_address(&shared.queries_full), visited++);
         for (int tile = (used ^ SIDE) & 1; tile < tiles; tile += 2)
             w.own_tile(visit, tile, tiles, (used + tile) / 2, first_end, ends);
-        if (tiles && ((used + tiles - 1) & 1) != SIDE) { // the last tile was the other's
+        if (tiles && ((used + tiles - 1) & 1) != SIDE) { // the last tile belongs to the other consumer
             if (tiles == 1) w.release_queries();
             w.start_other_values();
             w.finish_values();

@@ -1,41 +1,41 @@
-// The loading warpgroup of attend_wgmma for an 8-bit cache, by pages or with `indices`, which it converts to 16 bits.
+// The producer warpgroup of attend_wgmma for an 8-bit cache, in pages or with `indices`, which it converts to 16 bits.
 //
-// A warp converts 16 tokens of each tile, half after half of the value columns. A lane has 16 numbers of every second
-// token: four lanes have the 64 columns of a tile in shared memory, the next four those of the next token, whose chunks
-// are in other banks. Registers hold the bytes of the next half while its place is still in use, and the tokens two tiles
-// on are on their way to the L2 cache.
+// A warp converts 16 tokens of each tile, one half of the value columns after the other. A lane converts 16 numbers of
+// every second token. Four lanes write the 64 columns of one row of a tile in shared memory. The next four lanes write
+// the row of the next token, whose chunks are in other banks. While a half's place is still in use, its bytes are
+// already in registers. The tokens two tiles ahead are prefetched into L2.
 #pragma once
 #include "common/fp8.cuh"
 #include "mla_decode/wgmma_tokens.cuh"
 
-// What the warps that convert keep in shared memory.
+// The shared memory of the converting warps.
 struct ConvertShared : WgmmaShared {
-    unsigned long long addresses[4][BLOCK_TOKENS]; // of the tokens of the next tiles; or MISSING, OUTSIDE
-    unsigned long long scales[4][BLOCK_TOKENS];    // of the same, 8 of a byte each, where they lie apart
+    unsigned long long addresses[4][BLOCK_TOKENS]; // [tile % 4][token]: address, MISSING or OUTSIDE
+    unsigned long long scales[4][BLOCK_TOKENS];    // [tile % 4][token]: 8 one-byte scales, if PAGED
 };
 
-// What a lane converts.
+// A lane's share of the conversion.
 template <int BYTES> struct ConverterLane {
     static constexpr bool PAGED = BYTES == BYTES_OF_512;
     static constexpr int WARPS = WARPGROUP / 32, TOKENS = BLOCK_TOKENS / WARPS;
-    static constexpr int HELD = TOKENS / 2;     // registers of 16 bytes: of a half, one for each of the lane's tokens
-    static constexpr int ROTARIES = TOKENS / 4; // of these registers, as many as the rotary part takes
+    static constexpr int HELD = TOKENS / 2;     // 16-byte registers: one half of the columns of the lane's tokens
+    static constexpr int ROTARIES = TOKENS / 4; // 16-byte registers that the rotary part needs
     static constexpr int LATENT_DIMS = 512, SCALES = 4;
-    static constexpr int FETCHED = PAGED ? PAGED_BYTES : BYTES;   // of a token, in one piece
-    static constexpr unsigned long long MISSING = 0, OUTSIDE = 1; // in place of a token's address
+    static constexpr int FETCHED = PAGED ? PAGED_BYTES : BYTES;   // contiguous bytes of a token
+    static constexpr unsigned long long MISSING = 0, OUTSIDE = 1; // instead of a token's address
 
-    int warp, lane, odd;    // odd: it has the odd tokens
-    int first, own;         // the first token of its warp, and the one that it finds
-    unsigned latent_offset; // of its numbers in a token
-    unsigned rotary_offset; // the same in the rotary part
-    unsigned tile_offset;   // of its numbers in the tiles of a half, for its first token
+    int warp, lane, odd;    // odd: 1 if the lane converts the odd tokens
+    int first, own;         // first token of the warp, and the token whose address the lane finds
+    unsigned latent_offset; // offset of the lane's numbers in a token
+    unsigned rotary_offset; // offset of the lane's rotary numbers in a token
+    unsigned tile_offset;   // offset of the lane's numbers in the tiles of a half, for its first token
 };
 
 __device__ __forceinline__ unsigned long long& address_of(ConvertShared& shared, int tile, int token) {
     return shared.addresses[tile & 3][token];
 }
 
-// 16 bytes of a token; zeros if it is not there.
+// Load 16 bytes of a token; zeros if it does not exist.
 __device__ __forceinline__ uint4 load_bytes(unsigned long long address, unsigned offset) {
     return load_or_zero(reinterpret_cast<const char*>(address + offset), address > ConverterLane<0>::OUTSIDE);
 }
@@ -52,7 +52,7 @@ __device__ __forceinline__ uint4 load_rotary(ConvertShared& shared, const Conver
     return load_bytes(address, c.PAGED ? PAGED_LATENT + c.lane % 8 * 16 : c.rotary_offset);
 }
 
-// The scale of the token that the lane finds, for columns 128 (lane / 16) ... of a half.
+// Load a scale of the token that the lane finds: for columns 128 (lane / 16) ... of a half.
 template <int BYTES>
 __device__ __forceinline__ float load_scale(ConvertShared& shared, const ConverterLane<BYTES>& c, int tile, int half) {
     const unsigned long long address = address_of(shared, tile, c.own);
@@ -62,6 +62,7 @@ __device__ __forceinline__ float load_scale(ConvertShared& shared, const Convert
     return scale;
 }
 
+// Convert and store 16 numbers, multiplied by their scale.
 template <typename T, int BYTES>
 __device__ __forceinline__ void store_scaled(unsigned queries, const ConverterLane<BYTES>& c, int buffer, int half,
                                              int i, const uint4& raw, float scale) {
@@ -83,20 +84,21 @@ __device__ __forceinline__ void store_scaled(unsigned queries, const ConverterLa
     store_shared(to ^ 16, make_uint4(scaled[4], scaled[5], scaled[6], scaled[7]));
 }
 
-// Store the lane's i-th token; `scale` is what `load_scale` gave.
+// Convert and store the lane's i-th token. `scale` is the result of `load_scale` in each lane. A shuffle fetches the
+// token's scale.
 template <typename T, int BYTES>
 __device__ __forceinline__ void store_latent(unsigned queries, const ConverterLane<BYTES>& c, int buffer, int half,
                                              int i, const uint4& raw, float scale) {
     store_scaled<T>(queries, c, buffer, half, i, raw, __shfl_sync(FULL_WARP, scale, 2 * i + c.odd + (c.lane & 16)));
 }
 
-// The same if PAGED, where a tile of 64 columns has a scale of its own.
+// Convert and store the lane's i-th token if PAGED. Each tile of 64 columns then has its own scale.
 template <typename T, int BYTES>
 __device__ __forceinline__ void store_paged(ConvertShared& shared, unsigned queries, const ConverterLane<BYTES>& c,
                                             int tile, int half, int i, const uint4& raw) {
     const unsigned long long* const scales = &shared.scales[tile & 3][c.first + 2 * i + c.odd];
     const unsigned scale = reinterpret_cast<const unsigned char*>(scales)[half * 4 + c.lane / 8];
-    // In the second half the last eight lanes have no numbers: there is the rotary part.
+    // In the second half the columns of the last eight lanes are the rotary part.
     if (half == 0 || c.lane < 24) store_scaled<T>(queries, c, tile & 1, half, i, raw, of_e8m0(scale));
 }
 
@@ -115,7 +117,8 @@ __device__ __forceinline__ void store_rotary(unsigned queries, const ConverterLa
     store_shared(key_tile(queries, buffer, TILE) + (c.first + t) * COLUMNS * 2 + ((c.lane ^ t) & 7) * 16, eight);
 }
 
-// Convert the half of a tile that the warpgroup of its buffer reads, from `raw`, which takes up the bytes of the other.
+// Convert the half of a tile that the consumer of its buffer reads as values, from `raw`. Refill `raw` with the bytes
+// of the other half.
 template <typename T, int BYTES>
 __device__ __forceinline__ void convert_first_half(ConvertShared& shared, unsigned queries,
                                                    const ConverterLane<BYTES>& c,
@@ -130,7 +133,7 @@ __device__ __forceinline__ void convert_first_half(ConvertShared& shared, unsign
     scale = next_scale;
 }
 
-// Convert the other half and the rotary part; `raw` takes up the first half of the next tile.
+// Convert the other half and the rotary part. Refill `raw` with the first half of the next tile.
 template <typename T, int BYTES>
 __device__ __forceinline__ void convert_second_half(ConvertShared& shared, unsigned queries,
                                                     const ConverterLane<BYTES>& c,
@@ -153,8 +156,8 @@ __device__ __forceinline__ void convert_second_half(ConvertShared& shared, unsig
     }
 }
 
-// If PAGED: convert half `half` of tile `used`, with the rotary part if that is the second of its columns; `raw` takes up
-// half 1 - (used & 1) of tile `next`.
+// If PAGED: convert half `half` of tile `used`, and the rotary part if `half` is 1. Refill `raw` with half 1 - (used &
+// 1) of tile `next`.
 template <typename T, int BYTES>
 __device__ __forceinline__ void
 convert_paged_half(ConvertShared& shared, unsigned queries, const ConverterLane<BYTES>& c,
@@ -185,7 +188,7 @@ __device__ __forceinline__ void convert_tiles(const Params& p, WgmmaShared& all,
     const int odd = lane / 4 % 2, quarter = lane / 8;
     const Part part(p, blockIdx.z);
     TileCursor<GATHER, EXTRA> cursor(p, part);
-    // Lanes i and i + 16 find the warp's i-th token.
+    // Lanes i and i + 16 find the address of the warp's i-th token.
     const int first = warp * C::TOKENS, own = first + lane % C::TOKENS;
     const C c{warp,
               lane,
@@ -195,7 +198,7 @@ __device__ __forceinline__ void convert_tiles(const Params& p, WgmmaShared& all,
               unsigned(quarter * 64 + lane % 4 * 16),
               unsigned((C::PAGED ? PAGED_LATENT : C::LATENT_DIMS + C::SCALES * 4) + lane % 8 * 16),
               unsigned(quarter * TILE_BYTES + (first + odd) * COLUMNS * 2 + ((lane % 4 * 2) ^ odd) * 16)};
-    Entry entry; // of the tile after those that are found
+    Entry entry; // table entry of the tile after the ones in `addresses`
     auto look_up = [&] {
         entry = cursor.entry(c.own);
         cursor.advance();
@@ -231,7 +234,7 @@ __device__ __forceinline__ void convert_tiles(const Params& p, WgmmaShared& all,
 #pragma unroll
     for (int i = 0; i < C::HELD; ++i) raw[i] = load_latent(shared, c, 0, 0, i);
     find(1);
-    int used = 0, visited = 0; // tiles, and visits with tiles
+    int used = 0, visited = 0; // tiles, and visits with tiles, so far
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
         const VisitOf<EXTRA> visit(p, part_again<EXTRA>(p, part), sequence);
         if (visit.begin >= visit.end) continue;
@@ -249,7 +252,7 @@ __device__ __forceinline__ void convert_tiles(const Params& p, WgmmaShared& all,
             }
             if (address == C::OUTSIDE) shared.bad[visited % VISITS] = visited;
             if constexpr (C::PAGED) {
-                cp_async_wait_group<2>(); // all but the scales of the two tiles after this one
+                cp_async_wait_group<2>(); // all copies except the scales of the next two tiles
                 __syncwarp();
             }
             if constexpr (C::PAGED)

@@ -1,8 +1,8 @@
-// The loading warpgroup of attend_wgmma for a 16-bit cache with `indices`, whose tokens lie anywhere.
+// The producer warpgroup of attend_wgmma for a 16-bit cache with `indices`, whose tokens are anywhere in the cache.
 #pragma once
 #include "mla_decode/wgmma_tokens.cuh"
 
-// Start copying 64 tokens, of which lane i has found tokens i and i + 32: half of their value columns.
+// Issue the copies of one half of the value columns of 64 tokens. Lane i has the addresses of tokens i and i + 32.
 __device__ __forceinline__ void copy_half(const Found (&found)[2], unsigned queries, int buffer, int half, int lane) {
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
@@ -14,7 +14,7 @@ __device__ __forceinline__ void copy_half(const Found (&found)[2], unsigned quer
     }
 }
 
-// The same for their rotary part.
+// Issue the copies of the rotary part of these tokens.
 __device__ __forceinline__ void copy_rotary(const Found (&found)[2], unsigned queries, int buffer, int lane) {
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
@@ -28,8 +28,8 @@ __device__ __forceinline__ void copy_rotary(const Found (&found)[2], unsigned qu
     }
 }
 
-// There is a warp for each half of each buffer, which fills it again as soon as it is free, so that no half waits for
-// another. Tokens are brought to the L2 cache a turn of the warp ahead.
+// The producer loop. Each warp fills one half of one buffer when its empty barrier completes, so that no half waits for
+// another. It prefetches the tokens of its next tile into L2.
 template <typename T, bool EXTRA>
 __device__ __forceinline__ void gather_tiles(const Params& p, WgmmaShared& shared, unsigned queries) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -38,7 +38,7 @@ __device__ __forceinline__ void gather_tiles(const Params& p, WgmmaShared& share
     const unsigned full = shared_address(&shared.full[buffer][half]),
                    empty = shared_address(&shared.empty[buffer][half]);
     TileCursor<true, EXTRA> cursor(p, part);
-    Entry entries[2]; // of the tile after the one that is found
+    Entry entries[2]; // table entries of the tile after the one in `found`
     Found found[2];   // lane i has tokens i and i + 32
     auto look_up = [&] {
         entries[0] = cursor.entry(lane), entries[1] = cursor.entry(lane + 32);
@@ -55,7 +55,7 @@ __device__ __forceinline__ void gather_tiles(const Params& p, WgmmaShared& share
     };
     if (buffer == 1) cursor.advance();
     look_up(), find(), look_up();
-    int used = 0, visited = 0; // tiles, and visits with tiles
+    int used = 0, visited = 0; // tiles, and visits with tiles, so far
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
         const VisitOf<EXTRA> visit(p, part, sequence);
         if (visit.begin >= visit.end) continue;
@@ -65,7 +65,7 @@ __device__ __forceinline__ void gather_tiles(const Params& p, WgmmaShared& share
         for (int start = visit.begin; start < visit.end; start += BLOCK_TOKENS, ++used) {
             if ((used & 1) != buffer) continue;
             mbarrier_wait(empty, used / 2 + 1);
-            // One of a buffer's two warps says which of its tokens are there.
+            // One of a buffer's two warps publishes which of its tokens exist.
             if (half == buffer && lane == 0) {
                 shared.valid[buffer] = found[0].there | (unsigned long long)found[1].there << 32;
                 if (found[0].bad || found[1].bad) shared.bad[visited % VISITS] = visited;
@@ -84,6 +84,6 @@ __device__ __forceinline__ void gather_tiles(const Params& p, WgmmaShared& share
             for (int k = 0; k < 2; ++k)
                 if (k == half) found[k].prefetch<32, TILES * COLUMNS * 2>();
         }
-        if (first) publish_queries<0>(shared); // the only tile is in the other buffer
+        if (first) publish_queries<0>(shared); // the visit's only tile is in the other buffer
     }
 }

@@ -1,4 +1,4 @@
-// What the warpgroups of attend_wgmma share: sizes, shared memory, barriers, and the loading of queries.
+// The sizes, shared memory and barriers of attend_wgmma and attend_two_loaders, and the loading of queries.
 #pragma once
 #include "common/hopper.cuh"
 #include "common/mma.cuh"
@@ -9,54 +9,56 @@
 
 constexpr int WGMMA_ROWS = 64;
 constexpr int WGMMA_THREADS = 3 * WARPGROUP;
-// A tile in shared memory: 64 rows of 64 columns, which are 128 bytes.
+// A tile in shared memory has 64 rows of COLUMNS numbers, which are 128 bytes.
 constexpr int COLUMNS = 64;
 constexpr int TILE_BYTES = 64 * COLUMNS * 2;
-// The tiles of 64 queries or tokens: four for each half of the value columns, then the rotary part. With 512 dimensions, which
-// have only the first eight, the ninth of the keys has place for the probabilities alone.
+// Tiles of 64 queries or 64 tokens: four for each half of the value columns, then the rotary part. Heads of 512
+// dimensions have only the first eight tiles. Their ninth key tile holds nothing except the probabilities.
 constexpr int TILES = 9, VALUE_TILES = 8, ROTARY_TILE = 8;
-constexpr int VISITS = 4; // of which `bad` is kept: the loading warps are up to two visits ahead
+constexpr int VISITS = 4; // visits whose `bad` flag is kept; the producers are up to two visits ahead
 
-// What lies behind 27 tiles, which are the queries and two buffers of keys. Warps that convert keep more behind it.
+// The shared memory after 27 tiles: 9 of queries, and two buffers of 9 tiles of keys. Converting producers keep more
+// data after it.
 struct WgmmaShared {
-    unsigned long long full[2][TILES]; // a tile of a buffer is here; where TMA cannot copy: half 0 or 1 is
-    unsigned long long empty[2][2];    // a half of a buffer is free
-    unsigned long long queries_full;   // the queries of a visit are here
-    unsigned long long queries_empty;  // their place is free
-    unsigned long long summed;         // both warpgroups have stored their sums of a visit
-    float base[2][WGMMA_ROWS];         // after the latest tile of a warpgroup
-    float sums[2][2][WGMMA_ROWS];      // [parity of the visit][warpgroup]
-    int bad[VISITS];                   // the latest visit that found a bad page or slot
-    unsigned long long valid[2];       // with `indices`: the tokens of a buffer that are there, a bit each
+    unsigned long long full[2][TILES]; // full barriers: a tile of a buffer is loaded; without TMA a half
+    unsigned long long empty[2][2];    // empty barriers: a half of a buffer has been read
+    unsigned long long queries_full;   // full barrier: the queries of a visit are loaded
+    unsigned long long queries_empty;  // empty barrier: the queries have been read
+    unsigned long long summed;         // both consumers have stored their sums of a visit
+    float base[2][WGMMA_ROWS];         // [consumer]: bases after its latest tile
+    float sums[2][2][WGMMA_ROWS];      // [parity of the visit][consumer]
+    int bad[VISITS];                   // [visit % VISITS]: the latest visit with a bad page or slot
+    unsigned long long valid[2];       // with `indices`: a bit per token of a buffer, set if it exists
 };
-// Before it: the first tile begins at a multiple of 1024.
+// Bytes before WgmmaShared: the 1024-byte alignment of the first tile, and the tiles.
 constexpr int BEFORE_SHARED = 1024 + 3 * TILES * TILE_BYTES;
 
 struct alignas(64) WgmmaParams {
-    // The cache [pages, page_size, kv_heads, 576], for boxes of 64 columns of `box_tokens` tokens of a head. Unused with
-    // FP8 or GATHER.
+    // Tensor map of the cache [pages, page_size, kv_heads, 576]. A box is 64 columns of `box_tokens` tokens of a head.
+    // Unused with FP8 or GATHER.
     TensorMap map;
     Params p;
     int box_tokens; // divides 64 and page_size
 };
 
-// Numbered barriers: the probabilities of the tile in a buffer are here; all threads of a warpgroup are.
+// Named barriers. PROBABILITIES_i: the probabilities of the tile in buffer i are in shared memory. WARPGROUP_i: all
+// threads of consumer i have arrived.
 enum { PROBABILITIES_0 = 1, PROBABILITIES_1, WARPGROUP_0, WARPGROUP_1 };
 
-// The address of a tile of a buffer of keys.
+// Return the shared address of a tile of a key buffer.
 __device__ __forceinline__ unsigned key_tile(unsigned queries, int buffer, int tile) {
     return queries + ((buffer + 1) * TILES + tile) * TILE_BYTES;
 }
 
-// Start copying every LOADERS-th row of the queries, of 8 or 9 tiles, from row `first` on. AT_ONCE: rows for which there
-// are registers.
+// Issue the copies of query rows first, first + LOADERS, ... as one commit group. A row has ROW_TILES tiles, 8 or 9.
+// AT_ONCE: rows in flight at once, limited by the registers.
 template <typename T, int LOADERS, int ROW_TILES, int AT_ONCE = LOADERS == 4 ? 2 : 4>
 __device__ __forceinline__ void load_queries(const Params& p, const Visit& visit, unsigned queries, int first) {
     constexpr int EACH = (WGMMA_ROWS + LOADERS - 1) / LOADERS;
     const int lane = threadIdx.x % 32;
-    // Lane i finds this warp's i-th row.
+    // Lane i computes the address of this warp's i-th row.
     const int own = blockIdx.x * WGMMA_ROWS + min(first + lane * LOADERS, WGMMA_ROWS - 1);
-    // With 8 tiles there are one query token and one kv head, and the row is the head: no division.
+    // With 8 tiles there is one query token and one kv head. A row is then a head, which saves a division.
     const Row row =
         ROW_TILES == 8 ? Row{visit.token, min(own, p.heads - 1), own < p.heads} : Row(p, visit, blockIdx.y, own);
     const unsigned long long at =
@@ -77,15 +79,15 @@ __device__ __forceinline__ void load_queries(const Params& p, const Visit& visit
     cp_async_commit_group();
 }
 
-// Tell the computing warpgroups that this thread's copies of the queries are here, but for the latest LATER groups of
-// copies, which are of keys.
+// Wait for this thread's query copies, and arrive at queries_full. The latest LATER commit groups are copies of keys
+// and stay in flight.
 template <int LATER> __device__ __forceinline__ void publish_queries(WgmmaShared& shared) {
     cp_async_wait_group<LATER>();
     fence_proxy_async();
     mbarrier_arrive(shared_address(&shared.queries_full));
 }
 
-// Arrive at a barrier for a warp whose threads have all written their share of the keys.
+// Arrive at a full barrier for the warp, once all its threads have written their share of the keys.
 __device__ __forceinline__ void publish_keys(unsigned barrier) {
     fence_proxy_async();
     __syncwarp();

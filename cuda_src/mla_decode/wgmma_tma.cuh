@@ -1,8 +1,8 @@
-// The loading warpgroup of attend_wgmma for a 16-bit cache by pages, which TMA copies.
+// The producer warpgroup of attend_wgmma for a 16-bit cache in pages, which TMA copies.
 #pragma once
 #include "mla_decode/wgmma_shared.cuh"
 
-// The queries of all visits, by three warps.
+// Load the queries of all visits, with three warps.
 template <typename T>
 __device__ __forceinline__ void load_queries_of_visits(const Params& p, const Part& part, WgmmaShared& shared,
                                                        unsigned queries, int warp) {
@@ -16,7 +16,7 @@ __device__ __forceinline__ void load_queries_of_visits(const Params& p, const Pa
     }
 }
 
-// Warp 0 has the keys copied, the others load the queries.
+// The producer loop. Warp 0 issues the TMA copies of the keys, and the other warps load the queries.
 template <typename T>
 __device__ __forceinline__ void load_tiles(const WgmmaParams& params, WgmmaShared& shared, unsigned queries) {
     const Params& p = params.p;
@@ -27,12 +27,12 @@ __device__ __forceinline__ void load_tiles(const WgmmaParams& params, WgmmaShare
         return;
     }
     const int box = params.box_tokens, boxes = BLOCK_TOKENS / box;
-    int visited = 0, used = 0; // visits with tiles, and tiles
+    int visited = 0, used = 0; // visits with tiles, and tiles, so far
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
         const Visit visit(p, part, sequence);
         if (visit.begin < visit.end) ++visited;
         const int* table = p.block_table + sequence * p.table_stride;
-        // Lane i has the i-th box of the tokens from `start` on.
+        // Find the page and the slot of a box of tokens. Lane i has the i-th box from token `start` on.
         auto find = [&](int start, int& page, int& slot) {
             const int token = start + lane * box;
             page = -1, slot = 0;
@@ -45,18 +45,18 @@ __device__ __forceinline__ void load_tiles(const WgmmaParams& params, WgmmaShare
         find(visit.begin, page, slot);
         for (int start = visit.begin; start < visit.end; start += BLOCK_TOKENS, ++used) {
             const int buffer = used & 1, phase = used / 2 + 1;
-            const int present = (min(visit.end - start, BLOCK_TOKENS) + box - 1) / box; // boxes
+            const int present = (min(visit.end - start, BLOCK_TOKENS) + box - 1) / box; // number of boxes in the tile
             const bool mine = lane < present, bad = mine && unsigned(page) >= unsigned(p.pages);
-            if (bad) page = p.pages; // outside of the map: TMA reads nothing and writes zeros
+            if (bad) page = p.pages; // out of bounds: TMA reads nothing and writes zeros
             int next_page, next_slot;
             find(start + BLOCK_TOKENS, next_page, next_slot);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                // The half that the other warpgroup reads comes second: it is free last, like the rotary tile, where the
-                // probabilities are.
+                // The half that the other warpgroup reads comes second, because this half is freed last. The rotary
+                // tile is freed with it, because the other warpgroup reads the probabilities there.
                 const int half = i ^ buffer;
                 mbarrier_wait(shared_address(&shared.empty[buffer][half]), phase);
-                // Only now: before, the visit VISITS ago may still be about to read its flag.
+                // The flag is set after this wait, because visit `visited` - VISITS may read the same entry until then.
                 if (i == 1 && bad) shared.bad[visited % VISITS] = visited;
                 __syncwarp();
                 for (int j = 0; j < 4 + i; ++j) {

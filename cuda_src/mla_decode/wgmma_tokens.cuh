@@ -1,22 +1,23 @@
-// Where the tokens of attend_wgmma lie in the cache, for the loading warpgroups that TMA cannot serve.
+// The addresses of tokens in the cache, for the producers that cannot use TMA.
 #pragma once
 #include "mla_decode/wgmma_shared.cuh"
 
-// A token, as the block table or `indices` names it.
+// The entry of a token in the block table or in `indices`.
 struct Entry {
-    int id;   // its page, or its slot in the cache
-    int slot; // in the page; -1: the tile has no such token
+    int id;   // page of the token, or its slot in the cache
+    int slot; // slot in the page; -1: the tile has no such token
 
-    // With EXTRA all in one register: `id` is a slot, the sign says that it is of the second cache; -1: none.
+    // Return an entry for EXTRA, in one register: `id` is the slot, and its sign bit marks the second cache. -1: no
+    // token.
     static __device__ __forceinline__ Entry in_one(int slot, bool second) {
         return {slot < 0 ? -1 : int(min(slot, LAST) | unsigned(second) << 31), 0};
     }
     __device__ __forceinline__ bool second() const { return id < -1; }
     __device__ __forceinline__ int slot_of_one() const { return id & 0x7fffffff; }
-    static constexpr int LAST = 0x7ffffffe; // no memory has so many slots
+    static constexpr int LAST = 0x7ffffffe; // larger than any real slot number
 };
 
-// The part of the block. With AGAIN it is read once more, so that it takes no registers while tiles are converted.
+// Return the block's part. With AGAIN it is read again, so that it occupies no registers in the mainloop.
 template <bool AGAIN> __device__ __forceinline__ Part part_again(const Params& p, const Part& part) {
     if constexpr (AGAIN)
         return Part(p, blockIdx.z);
@@ -24,12 +25,12 @@ template <bool AGAIN> __device__ __forceinline__ Part part_again(const Params& p
         return part;
 }
 
-// A tile of a visit: its first token, and the end of the visit's tokens; both are 0 behind the last visit.
+// A tile of a visit: its first token, and the end of the visit's tokens. Both are 0 after the last visit.
 struct TilePlace {
     int sequence, token, end;
 };
 
-// The tiles of all visits of a part, one after the other.
+// A cursor over the tiles of all visits of a part.
 template <bool GATHER, bool EXTRA, bool AGAIN = EXTRA> struct TileCursor : TilePlace {
     const Params& p;
     const Part& part;
@@ -38,7 +39,7 @@ template <bool GATHER, bool EXTRA, bool AGAIN = EXTRA> struct TileCursor : TileP
     __device__ __forceinline__ TileCursor(const Params& p, const Part& part, const TilePlace& place)
         : TilePlace(place), p(p), part(part) {}
 
-    // Go to the first tile of sequence `first`, or of the first one after it that has tokens here.
+    // Move to the first tile of sequence `first`, or of the next sequence with tokens in this part.
     __device__ __forceinline__ void enter(int first) {
         for (sequence = first; sequence <= part.last; ++sequence) {
             const VisitOf<EXTRA> visit(p, part_again<AGAIN>(p, part), sequence);
@@ -54,7 +55,7 @@ template <bool GATHER, bool EXTRA, bool AGAIN = EXTRA> struct TileCursor : TileP
         if (token >= end) enter(sequence + 1);
     }
 
-    // The i-th token of the tile.
+    // Return the entry of the i-th token of the tile.
     __device__ __forceinline__ Entry entry(int i) const {
         const int at = token + i;
         Entry entry{0, -1};
@@ -68,7 +69,8 @@ template <bool GATHER, bool EXTRA, bool AGAIN = EXTRA> struct TileCursor : TileP
         return entry;
     }
 
-    // Where the block table or `indices` name token `at`, and its slot in the page. Not with EXTRA.
+    // Return the address of token `at` in the block table or in `indices`. Set `slot` to its slot in the page. Not with
+    // EXTRA.
     __device__ __forceinline__ const int* id_of(int at, int& slot) const {
         if constexpr (GATHER) {
             const Visit which(p, sequence);
@@ -82,14 +84,14 @@ template <bool GATHER, bool EXTRA, bool AGAIN = EXTRA> struct TileCursor : TileP
     }
 };
 
-// The tokens of a warp in the cache, one for each lane.
+// The addresses of a warp's tokens in the cache, one per lane.
 struct Found {
-    const char* from;   // this lane's token
-    unsigned there;     // lanes whose token is there
-    bool bad;           // an entry of one of them is outside the cache
-    const char* scales; // of this lane's token, where they lie apart from it
+    const char* from;   // address of this lane's token
+    unsigned there;     // mask of the lanes whose token exists
+    bool bad;           // whether an entry of one of the lanes is outside the cache
+    const char* scales; // address of this token's scales, if they are stored apart from it
 
-    // With EXTRA; BYTES: of a token of an 8-bit cache.
+    // Find the addresses with EXTRA. BYTES: bytes per token of an 8-bit cache.
     template <bool FP8, int BYTES> __device__ __forceinline__ void find_extra(const Params& p, const Entry& entry) {
         const int slot = entry.slot_of_one();
         const bool wanted = entry.id != -1;
@@ -124,12 +126,11 @@ struct Found {
         there = __ballot_sync(FULL_WARP, known);
     }
 
-    // The token of lane i.
     __device__ __forceinline__ const char* of(int i) const {
         return reinterpret_cast<const char*>(__shfl_sync(FULL_WARP, reinterpret_cast<unsigned long long>(from), i));
     }
 
-    // Bring the tokens of the first TOKENS lanes, of BYTES each, to the L2 cache.
+    // Prefetch the tokens of the first TOKENS lanes, BYTES each, into L2.
     template <int TOKENS, int BYTES> __device__ __forceinline__ void prefetch() const {
         constexpr int PIECE = 64, PIECES = (BYTES + PIECE - 1) / PIECE, ALL = TOKENS * PIECES;
 #pragma unroll 1

@@ -1,22 +1,25 @@
-// Attention over sequences of different lengths, one after the other without padding, in float32 products.
+// Attention over sequences of different lengths, packed without padding, with float32 FMAs.
 //
 //   score[i, j] = scale * dot(q[i, head, :], k[j, head / group, :])     for the keys j of the sequence of query i;
 //                                                                       if causal, not for those after it (see below)
 //   out[i]      = sum over j of softmax(score[i, :])[j] * v[j, head / group, :]
 //
-// Causal: the last query of a sequence sees all of its keys, and each one before it one less. A query without keys
-// gets 0.
+// Causal: the last query of a sequence sees all of its keys, and each earlier query sees one key less. A query without
+// keys gets 0.
 //
-// T: the elements. DIM: the room for a head, at least p.dim; the rest is 0. TILE: queries of a block, and keys of a
-// tile. BYTES: the width of a load, 16 or one element.
+//   T       type of the elements
+//   DIM     padded size of a head, at least p.dim; the padding is 0
+//   TILE    queries of a block, and keys of a tile
+//   BYTES   width of a load: 16, or the size of one element
 //
-// Grid: (tiles of queries, heads), see varlen_attention/sequences.cuh. A block of 16 x 16 threads has TILE queries, and goes
-// over their keys in tiles of as many. Thread (y, x) has the scores of queries y + 16 i and keys x + 16 j, then columns
-// of the results of the same queries; so a row of scores belongs to 16 neighbouring lanes, which share its softmax and
-// its weights. Queries, a tile of keys or of values, and weights are in shared memory as float32.
+// Grid: (tiles of queries, heads), see varlen_attention/sequences.cuh. A block of 16 x 16 threads has TILE queries, and
+// loops over their keys in tiles of TILE. Thread (y, x) computes the scores of queries y + 16 i and keys x + 16 j, then
+// columns of the results of the same queries. A row of scores thus belongs to 16 neighbouring lanes, which share its
+// softmax and its weights. Shared memory holds the queries, a tile of keys or of values, and the weights, all as
+// float32.
 //
-// Speed of light: the float32 units, 4 dim flops for each pair of a query and a key. It is made to be read: loads wait
-// for products and products for loads, and blocks beside each other on a multiprocessor fill the gaps.
+// Speed of light: the float32 units, with 4 dim flops for each pair of a query and a key. The kernel is written to be
+// read: within a block loads and FMAs do not overlap. Other resident blocks fill the gaps.
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "common/units.cuh"
@@ -26,20 +29,20 @@ template <int BYTES> using Unit = typename UnitOf<BYTES>::Type;
 
 constexpr int FMA_THREADS = 256;
 
-// The sizes of a block. Lines of shared memory are 16 bytes longer than their numbers: lanes that read 16 bytes of
-// neighbouring lines at once find them in different banks.
+// The sizes of a block. Lines of shared memory have 16 bytes of padding, so that 16-byte reads of neighbouring lines
+// have no bank conflicts.
 template <int DIM_, int TILE_> struct Sizes {
-    static constexpr int DIM = DIM_, TILE = TILE_, M = TILE / 16; // rows and columns of a thread
+    static constexpr int DIM = DIM_, TILE = TILE_, M = TILE / 16; // rows and columns of scores in a thread
     static constexpr int LINE = DIM + 4, WEIGHTS_LINE = TILE + 4;
     static constexpr int BYTES = TILE * (2 * LINE + WEIGHTS_LINE) * 4;
-    // Results of a thread and row, of which VECTOR are side by side.
+    // Columns of the result that a thread has per row. VECTOR of them are contiguous.
     static constexpr int N = DIM / 16, VECTOR = N < 4 ? N : 4;
     struct alignas(4 * VECTOR) Neighbours { // one load
         float of[VECTOR];
     };
 };
 
-// The first `rows` rows of a tile, `stride` bytes apart, into lines of float32; all else becomes 0 and is not read.
+// Load the first `rows` rows of a tile, `stride` bytes apart, as float32. The rest becomes 0 and is not read.
 template <typename T, typename S, int BYTES>
 __device__ __forceinline__ void load_tile(float* to, const char* from, long long stride, int rows, int dim) {
     constexpr int EACH = BYTES / int(sizeof(T)), UNITS = S::DIM / EACH;
@@ -54,7 +57,7 @@ __device__ __forceinline__ void load_tile(float* to, const char* from, long long
     }
 }
 
-// The scores of a thread: of its queries, whose first line is `q`, and its keys, whose first line is `k`.
+// Compute the scores of a thread. `q` is the line of its first query, `k` the line of its first key.
 template <typename S>
 __device__ __forceinline__ void score(float (&scores)[S::M][S::M], const float* q, const float* k, int dim) {
 #pragma unroll
@@ -77,8 +80,8 @@ __device__ __forceinline__ void score(float (&scores)[S::M][S::M], const float* 
     }
 }
 
-// Add weights times values to the results of a thread: of the weights of its queries, whose first line is `weights`,
-// and of its columns of the values, whose first one is `v`.
+// Add weights times values to a thread's results. `weights` is the line of its first query, `v` its first column of
+// values.
 template <typename S>
 __device__ __forceinline__ void add_values(float (&sums)[S::M][S::N], const float* weights, const float* v) {
 #pragma unroll 1
@@ -101,8 +104,8 @@ __device__ __forceinline__ void add_values(float (&sums)[S::M][S::N], const floa
     }
 }
 
-// A thread's share of a tile of keys: its scores become weights, in the lines `weights` of its queries, and what was
-// summed up before is made relative to the new largest scores.
+// Turn a thread's scores of a tile into weights, stored in the lines `weights`. Rescale the sums to the new largest
+// scores.
 template <typename S>
 __device__ __forceinline__ void weigh(const Params& p, const Part<S::TILE>& part, int first_key,
                                       const float (&scores)[S::M][S::M], Softmax (&softmax)[S::M],
@@ -144,18 +147,18 @@ __global__ void __launch_bounds__(FMA_THREADS, 2) attention_fma(const __grid_con
     const char* v = p.v + part.keys_begin * p.v_strides[0] + head / p.group * p.v_strides[1];
     load_tile<T, S, BYTES>(queries, q, p.q_strides[0], part.rows, p.dim);
 
-    Softmax softmax[S::M]; // its totals are those of a lane, until the end
+    Softmax softmax[S::M]; // totals are per lane until the epilogue
     float sums[S::M][S::N] = {}, scores[S::M][S::M];
 #pragma unroll 1
     for (int key = 0; key < part.keys; key += S::TILE) {
-        __syncthreads(); // the values of the tile before are no longer read
+        __syncthreads(); // the previous tile's values have been read
         load_tile<T, S, BYTES>(tile, k + key * p.k_strides[0], p.k_strides[0], part.keys - key, p.dim);
-        __syncthreads();
+        __syncthreads(); // the queries and the keys are in shared memory
         score<S>(scores, queries + y * S::LINE, tile + x * S::LINE, p.dim);
-        __syncthreads(); // nor are its keys
+        __syncthreads(); // the keys have been read
         load_tile<T, S, BYTES>(tile, v + key * p.v_strides[0], p.v_strides[0], part.keys - key, p.dim);
         weigh<S>(p, part, key, scores, softmax, sums, weights + y * S::WEIGHTS_LINE + x);
-        __syncthreads();
+        __syncthreads(); // the values and the weights are in shared memory
         add_values<S>(sums, weights + y * S::WEIGHTS_LINE, tile + x * S::VECTOR);
     }
 

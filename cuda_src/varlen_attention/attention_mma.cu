@@ -1,21 +1,25 @@
-// Attention over sequences of different lengths, one after the other without padding, of 16-bit numbers by tensor cores.
+// Attention over sequences of different lengths, packed without padding, of 16-bit numbers with mma.sync.
 //
 //   score[i, j] = scale * dot(q[i, head, :], k[j, head / group, :])     for the keys j of the sequence of query i;
 //                                                                       if causal, not for those after it (see below)
 //   out[i]      = sum over j of softmax(score[i, :])[j] * v[j, head / group, :]
 //
-// Causal: the last query of a sequence sees all of its keys, and each one before it one less. A query without keys
-// gets 0. Weights are rounded to T before their product with the values; their sum, and all sums, are of float32.
+// Causal: the last query of a sequence sees all of its keys, and each earlier query sees one key less. A query without
+// keys gets 0. Weights are rounded to T before their MMA with the values. All sums are in float32, including the sum of
+// the weights.
 //
-// T: __half or __nv_bfloat16. DIM: the room for a head, at least p.dim; the rest is 0. KEYS of a tile.
+//   T      __half or __nv_bfloat16
+//   DIM    padded size of a head, at least p.dim; the padding is 0
+//   KEYS   keys of a tile
 //
-// Grid: (tiles of queries, heads), see varlen_attention/sequences.cuh. A block of 4 warps has 64 queries, 16 for each warp,
-// and goes over their keys in tiles of KEYS. Scores stay in the registers of their warp: their fragments, as weights,
-// are those of the second product (FlashAttention-2, Dao, 2023). Queries, and two stages of keys and values, are in
-// shared memory: while the products of one stage are computed, cp.async fills the other one.
+// Grid: (tiles of queries, heads), see varlen_attention/sequences.cuh. A block of 4 warps has 64 queries, 16 for each
+// warp, and loops over their keys in tiles of KEYS. Scores stay in the registers of their warp: the C fragments of the
+// first MMA become the A fragments of the second (FlashAttention-2, Dao, 2023). Shared memory holds the queries and two
+// stages of keys and values. While the MMAs of one stage run, cp.async fills the other stage.
 //
-// Speed of light: tensor cores, 4 dim flops for each pair of a query and a key, for long sequences; the bytes of
-// queries, keys, values and results for short ones. mma.sync has only a part of the tensor cores' rate on Hopper.
+// Speed of light: for long sequences the tensor cores, with 4 dim flops for each pair of a query and a key. Short
+// sequences are bound by the bytes of queries, keys, values and results. mma.sync reaches only part of the tensor
+// cores' rate on Hopper.
 #include "common/launch.cuh"
 #include "common/mma.cuh"
 #include "common/overlap.cuh"
@@ -23,12 +27,12 @@
 
 constexpr int MMA_THREADS = 128, QUERIES = 64;
 
-// The sizes of a block. A line of shared memory has 16-byte chunks, of which chunk c of row r lies where chunk
-// c ^ (r % 8) would (lines of 64 bytes: c ^ (r / 2 % 4)): so the 8 rows whose chunk c ldmatrix reads at once are in
-// different banks.
+// The sizes of a block. A line of shared memory is a row of 16-byte chunks. Chunk c of row r is stored at position c ^
+// (r % 8), or c ^ (r / 2 % 4) in lines of 64 bytes. With this swizzle ldmatrix reads chunk c of 8 rows without bank
+// conflicts.
 template <int DIM, int KEYS> struct Form {
     static constexpr int LINE = DIM * 2, CHUNKS = DIM / 8;
-    static constexpr int TILE = KEYS * LINE, STAGE = 2 * TILE; // bytes: keys, then values
+    static constexpr int TILE = KEYS * LINE, STAGE = 2 * TILE; // in bytes; a stage has keys, then values
     static constexpr int BYTES = QUERIES * LINE + 2 * STAGE;
 
     static __device__ __forceinline__ unsigned at(int row, int chunk) {
@@ -36,7 +40,8 @@ template <int DIM, int KEYS> struct Form {
     }
 };
 
-// Starts the copy of the first `rows` of ROWS rows, `stride` bytes apart; all else becomes 0 and is not read.
+// Issue the copies of the first `rows` of ROWS rows, which are `stride` bytes apart. The rest becomes 0 and is not
+// read.
 template <typename F, int ROWS>
 __device__ __forceinline__ void copy_tile(char* to, const char* from, long long stride, int rows, int dim) {
     static_assert(ROWS * F::CHUNKS % MMA_THREADS == 0, "all threads copy equally many chunks");
@@ -51,16 +56,15 @@ __device__ __forceinline__ void copy_tile(char* to, const char* from, long long 
     }
 }
 
-// What a thread of a warp has: of rows `row` and `row` + 8 of the warp's 16 queries, columns 2 pair and 2 pair + 1 of
-// each 8.
+// The state of a thread: rows `row` and `row` + 8 of the warp's 16 queries, columns 2 pair and 2 pair + 1 of each 8.
 template <typename T, int DIM, int KEYS> struct Warp {
     using F = Form<DIM, KEYS>;
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 16, row = lane / 4, pair = lane % 4;
-    Softmax softmax[2]; // their totals are those of a lane, until the end
+    Softmax softmax[2]; // totals are per lane until the epilogue
     float scores[KEYS / 8][4];
     float sums[DIM / 8][4] = {};
 
-    // The products of the queries with a tile of keys. Shared addresses.
+    // Compute the scores of the queries with a tile of keys. Both arguments are shared addresses.
     __device__ __forceinline__ void multiply_keys(unsigned queries, unsigned keys) {
 #pragma unroll
         for (int n = 0; n < KEYS / 8; ++n)
@@ -79,7 +83,7 @@ template <typename T, int DIM, int KEYS> struct Warp {
         }
     }
 
-    // The scores become weights, and what was summed up before is made relative to the new largest scores.
+    // Turn the scores into weights. Rescale the sums to the new largest scores.
     __device__ __forceinline__ void weigh(const Params& p, const Part<QUERIES>& part, int first_key) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -102,7 +106,7 @@ template <typename T, int DIM, int KEYS> struct Warp {
         }
     }
 
-    // Add the products of the weights with a tile of values. A shared address.
+    // Add weights times values to the sums. `values` is a shared address.
     __device__ __forceinline__ void multiply_values(unsigned values) {
 #pragma unroll
         for (int k = 0; k < KEYS / 16; ++k) {
@@ -159,14 +163,14 @@ __global__ void __launch_bounds__(MMA_THREADS, 2) attention_mma(const __grid_con
     };
     if (part.keys > 0) {
         copy_tile<F, QUERIES>(shared, q, p.q_strides[0], part.rows, p.dim);
-        copy_stage(0); // and of the same group, the queries
+        copy_stage(0); // in one commit group with the queries
     }
 
     Warp<T, DIM, KEYS> warp;
 #pragma unroll 1
     for (int key = 0; key < part.keys; key += KEYS) {
         cp_async_wait_group<0>();
-        __syncthreads(); // this stage is there, and the other one is no longer read
+        __syncthreads(); // this stage is loaded, and the other stage has been read
         if (key + KEYS < part.keys) copy_stage(key + KEYS);
         const unsigned stage = shared_address(stages + key / KEYS % 2 * F::STAGE);
         warp.multiply_keys(shared_address(shared), stage);

@@ -1,34 +1,38 @@
-// Attention over sequences of different lengths, one after the other without padding, of 16-bit numbers by Hopper's
-// wgmma and TMA.
+// Attention over sequences of different lengths, packed without padding, of 16-bit numbers with Hopper's wgmma and TMA.
 //
 //   score[i, j] = scale * dot(q[i, head, :], k[j, head / group, :])     for the keys j of the sequence of query i;
 //                                                                       if causal, not for those after it (see below)
 //   out[i]      = sum over j of softmax(score[i, :])[j] * v[j, head / group, :]
 //
-// Causal: the last query of a sequence sees all of its keys, and each one before it one less. A query without keys
-// gets 0. Weights are rounded to T before their product with the values; their sum, and all sums, are of float32.
+// Causal: the last query of a sequence sees all of its keys, and each earlier query sees one key less. A query without
+// keys gets 0. Weights are rounded to T before their MMA with the values. All sums are in float32, including the sum of
+// the weights.
 //
-// T: __half or __nv_bfloat16. DIM: the room for a head, 64 or 128, at least p.dim; the rest is 0, as TMA fills in.
+//   T            __half or __nv_bfloat16
+//   DIM          padded size of a head, 64 or 128, at least p.dim; TMA fills the padding with 0
+//   WARPGROUPS   warpgroups of a block, with 64 queries each
+//   BLOCKS       resident blocks of a multiprocessor
+//   TURNS        the warpgroups of a block take turns at the tensor cores
 //
-// Grid: (tiles of queries, heads), see varlen_attention/sequences.cuh. A block has WARPGROUPS warpgroups of 64 queries
-// each; one without queries ends at once. They go over the keys of their sequence in tiles of 128, whose keys and values
-// lie in two stages each. For tile n a warpgroup computes
+// Grid: (tiles of queries, heads), see varlen_attention/sequences.cuh. A warpgroup without queries exits at once. The
+// warpgroups loop over the keys of their sequence in tiles of 128. The keys and the values of a tile have two stages
+// each in shared memory. For tile n a warpgroup computes
 //
-//   S = Q K[n]'    P = exp2(S - largest), in registers, where the fragments of S are those of P (FlashAttention-2)
+//   S = Q K[n]'    P = exp2(S - largest), in registers: fragments of S become fragments of P (FlashAttention-2)
 //   O = O * exp2(largest before - largest) + P V[n]
 //
-// While one exponentiates, others multiply (FlashAttention-3, Shah et al., 2024): there are BLOCKS blocks on a
-// multiprocessor, and with TURNS the warpgroups of a block take turns at the tensor cores, each with the values of its
-// tile and the scores of its next one. What this needs of registers leaves none for a warp that only loads: the last
-// warp that is done with a stage has TMA fill it again.
+// While one warpgroup exponentiates, the MMAs of others run (FlashAttention-3, Shah et al., 2024): in the other BLOCKS
+// - 1 resident blocks, and with TURNS in the same block. A turn is P V of one tile and Q K' of the next. No registers
+// are left for a producer warp, so the last warp that is done with a stage issues the TMA copies that refill it.
 //
-// TMA copies whole tiles, and of a last one boxes of 32 rows, beyond the end of a sequence too. The scores of keys that
-// are not the sequence's are replaced by -inf, so that their weights are 0; their values may be NaN, and 0 * NaN is NaN:
-// they are cleared in shared memory. A last tile of at most 64 keys is multiplied as one of 64.
+// TMA copies whole tiles, and a short last tile in boxes of 32 rows. Both may reach beyond the end of a sequence.
+// Scores of keys outside the sequence become -inf, so that their weights are 0. Their values are cleared in shared
+// memory, because 0 * NaN is NaN. A last tile of at most 64 keys is multiplied as a tile of 64.
 //
-// Speed of light: tensor cores, 4 dim flops for each pair of a query and a key. With DIM 64 as many cycles go to exp2:
-// a tile of 64 queries and 128 keys is 512 cycles of a multiprocessor's tensor cores, and 512 of its 16 exponentials per
-// cycle; with DIM 128 it is 1024 and 512. Short sequences are bound by the bytes of queries, keys, values and results.
+// Speed of light: the tensor cores, with 4 dim flops for each pair of a query and a key. With DIM 64 exp2 takes as
+// long: a tile of 64 queries and 128 keys is 512 cycles of a multiprocessor's tensor cores, and 512 cycles of its exp2
+// units, which compute 16 per cycle. With DIM 128 it is 1024 and 512 cycles. Short sequences are bound by the bytes of
+// queries, keys, values and results.
 #include "common/hopper.cuh"
 #include "common/launch.cuh"
 #include "common/mma.cuh"
@@ -36,31 +40,32 @@
 #include "varlen_attention/sequences.cuh"
 #include "varlen_attention/wgmma_values.cuh"
 
-constexpr int KEYS = 128, NARROW = 64; // of a tile, and of a last one that is short
-constexpr int BOX = 32;                // rows that TMA copies at once of queries, and of a last tile
+constexpr int KEYS = 128, NARROW = 64; // keys of a tile, and of a short last tile
+constexpr int BOX = 32;                // rows of a TMA box of queries, and of a short last tile
 constexpr int STAGES = 2;
-constexpr int COLUMNS = 64, LINE = 128; // of a line of a tile in shared memory: numbers, and bytes
+constexpr int COLUMNS = 64, LINE = 128; // numbers and bytes of a tile's line in shared memory
 
 struct alignas(64) MappedParams {
-    TensorMap q_map; // [tokens, heads, dim], for boxes of COLUMNS of BOX tokens
-    TensorMap k_map; // [memory_tokens, heads / group, dim], for boxes of COLUMNS of KEYS tokens
+    TensorMap q_map; // [tokens, heads, dim], in boxes of BOX tokens and COLUMNS numbers
+    TensorMap k_map; // [memory_tokens, heads / group, dim], in boxes of KEYS tokens and COLUMNS numbers
     TensorMap v_map;
-    TensorMap k_box_map; // the same for boxes of BOX tokens
+    TensorMap k_box_map; // the same in boxes of BOX tokens
     TensorMap v_box_map;
     Params p;
 };
 
-// What lies behind the tiles in shared memory. A tile of more than 64 columns is one of 64 behind the other.
+// The shared memory after the tiles. A tile with more than 64 columns is stored as SPLITS tiles of 64 columns.
 template <int DIM, int WARPGROUPS> struct alignas(8) Shared {
     static constexpr int QUERIES = 64 * WARPGROUPS, SPLITS = DIM / COLUMNS;
     static constexpr int QUERY_SPLIT = QUERIES * LINE, SPLIT = KEYS * LINE, TILE = SPLITS * SPLIT; // bytes
     static constexpr int BEGIN = SPLITS * QUERY_SPLIT + 2 * STAGES * TILE;
-    unsigned long long queries_full;
-    unsigned long long full[2][STAGES]; // keys, values: a stage is there
-    unsigned done[2][STAGES];           // warps that no longer need it
+    unsigned long long queries_full;    // full barrier: the queries are loaded
+    unsigned long long full[2][STAGES]; // full barriers [keys or values]: a stage is loaded
+    unsigned done[2][STAGES];           // [keys or values]: warps that are done with a stage
 };
 
-// Numbered barriers, for up to four warpgroups: from TURN on, that a warpgroup may multiply; from TOGETHER on, that its warps have come.
+// Named barriers, for up to four warpgroups. TURN + i: warpgroup i has the turn at the tensor cores. TOGETHER + i: all
+// warps of warpgroup i have arrived.
 enum { TURN = 1, TOGETHER = 5 };
 
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
@@ -71,7 +76,8 @@ __device__ __forceinline__ void barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Count up to `last`, then from 0 again. Returns the count before. What the threads before did is visible to the last.
+// Increment a counter that wraps to 0 after `last`, and return its earlier count. The work of all earlier threads is
+// visible to the thread that gets `last`.
 __device__ __forceinline__ unsigned count_around(unsigned counter, unsigned last) {
     unsigned before;
     asm volatile("atom.acq_rel.cta.shared::cta.inc.u32 %0, [%1], %2;"
@@ -81,7 +87,7 @@ __device__ __forceinline__ unsigned count_around(unsigned counter, unsigned last
     return before;
 }
 
-// Starts the copies of some boxes of BOX rows, one behind the other.
+// Issue the copies of `boxes` consecutive boxes of BOX rows.
 template <unsigned long long POLICY>
 __device__ __forceinline__ void copy_boxes(unsigned to, const TensorMap& map, int column, int head, int row, int boxes,
                                            unsigned full) {
@@ -90,21 +96,21 @@ __device__ __forceinline__ void copy_boxes(unsigned to, const TensorMap& map, in
         tma_load<POLICY>(to + box * BOX * LINE, map, column, head, row + box * BOX, 0, full);
 }
 
-// The keys and values of a block's sequence and head, as they come tile by tile.
+// The tiles of keys and values of a block's sequence and head.
 template <int DIM, int WARPGROUPS> struct Tiles {
     using S = Shared<DIM, WARPGROUPS>;
     const MappedParams& params;
     S& shared;
-    const unsigned stages; // shared address of the first one
-    const int begin, head; // the first row, and the head, of keys and values
-    const int keys, count; // of the rows and of the tiles
+    const unsigned stages; // shared address of the first stage
+    const int begin, head; // first row and head in k and v
+    const int keys, count; // number of keys and of tiles
 
-    // The shared address of tile n. `which`: 0 for keys, 1 for values.
+    // Return the shared address of tile n. `which`: 0 for keys, 1 for values.
     __device__ __forceinline__ unsigned at(int which, int n) const {
         return stages + (which * STAGES + n % STAGES) * S::TILE;
     }
 
-    // By one thread: have the tile copied.
+    // Issue the copies of tile n, by one thread.
     __device__ __forceinline__ void start(int which, int n) const {
         const unsigned full = shared_address(&shared.full[which][n % STAGES]);
         const int row = n * KEYS, boxes = min((keys - row + BOX - 1) / BOX, KEYS / BOX);
@@ -123,7 +129,8 @@ template <int DIM, int WARPGROUPS> struct Tiles {
         mbarrier_wait(shared_address(&shared.full[which][n % STAGES]), n / STAGES);
     }
 
-    // By all lanes of a warp: it no longer needs the tile. The last of `warps` starts the next one of this stage.
+    // Release tile n for a warp; all lanes call this. The last of `warps` warps issues the copies that refill the
+    // stage.
     __device__ __forceinline__ void release(int which, int n, int warps) const {
         __syncwarp();
         if (threadIdx.x % 32 == 0 && n + STAGES < count &&
@@ -132,18 +139,18 @@ template <int DIM, int WARPGROUPS> struct Tiles {
     }
 };
 
-// A warpgroup with its 64 queries.
+// A warpgroup and its 64 queries.
 template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
     using S = Shared<DIM, WARPGROUPS>;
     const MappedParams& params;
     const Part<S::QUERIES>& part;
     const Tiles<DIM, WARPGROUPS>& tiles;
-    const unsigned queries;  // shared address of its first row
-    const int index, active; // which one it is, of how many that have queries
-    const int lane, warp;    // of the warpgroup
-    const int first;         // row of the block's tile: the first one of this warp
+    const unsigned queries;  // shared address of its first query
+    const int index, active; // its index, and the number of warpgroups with queries
+    const int lane, warp;    // lane of the warp, and warp of the warpgroup
+    const int first;         // first row of this warp in the block's tile
     float sums[DIM / 2];
-    float largest[2], total[2]; // of rows lane / 4 and lane / 4 + 8 of the warp: raw scores; and weights of this lane
+    float largest[2], total[2]; // rows lane / 4 and lane / 4 + 8: largest raw score; sum of this lane's weights
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -156,7 +163,7 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
         tiles.release(which, n, active * (WARPGROUP / 32));
     }
 
-    // Before and after a warpgroup's products. The turns begin with that of warpgroup 0, which the last one gives it.
+    // Wait for the turn at the tensor cores, and pass it on. Warpgroup 0 gets the first turn from the last warpgroup.
     __device__ __forceinline__ void take_turn() {
         if (TURNS && active > 1) barrier_sync(TURN + index, 2 * WARPGROUP);
     }
@@ -165,7 +172,7 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
             barrier_arrive(TURN + (index + 1 == active ? 0 : index + 1), 2 * WARPGROUP);
     }
 
-    // The scores of the first keys of tile n, of two keys for each of SCORES; at the end of a turn.
+    // Compute the scores of the first 2 SCORES keys of tile n. This ends a turn.
     template <int SCORES> __device__ __forceinline__ void multiply_keys(int n, float (&scores)[SCORES]) {
         tiles.wait(0, n);
         const unsigned long long a = k_major_descriptor(queries), b = k_major_descriptor(tiles.at(0, n));
@@ -178,13 +185,13 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
         }
         wgmma_commit_group();
         pass_turn(false);
-        if (n > 0) release(1, n - 1); // only now, since it takes a while, and the tensor cores were waiting
+        if (n > 0) release(1, n - 1); // after the MMAs are issued, because a release takes a while
         wgmma_wait_group<0>();
         wgmma_fence_operand(scores);
         release(0, n);
     }
 
-    // Replace the scores that a query does not see by -inf.
+    // Set the scores that a query does not see to -inf.
     template <int WIDTH> __device__ __forceinline__ void mask(int key, float (&scores)[WIDTH / 2]) {
         const Params& p = params.p;
         if (key + WIDTH <= part.keys && (!p.causal || key + WIDTH <= part.seen + first)) return;
@@ -200,7 +207,7 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
         }
     }
 
-    // The scores of tile n become weights, and what was summed up before is made relative to the new largest scores.
+    // Turn the scores of tile n into weights. Rescale the sums to the new largest scores.
     template <int WIDTH>
     __device__ __forceinline__ void weigh(int n, float (&scores)[WIDTH / 2], unsigned (&weights)[WIDTH / 16][4]) {
         const float scale = params.p.scale;
@@ -213,9 +220,9 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
             for (int j = 0; j < WIDTH / 8; ++j)
                 most[j % 2] = fmaxf(most[j % 2], fmaxf(scores[4 * j + 2 * i], scores[4 * j + 2 * i + 1]));
             const float highest = lanes_max<4>(fmaxf(most[0], most[1]));
-            // For -inf, which all scores so far are, any offset but -inf gives weights of 0.
+            // If all scores so far are -inf, any finite offset gives weights of 0.
             offset[i] = highest == -CUDART_INF_F ? 0.f : highest * scale;
-            const float factor = fast_exp2(fmaf(largest[i], scale, -offset[i])); // 0 at first
+            const float factor = fast_exp2(fmaf(largest[i], scale, -offset[i])); // 0 for the first tile
             largest[i] = highest;
             total[i] *= factor;
 #pragma unroll
@@ -232,7 +239,7 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
             }
     }
 
-    // Clear the values of a last tile behind the sequence's: they may be NaN.
+    // Clear the values of a last tile after the end of the sequence, because they may be NaN.
     template <int WIDTH> __device__ __forceinline__ void clear_values(int n) {
         const int present = part.keys - n * KEYS;
         if (present >= WIDTH) return;
@@ -241,10 +248,10 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
             for (int split = 0; split < S::SPLITS; ++split)
                 store_shared(tiles.at(1, n) + split * S::SPLIT + i * 16, make_uint4(0, 0, 0, 0));
         fence_proxy_async();
-        barrier_sync(TOGETHER + index, WARPGROUP);
+        barrier_sync(TOGETHER + index, WARPGROUP); // all warps have cleared their share
     }
 
-    // Add the products of the weights with the values of tile n.
+    // Add weights times values of tile n to the sums.
     template <int WIDTH>
     __device__ __forceinline__ void multiply_values(int n, const unsigned (&weights)[WIDTH / 16][4]) {
         const unsigned long long b = mn_major_descriptor<S::SPLIT>(tiles.at(1, n));
@@ -256,7 +263,7 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
         wgmma_fence_operand(sums);
     }
 
-    // All that is done with the first WIDTH keys of tile n. It begins and ends within a turn.
+    // The mainloop body for the first WIDTH keys of tile n. It begins and ends within a turn.
     template <int WIDTH> __device__ __forceinline__ void add_tile(int n) {
         float scores[WIDTH / 2];
         unsigned weights[WIDTH / 16][4];
@@ -281,7 +288,7 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
         pass_turn(true);
     }
 
-    // Write the results, by way of the shared memory of the queries: so that 8 lanes write a line of 128 bytes.
+    // Write the results through the shared memory of the queries, so that 8 lanes write a line of 128 bytes.
     __device__ __forceinline__ void store(int head) {
         const Params& p = params.p;
 #pragma unroll
@@ -291,7 +298,7 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
 #pragma unroll
             for (int n = 0; n < DIM / 8; ++n) sums[4 * n + 2 * i] *= factor, sums[4 * n + 2 * i + 1] *= factor;
         }
-        barrier_sync(TOGETHER + index, WARPGROUP); // no warp multiplies by these queries any more
+        barrier_sync(TOGETHER + index, WARPGROUP); // no warp of the warpgroup still reads these queries
         const unsigned lines = queries + warp * 16 * LINE;
 #pragma unroll
         for (int k = 0; k < DIM / 16; ++k) {
@@ -338,7 +345,7 @@ __global__ void __launch_bounds__((WARPGROUPS * WARPGROUP), BLOCKS)
 #if HAS_WGMMA
     using S = Shared<DIM, WARPGROUPS>;
     extern __shared__ char memory[];
-    const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles lie at multiples of 1024
+    const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles need an alignment of 1024 bytes
     const unsigned queries = shared_address(memory) + misplaced;
     S& shared = *reinterpret_cast<S*>(memory + misplaced + S::BEGIN);
     if (threadIdx.x == 0) {
@@ -366,7 +373,7 @@ __global__ void __launch_bounds__((WARPGROUPS * WARPGROUP), BLOCKS)
                 shared.done[which][stage] = 0;
             }
         fence_mbarrier_init();
-        fence_proxy_async(); // no other thread is waited for before TMA is told of the barriers
+        fence_proxy_async(); // makes the barriers visible to the TMA copies below
         if (tiles.count > 0) {
             const unsigned full = shared_address(&shared.queries_full);
             const int boxes = (part.rows + BOX - 1) / BOX;
@@ -377,8 +384,8 @@ __global__ void __launch_bounds__((WARPGROUPS * WARPGROUP), BLOCKS)
         }
         for (int n = 0; n < min(tiles.count, STAGES); ++n) tiles.start(0, n), tiles.start(1, n);
     }
-    __syncthreads();
-    // By a shuffle, so that the compiler knows that it is the same in all lanes.
+    __syncthreads(); // the barriers are initialized
+    // The shuffle tells the compiler that the warp index is the same in all lanes.
     const int warp = __shfl_sync(FULL_WARP, int(threadIdx.x / 32), 0), index = warp / 4;
     if (index * 64 >= part.rows) return;
     Warpgroup<T, DIM, WARPGROUPS, TURNS> own{params,

@@ -1,11 +1,10 @@
-// What both forms of the attention share: the parameters, the tile of a sequence that a block has, and the online
-// softmax of a row.
+// The parameters, the tile of queries of a block, and the online softmax, for all kernels of varlen_attention.
 //
-// Tiles of TILE queries are counted as if each sequence began a new one: of sequence s the first tile is
-// cu_seqlens_q[s] / TILE + s. As a sequence of n rows has at most ceil(n / TILE) tiles among these numbers, and at most one
-// is left over, tokens / TILE + sequences + 1 blocks are enough whatever the lengths are. So the grid is known without
-// reading them on the host, and a graph serves all lengths. Rows after the last sequence are as one more sequence
-// that has no keys: they become 0.
+// Each sequence begins a new tile of TILE queries. The first tile of sequence s has index cu_seqlens_q[s] / TILE + s. A
+// sequence of n rows thus has the ceil(n / TILE) tile indices that it needs, and at most one more, whose block exits.
+// The grid of tokens / TILE + sequences + 1 blocks is enough for any lengths. The host therefore does not read the
+// lengths, and a CUDA graph serves all lengths. Rows after the last sequence are treated as one more sequence, which
+// has no keys: they become 0.
 //
 // Tiles of queries and of keys begin with their sequence, so the bits of a result depend on its own sequence alone.
 #pragma once
@@ -28,18 +27,18 @@ struct Params {
     int group; // heads that share a head of keys and values
     int dim;
     int causal;
-    float scale; // times log2(e)
+    float scale; // softmax scale * log2(e)
 };
 
-// The first row of sequence s. Whatever the array holds, it is a row or the end; the first sequence begins at 0.
+// Return the first row of sequence s, clamped to 0 ... rows whatever the array holds. Sequence 0 begins at 0.
 __device__ __forceinline__ int begin_of(const int* cu_seqlens, int s, int rows) {
     return s == 0 ? 0 : min(max(__ldg(cu_seqlens + s), 0), rows);
 }
 
-// The sequence that has a block's tile: the last one whose first tile is not after it, `sequences` for what is left.
-// All 32 lanes of a warp look at once, each at one of 32 places that are equally far apart.
+// Return the sequence of a block's tile: the last sequence whose first tile is not after `tile`. The result is
+// `sequences` for the rows after the last sequence. The 32 lanes of a warp test 32 equally spaced candidates per round.
 template <int TILE> __device__ __forceinline__ int sequence_of(const Params& p, int tile) {
-    int first = 0, count = p.sequences + 1; // it is one of the `count` from `first` on
+    int first = 0, count = p.sequences + 1; // the result is in first ... first + count - 1
     while (count > 1) {
         const int step = (count + 31) / 32, place = threadIdx.x % 32 * step;
         const bool before =
@@ -52,10 +51,10 @@ template <int TILE> __device__ __forceinline__ int sequence_of(const Params& p, 
 
 // The queries of a block, and the keys that they attend to.
 template <int TILE> struct Part {
-    int first, rows; // of q; none: the block has nothing to do
+    int first, rows; // rows of q; without rows the block has nothing to do
     int keys_begin;  // the first row of k and v
-    int keys;        // of the sequence; causal: those that the last query of the tile sees
-    int seen;        // causal: query i of the tile sees `seen` + i keys; else at least all
+    int keys;        // keys of the sequence; causal: keys that the last query of the tile sees
+    int seen;        // causal: query i of the tile sees `seen` + i keys; else all keys
 
     __device__ __forceinline__ explicit Part(const Params& p) {
         const int tile = blockIdx.x, s = sequence_of<TILE>(p, tile);
@@ -73,30 +72,31 @@ template <int TILE> struct Part {
         if (p.causal) keys = min(keys, max(seen + rows - 1, 0));
     }
 
-    // Whether query `row` of the tile sees a key of the sequence.
+    // Return whether query `row` of the tile sees a key of the sequence.
     __device__ __forceinline__ bool sees(const Params& p, int row, int key) const {
         return key < keys && (!p.causal || key < seen + row);
     }
 };
 
-// The online softmax of a row (Milakov and Gimelshein, 2018): the largest score so far, in powers of two, and the sum
-// of the weights relative to it. Where nothing has been seen the largest score is -inf, and the weights are 0.
+// The online softmax of a row (Milakov and Gimelshein, 2018): the largest score so far, as an exponent of 2, and the
+// sum of the weights relative to it. Before the first visible key the largest score is -inf, and the weights are 0.
 struct Softmax {
     float largest = -CUDART_INF_F, total = 0.f;
 
-    // What scores are relative to: the largest, but for -inf, since -inf - -inf would be NaN.
+    // Return the offset of the scores: the largest score, or 0 if this is -inf, because -inf - -inf is NaN.
     __device__ __forceinline__ float base() const { return largest == -CUDART_INF_F ? 0.f : largest; }
 
-    // Take up scores of which `most` is the largest. Returns what earlier weights and sums are multiplied by.
+    // Raise `largest` to the new scores' maximum `most`, if that is larger. Return the factor for earlier weights and
+    // sums.
     __device__ __forceinline__ float raise_to(float most) {
         const float before = largest;
         largest = fmaxf(largest, most);
-        const float factor = fast_exp2(before - base()); // 0 at first
+        const float factor = fast_exp2(before - base()); // 0 for the first scores
         total *= factor;
         return factor;
     }
 
-    // The weight of a score, which is added to the total.
+    // Return the weight of a score, and add it to the total.
     __device__ __forceinline__ float weigh(float score) {
         const float weight = fast_exp2(score - base());
         total += weight;
@@ -104,5 +104,5 @@ struct Softmax {
     }
 };
 
-// What the sums of a row are multiplied by in the end; a row without weights is 0.
+// Return the factor that normalizes the sums of a row; 0 for a row without weights.
 __device__ __forceinline__ float inverse_of(float total) { return total == 0.f ? 0.f : 1.f / total; }
