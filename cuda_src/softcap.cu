@@ -1,17 +1,17 @@
-// Soft caps of logits, which keep them between -cap and cap.
+// Apply a soft cap to logits, which keeps them between -cap and cap.
 //
 //   out[r, c] = cap * tanh(logits[r, c] / cap)                                            in float32
 //
-// In 16 bits tanh(y) = (1 - e) / (1 + e) with e = exp(-2 |y|), and the sign of y; float32 has CUDA's tanhf. Near 0 most
-// digits are lost in 1 - e, and y may be too small for float32. The series x - x y^2 / 3 with y = x / cap takes over
-// there: at |y| = 1 / 16 both are good to 2^-18.
+// For 16-bit types tanh(y) = (1 - e) / (1 + e) with e = exp(-2 |y|), and the sign of y; float32 uses CUDA's tanhf. Near
+// 0 the subtraction 1 - e loses most digits, and y may be too small for float32. The series x - x y^2 / 3 with y = x /
+// cap is used there. At |y| = 1 / 16 both forms have a relative error of at most 2^-18.
 //
-// T: the elements. BYTES: a unit of them, the width of a load. ITEMS: units per thread.
+// BYTES: width of a load; a unit is BYTES bytes. ITEMS: units per thread.
 //
 // Grid: x: tiles of rows; y: parts of long rows. A row of a tile has row_threads = tile_columns / ITEMS neighbouring
 // threads. A thread has ITEMS units of the row, row_threads apart, and loads all of them before it computes the first.
 //
-// Speed of light: memory. Two elements are moved per result, one read and one written, for some fifteen flops.
+// Speed of light: memory bandwidth. Per result one element is read and one written, with some fifteen flops.
 #include "common/numeric.cuh"
 #include "common/overlap.cuh"
 #include "common/units.cuh"
@@ -21,9 +21,9 @@ struct Params {
     char* out;               // [rows, vocab], may be `logits`
     long long logits_stride; // bytes between rows
     long long out_stride;    // bytes between rows
-    float cap, reciprocal;   // of the cap: a division takes more instructions than all else
+    float cap, reciprocal;   // reciprocal = 1 / cap: a division takes more instructions than the rest of the kernel
     int rows;
-    int columns;      // of a row, in units
+    int columns;      // units per row
     int tile_rows;    // tile_rows * row_threads <= blockDim.x
     int tile_columns; // in units
     Divisor by_threads;
@@ -39,7 +39,7 @@ template <typename T> __device__ __forceinline__ float softcapped(float x, float
         const float e = fast_exp2(-2.885390082f * fabsf(y)); // 2 / ln(2)
         tanh = copysignf((1.f - e) * fast_reciprocal(1.f + e), y);
     }
-    // A comparison with NaN is false: a NaN takes the tanh and stays NaN.
+    // A comparison with NaN is false, so NaN takes the tanh and stays NaN.
     return fabsf(y) < SMALL ? series : cap * tanh;
 }
 
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(256) softcap(const __grid_constant__ Params p)
     Unit unit[ITEMS];
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i)
-        // Not through the read-only cache: `out` may be `logits`.
+        // The read-only cache is not used, because `out` may be `logits`.
         if (column + i * row_threads < p.columns)
             unit[i] = __ldcs(reinterpret_cast<const Unit*>(from) + column + i * row_threads);
 #pragma unroll

@@ -4,12 +4,12 @@
 //   weight  = 2^(statistics[split, row].x - largest)
 //   out     = sum over splits of partial[split, row] * weight / sum over splits of statistics[split, row].y * weight
 //
-// Grid: a block per row. Thread: one element of the row; of 32 splits, lane l of each warp has the statistics of split
-// l.
+// Grid: one block per row. Thread: one element of the row. For every 32 splits, lane l of each warp holds the
+// statistics of split l.
 //
 // Speed of light: `partial` is read once from L2, where the splits have just written it: at most 256 KB per row. The
-// launch and two dependent loads are the bound; the 68% of a copy that decoder_attention.cu names for one sequence
-// include them.
+// launch and two dependent loads are the bound. They are included in the 68% of a copy that decoder_attention.cu states
+// for one sequence.
 #include "common/overlap.cuh"
 #include "common/warp.cuh"
 #include "decoder_attention/softmax.cuh"

@@ -7,32 +7,33 @@
 //   score[s] = query . key[s]
 //   out   = sum over s of 2^(score[s] - largest) * value[s] / sum over s of 2^(score[s] - largest)
 //
-// No entries, or only scores of -inf, give zeros.
+// If there are no entries, or only scores of -inf, the result is zero.
 //
-// Grid: x over columns of 32 / LANES rows, y over splits of the sequence. Block: a column and a split, whose entries
-// are dealt out to the warps, STEPS at a time. Warp: LANES lanes per row, so that one load of a warp reads the
-// neighbouring rows of one entry, 512 bytes side by side. Lane: CHUNKS loads of VECTOR elements of each key and value.
+// Grid: x: columns of 32 / LANES rows; y: splits of the sequence. Block: one column and one split. Its warps take the
+// split's entries in turn, STEPS at a time. Warp: LANES lanes per row, so that one load of a warp reads neighbouring
+// rows of one entry, 512 contiguous bytes. Lane: CHUNKS loads of VECTOR elements of each key and value.
 //
-// Each warp runs an online softmax, the warps of a block are merged in shared memory, and `combine` merges the splits
-// if there are several.
+// Each warp runs an online softmax. The warps of a block are merged in shared memory. `combine` merges the splits if
+// there are several.
 //
 // DIM == 0: the dimension of a head is dynamic, at most LANES * CHUNKS * VECTOR.
 //
-// MODE == LATE_STEP: how many entries there are is read from `step`, so that a captured launch serves all steps. The
-// grid is that of the most entries; splits that begin beyond the last one have nothing to add.
-// MODE == SHARED_MEMORY: `copies` sequences, one after the other, have the same keys, values and length, as the beams of
-// a search have the encoder's.
+// MODE == LATE_STEP: the number of entries is read from `step`, so that a captured launch serves all steps. The grid is
+// sized for the largest number of entries; splits that begin after the last entry contribute nothing.
 //
-// Speed of light: keys and values are read once, for one flop per byte in 16 bits, so memory bandwidth is the bound. On
-// an H200 the self-attention of 64 sequences with 16 heads of 64 over 1024 tokens takes 65.8 us, of which a copy of the
-// same bytes takes 63.2 (96%). With few rows the bound is the latency of the loads, of the merges and of `combine`: one
-// sequence with 32 heads of 128 over 4096 tokens takes 23.2 us, against 15.8 (68%).
+// MODE == SHARED_MEMORY: `copies` consecutive sequences share keys, values and length, as the beams of a search share
+// the encoder's output.
+//
+// Speed of light: keys and values are read once, with one flop per byte in 16 bits, so memory bandwidth is the bound.
+// On an H200 the self-attention of 64 sequences with 16 heads of 64 over 1024 tokens takes 65.8 us; a copy of the same
+// bytes takes 63.2 us (96%). With few rows the latency of the loads, the merges and `combine` is the bound. One
+// sequence with 32 heads of 128 over 4096 tokens takes 23.2 us; the copy takes 15.8 us (68%).
 #include "common/numeric.cuh"
 #include "common/overlap.cuh"
 #include "common/warp.cuh"
 #include "decoder_attention/softmax.cuh"
 
-constexpr int MAX_WARPS = 8; // of a block
+constexpr int MAX_WARPS = 8; // per block
 
 enum Mode { PLAIN, LATE_STEP, SHARED_MEMORY };
 
@@ -43,12 +44,12 @@ struct Params {
     const void* bias_q; // [heads * dim]  float if bias_is_float, else T; null: none
     const void* bias_k; // like bias_q
     const void* bias_v; // like bias_q
-    void* keys;         // T, an entry of row b * heads + h at s * step_stride + b * batch_stride + h * dim
+    void* keys;         // T, entry s of row b * heads + h at s * step_stride + b * batch_stride + h * dim
     void* values;       // like keys
     const int* lengths; // [batch]: entries of each sequence, clamped to [0, entries]; null: `entries` for all
     void* out;          // [rows, dim]  T
-    float* partial;     // [splits, rows, dim]: weighted sums of values, where there are several splits
-    float2* statistics; // [splits, rows]: the largest score and the sum of the weights, where there are several splits
+    float* partial;     // [splits, rows, dim]: weighted sums of values, if there are several splits
+    float2* statistics; // [splits, rows]: largest score and sum of the weights, if there are several splits
     long long q_stride; // in elements, like all strides
     long long k_stride;
     long long v_stride;
@@ -57,15 +58,14 @@ struct Params {
     int rows; // batch * heads
     int heads;
     int dim;
-    int entries;     // read from memory; the new entry is written after them
+    int entries;     // entries that are read from memory; the new entry is written after them
     int split_steps; // entries per split, a multiple of STEPS
     int bias_is_float;
     float scale;     // times log2(e)
-    int copies;      // SHARED_MEMORY: `lengths` and `batch_stride` are those of every `copies` sequences
-    const int* step; // LATE_STEP: one, the tokens with the new one, clamped to [1, entries + 1]
+    int copies;      // SHARED_MEMORY: one item of `lengths` and one `batch_stride` per `copies` sequences
+    const int* step; // LATE_STEP: [1], the tokens including the new one, clamped to [1, entries + 1]
 };
 
-// The integer type of a load.
 template <int BYTES> struct Word;
 template <> struct Word<16> {
     using type = uint4;
@@ -77,33 +77,34 @@ template <> struct Word<2> {
     using type = unsigned short;
 };
 
-// Template arguments, and what follows from them.
+// The template arguments, and the constants that follow from them.
 template <typename T_, int DIM_, int VECTOR_, int LANES_, int CHUNKS_, int STEPS_> struct Form {
     using T = T_;
     using Load = typename Word<VECTOR_ * sizeof(T)>::type;
     static constexpr int DIM = DIM_, VECTOR = VECTOR_, LANES = LANES_, CHUNKS = CHUNKS_, STEPS = STEPS_;
-    static constexpr int VALUES = CHUNKS * VECTOR;        // elements of a row in a lane
-    static constexpr bool FILLED = DIM == LANES * VALUES; // no lane is beyond the row's end
+    static constexpr int VALUES = CHUNKS * VECTOR;        // elements of a row per lane
+    static constexpr bool FILLED = DIM == LANES * VALUES; // no lane is past the row's end
 };
 
-// The row of a lane, and which of its elements the lane has. Lanes past the last row repeat it, and store nothing.
-// Lanes past the end of the row repeat its first elements, which spares each load a predicate, and do not count them.
+// The row of a lane, and the lane's elements of that row. Lanes past the last row repeat the last row and store
+// nothing. Lanes past the end of a row repeat the row's first elements, which saves a predicate per load, and do not
+// count them.
 template <typename F> struct Place {
     int dim, row, batch, head;
-    bool held[F::CHUNKS]; // whether the chunk is of the row
-    int at[F::CHUNKS];    // the chunk's first element
+    bool held[F::CHUNKS]; // whether the chunk belongs to the row
+    int at[F::CHUNKS];    // first element of the chunk
 };
 
-// Load STEPS entries from `first` on. Entries from `end` on are not read and become 0: they may hold NaN, and 0 times
-// NaN is NaN.
+// Load STEPS entries from entry `first` on. Entries from `end` on are not read and become 0: they may hold NaN, and 0
+// times NaN is NaN.
 template <typename F>
 __device__ __forceinline__ void fetch(const Params& p, const Place<F>& own, const typename F::T* from, int first,
                                       int end, typename F::Load (&to)[F::STEPS][F::CHUNKS]) {
     using Load = typename F::Load;
     const typename F::T* entry = from + (long long)first * p.step_stride;
     long long stride = p.step_stride;
-    // The empty asm hides the stride: the compiler would keep multiples of a stride that it knows in registers, and
-    // spill others.
+    // The empty asm hides the stride. The compiler would otherwise keep multiples of a known stride in registers and
+    // spill other values.
     asm volatile("" : "+l"(stride));
 #pragma unroll
     for (int s = 0; s < F::STEPS; ++s, entry += stride) {
@@ -113,7 +114,7 @@ __device__ __forceinline__ void fetch(const Params& p, const Place<F>& own, cons
     }
 }
 
-// Load a lane's elements of a row of q, k or v, and add the bias.
+// Load the lane's elements of a row of q, k or v, and add the bias.
 template <typename F>
 __device__ __forceinline__ void load_new(const Params& p, const Place<F>& own, const void* rows, long long stride,
                                          const void* bias, float (&to)[F::VALUES]) {
@@ -131,7 +132,7 @@ __device__ __forceinline__ void load_new(const Params& p, const Place<F>& own, c
     for (int i = 0; i < F::VALUES; ++i) to[i] += own_bias[i];
 }
 
-// A lane's part of the product of the query with chunk c of a key.
+// Return the lane's part of the dot product of the query with chunk c of a key.
 template <typename F>
 __device__ __forceinline__ float dot_chunk(const Place<F>& own, const float (&query)[F::VALUES],
                                            const typename F::T* key, int c) {
@@ -141,13 +142,13 @@ __device__ __forceinline__ float dot_chunk(const Place<F>& own, const float (&qu
     return own.held[c] ? sum : 0.f;
 }
 
-// The online softmax of a warp: of each row, the sum of the weights, a lane's part of the sum of the weighted values,
-// both relative to the largest score, and that score.
+// The online softmax of a warp. `total` is the sum of the weights of a row, `sums` the lane's part of the weighted sum
+// of values, and `largest` the largest score. Both sums are relative to `largest`.
 template <typename F> struct Softmax {
     float total = 0.f, sums[F::VALUES] = {}, largest = -CUDART_INF_F;
 
-    // Raise `largest` to the scores of entries from `first` on, and mask those from `end` on. One correction serves all
-    // STEPS entries.
+    // Mask the scores of entries from `end` on, and raise `largest` to the scores of entries `first` ... `first` +
+    // STEPS - 1. One correction serves all STEPS entries.
     __device__ __forceinline__ void raise(float (&score)[F::STEPS], int first, int end) {
         float new_largest = largest;
 #pragma unroll
@@ -162,7 +163,7 @@ template <typename F> struct Softmax {
         for (int i = 0; i < F::VALUES; ++i) sums[i] *= correction;
     }
 
-    // Add the weights of STEPS scores, and the values that they weigh.
+    // Add the weights of STEPS scores, and the weighted values.
     __device__ __forceinline__ void add(const float (&score)[F::STEPS],
                                         const typename F::Load (&value)[F::STEPS][F::CHUNKS]) {
 #pragma unroll
@@ -178,8 +179,9 @@ template <typename F> struct Softmax {
     }
 };
 
-// Merge the warps of a block in shared memory, and store the rows' results, or those of a split. `part` is the lane
-// among those of its row, `own_row` the row that it would have, if there were enough.
+// Merge the warps of a block in shared memory. Store the rows' results, or partial results if there are several splits.
+// `part` is the lane's index among the lanes of its row. `own_row` is the lane's row before it is limited to the last
+// row.
 template <typename F>
 __device__ __forceinline__ void merge_warps(const Params& p, int warp, int lane, int part, int own_row, int row,
                                             int dim, const Softmax<F>& softmax) {
@@ -233,12 +235,12 @@ __global__ __launch_bounds__(MAX_WARPS * 32, 2) void decoder_attention(const __g
         own.at[c] = own.held[c] ? element : 0;
     }
 
-    // --- the first entries start on their way --------------------------------------------------------------
+    // --- the first loads of entries -------------------------------------------------------------------------
     const int split_begin = blockIdx.y * p.split_steps;
     const int memory = MODE == SHARED_MEMORY ? batch / p.copies : batch;
     const int most = MODE == LATE_STEP ? min(max(*p.step, 1), p.entries + 1) - 1 : p.entries;
     const int entries = MODE == LATE_STEP ? most : p.lengths ? min(max(p.lengths[memory], 0), p.entries) : p.entries;
-    const int end = min(entries - split_begin, p.split_steps); // of this row in this split, may be negative
+    const int end = min(entries - split_begin, p.split_steps); // entries of this row in this split; may be negative
     const int longest = __reduce_max_sync(FULL_WARP, end);
     const long long base = memory * p.batch_stride + head * dim;
     const T* const keys = static_cast<const T*>(p.keys) + base + (long long)split_begin * p.step_stride;
@@ -255,7 +257,8 @@ __global__ __launch_bounds__(MAX_WARPS * 32, 2) void decoder_attention(const __g
 
     // --- the new entry -------------------------------------------------------------------------------------
     Softmax<F> softmax;
-    // The last warp of the last split takes it, as its first entry. It counts as it is stored: rounded to T.
+    // The last warp of the last split takes the new entry first. It rounds key and value to T, because the cache stores
+    // T.
     if (p.k != nullptr && blockIdx.y == gridDim.y - 1 && warp == warps - 1) {
         float new_key[F::VALUES];
         load_new<F>(p, own, p.k, p.k_stride, p.bias_k, new_key);
@@ -284,7 +287,7 @@ __global__ __launch_bounds__(MAX_WARPS * 32, 2) void decoder_attention(const __g
     }
 
     // --- the entries in memory -----------------------------------------------------------------------------
-    // Each array is fetched again as soon as it has been used, so that half of the loads are always on their way.
+    // Each array is loaded again as soon as it has been used, so that half of the loads are always in flight.
 #pragma unroll 1
     for (int first = warp * STEPS; first < longest; first += warps * STEPS) {
         float score[STEPS];

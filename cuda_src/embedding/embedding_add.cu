@@ -1,17 +1,17 @@
-// Look up the rows of an embedding table, and add to each the row of its position.
+// Look up rows of an embedding table, and add to each the row of its position.
 //
 //   position = step + position_ids[row], or step + row % period
 //   out[row] = table[ids[row]] * scale + position_table[position], in float32, rounded once
 //
-// A row whose id or position is out of range is zeros.
+// period: rows per sequence. If an id or position is out of range, the row is zero.
 //
-// Grid and threads: as in embedding/rows.cuh.
-// T: the elements. WIDTH: the bytes per load, a power of two from one element to 16 bytes that divides the rows and the
-// addresses.
+// Grid: as in embedding/rows.cuh.
 //
-// Speed of light: memory. Each row is read once and written once; the rows of the positions are few and stay in L2. On
-// an H200 8192 rows of 4096 bfloat16 take 39 us, 81% of the bandwidth of a copy; rows of 1024 take 12 us, 65% of it.
-// For 64 rows the bound is latency, of a launch and two dependent loads, the index and the row: 2.5 us.
+// WIDTH: bytes per load, a power of two between one element and 16 bytes that divides the rows and the addresses.
+//
+// Speed of light: memory bandwidth. Each row is read once and written once; the rows of positions are few and stay in
+// L2. On an H200 8192 rows of 4096 bfloat16 take 39 us, 81% of the bandwidth of a copy; rows of 1024 take 12 us (65%).
+// For 64 rows the bound is the latency of a launch and two dependent loads, index and row: 2.5 us.
 #include "common/numeric.cuh"
 #include "common/overlap.cuh"
 #include "embedding/rows.cuh"
@@ -50,7 +50,8 @@ __global__ __launch_bounds__(THREADS) void embedding_add(const __grid_constant__
         Load result;
 #pragma unroll
         for (int j = 0; j < COUNT; ++j) {
-            // No fused multiply-add: both roundings are those of the formula, so that every machine gives these bits.
+            // No fused multiply-add: product and sum are rounded separately, as in the formula, so every machine gives
+            // the same bits.
             const float scaled = __fmul_rn(to_float(x[j]), p.scale);
             reinterpret_cast<T*>(&result)[j] = from_float<T>(__fadd_rn(scaled, to_float(y[j])));
         }

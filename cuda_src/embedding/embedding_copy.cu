@@ -1,15 +1,16 @@
-// Copy the rows of an embedding table.
+// Copy rows of an embedding table.
 //
 //   out[row] = table[ids[row]]
 //
-// A row whose id is out of range is zeros.
+// If an id is out of range, the row is zero.
 //
-// Grid and threads: as in embedding/rows.cuh.
-// WIDTH: the bytes per load, a power of two up to 16 that divides the rows and the addresses. No type of the elements:
-// a copy keeps their bits.
+// Grid: as in embedding/rows.cuh.
 //
-// Speed of light: memory. Each row is read once and written once. On an H200 8192 rows of 4096 bfloat16 take 34 us, 93%
-// of the bandwidth of a copy.
+// WIDTH: bytes per load, a power of two up to 16 that divides the rows and the addresses. A copy keeps the bits, so the
+// type of the elements does not matter.
+//
+// Speed of light: memory bandwidth. Each row is read once and written once. On an H200 8192 rows of 4096 bfloat16 take
+// 34 us, 93% of the bandwidth of a copy.
 #include "common/overlap.cuh"
 #include "embedding/rows.cuh"
 

@@ -1,9 +1,9 @@
-// What both lookups share: the struct of parameters, the indices, and which rows and chunk a thread has.
+// Shared by both lookups: the parameters, the loads of indices, and the rows and chunk of a thread.
 //
-// Grid: x over groups of rows, y over parts of a row. A row is `chunks` chunks of WIDTH bytes. Neighbouring threads
-// have neighbouring chunks of a row, as many threads as a row needs, at most the block; where rows are short several
-// share a block. A thread has the same chunk of ROWS_AT_ONCE rows. It loads all of them before it stores the first, so
-// that it waits once for its indices and once for its rows.
+// Grid: x: groups of rows; y: parts of a row. A row is `chunks` chunks of WIDTH bytes. Neighbouring threads have
+// neighbouring chunks of a row. A row has one thread per chunk, up to a block's threads; several short rows share a
+// block. A thread has the same chunk of ROWS_AT_ONCE rows. It loads all of them before it stores the first, so it waits
+// once for its indices and once for its rows.
 #pragma once
 #include "common/units.cuh"
 
@@ -13,14 +13,14 @@ constexpr int ROWS_AT_ONCE = 4;
 struct Params {
     const void* table;          // [vocab, hidden]
     const void* ids;            // [rows]  int64 if ids_are_int64, else int32
-    const void* position_table; // [positions, hidden], null for a copy
+    const void* position_table; // [positions, hidden]; null for a copy
     const void* position_ids;   // [rows], or [1] if one_position; null: the position follows from the row
     void* out;                  // [rows, hidden]
     long long vocab;
     long long positions;
     long long step;
     int rows;
-    int chunks; // of WIDTH bytes in a row
+    int chunks; // chunks of WIDTH bytes per row
     int log2_threads_per_row;
     int period; // rows per sequence
     int ids_are_int64;

@@ -2,27 +2,27 @@
 //
 //   cache[to] = cache[from], for all pairs (from, to) of blocks
 //
-// A pair with a block outside of the cache is left out.
+// A pair with a block outside of the cache is skipped.
 //
-// Grid: x: parts of a pair's block, pair after pair; y: caches. The caches' addresses are parameters of the launch, so
-// that no copy to the device comes before it.
+// Grid: x: parts of a pair's block, pair after pair; y: caches. The caches' addresses are launch parameters, so that no
+// copy to the device precedes the kernel.
 //
-// Speed of light: memory, each block read once and written once. An H200 reaches 88% of the bandwidth of a copy for 64
-// pairs in 64 caches, with blocks of 16 tokens of 8 heads of 128 in bfloat16.
+// Speed of light: memory bandwidth; each block is read once and written once. An H200 reaches 88% of the bandwidth of a
+// copy for 64 pairs in 64 caches, with blocks of 16 tokens of 8 heads of 128 in bfloat16.
 #include "common/overlap.cuh"
 #include "common/units.cuh"
 
 template <int BYTES> using Unit = typename UnitOf<BYTES>::Type;
 
-constexpr int CACHES = 64; // of one launch, at most
+constexpr int CACHES = 64; // maximum caches per launch
 
 struct CopyBlocksParams {
     char* cache[CACHES];
     const long long* block_mapping; // [pairs, 2]: from, to
     long long block_stride;
-    int blocks;  // of a cache
-    int columns; // units in a block
-    int parts;   // tiles of THREADS * ITEMS units in a block
+    int blocks;  // blocks per cache
+    int columns; // units per block
+    int parts;   // tiles of THREADS * ITEMS units per block
 };
 
 template <int BYTES, int THREADS, int ITEMS>

@@ -1,10 +1,10 @@
-// Where the rows of gathered sequences lie in a paged cache.
+// Locate the rows of gathered sequences in a paged cache.
 //
 //   row cu_seq_lens[b] + t of dst is place u % block_size of block block_table[b, u / block_size],
 //   with u = seq_starts[b] + t
 //
-// A row is left out that belongs to no sequence, to an entry outside of the table or to a block outside of the cache,
-// so that whatever the arrays hold, nothing is read or written outside of them.
+// A row is skipped if it belongs to no sequence, to an entry outside of the table or to a block outside of the cache.
+// Whatever the arrays hold, nothing outside of them is read or written.
 #pragma once
 #include "common/warp.cuh"
 #include "kv_cache/format.cuh"
@@ -26,14 +26,14 @@ struct GatherRowsParams {
     int tokens;
     int block_size;
     Divisor by_block_size;
-    int columns;   // units in a row
+    int columns;   // units per row
     int tile_rows; // tile_rows * tile_columns <= THREADS * ITEMS
     int tile_columns;
     Divisor by_tile_columns;
 };
 
-// How many of the values, which never decrease, are at most `limit`; by a whole warp: 32 probes at once leave a 32nd of
-// them.
+// Return how many elements of the ascending array `values` are at most `limit`. A whole warp searches: each round of 32
+// probes leaves a 32nd of the range.
 __device__ __forceinline__ int count_up_to(const int* values, int count, long long limit, int lane) {
     int low = 0, high = count;
     while (low < high) {
@@ -46,7 +46,8 @@ __device__ __forceinline__ int count_up_to(const int* values, int count, long lo
     return low;
 }
 
-// Offset in src of row `token` of dst, or -1. At least `low` and at most `high` sequences begin at or before it.
+// Return the offset in src of row `token` of dst, or -1. Between `low` and `high` elements of cu_seq_lens are at most
+// `token`.
 __device__ __forceinline__ long long find_row(const GatherRowsParams& p, long long token, int low, int high) {
     while (low < high) {
         const int middle = (low + high) / 2;
@@ -55,7 +56,7 @@ __device__ __forceinline__ long long find_row(const GatherRowsParams& p, long lo
         else
             high = middle;
     }
-    // The last sequence that begins at or before the token has it.
+    // The row belongs to the last sequence that begins at or before `token`.
     const int sequence = low - 1;
     if (sequence < 0 || sequence >= p.batch) return -1;
     const unsigned t = unsigned(token - __ldg(p.cu_seq_lens + sequence));
@@ -75,8 +76,8 @@ __device__ __forceinline__ long long find_row(const GatherRowsParams& p, long lo
     return block * p.block_stride + place * p.token_stride;
 }
 
-// Offsets in src of the rows of a tile, from[r], or -1. All threads call it. Two warps find the sequences of the tile's
-// first and last row, between which each row finds its own.
+// Find the offsets in src of a tile's rows: from[r], or -1. All threads of the block call it. Two warps find the
+// sequences of the tile's first and last row; the other rows search between these two.
 template <int THREADS>
 __device__ __forceinline__ void find_rows(const GatherRowsParams& p, long long first, int rows, long long* from) {
     __shared__ int ends[2];

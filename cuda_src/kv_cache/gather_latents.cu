@@ -1,13 +1,13 @@
-// Gather the tokens of sequences out of FlashMLA's FP8 cache, one after the other, as rows of T.
+// Gather the tokens of sequences from FlashMLA's FP8 cache into consecutive rows of T.
 //
 //   dst[cu_seq_lens[b] + t] = [latent * the scale of its GROUP, rotary]
 //
-// A token is laid out as in kv_cache/latents.cuh, and found as in kv_cache/gather.cuh.
+// Layout of a token: see kv_cache/latents.cuh. Location of a token: see kv_cache/gather.cuh.
 //
-// Grid: as in gather_rows. A unit is NUMBERS latents, or as many rotary numbers.
+// Grid: as in gather_rows. A unit is NUMBERS latents or NUMBERS rotary numbers.
 //
-// Speed of light: memory; of bfloat16, 656 bytes read and 1152 written per token. An H200 reaches 71% of the bandwidth
-// of a copy at 8 sequences of 4096 tokens.
+// Speed of light: memory bandwidth; for bfloat16, 656 bytes are read and 1152 written per token. An H200 reaches 71% of
+// the bandwidth of a copy at 8 sequences of 4096 tokens.
 #include "common/overlap.cuh"
 #include "kv_cache/gather.cuh"
 #include "kv_cache/latents.cuh"

@@ -1,14 +1,13 @@
-// Gather the tokens of sequences out of a paged cache, one after the other, converted from the cache's format.
+// Gather the tokens of sequences from a paged cache into consecutive rows, converted from the cache's format.
 //
 //   dst[cu_seq_lens[b] + t] = read(src[block_table[b, u / block_size], u % block_size])
 //
-// with u = seq_starts[b] + t: see kv_cache/gather.cuh; read: see kv_cache/format.cuh.
+// u = seq_starts[b] + t: see kv_cache/gather.cuh. read: see kv_cache/format.cuh.
 //
-// Grid: x: tiles of tokens of dst; y: parts of a row. Once it is known where the rows are, the threads move units as in
-// store_rows.
+// Grid: x: tiles of tokens of dst; y: parts of a row. After the rows are located, threads move units as in store_rows.
 //
-// Speed of light: memory, each row read once and written once. An H200 reaches 81% of the bandwidth of a copy at 8
-// sequences of 4096 rows of 576 bfloat16, and 73% from an FP8 cache.
+// Speed of light: memory bandwidth; each row is read once and written once. An H200 reaches 81% of the bandwidth of a
+// copy at 8 sequences of 4096 rows of 576 bfloat16, and 73% from an FP8 cache.
 #include "common/overlap.cuh"
 #include "kv_cache/gather.cuh"
 

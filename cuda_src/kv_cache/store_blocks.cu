@@ -3,21 +3,21 @@
 //   key_cache[block, head, d / x, place, d % x] = stored(key[token, head, d]), x elements = 16 bytes
 //   value_cache[block, head, d, place] = stored(value[token, head, d])        stored: see kv_cache/format.cuh
 //
-// A cache has blocks of block_size tokens. slot_mapping gives each new token its slot: block slot / block_size, place
-// slot % block_size in it. A token whose slot is outside of the cache, such as -1, is left out.
+// slot_mapping gives each new token its slot: place slot % block_size of block slot / block_size. A token with a slot
+// outside of the cache, such as -1, is skipped.
 //
-// Runs. In key_cache 16 bytes of a token stay together, but in value_cache its elements lie block_size elements apart:
-// element by element, a warp would write 32 sectors of memory for 64 bytes. RUN tokens whose slots follow each other,
-// from a multiple of RUN on, fill a whole vector of each column. Such a run is loaded as rows, transposed in registers
-// and stored as vectors of columns; what is in no run is written by elements.
+// Runs. In key_cache 16 bytes of a token are contiguous. In value_cache a token's elements lie block_size elements
+// apart: stored element by element, 64 bytes of a warp would touch 32 sectors of memory. RUN tokens with consecutive
+// slots from a multiple of RUN on fill a whole vector of each column. Such a run is loaded as rows, transposed in
+// registers and stored as column vectors. Tokens outside of runs are written element by element.
 //
-// Grid: x: windows of WINDOW tokens, PARTS blocks for each; y: WARPS * LINE units of the columns; z: keys, values. A
-// part takes a PARTS-th of each thread's tokens, so that a small batch keeps the whole GPU busy; the runs are all in
-// part 0. A large batch needs its loads in flight instead: 32 warps of 8 loads per thread on a multiprocessor.
+// Grid: x: windows of WINDOW tokens, PARTS blocks per window; y: WARPS * LINE units of the columns; z: keys, values. A
+// part takes a PARTS-th of each thread's tokens, so that a small batch keeps the whole GPU busy; part 0 takes all runs.
+// A large batch needs loads in flight instead: 32 warps per multiprocessor with 8 loads per thread.
 //
-// Speed of light: memory, each row read once and written once. An H200 reaches 77% of the bandwidth of a copy at 8192
-// tokens of 8 heads of 128 in bfloat16, 60% where sequences begin anywhere in the batch, 65% with an FP8 cache. A
-// decoding step of 64 tokens takes 5.0 us: all its values are written by elements.
+// Speed of light: memory bandwidth; each row is read once and written once. An H200 reaches 77% of the bandwidth of a
+// copy at 8192 tokens of 8 heads of 128 in bfloat16, 60% if sequences begin anywhere in the batch, 65% with an FP8
+// cache. A decoding step of 64 tokens takes 5.0 us, because all its values are written element by element.
 #include "common/overlap.cuh"
 #include "common/warp.cuh"
 #include "kv_cache/format.cuh"
@@ -43,20 +43,21 @@ struct StoreBlocksParams {
     Divisor by_block_size;
 };
 
-constexpr int WINDOW = 32; // tokens of a block of threads
-// Units of 16 bytes of a row side by side, a cache line, that LINE lanes of a warp load for each of 32 / LINE tokens.
+constexpr int WINDOW = 32; // tokens per window
+// Units of 16 bytes per cache line. LINE lanes of a warp load one line of a token, so a warp loads from 32 / LINE
+// tokens.
 constexpr int LINE = 8;
-constexpr int RUN = 8; // tokens of a run
+constexpr int RUN = 8; // tokens per run
 static_assert(32 / LINE * RUN == WINDOW);
 
-// The token's slot, or -1.
+// Return the token's slot, or -1 if it has none.
 __device__ __forceinline__ int slot_of(const StoreBlocksParams& p, int token) {
     if (unsigned(token) >= unsigned(p.tokens)) return -1;
     const long long slot = __ldg(p.slot_mapping + token);
     return (unsigned long long)slot < (unsigned long long)p.slots ? int(slot) : -1;
 }
 
-// 16 bytes of a row by one load or, if it is not ALIGNED, element by element.
+// Load 16 bytes of a row at once or, if it is not ALIGNED, element by element.
 template <typename T, bool ALIGNED> __device__ __forceinline__ uint4 load_vector(const char* from) {
     if constexpr (ALIGNED) {
         return __ldg(reinterpret_cast<const uint4*>(from));
@@ -69,9 +70,9 @@ template <typename T, bool ALIGNED> __device__ __forceinline__ uint4 load_vector
     }
 }
 
-// Keys of the window: 16 bytes of a token stay together, and those of the next place follow. Lane l takes unit l % LINE
-// of tokens l / LINE + 0, 4, 8, ...: a warp reads whole lines of 4 tokens and, where their slots follow each other,
-// writes 64 bytes without a gap.
+// Store the keys of a window. In the cache 16 bytes of a token are contiguous, and the 16 bytes of the next place
+// follow. Lane l takes unit l % LINE of tokens l / LINE + 0, 4, 8, ...: a warp reads whole lines of 4 tokens. If the
+// slots of these tokens are consecutive, it writes 64 contiguous bytes.
 template <typename T, int FORMAT, bool ALIGNED, int WARPS, int PARTS>
 __device__ __forceinline__ void store_keys(const StoreBlocksParams& p, int first, int part) {
     constexpr int OUT_SIZE = FORMAT == SAME ? sizeof(T) : 1, COLUMNS = 16 / OUT_SIZE;
@@ -82,7 +83,7 @@ __device__ __forceinline__ void store_keys(const StoreBlocksParams& p, int first
     if (column >= p.columns) return;
     const int head = p.by_head_dim.quotient(column);
     const char* src = p.key.src + (long long)column * sizeof(T);
-    const long long before = (long long)(column - head * p.head_dim) * p.block_size; // elements of the head
+    const long long before = (long long)(column - head * p.head_dim) * p.block_size; // offset in the head
     char* cache = p.key.cache + head * p.key.head_stride + before * OUT_SIZE;
     const Quotient quotient(FORMAT == SAME ? 1.f : p.key.scale.load());
 
@@ -127,17 +128,17 @@ __device__ __forceinline__ void store_keys(const StoreBlocksParams& p, int first
     }
 }
 
-// What a warp stores of the values in a window of tokens, whose bit i stands for token first + i.
+// The values that a warp stores in a window of tokens. Bit i of a mask stands for token first + i.
 struct Runs {
     unsigned begins; // tokens at which a run begins
-    unsigned alone;  // tokens with a slot that are in no run
+    unsigned alone;  // tokens with a slot outside of runs
 };
 
-// The runs of a window. Every warp finds them itself, from the slots of the window and of the tokens around it. A run
-// belongs to the window in which it begins, also where it ends in the next one, so that it does not matter where in the
-// batch a sequence begins.
+// Find the runs of a window. Every warp does this itself, from the slots of the window and of the tokens around it. A
+// run belongs to the window of its first token and may end in the next window. So a sequence may begin anywhere in the
+// batch.
 template <bool ALIGNED> __device__ __forceinline__ Runs find_runs(const StoreBlocksParams& p, int first, int lane) {
-    // Slots of 64 tokens, two to a lane; in the masks, bit i stands for token first - RUN + i.
+    // The slots of 64 tokens, two per lane. In the masks, bit i stands for token first - RUN + i.
     const int early = slot_of(p, first - RUN + lane), late = slot_of(p, first - RUN + 32 + lane);
     unsigned long long runs = 0;
     if constexpr (ALIGNED) {
@@ -163,7 +164,7 @@ template <bool ALIGNED> __device__ __forceinline__ Runs find_runs(const StoreBlo
     return {unsigned(runs >> RUN), unsigned((valid & ~in_runs) >> RUN)};
 }
 
-// Word j of a column of elements of SIZE bytes, from the words of RUN rows.
+// Return word j of a column of elements of SIZE bytes, from the words of RUN rows.
 template <int SIZE, int WORDS>
 __device__ __forceinline__ unsigned column_word(const unsigned (&row)[RUN][WORDS], int column, int j) {
     if constexpr (SIZE == 4) {
@@ -177,10 +178,10 @@ __device__ __forceinline__ unsigned column_word(const unsigned (&row)[RUN][WORDS
     }
 }
 
-// COLUMNS columns of the value cache, which are 16 bytes of a token's values.
+// COLUMNS columns of the value cache: 16 bytes of a token's values.
 template <typename T, int FORMAT, bool ALIGNED> struct Values {
     static constexpr int OUT_SIZE = FORMAT == SAME ? sizeof(T) : 1, COLUMNS = 16 / sizeof(T);
-    static constexpr int WORDS = COLUMNS * OUT_SIZE / 4; // of a row, converted
+    static constexpr int WORDS = COLUMNS * OUT_SIZE / 4; // words of a converted row
     using Converted = Unit<WORDS * 4>;
     const StoreBlocksParams& p;
     const char* src;         // of token 0
@@ -188,13 +189,13 @@ template <typename T, int FORMAT, bool ALIGNED> struct Values {
     long long column_stride; // bytes between columns of the cache
     Quotient quotient;
 
-    // The rows of RUN tokens from `token` on.
+    // Load the rows of RUN tokens from `token` on.
     __device__ __forceinline__ void load_run(int token, uint4 (&vector)[RUN]) const {
 #pragma unroll
         for (int i = 0; i < RUN; ++i) vector[i] = load_vector<T, ALIGNED>(src + (token + i) * p.value.src_stride);
     }
-    // The same, transposed in registers and stored as whole vectors of columns. Vectors of neighbouring runs, which
-    // other lanes have, meet in one store of the warp.
+    // Transpose the rows of a run in registers and store them as column vectors. Other lanes hold neighbouring runs;
+    // one store of the warp writes the vectors of all of them.
     __device__ __forceinline__ void store_run(int token, const uint4 (&vector)[RUN]) const {
         unsigned row[RUN][WORDS];
         const unsigned slot = unsigned(__ldg(p.slot_mapping + token));
@@ -208,7 +209,7 @@ template <typename T, int FORMAT, bool ALIGNED> struct Values {
         }
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
-            constexpr int LENGTH = RUN * OUT_SIZE / 4; // words of a column
+            constexpr int LENGTH = RUN * OUT_SIZE / 4; // words of a column vector
             unsigned word[LENGTH];
 #pragma unroll
             for (int j = 0; j < LENGTH; ++j) word[j] = column_word<OUT_SIZE, WORDS>(row, c, j);
@@ -222,7 +223,7 @@ template <typename T, int FORMAT, bool ALIGNED> struct Values {
             }
         }
     }
-    // Tokens first + index to first + index + TOKENS - 1 as far as they are set in `alone`, element by element.
+    // Store tokens first + index to first + index + TOKENS - 1 element by element, if their bits are set in `alone`.
     template <int TOKENS> __device__ __forceinline__ void store_alone(int first, int index, unsigned alone) const {
         using Element = Unit<OUT_SIZE>;
         uint4 vector[TOKENS];
@@ -248,7 +249,7 @@ template <typename T, int FORMAT, bool ALIGNED> struct Values {
     }
 };
 
-// Values of the window. Lane l takes unit l % LINE of run l / LINE, then of the tokens alone.
+// Store the values of a window. Lane l takes unit l % LINE of run l / LINE, then of the tokens outside of runs.
 template <typename T, int FORMAT, bool ALIGNED, int WARPS, int PARTS>
 __device__ __forceinline__ void store_values(const StoreBlocksParams& p, int first, int part) {
     using Columns = Values<T, FORMAT, ALIGNED>;
@@ -264,7 +265,7 @@ __device__ __forceinline__ void store_values(const StoreBlocksParams& p, int fir
     char* cache = p.value.cache + head * p.value.head_stride + (column - head * p.head_dim) * column_stride;
     const Columns columns{p, src, cache, column_stride, Quotient(FORMAT == SAME ? 1.f : p.value.scale.load())};
 
-    // Clear the runs before number l / LINE. As a run has RUN tokens, at most 32 / LINE begin in the window.
+    // Skip the first l / LINE runs. At most 32 / LINE runs begin in a window, because each has RUN tokens.
     unsigned begin = runs.begins;
 #pragma unroll
     for (int i = 1; i < 32 / LINE; ++i)

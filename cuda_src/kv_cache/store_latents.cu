@@ -1,26 +1,26 @@
-// Store new tokens in FlashMLA's FP8 cache (kv_cache/latents.cuh), with a scale for each GROUP latents.
+// Store new tokens in FlashMLA's FP8 cache (kv_cache/latents.cuh), with one scale per GROUP latents.
 //
-//   scale  = the smallest power of two from max(max(|latent|) / 448, 1e-4) on, over the GROUP, NaN left out
+//   scale  = smallest power of two that is at least max(max(|latent|) / 448, 1e-4), over the GROUP without NaN
 //   stored = E4M3(latent / scale), rounded to the nearest, ties to even, and saturated
 //
-// With powers of two nothing but the 8-bit number rounds, neither the quotient here nor the product when it is read. A
-// token without rotary numbers stores zeros for them.
+// A power of two as scale makes the quotient here, and the product at reading, exact: only the conversion to 8 bits
+// rounds. A token without rotary numbers gets zeros for them.
 //
-// A cache has blocks of block_size tokens. slot_mapping gives each new token its slot: block slot / block_size, place
-// slot % block_size in it. A token whose slot is outside of the cache, such as -1, is left out.
+// slot_mapping gives each new token its slot: place slot % block_size of block slot / block_size. A token with a slot
+// outside of the cache, such as -1, is skipped.
 //
-// Grid: a warp takes a token. Lane l takes latents 16 l to 16 l + 15, so that 8 lanes have a group, and rotary numbers
-// 2 l and 2 l + 1.
+// Grid: one warp per token. Lane l takes latents 16 l to 16 l + 15, so that 8 lanes share a group, and rotary numbers 2
+// l and 2 l + 1.
 //
-// Speed of light: memory; of bfloat16, 1152 bytes read and 656 written per token. An H200 reaches 61% of the bandwidth
-// of a copy at 8192 tokens; 64 tokens take 1.8 us, where an empty kernel takes 0.5.
+// Speed of light: memory bandwidth; for bfloat16, 1152 bytes are read and 656 written per token. An H200 reaches 61% of
+// the bandwidth of a copy at 8192 tokens. 64 tokens take 1.8 us; an empty kernel takes 0.5 us.
 #include "common/overlap.cuh"
 #include "common/warp.cuh"
 #include "kv_cache/latents.cuh"
 
 struct StoreLatentsParams {
     const char* latents;           // T [tokens, LATENTS]
-    const char* rotary;            // T [tokens, 64], may be null: zeros
+    const char* rotary;            // T [tokens, 64]; null: zeros are stored
     char* cache;                   // [blocks, block_size, 656]
     const long long* slot_mapping; // [tokens]
     long long latents_stride;      // between tokens
@@ -33,7 +33,7 @@ struct StoreLatentsParams {
     Divisor by_block_size;
 };
 
-// The smallest power of two that is not below a normal x; of an infinity that one.
+// Return the smallest power of two that is at least x, for a normal x or infinity.
 __device__ __forceinline__ float power_of_two_from(float x) {
     return __uint_as_float((__float_as_uint(x) + 0x7FFFFFu) & 0x7F800000u);
 }
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(WARPS * 32) store_latents(const __grid_constan
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
         latent[i] = to_float(reinterpret_cast<const T*>(vector)[i]);
-        largest = fmaxf(largest, fabsf(latent[i])); // fmaxf leaves NaN out
+        largest = fmaxf(largest, fabsf(latent[i])); // fmaxf ignores NaN
     }
     const float least = fmaxf(__fdiv_rn(lanes_max<GROUP / EACH>(largest), LARGEST_E4M3), SMALLEST_SCALE);
     const float scale = power_of_two_from(least), reciprocal = __frcp_rn(scale);

@@ -1,19 +1,19 @@
-// Store the rows of new tokens in a paged cache that has rows: FlashAttention's layout or, if CONCAT, MLA's.
+// Store the rows of new tokens in a paged cache with contiguous rows: FlashAttention's layout or, if CONCAT, MLA's.
 //
 //   cache[slot, head, d] = stored(src[token, head, d])              stored: see kv_cache/format.cuh
 //   cache[slot] = [stored(src0[token]), stored(src1[token])]        if CONCAT: latents and rotary parts
 //
-// A cache has blocks of block_size tokens. slot_mapping gives each new token its slot: block slot / block_size, place
-// slot % block_size in it. A token whose slot is outside of the cache, such as -1, is left out.
+// slot_mapping gives each new token its slot: place slot % block_size of block slot / block_size. A token with a slot
+// outside of the cache, such as -1, is skipped.
 //
-// Grid: a block takes a tile of tokens, or of parts of long rows. Thread t takes units t, t + THREADS, ..., ITEMS of
-// them, and has asked for all of them, and for their slots, before it stores the first. x: tiles of tokens; y: parts of
-// a row; z: keys, values. If CONCAT, the columns of a token are those of both sources, and z is 0. No block says that those
-// of the next kernel may take their places: they would begin all at once, and 8192 tokens of 512 + 64 take 6.6 us for 6.1.
+// Grid: x: tiles of tokens; y: parts of a row; z: keys, values. If CONCAT, a token's columns are the columns of both
+// sources, and z is 0. A block takes a tile of tokens, or of parts of long rows. Thread t takes ITEMS units, t, t +
+// THREADS, ..., and issues all loads of units and slots before its first store. No block starts the next grid early:
+// the next kernel's blocks would all begin at once, and 8192 tokens of 512 + 64 would take 6.6 us instead of 6.1.
 //
-// Speed of light: memory, each row read once and written once. An H200 reaches 84% of the bandwidth of a copy at 8192
-// tokens of 8 heads of 128 in bfloat16 and 65% with an FP8 cache; with CONCAT, at 8192 tokens of 512 + 64, 67% and 40%.
-// A decoding step of 64 tokens takes 1.9 us, where an empty kernel takes 0.5.
+// Speed of light: memory bandwidth; each row is read once and written once. An H200 reaches 84% of the bandwidth of a
+// copy at 8192 tokens of 8 heads of 128 in bfloat16 and 65% with an FP8 cache; with CONCAT, at 8192 tokens of 512 + 64,
+// 67% and 40%. A decoding step of 64 tokens takes 1.9 us; an empty kernel takes 0.5 us.
 #include "common/overlap.cuh"
 #include "kv_cache/format.cuh"
 
@@ -25,19 +25,19 @@ struct Rows {
     long long block_stride;
     long long token_stride;
     long long head_stride;
-    int columns; // units in a row
+    int columns; // units per row
     int head_columns;
     Divisor by_head_columns;
 };
 
 struct StoreRowsParams {
-    Rows rows[2];                  // keys, values. If CONCAT, two sources, without heads, of one cache: that of rows[0]
+    Rows rows[2];                  // keys, values; if CONCAT: two sources without heads, one cache (rows[0])
     const long long* slot_mapping; // [tokens]
     int tokens;
     int slots; // of the cache
     int block_size;
     Divisor by_block_size;
-    int columns;   // units in a row, of both sources if CONCAT
+    int columns;   // units per row, of both sources if CONCAT
     int tile_rows; // tile_rows * tile_columns <= THREADS * ITEMS
     int tile_columns;
     Divisor by_tile_columns;

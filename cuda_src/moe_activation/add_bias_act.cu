@@ -1,4 +1,4 @@
-// The activation between the two products of a feed-forward layer without a gate, with the bias of the first product.
+// Add the bias of the first product of a feed-forward layer without a gate, and apply the activation.
 //
 //   z[r, c]   = x[r, c] + bias[c]                                                                         in float32
 //   out[r, c] = z * (1 + erf(z / sqrt(2))) / 2                                          GELU
@@ -7,31 +7,31 @@
 //             = max(z, 0)                                                               RELU
 //             = z / (1 + exp(-1.702 z))                                                 GELU_QUICK
 //
-// Float32 has the accurate functions of CUDA, good to a few units in the last place also where erf and tanh are near
-// -1. For 16 bits the quick forms of common/activation.cuh are far more exact than the result.
+// float32 uses CUDA's accurate functions, which are good to a few units in the last place even if erf and tanh are near
+// -1. 16-bit types use the fast forms of common/activation.cuh, whose errors are far below the rounding of the result.
 //
-// T: the elements. BYTES: a unit of them, the width of a load. ROWS: rows per thread, which share a unit of the bias.
+// BYTES: width of a load; a unit is BYTES bytes. ROWS: rows per thread, which share a unit of the bias.
 //
-// Grid: x: tiles of rows; y: parts of long rows. A row of a tile has tile_columns neighbouring threads, one for each
-// unit; each thread has this unit of ROWS rows, and loads all of them before it computes the first.
+// Grid: x: tiles of rows; y: parts of long rows. A row of a tile has tile_columns neighbouring threads, one per unit.
+// Each thread has this unit of ROWS rows, and loads all of them before it computes the first.
 //
-// Speed of light: memory. Two elements are moved per result, one read and one written, for some ten to thirty flops.
+// Speed of light: memory bandwidth. Per result one element is read and one written, with some ten to thirty flops.
 #include "common/activation.cuh"
 #include "common/overlap.cuh"
 #include "common/units.cuh"
 
 template <int BYTES> using Unit = typename UnitOf<BYTES>::Type;
 
-enum { RELU = ACTIVATIONS, GELU_QUICK }; // behind the activations that may have a gate
+enum { RELU = ACTIVATIONS, GELU_QUICK }; // follow the activations that may have a gate
 
 struct Params {
     const char* x;      // [rows, inter]
-    const char* bias;   // [inter], may be null: 0
+    const char* bias;   // [inter], null: 0
     char* out;          // [rows, inter]
     long long x_stride; // bytes between rows
     int rows;
-    int columns;      // of a row, in units
-    int tile_rows;    // ROWS rows each; tile_rows * tile_columns <= blockDim.x
+    int columns;      // units per row
+    int tile_rows;    // groups of ROWS rows; tile_rows * tile_columns <= blockDim.x
     int tile_columns; // in units
     Divisor by_threads;
 };
@@ -44,7 +44,7 @@ template <typename T, int ACTIVATION> __device__ __forceinline__ float activated
     }
     if constexpr (sizeof(T) < 4) return activate<ACTIVATION>(z, 1.f);
     if constexpr (ACTIVATION == GELU) return z * normcdff(z);
-    // (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)), which loses no digits where tanh is near -1.
+    // (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)), which loses no digits if tanh is near -1.
     const float y = ACTIVATION == SILU ? z : 1.5957691216f * (z + .044715f * z * z * z);
     return z / (1.f + expf(-y));
 }
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(256) add_bias_act(const __grid_constant__ Para
     if (p.bias) bias = __ldg(reinterpret_cast<const Unit<BYTES>*>(p.bias) + column);
 #pragma unroll
     for (int i = 0; i < ROWS; ++i)
-        // Not through the read-only cache: `out` may be `x`.
+        // The read-only cache is not used, because `out` may be `x`.
         if (row + i < p.rows) unit[i] = __ldcs(reinterpret_cast<const Unit<BYTES>*>(from + i * p.x_stride));
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {

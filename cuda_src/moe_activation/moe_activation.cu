@@ -1,19 +1,19 @@
-// The gated activation between the two projections of a feed-forward layer.
+// Apply the gated activation between the two projections of a feed-forward layer.
 //
 //   out[r, c] = activate(x[r, c], x[r, inter + c])                 the formulas are in common/activation.cuh
 //             = activate(x[r, 2 c], x[r, 2 c + 1])                 INTERLEAVED
 //
-// With counts, x is [experts, max_tokens, 2 * inter]; rows of an expert from its count on are neither read nor written.
+// With counts, x is [experts, max_tokens, 2 * inter]. Rows of an expert from its count on are neither read nor written.
 //
-// T: the elements. BYTES: a unit of them, the width of a load. ITEMS: units per thread. GATE_LAST: the second half of a
-// row is the gate, activate(x[r, inter + c], x[r, c]). BOUNDED: alpha and limit are those of the arguments.
+// BYTES: width of a load; a unit is BYTES bytes. ITEMS: units per thread. GATE_LAST: the second half of a row is the
+// gate: activate(x[r, inter + c], x[r, c]). BOUNDED: alpha and limit come from the arguments.
 //
-// Grid: x: tiles of rows; y: parts of long rows. A row of a tile has tile_columns / ITEMS neighbouring threads; thread
-// t has its units t, t + threads, ... and loads all of them before it computes the first.
+// Grid: x: tiles of rows; y: parts of long rows. A row of a tile has tile_columns / ITEMS neighbouring threads. Thread
+// t has units t, t + threads, ... of the row, and loads all of them before it computes the first.
 //
-// Speed of light: memory. Three elements are moved per result, two read and one written, for some ten flops. On an H200
-// with bfloat16, 8192 tokens of inter 2048 take 25 us, 93% of a copy's bandwidth, and 4096 of 14336 take 85 us, 97%;
-// which activation it is makes no difference. 64 tokens take 2.3 us, where an empty kernel takes 0.54 us.
+// Speed of light: memory bandwidth. Per result two elements are read and one written, with some ten flops. On an H200
+// with bfloat16, 8192 tokens of inter 2048 take 25 us (93% of a copy's bandwidth), and 4096 of 14336 take 85 us (97%).
+// All activations take the same time. 64 tokens take 2.3 us; an empty kernel takes 0.54 us.
 #include "common/activation.cuh"
 #include "common/overlap.cuh"
 #include "common/units.cuh"
@@ -27,9 +27,9 @@ struct Params {
     const int* counts;  // [rows / max_tokens], may be null
     long long x_stride; // bytes between rows
     int rows;
-    int max_tokens; // rows of one expert
+    int max_tokens; // rows per expert
     Divisor by_max_tokens;
-    int columns;      // of out, in units
+    int columns;      // units per row of out
     int tile_rows;    // tile_rows * threads <= blockDim.x
     int tile_columns; // in units, a multiple of ITEMS
     Divisor by_threads;
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(256) moe_activation(const __grid_constant__ Pa
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         if (column + i * threads >= p.columns) continue;
-        if constexpr (INTERLEAVED) { // both are of pairs
+        if constexpr (INTERLEAVED) { // `gate` and `up` each have (gate, up) pairs
             gate[i] = __ldg(reinterpret_cast<const Unit<BYTES>*>(from) + 2 * i * threads);
             up[i] = __ldg(reinterpret_cast<const Unit<BYTES>*>(from) + 2 * i * threads + 1);
         } else {

@@ -1,44 +1,43 @@
-// Layer norm: rows less their mean, divided by their standard deviation, times a weight, plus a bias; and the same of a
-// sum with a residual.
+// Layer norm: subtract a row's mean, divide by its standard deviation, multiply by a weight and add a bias. Optionally
+// the row is first added to a residual.
 //
-//   z[r, c]      = input[r, c]; if ADD, input[r, c] + input_bias[c] + residual[r, c] rounded to T, which also goes to
-//                  residual_out[r, c] where that is wanted
+//   z[r, c]      = input[r, c]; if ADD, input[r, c] + input_bias[c] + residual[r, c] rounded to T, which is also stored
+//                  in residual_out[r, c] if wanted
 //   mean[r]      = sum of z[r, :] / width                                                                   in float32
 //   left[r]      = sum of (z[r, :] - mean[r]) / width
 //   variance[r]  = sum of (z[r, :] - mean[r])^2 / width - left[r]^2, at least 0
 //   out[r, c]    = (z[r, c] - mean[r] - left[r]) * rsqrt(variance[r] + epsilon) * weight[c] + bias[c], rounded to T
 //
-// The two sums of the second pass are the corrected algorithm of two passes (Chan, Golub and LeVeque, 1983): `left` is
-// what rounding has left of the mean, so that a row whose mean is large beside its deviation keeps its digits, and a row
-// of equal numbers becomes the bias. The row is in registers, so the second pass reads nothing. Welford's algorithm
-// needs one pass, but a division for each element, or a merge of means at each step of the reduction.
+// The second pass is the corrected two-pass algorithm (Chan, Golub and LeVeque, 1983): `left` corrects the rounding
+// error of the mean. A row whose mean is large beside its deviation keeps its digits, and a row of equal numbers
+// becomes the bias. The second pass finds the row in registers. Welford's one-pass algorithm would need a division per
+// element, or a merge of means at each step of the reduction.
 //
 // Each product and each sum is rounded as IEEE says, and the sums have the order of norm/row.cuh, so all instances give
 // the same bits.
 //
-// T: the elements. W: those of the weight and the bias, T or float. WIDTH: the width of a row, 0: dynamic. BYTES: the
-// width of a load, 16 or one element. THREADS per row, a power of two: a block, or at most a warp. ITEMS: units that a
-// thread keeps in registers. BLOCK: threads per block.
+// W: type of the weight and the bias, T or float. WIDTH: width of a row, 0: dynamic. BYTES: width of a load, 16 bytes
+// or one element. THREADS: threads per row, a power of two: a whole block, or at most a warp. ITEMS: units per thread
+// that stay in registers. BLOCK: threads per block.
 //
-// Grid: BLOCK / THREADS rows per block. Thread t of a row has its units t, t + THREADS, ... of EACH elements. Of those
-// it keeps the first ITEMS in registers, from their load to the result; further units, which only rows of COLUMNS
-// threads have, it loads three times. Of a sum it then puts these where the sum goes, or else where the result will go,
-// and reads them there.
+// Grid: BLOCK / THREADS rows per block. Thread t of a row has units t, t + THREADS, ... of EACH elements. The first
+// ITEMS units stay in registers. Further units, which exist only if THREADS == COLUMNS, are loaded in each of three
+// passes. If ADD, the first pass stores their sum in residual_out (in out, if residual_out is null), and the later
+// passes load that sum.
 //
-// Speed of light: memory. A row is read once and written once, its residual is read once, and the sum is written once
-// where it is wanted; some twenty flops per element are nothing beside that. For few rows, the chain of load, two
-// reductions and store bounds it.
+// Speed of light: memory bandwidth. A row, its residual, its result and a wanted sum each move once; some twenty flops
+// per element do not matter. With few rows, the bound is the latency of a load, two reductions and a store.
 #include "common/overlap.cuh"
 #include "norm/row.cuh"
 
 struct Params {
     Rows input;             // T
     Rows residual;          // T if ADD
-    Rows residual_out;      // T if ADD, may be null: the sum is not wanted
+    Rows residual_out;      // T if ADD, null: the sum is not wanted
     Rows out;               // T
-    const char* input_bias; // [width]  T if ADD, may be null: 0
-    const char* weight;     // [width]  W, may be null: 1
-    const char* bias;       // [width]  W, may be null: 0
+    const char* input_bias; // [width]  T if ADD, null: 0
+    const char* weight;     // [width]  W, null: 1
+    const char* bias;       // [width]  W, null: 0
     int rows;
     int inner; // rows per outer index
     Divisor by_inner;
@@ -47,9 +46,9 @@ struct Params {
     float epsilon;
 };
 
-// What a row's numbers are normalized with.
+// The statistics that normalize a row.
 struct Moments {
-    float mean, left, inverse; // inverse: of the standard deviation
+    float mean, left, inverse; // inverse: 1 / standard deviation
 };
 
 __device__ __forceinline__ float sum_of(const float (&value)[EACH]) {
@@ -59,18 +58,18 @@ __device__ __forceinline__ float sum_of(const float (&value)[EACH]) {
     return sum;
 }
 
-// A thread's part of its row: where its units are, and what is done with each. The units are arrays of the kernel and
-// not members: loops index them, and until these are unrolled the compiler could keep no member in a register.
+// A thread's part of its row: the positions of its units, and the operations on a unit. The units themselves are local
+// arrays of the kernel. Members would not stay in registers, because loops index them before they are unrolled.
 template <typename T, typename W, bool ADD, int WIDTH, int THREADS, int ITEMS, int BYTES, int BLOCK>
 struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
     using Own = Dealt<WIDTH, THREADS, ITEMS, BLOCK>;
     using Own::SLOTS, Own::SUMS, Own::FITS, Own::width, Own::outer, Own::inner, Own::count, Own::column;
     using In = Eight<T, BYTES>;
     using Weight = Eight<W, BYTES == 16 ? 16 : int(sizeof(W))>;
-    // The weight and the bias come with the row where registers allow.
+    // Weight and bias are loaded with the row if registers allow.
     static constexpr bool EARLY = FITS && ITEMS * EACH * int(sizeof(W)) <= EARLY_BYTES;
     static constexpr int OTHERS = ADD ? ITEMS : 1, EARLIES = EARLY ? ITEMS : 1;
-    // A dynamic row ends within a unit only where single elements are loaded.
+    // A row can end within a unit only if single elements are loaded.
     static constexpr bool ENDS_IN_UNIT = BYTES < 16;
 
     const Params& p;
@@ -82,7 +81,6 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         residual_out = p.residual_out.first ? p.residual_out.at(outer, inner) : nullptr;
     }
 
-    // Unit i of a row in memory.
     __device__ __forceinline__ In load(const char* row, int i) const {
         In unit;
         unit.load(row + column(i) * int(sizeof(T)), count(i));
@@ -91,7 +89,7 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
     __device__ __forceinline__ void store(char* row, int i, const In& unit) const {
         unit.store(row + column(i) * int(sizeof(T)), count(i));
     }
-    // Unit i of what all rows share; 0 if there is none.
+    // Load unit i of a vector that all rows share, or zeros if the vector is null.
     template <typename Of> __device__ __forceinline__ Of load_shared(const char* vector, int i) const {
         Of unit = {};
         constexpr int SIZE = sizeof(unit) / EACH;
@@ -99,13 +97,13 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         return unit;
     }
 
-    // z of a unit of the input, and of the residual's.
+    // Return z of a unit of the input and the same unit of the residual.
     __device__ __forceinline__ In added(int i, const In& in, const In& other) const {
         float value[EACH], bias[EACH], more[EACH];
         in.get(value), load_shared<In>(p.input_bias, i).get(bias), other.get(more);
 #pragma unroll
         for (int j = 0; j < EACH; ++j) {
-            // Without a bias nothing is added, which would turn -0 into 0.
+            // Without a bias nothing is added, because adding 0 turns -0 into 0.
             const float biased = p.input_bias ? __fadd_rn(value[j], bias[j]) : value[j];
             value[j] = __fadd_rn(biased, more[j]);
         }
@@ -114,7 +112,7 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         return z;
     }
 
-    // z of the first ITEMS units, in `kept`. All loads are started before anything is computed.
+    // Load the first ITEMS units and leave their z in `kept`. All loads are issued before the first computation.
     __device__ __forceinline__ void load_all(In (&kept)[ITEMS], In (&other)[OTHERS], Weight (&weight)[EARLIES],
                                              Weight (&bias)[EARLIES]) const {
 #pragma unroll
@@ -137,12 +135,12 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         }
     }
 
-    // Where the second and the third pass find the units that are not kept.
+    // staged: where the first pass of ADD stores units that are not kept. reread: where later passes load them.
     __device__ __forceinline__ char* staged() const { return residual_out ? residual_out : out; }
     __device__ __forceinline__ const char* reread() const { return ADD ? staged() : input; }
 
-    // The sums over the row of the COUNT numbers that of(i, unit, numbers) gives for each unit; each(i, unit) gives the
-    // units that are not kept.
+    // Sum COUNT numbers over the row. of(i, unit, numbers) computes the numbers of a unit; rest(i) returns a unit that
+    // is not kept.
     template <int COUNT, typename Of, typename Rest>
     __device__ __forceinline__ void sum_up(const In (&kept)[ITEMS], float (&total)[COUNT], Of of, Rest rest) const {
         float sums[COUNT][SUMS] = {}, numbers[COUNT];
@@ -164,7 +162,7 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         row_sums<THREADS>(total);
     }
 
-    // The mean of the row, but for its rounding. Of a sum, the units that are not kept are put in `staged()`.
+    // Return the mean of the row, with its rounding error. If ADD, store the units that are not kept in `staged()`.
     __device__ __forceinline__ float mean(const In (&kept)[ITEMS]) const {
         float total[1];
         sum_up(
@@ -185,7 +183,7 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         return __fmul_rn(total[0], p.per_width);
     }
 
-    // The differences of a unit from `mean`; 0 after the end of the row.
+    // Compute the differences of a unit from `mean`; 0 after the end of the row.
     __device__ __forceinline__ void differences(int i, const In& unit, float mean, float (&value)[EACH]) const {
         unit.get(value);
 #pragma unroll
@@ -214,7 +212,6 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         return found;
     }
 
-    // Write the result of unit i.
     __device__ __forceinline__ void normalize(int i, const In& unit, const Weight& weight, const Weight& bias,
                                               const Moments& of) const {
         float y[EACH], factor[EACH], more[EACH];

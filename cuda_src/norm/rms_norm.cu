@@ -1,4 +1,4 @@
-// RMS norm: rows divided by the root of the mean of their squares, times a weight.
+// RMS norm: divide each row by the root mean square of its elements, and multiply by a weight.
 //
 //   z[r, c] = input[r, c]                                                                                       ALONE
 //           = input[r, c] + residual[r, c] rounded to T, which also becomes residual[r, c]                    ROUNDED
@@ -12,18 +12,17 @@
 // Each product and each sum is rounded as IEEE says, and the sum of squares has the order of norm/row.cuh, so all
 // instances give the same bits.
 //
-// T: the elements. W: the weight's, T or float. WIDTH: the width of a row, 0: dynamic. BYTES: the width of a load, 16
-// or one element. THREADS per row, a power of two: a block, or at most a warp. ITEMS: units that a thread keeps in
-// registers. BLOCK: threads per block.
+// W: type of the weight, T or float. WIDTH: width of a row, 0: dynamic. BYTES: width of a load, 16 bytes or one
+// element. THREADS: threads per row, a power of two: a whole block, or at most a warp. ITEMS: units per thread that
+// stay in registers. BLOCK: threads per block.
 //
-// Grid: BLOCK / THREADS rows per block. Thread t of a row has its units t, t + THREADS, ... of EACH elements. Of those
-// it keeps the first ITEMS in registers, from their load to the result; further units, which only rows of COLUMNS
-// threads have, it loads a second time.
+// Grid: BLOCK / THREADS rows per block. Thread t of a row has units t, t + THREADS, ... of EACH elements. The first
+// ITEMS units stay in registers. Further units, which exist only if THREADS == COLUMNS, are loaded a second time.
 //
-// Speed of light: memory. A row is read once and written once, and so is its residual; some ten flops per element are
-// nothing beside that. For few rows, the chain of load, reduction and store bounds it. On an H200 with bfloat16, 8192
-// rows of 7168 take 62 us, 90% of a copy's bandwidth, with a residual 119 us, 93%; 8192 rows of 1536 take 15 us, 78%.
-// e4m3 results have fewer bytes to write but take as long: 63 us, 66%. 32 rows take 2.8 us, where an empty kernel takes
+// Speed of light: memory bandwidth. A row and its residual are read once and written once; some ten flops per element
+// do not matter. With few rows, the bound is the latency of a load, a reduction and a store. On an H200 with bfloat16,
+// 8192 rows of 7168 take 62 us (90% of a copy's bandwidth), and 119 us with a residual (93%). 8192 rows of 1536 take 15
+// us (78%). e4m3 results write fewer bytes but take as long: 63 us (66%). 32 rows take 2.8 us; an empty kernel takes
 // 0.54 us.
 #include "common/overlap.cuh"
 #include "norm/row.cuh"
@@ -35,7 +34,7 @@ struct Params {
     Rows input;         // T
     Rows residual;      // T unless ALONE
     Rows out;           // T if PLAIN, else e4m3
-    const char* weight; // [width]  W, may be null: 1
+    const char* weight; // [width]  W, null: 1
     float* scales;      // [1] if BY_TENSOR, [rows] if BY_ROW, [rows, width / GROUP] if BY_GROUP
     Scale scale;        // BY_TENSOR
     int rows;
@@ -57,14 +56,14 @@ __device__ __forceinline__ float sum_of_squares(const float (&value)[EACH]) {
     return sum;
 }
 
-// The larger of `largest` and the magnitudes of a unit. fmax passes a NaN over.
+// Return the larger of `largest` and the magnitudes of a unit. fmaxf ignores NaN.
 __device__ __forceinline__ float largest_with(float largest, const float (&value)[EACH]) {
 #pragma unroll
     for (int j = 0; j < EACH; ++j) largest = fmaxf(largest, fabsf(value[j]));
     return largest;
 }
 
-// The largest value of the THREADS threads of a row; every thread gets it. No value may be negative or NaN.
+// Return to every thread the largest value of the THREADS threads of its row. No value may be negative or NaN.
 template <int THREADS> __device__ __forceinline__ float row_max(float value) {
     value = lanes_max<(THREADS > 32 ? 32 : THREADS)>(value);
     if constexpr (THREADS > 32) {
@@ -78,8 +77,8 @@ template <int THREADS> __device__ __forceinline__ float row_max(float value) {
 
 // --- a row ----------------------------------------------------------------------------------------------
 
-// A thread's part of its row: where its units are, and what is done with each. The units are arrays of the kernel and
-// not members: loops index them, and until these are unrolled the compiler could keep no member in a register.
+// A thread's part of its row: the positions of its units, and the operations on a unit. The units themselves are local
+// arrays of the kernel. Members would not stay in registers, because loops index them before they are unrolled.
 template <typename T, typename W, int SUM, int WIDTH, int THREADS, int ITEMS, int BYTES, int BLOCK>
 struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
     using Own = Dealt<WIDTH, THREADS, ITEMS, BLOCK>;
@@ -105,7 +104,8 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         return weight;
     }
 
-    // All loads are started before anything is computed. The weight comes with the row where registers allow.
+    // Load the first ITEMS units, and the weight too if registers allow. All loads are issued before the first
+    // computation.
     __device__ __forceinline__ void load(In (&kept)[ITEMS], In (&other)[OTHERS], Weight (&early)[EARLIES]) const {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
@@ -118,7 +118,7 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         }
     }
 
-    // The numbers of a unit or, with ADD, of its sum with `other`.
+    // Get the numbers of a unit or, with ADD, of its sum with `other`.
     __device__ __forceinline__ void get_sum(const In& in, const In& other, float (&value)[EACH]) const {
         in.get(value);
         if constexpr (ADD) {
@@ -129,7 +129,7 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         }
     }
 
-    // The sum of squares of a unit. If ROUNDED, `in` first becomes its sum with `other`, which is stored.
+    // Return the sum of squares of a unit. If ROUNDED, `in` first becomes its sum with `other`, which is stored.
     __device__ __forceinline__ float add_and_square(int i, In& in, const In& other) const {
         float value[EACH];
         get_sum(in, other, value);
@@ -141,7 +141,6 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         return sum_of_squares(value);
     }
 
-    // One over the root of the mean of squares of the row.
     __device__ __forceinline__ float inverse_rms(In (&kept)[ITEMS], const In (&other)[OTHERS]) const {
         float sums[SUMS] = {};
 #pragma unroll
@@ -161,7 +160,8 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         return __frsqrt_rn(__fadd_rn(mean, p.epsilon));
     }
 
-    // write(i, y) with the results y of unit i. If UNROUNDED, the LAST call of a unit stores its sum.
+    // Call write(i, y) with the results y of unit i. If UNROUNDED, the last pass over a unit (LAST) also stores its
+    // sum.
     template <bool LAST, typename Write>
     __device__ __forceinline__ void normalize(int i, const In& in, const In& other, const Weight& weight, float inverse,
                                               Write write) const {
@@ -186,7 +186,7 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         write(i, y);
     }
 
-    // write(i, y) for each unit of this thread.
+    // Call write(i, y) for each unit of this thread.
     template <bool LAST, typename Write>
     __device__ __forceinline__ void normalize_each(const In (&kept)[ITEMS], const In (&other)[OTHERS],
                                                    const Weight (&early)[EARLIES], float inverse, Write write) const {
@@ -213,7 +213,6 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         result.store(out + column(i) * int(sizeof(T)), count(i));
     }
 
-    // e4m3(quotient(y)).
     template <typename Q>
     __device__ __forceinline__ void store_quotients(int i, const float (&y)[EACH], Q quotient) const {
         float quotients[EACH];
@@ -245,7 +244,7 @@ __global__ void __launch_bounds__(BLOCK) rms_norm(const __grid_constant__ Params
         const Quotient<ANY> quotient(scale);
         each([&](int i, const float (&y)[EACH]) { row.store_quotients(i, y, quotient); });
     } else if constexpr (RESULT == BY_ROW) {
-        // The results are computed twice: kept beside the units until the scale is known, they would take registers.
+        // The results are computed twice: they would take registers if they were kept until the scale is known.
         float largest = 0;
         row.template normalize_each<false>(kept, other, early, inverse,
                                            [&](int, const float (&y)[EACH]) { largest = largest_with(largest, y); });
@@ -254,7 +253,7 @@ __global__ void __launch_bounds__(BLOCK) rms_norm(const __grid_constant__ Params
         const Quotient<SMALL> quotient(scale);
         each([&](int i, const float (&y)[EACH]) { row.store_quotients(i, y, quotient); });
     } else {
-        constexpr int LANES = GROUP / EACH; // neighbouring lanes have a group
+        constexpr int LANES = GROUP / EACH; // neighbouring lanes that share a group
         float* scales = p.scales + (long long)row.row * (row.width / GROUP);
         each([&](int i, const float (&y)[EACH]) {
             const float scale = scale_of<E4M3>(lanes_max<LANES>(largest_with(0.f, y)), p.smallest, false);

@@ -1,18 +1,18 @@
-// What the norms share: rows in memory, units of a row in registers, and sums over a row whose order does not depend on
-// the number of threads.
+// Shared by the norms: rows in memory, units of a row in registers, and sums over a row.
 //
-// That order: the EACH values of a unit one after the other; of the sums of units, those COLUMNS units apart one after
-// the other; then the second half of what remains is added to the first half, until one is left. Each sum is rounded as
-// IEEE says, so all instances give the same bits.
+// The order of a sum does not depend on the number of threads. First the EACH values of a unit are added one after the
+// other, then the sums of units that are COLUMNS units apart, one after the other. Finally the sums are folded: the
+// second half is added to the first half until one is left. Each sum is rounded as IEEE says, so all instances give the
+// same bits.
 #pragma once
 #include "common/quantize.cuh"
 #include "common/warp.cuh"
 
 constexpr int EACH = 8;
 constexpr int COLUMNS = 1024;
-constexpr int EARLY_BYTES = 64; // bytes of the weight that a thread may hold while it adds up
+constexpr int EARLY_BYTES = 64; // largest weight, in bytes, that a thread holds during a reduction
 
-// Rows [outer, inner, width] with a stride for each of the first two dimensions.
+// Rows [outer, inner, width] with strides for the first two dimensions.
 struct Rows {
     char* first;
     long long outer_stride; // bytes
@@ -27,13 +27,14 @@ template <typename T, int BYTES> struct Eight {
     static constexpr int LOADS = EACH * int(sizeof(T)) / BYTES, IN_LOAD = BYTES / int(sizeof(T));
     alignas(16) Unit<BYTES> unit[LOADS];
 
-    // The first `count` elements; the others are 0. Not through the read-only cache: this kernel may write to `from`.
+    // Load the first `count` elements; the others become 0. The read-only cache is not used, because the kernel may
+    // write to `from`.
     __device__ __forceinline__ void load(const char* from, int count) {
 #pragma unroll
         for (int i = 0; i < LOADS; ++i)
             unit[i] = i * IN_LOAD < count ? __ldcs(reinterpret_cast<const Unit<BYTES>*>(from) + i) : Unit<BYTES>{};
     }
-    // The same of what all rows share, through the read-only cache.
+    // As `load`, for data that all rows share, through the read-only cache.
     __device__ __forceinline__ void load_shared(const char* from, int count) {
 #pragma unroll
         for (int i = 0; i < LOADS; ++i)
@@ -48,7 +49,7 @@ template <typename T, int BYTES> struct Eight {
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             if constexpr (IS_BFLOAT16<T> && BYTES > 2) {
-                // A bfloat16 is the high half of its float: a mask or a shift converts it, taken from a whole word.
+                // A bfloat16 is the high half of its float, so a mask or a shift of the word converts it.
                 const unsigned pair = reinterpret_cast<const unsigned*>(unit)[i / 2];
                 value[i] = __uint_as_float(i % 2 ? pair & 0xffff0000u : pair << 16);
             } else {
@@ -62,7 +63,7 @@ template <typename T, int BYTES> struct Eight {
     }
 };
 
-// The sum: the second half is added to the first half, until one is left.
+// Return the folded sum: the second half is added to the first half until one is left.
 template <int COUNT> __device__ __forceinline__ float folded(float (&sums)[COUNT]) {
 #pragma unroll
     for (int half = COUNT / 2; half > 0; half /= 2)
@@ -71,12 +72,12 @@ template <int COUNT> __device__ __forceinline__ float folded(float (&sums)[COUNT
     return sums[0];
 }
 
-// COUNT sums of the THREADS threads of a row, each folded; every thread gets the results. A kernel calls it once for
-// each COUNT: a second call would write its shared memory while other threads still read that of the first.
+// Fold COUNT sums over the THREADS threads of a row; every thread gets the results. A kernel calls this once per COUNT:
+// a second call would write the shared memory of the first call while other threads still read it.
 template <int THREADS, int COUNT> __device__ __forceinline__ void row_sums(float (&sums)[COUNT]) {
     if constexpr (THREADS > 32) {
-        // In the order of folding, warps come before lanes. Each thread adds up its lane's sums of all warps, so one
-        // exchange through shared memory is enough.
+        // Folding combines warps before lanes. Each thread folds its lane's sums of all warps, so one exchange through
+        // shared memory is enough.
         __shared__ float of_thread[COUNT][THREADS];
 #pragma unroll
         for (int k = 0; k < COUNT; ++k) of_thread[k][threadIdx.x] = sums[k];
@@ -97,12 +98,13 @@ template <int THREADS, int COUNT> __device__ __forceinline__ void row_sums(float
 
 constexpr int power_of_two_from(int count) { return count <= 1 ? 1 : 2 * power_of_two_from((count + 1) / 2); }
 
-// The units of a row that a thread has: t, t + THREADS, ... for thread t. The first ITEMS stay in registers from their
-// load to the result; further ones, which only rows of COLUMNS threads have, are loaded again.
+// The units of a row that a thread has: t, t + THREADS, ... for thread t. The first ITEMS units stay in registers;
+// further units, which exist only if THREADS == COLUMNS, are loaded again.
 //
-// WIDTH: the width of a row, 0: dynamic. THREADS per row, a power of two: a block of BLOCK threads, or at most a warp.
+// WIDTH: width of a row, 0: dynamic. THREADS: threads per row, a power of two: a block of BLOCK threads, or at most a
+// warp.
 template <int WIDTH, int THREADS, int ITEMS, int BLOCK> struct Dealt {
-    static constexpr int SLOTS = COLUMNS / THREADS; // sums that a thread keeps apart
+    static constexpr int SLOTS = COLUMNS / THREADS; // separate sums of a thread
     static constexpr int SUMS = ITEMS < SLOTS ? power_of_two_from(ITEMS) : SLOTS;
     static constexpr bool FITS = WIDTH ? WIDTH <= THREADS * ITEMS * EACH : THREADS < COLUMNS;
     static_assert(FITS || SLOTS == 1, "a thread that loads units twice has one sum");
@@ -118,7 +120,8 @@ template <int WIDTH, int THREADS, int ITEMS, int BLOCK> struct Dealt {
         end = row < p.rows ? width - thread * EACH : 0; // threads past the last row take part in shuffles
     }
 
-    // The elements of unit i that are in the row (none if not positive), and the column of the first.
+    // count: how many elements of unit i are in the row (none if not positive). column: the column of the unit's first
+    // element.
     __device__ __forceinline__ int count(int i) const { return end - i * (THREADS * EACH); }
     __device__ __forceinline__ int column(int i) const { return (thread + i * THREADS) * EACH; }
 };

@@ -1,17 +1,17 @@
-// Where the words of a padded batch lie.
+// Locate the words of a padded batch.
 //
-// A padded batch has batch * max_seq_len rows, of which the first lengths[b] of sequence b hold words. The words alone,
-// one sequence after the other, are `words` rows.
+// A padded batch has batch * max_seq_len rows. In sequence b the first lengths[b] rows hold words. Without the padding,
+// the words of all sequences are `words` consecutive rows.
 //
 //   cu_seqlens[b]     = lengths[0] + ... + lengths[b - 1]
-//   padding_offset[w] = b * max_seq_len - cu_seqlens[b], for a word w of sequence b, whose padded row is then
+//   padding_offset[w] = b * max_seq_len - cu_seqlens[b], for a word w of sequence b: its padded row is
 //                       w + padding_offset[w]
 //
-// Grid: a block per words_per_block words. There are few lengths, so each block sums them up itself, tile by tile, up
-// to its last word, and waits for no other block. The last block goes on to the end and writes cu_seqlens.
+// Grid: one block per words_per_block words. There are few lengths, so each block sums them itself, tile by tile up to
+// its last word, and waits for no other block. The last block continues to the end and writes cu_seqlens.
 //
-// Speed of light: launch latency, then the chain of a load, a scan and a binary search; only 4 bytes are written per
-// word. On an H200 16384 words of 64 sequences take 2.2 us, four times as long as an empty kernel.
+// Speed of light: the latency of a launch, a load, a scan and a binary search; only 4 bytes are written per word. On an
+// H200 16384 words of 64 sequences take 2.2 us, four times as long as an empty kernel.
 #include "common/overlap.cuh"
 #include "common/warp.cuh"
 
@@ -19,16 +19,16 @@ struct BuildParams {
     const int* lengths;  // [batch], clamped to [0, max_seq_len]
     int* padding_offset; // [words]
     int* cu_seqlens;     // [batch + 1]
-    int words;           // as the caller counts them: words past the sum of the lengths get a row past the padded batch
+    int words;           // as given by the caller: words past the sum of the lengths get a row past the padded batch
     int batch;
     int max_seq_len;
     int words_per_block;
-    int first_step; // the largest power of two below the sequences of a tile, at most below THREADS * LENGTHS
+    int first_step; // first step of `find`: the largest power of two below min(batch, THREADS * LENGTHS)
 };
 
 constexpr int LENGTHS = 4; // per thread and tile
 
-// Tiles of THREADS * LENGTHS sequences.
+// A tile of THREADS * LENGTHS sequences.
 template <int THREADS> struct Sequences {
     static constexpr int TILE = THREADS * LENGTHS, WARPS = THREADS / 32;
     const BuildParams& p;
@@ -37,8 +37,8 @@ template <int THREADS> struct Sequences {
     const int lane, warp;
     const bool last_block;
 
-    // Fills `starts` of the tile that begins with sequence `tile`, before which lie `before` words, and returns the
-    // words up to its end. The last block also writes cu_seqlens.
+    // Fill `starts` for the tile that begins with sequence `tile`; `before` words lie before it. Return the number of
+    // words up to the tile's end. The last block also writes cu_seqlens.
     __device__ __forceinline__ int scan(int tile, int before) const {
         int length[LENGTHS], sum = 0;
 #pragma unroll
@@ -64,8 +64,8 @@ template <int THREADS> struct Sequences {
         __syncthreads();
         return after;
     }
-    // The sequence of a word, counted from the tile's first: the last one that starts at or before it. Empty sequences
-    // that start there too come before it.
+    // Return the sequence of a word, counted from the tile's first sequence: the last one that starts at or before the
+    // word. Empty sequences with the same start come before it.
     __device__ __forceinline__ int find(int word) const {
         int sequence = 0;
         for (int step = p.first_step; step > 0; step /= 2)

@@ -1,14 +1,14 @@
 // Drop the padding of a batch of sequences.
 //
-//   out[w] = src[w + padding_offset[w]], zero where that is no row of src
+//   out[w] = src[w + padding_offset[w]], or zero if src has no such row
 //
-// src is [padded_rows, columns] or, if TRANSPOSED, [batch, heads, max_seq_len, dim]. Whatever padding_offset holds,
-// nothing is read or written outside of the arrays.
+// src is [padded_rows, columns] or, if TRANSPOSED, [batch, heads, max_seq_len, dim]. Wrong offsets never lead to
+// accesses outside of the arrays.
 //
 // Grid: tiles of out, see padding/tile.cuh.
 //
-// Speed of light: memory, each word read once and written once. An H200 reaches 96% of the bandwidth of a copy at 32768
-// words of 4096 float16, and 85% at 16384 words of 1024; by heads it is 97% and 85%.
+// Speed of light: memory bandwidth; each word is read once and written once. An H200 reaches 96% of the bandwidth of a
+// copy at 32768 words of 4096 float16, and 85% at 16384 words of 1024; if TRANSPOSED, 97% and 85%.
 #include "common/overlap.cuh"
 #include "padding/tile.cuh"
 
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(THREADS) remove_padding(const __grid_constant_
         from[i] = NOWHERE;
         if (tile.locate(i, row, column)) {
             const unsigned word = tile.first_row + row;
-            // A sum below 0 wraps to one past all rows; none wraps the other way.
+            // A negative sum wraps to an index past all rows. A sum cannot wrap to a valid index.
             from[i] = word + unsigned(p.padding_offset[word]);
         }
     }

@@ -1,22 +1,23 @@
-// Tiles: how the blocks of a kernel divide the rows that they write, and where an element lies by heads.
+// Tiles: how the blocks of a kernel divide the rows that they write, and the offset of an element in the layout by
+// heads.
 //
-// A block writes a tile of rows, or of parts of long rows, in units of BYTES bytes. Thread t takes ITEMS units, t,
-// t + THREADS, ..., and has asked for all of them before it stores the first: a copy is limited by how many bytes are
-// on their way. Grid, x: tiles of rows; y: parts of a row.
+// Grid: x: tiles of rows; y: parts of a row. A block writes a tile of rows, or of parts of long rows, in units of BYTES
+// bytes. Thread t takes ITEMS units: t, t + THREADS, ... It issues all their loads before the first store, because the
+// bytes in flight limit a copy.
 //
-// COLUMNS (units in a row) == 0 and HEAD_COLUMNS (units in a head's part of it) == 0 take these from the arguments.
+// COLUMNS (units in a row) and HEAD_COLUMNS (units of a head in a row): if 0, the kernel's arguments give them.
 #pragma once
 #include "common/units.cuh"
 
 struct Geometry {
     int rows;      // of the array that is written
-    int columns;   // units in a row
+    int columns;   // units per row
     int tile_rows; // tile_rows * tile_columns <= THREADS * ITEMS
     int tile_columns;
     Divisor by_tile_columns;
 };
 
-// The tile of this block, and the units in it of this thread.
+// The tile of this block, and this thread's units in it.
 template <int COLUMNS, int THREADS, int ITEMS> struct Tile {
     static_assert(COLUMNS <= THREADS * ITEMS, "a specialized row is one tile wide");
     static constexpr int MAX_ROWS = THREADS * ITEMS / (COLUMNS ? COLUMNS : 1);
@@ -31,7 +32,8 @@ template <int COLUMNS, int THREADS, int ITEMS> struct Tile {
         first_column = COLUMNS ? 0 : blockIdx.y * g.tile_columns;
         columns = COLUMNS ? COLUMNS : min(g.tile_columns, g.columns - first_column);
     }
-    // The thread's i-th unit: its row in the tile, and its column in the row. False past the end of either.
+    // Locate the thread's i-th unit: its row in the tile, and its column in the row. Return false past the end of
+    // either.
     __device__ __forceinline__ bool locate(int i, int& row, int& column) const {
         const int slot = threadIdx.x + i * THREADS;
         int within;
@@ -45,7 +47,7 @@ template <int COLUMNS, int THREADS, int ITEMS> struct Tile {
         column = first_column + within;
         return row < rows && within < columns;
     }
-    // Offset, in units, in an array of rows without gaps.
+    // Return the offset, in units, in an array of contiguous rows.
     __device__ __forceinline__ long long offset(int row, int column) const {
         return (long long)(first_row + row) * (COLUMNS ? COLUMNS : geometry.columns) + column;
     }
@@ -59,7 +61,7 @@ struct Heads {
     Divisor by_head_columns;
 };
 
-// Offset, in units, of (row, column) of the padded rows in their layout by heads, [batch, heads, max_seq_len, dim].
+// Return the offset, in units, of (row, column) of the padded rows in the layout [batch, heads, max_seq_len, dim].
 template <int HEAD_COLUMNS> __device__ __forceinline__ long long by_head(const Heads& h, unsigned row, int column) {
     const int head_columns = HEAD_COLUMNS ? HEAD_COLUMNS : h.head_columns;
     const unsigned sequence = h.by_max_seq_len.quotient(row), position = row - sequence * h.max_seq_len;

@@ -1,10 +1,12 @@
-// The words whose rows a block writes: row(w) = w + padding_offset[w] grows strictly, so they are found by searching.
+// Find the words whose rows a block writes. row(w) = w + padding_offset[w] increases strictly, so a search finds them.
 #pragma once
 #include "common/warp.cuh"
 
-// The first word whose row is `row` or a later one, by a whole warp: 32 probes at once leave a 32nd of the words.
+// Return the first word whose row is at least `row`. A whole warp searches: each round of 32 probes leaves a 32nd of
+// the words.
 __device__ __forceinline__ int first_word_from(const int* padding_offset, int words, unsigned row, int lane) {
-    // No word lies before the row of its own number, so the first one in `row` or later is at most number `row`.
+    // A word's row is at least the word's index, so the first word with a row of at least `row` has at most index
+    // `row`.
     int low = 0, high = int(min(unsigned(words), row));
     while (low < high) {
         const int step = (high - low - 1) / 32 + 1;
@@ -16,8 +18,9 @@ __device__ __forceinline__ int first_word_from(const int* padding_offset, int wo
     return low;
 }
 
-// word_of[r] = the word of row first_row + r, or -1, for each row of a tile. All threads call it. One search per block
-// is enough: the words of a tile follow each other, so there are at most `rows` of them from the first one on.
+// For each row of a tile, set word_of[r] to the word of row first_row + r, or to -1. All threads of the block call it.
+// One search per block is enough: the tile's words are consecutive, so they are among the `rows` words from the first
+// one on.
 template <int THREADS>
 __device__ __forceinline__ void find_words(const int* padding_offset, int words, unsigned first_row, int rows,
                                            int* word_of) {
@@ -31,7 +34,7 @@ __device__ __forceinline__ void find_words(const int* padding_offset, int words,
     for (int i = threadIdx.x; i < min(rows, words - first_word); i += THREADS) {
         const int word = first_word + i;
         const unsigned r = unsigned(word) + unsigned(padding_offset[word]) - first_row;
-        // No two words share a row. If padding_offset is wrong and they do, the later word is taken.
+        // Two words share a row only if padding_offset is wrong. Then the later word is taken.
         if (r < unsigned(rows)) atomicMax(&word_of[r], word);
     }
     __syncthreads();

@@ -7,37 +7,43 @@
 //   out      = value_scale * sum_t p[t] * value[t, head / group, :]
 //   lse      = log of that denominator, natural
 //
-// Token t of a sequence is slot t % block_size of the cache's block tables[seq, t / block_size].
+// Token t of a sequence is in slot t % block_size of cache block tables[seq, t / block_size].
 //
-// The heads of a group and the query tokens of a sequence are rows that share a kv head, so the cache is read once for
-// all of them. An item is (sequence, kv head, block of a team's rows). An item with more than an equal share of the tokens
-// is cut into pieces, and a block of threads takes one piece after the other. Each of several pieces leaves a partial
-// result (maximum, sum, output), and the block that is the last to finish merges them. `split` fixes the size of all
-// pieces: then the sums of a row are formed in the same order whatever else is in the batch. Where there are few items,
-// each has a cluster of CLUSTER blocks instead, which merge their results through each other's shared memory; where
-// there are some more, the kernel looks at the lengths, and does so if they are even (see `Dealing`). Where there are
-// more items than blocks at once, each has a block if no sequence is much longer than an equal share.
+// Work. The heads of a group and the query tokens of a sequence are rows that share a kv head. They are processed
+// together, so the cache is read once for all of them. An item is (sequence, kv head, block of a team's rows).
+// `Dealing` says how items are distributed:
+//   QUEUE     Blocks draw pieces of items. An item with more than an equal share of the tokens is cut into several
+//             pieces. Each of them leaves a partial result (maximum, sum, output); the block that finishes last merges
+//             them. `split` fixes the size of all pieces: then a row's summation order does not depend on the batch.
+//   CLUSTERS  Each item has a cluster of CLUSTER blocks, which merge their results through distributed shared memory
+//             (few items), or one block (more items than resident blocks).
+//   EITHER    The kernel reads the lengths and decides between CLUSTERS and QUEUE.
 //
-// Grid: as many blocks as fit the GPU at once, or CLUSTER for each item. Block: WARPS warps in teams of TEAM. Team:
-// every so many tiles of 16 tokens of a piece, in a pipeline of its own, STAGES tiles deep: cp.async copies tiles into
-// shared memory, ldmatrix loads fragments from there. With AT_ONCE == 2 it multiplies two tiles at once, whose chains of
-// products, conversions and exponentials overlap: for warps that have few others beside them. Warp: ROWS of the team's
-// rows. 16 are the first operand of its products; 8, where a kv head has no more, are the second, with half as many
-// products and exponentials. Lane: see paged_attention/rows.cuh.
+// Grid: as many blocks as are resident at once, or CLUSTER blocks per item. Block: WARPS warps in teams of TEAM warps.
+// Team: takes every `step()`-th tile of 16 tokens of a piece through its own pipeline of STAGES stages. cp.async copies
+// a tile into shared memory, ldmatrix loads fragments from there. With AT_ONCE == 2 a team multiplies two tiles at
+// once, so that their chains of products, conversions and exponentials overlap; this helps if few other warps are
+// resident. Warp: ROWS of the team's rows. 16 rows are the M side of the MMA. 8 rows, if the kv head has no more, are
+// the N side, which halves the products and exponentials. Lane: see paged_attention/rows.cuh.
 //
-// Scores are times log2(e), so that exp is exp2; lse and vLLM's workspace are natural.
+// Scores are multiplied by log2(e), so that exp becomes exp2. lse and vLLM's workspace use the natural base.
 //
-// HEAD_DIM == 0 or BLOCK_SIZE == 0: that size is dynamic. DIMS: head_dim rounded up to what stages and registers have
-// room for. EXTRAS: there is a softcap, a slope or a block-sparse pattern. FIT: how many blocks a multiprocessor has
-// registers for.
+// HEAD_DIM == 0 or BLOCK_SIZE == 0: that size is dynamic. DIMS: head_dim rounded up to the capacity of stages and
+// registers. EXTRAS: the call has a softcap, a slope or a block-sparse pattern. FIT: resident blocks per multiprocessor
+// that the registers allow.
 //
-// Speed of light: the cache is read once, for group * query_tokens flops per byte in 16 bits, 4 for one token of
-// Llama-3-8B: memory bandwidth is the bound, and the tensor cores wait. On an H200 with 64 sequences of 4096 tokens, 32
-// heads and 8 kv heads of 128, a bfloat16 cache takes 251 us, as a copy of its bytes does (100%), and an 8-bit one 136
-// of 125 (92%). 64 sequences of 1024 take 67.8 of 62.7 (92%), 8 of 8192 take 67.1 of 63 (93%), and 16 of 2048 take 36
-// to 38 of 31 (87 to 83%): less where the table has no room for longer ones. With few tokens the bound is the latency
-// of a chain: length, table, tiles, merge. One sequence of 4096 tokens takes 9.6 us, against 3.9 for the copy (40%), and
-// one of 32768 takes 36.4 of 31.4 (86%).
+// Speed of light: the cache is read once, with group * query_tokens flops per byte in 16 bits (4 for one token of
+// Llama-3-8B). Memory bandwidth is the bound, and the tensor cores wait. On an H200 with 32 heads, 8 kv heads and
+// head_dim 128, compared to a copy of the same bytes:
+//   64 sequences of 4096 tokens, bfloat16 cache    251 us, as the copy (100%)
+//   64 sequences of 4096 tokens, 8-bit cache       136 us, copy 125 us (92%)
+//   64 sequences of 1024 tokens                    67.8 us, copy 62.7 us (92%)
+//   8 sequences of 8192 tokens                     67.1 us, copy 63 us (93%)
+//   16 sequences of 2048 tokens                    36 us if the table has no room for longer ones, else 38 us;
+//                                                  copy 31 us (87 to 83%)
+//   1 sequence of 32768 tokens                     36.4 us, copy 31.4 us (86%)
+//   1 sequence of 4096 tokens                      9.6 us, copy 3.9 us (40%)
+// With few tokens the bound is the latency of a dependent chain: length, table, tiles, merge.
 #include "common/cluster.cuh"
 #include "common/launch.cuh"
 #include "common/mma.cuh"
@@ -50,8 +56,9 @@
 #include "paged_attention/schedule.cuh"
 #include "paged_attention/team.cuh"
 
-// Leave what a warp has found for its rows in shared memory, where stages were: after a barrier of the block. A row of
-// a sequence with a bad block id becomes NaN by its sum.
+// Write the warp's results (maximum, sum and output of each row) to shared memory, over the last stage. The caller
+// passes a block barrier first, so that no team still reads that stage. `bad` turns the sum of each row into NaN, which
+// makes the stored result NaN.
 template <typename F>
 __device__ __forceinline__ void leave_results(const Params& p, typename F::Softmax& softmax,
                                               const float (&out)[F::OUT_FRAGMENTS][4], const Row (&rows)[2], bool bad,
@@ -76,11 +83,11 @@ __device__ __forceinline__ void leave_results(const Params& p, typename F::Softm
     }
 }
 
-// What a warp knows of the scores of its rows.
+// The rows that a lane holds scores of, and the terms that scale and mask these scores.
 template <typename F> struct WarpRows {
     Row rows[2];
     ScoreTerms terms;
-    int all_from, all_to; // tokens from `all_from` to `all_to` are seen by all rows
+    int all_from, all_to; // every row sees the tokens [all_from, all_to)
 
     __device__ __forceinline__ WarpRows(const Params& p, const Team<F>& team, const Segment& segment, float scale)
         : rows{team.row_of(p, segment, 0), team.row_of(p, segment, 1)},
@@ -88,7 +95,7 @@ template <typename F> struct WarpRows {
           all_from(p.window ? segment.length - p.window : 0), all_to(segment.length - p.query_tokens + 1) {}
 };
 
-// Attend to N tiles of the team, from the k-th on.
+// Process N tiles of the team, from its k-th tile on: scores, mask, online softmax, and output.
 template <typename F, int N>
 __device__ __forceinline__ void attend_tiles(const Params& p, const Team<F>& team, const Segment& segment,
                                              const WarpRows<F>& warp, const typename F::Query& query, int k,
@@ -117,7 +124,7 @@ __device__ __forceinline__ void attend_tiles(const Params& p, const Team<F>& tea
     F::Products::multiply_values(out, weights, values_at, team.lane);
 }
 
-// rows: of a piece.
+// Return the launch configuration for pieces of `rows` rows.
 template <typename T, typename CACHE, Layout LAYOUT, int HEAD_DIM, int DIMS, int BLOCK_SIZE, int TEAM, bool EXTRAS,
           int STAGES, int CLUSTER, int WARPS, Dealing DEALING, int AT_ONCE, int ROWS, int>
 constexpr Launch attend_launch(int rows) {
@@ -147,9 +154,10 @@ __global__ __launch_bounds__(32 * WARPS, FIT) CLUSTER_OF(CLUSTER) void attend(co
     Schedule schedule(p, {next, previous, last, shared_address(&inbox)});
     Pipeline<F> pipeline;
     typename F::Query query;
-    // The query is asked for before the tiles: behind those that fill the stages it would be the last to come, and
-    // nothing could begin. It is known before the lengths where it depends on the block alone. Blocks that draw pieces
-    // have others beside them, and large heads have no registers for it.
+    // Issue the query loads before the tile copies (EARLY): loads behind the copies of all stages would return last and
+    // delay the first product. With HAS_ITEM the query depends on the block index alone and is loaded before the
+    // lengths arrive. QUEUE does not need EARLY, because other resident blocks hide the latency. QUERY_IN_SHARED rules
+    // EARLY out, because large heads leave no registers for the query.
     constexpr bool EARLY = DEALING != QUEUE && !F::QUERY_IN_SHARED, HAS_ITEM = DEALING == CLUSTERS && CLUSTER > 1;
     bool has_query = EARLY;
     if constexpr (EARLY && HAS_ITEM) {
@@ -190,18 +198,20 @@ __global__ __launch_bounds__(32 * WARPS, FIT) CLUSTER_OF(CLUSTER) void attend(co
                 else if (first || second)
                     attend_tiles<F, 1>(p, team, segment, warp, query, first ? k : k + 1, softmax, out);
                 if (k + AT_ONCE >= pipeline.tiles) break;
-                // The stages of both are free, and the copies of the tiles between are under way.
+                // Tiles k and k + 1 are done: refill their stages. The copies of the tiles in between are already in
+                // flight.
                 team.barrier();
                 pipeline.start_copies(p, team, k + STAGES);
                 pipeline.start_copies(p, team, k + STAGES + 1);
             }
         }
 
-        // The next piece begins as soon as the team has left the stages.
+        // When all warps of the team have read their last stage, the copies of the next piece may overwrite the stages.
         team.barrier();
         Pipeline<F> following;
         more = schedule.go_on(p, team, taken, following);
-        // Not in clusters: those of the next kernel would share multiprocessors while others are free.
+        // A cluster kernel does not start the next grid early: the next kernel's clusters would be placed on
+        // multiprocessors that are still in use while other multiprocessors are free.
         if (CLUSTER == 1 && !more) let_later_kernels_begin();
         __syncthreads();
         schedule.look_back();

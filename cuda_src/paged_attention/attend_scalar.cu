@@ -1,16 +1,17 @@
-// Attention over a paged cache without tensor cores, by the formulas of attend.cu: for what tensor cores do not take,
-// which is float32, blocks of 8, 24, ... tokens, large heads, and heads and arrays that are not whole units of 16 bytes.
+// Attention over a paged cache without tensor cores, by the formulas of attend.cu. It serves the calls that tensor
+// cores cannot: float32, block sizes that are no multiple of 16 tokens (8, 24, ...), heads larger than 256, and heads
+// or arrays that are not whole units of 16 bytes.
 //
-// Grid: as many blocks as fit the GPU at once; each draws pieces of items of ROWS rows. Warp: every fourth tile of 32
-// tokens of a piece. Lane: one token of the tile for the scores, DIMS / 32 dimensions for the output.
+// Grid: as many blocks as are resident at once; each draws pieces of items of ROWS rows. Warp: every WARPS-th tile of
+// 32 tokens of a piece. Lane: one token of the tile for the scores, DIMS / 32 dimensions for the output.
 //
-// DIMS: room for head_dim, USUAL_DIM or MAX_DIM.
+// DIMS: capacity for head_dim, USUAL_DIM or MAX_DIM.
 //
-// WIDE: the query and the cache, and their strides, are multiples of 16 bytes, so that four elements are one load.
+// WIDE: the query, the cache and their strides are multiples of 16 bytes, so that one load reads four elements.
 //
 // Speed of light: the cache is read once for every ROWS rows that share a kv head, and each element takes one fused
-// multiply-add per row on the CUDA cores: on paper memory bandwidth is the bound. The kernel is there for completeness,
-// and no case of the benchmarks runs on it.
+// multiply-add per row on the CUDA cores. On paper memory bandwidth is the bound. The kernel exists for completeness;
+// no benchmark case runs it.
 #include "common/fp8.cuh"
 #include "common/overlap.cuh"
 #include "common/warp.cuh"
@@ -20,7 +21,6 @@
 
 constexpr int WARPS = 4, ROWS = 4, USUAL_DIM = 256, MAX_DIM = 512;
 
-// Load four neighbours of the cache.
 template <typename CACHE, bool WIDE> __device__ __forceinline__ void load_four(float (&to)[4], const char* from) {
     CACHE values[4];
     if constexpr (WIDE) {
@@ -38,24 +38,25 @@ template <typename CACHE, bool WIDE> __device__ __forceinline__ void load_four(f
     for (int i = 0; i < 4; ++i) to[i] = to_float(values[i]);
 }
 
-// The cache in layout VLLM: four neighbours of a key are dimensions of a token, four of the values are tokens.
+// The cache in layout VLLM. Four neighbouring elements of a key are dimensions of one token; four neighbouring elements
+// of a value are tokens of one dimension.
 template <typename CACHE, bool WIDE> struct VllmCache {
     static constexpr int ITEM = sizeof(CACHE), X = 16 / ITEM;
 
     static __device__ __forceinline__ void load(float (&to)[4], const char* from) { load_four<CACHE, WIDE>(to, from); }
 
-    // The dimension of a lane's i-th output.
+    // Return the dimension of a lane's i-th output.
     static __device__ __forceinline__ int dim_of(int i) { return i * 32 + threadIdx.x % 32; }
 
-    // The distance in bytes from the first key of a block and kv head to that of a slot, and from there to a dimension.
+    // Byte offset of a slot's key within its block and kv head (key_of), and of a dimension within that key (key_dim).
     static __device__ __forceinline__ long long key_of(const Params& p, int slot) { return slot * 16ll; }
 
     static __device__ __forceinline__ int key_dim(const Params& p, int dim) {
         return dim / X * p.block_size * 16 + dim % X * ITEM;
     }
 
-    // out += weights values, for the tile from token `start` on. `id` is the block of the lane's token, -1: there is
-    // none. Eight tokens that begin at a multiple of 8 are in one block.
+    // out += weights values, for the tile that begins at token `start`. `id` is the block id of the lane's token, or -1
+    // if the lane has no token. Eight tokens that begin at a multiple of 8 are in one block.
     template <int EACH>
     static __device__ __forceinline__ void add_values(const Params& p, const Segment& segment, int start, int id,
                                                       const float (&weights)[ROWS][32], float (&out)[ROWS][EACH]) {
@@ -88,7 +89,7 @@ template <typename CACHE, bool WIDE> struct VllmCache {
     }
 };
 
-// The cache in layout FLASH: four neighbours are dimensions of a token.
+// The cache in layout FLASH. Four neighbouring elements of keys and values are dimensions of one token.
 template <typename CACHE, bool WIDE> struct FlashCache {
     static constexpr int ITEM = sizeof(CACHE);
 
@@ -130,7 +131,7 @@ template <typename CACHE, bool WIDE> struct CacheOf<CACHE, FLASH, WIDE> {
     using type = FlashCache<CACHE, WIDE>;
 };
 
-// Multiply the rows' queries by the key of a lane's token, which is in `slot` of block `id`.
+// Add the products of the rows' queries with the key of the lane's token, which is in `slot` of block `id`.
 template <typename Cache, int DIMS>
 __device__ __forceinline__ void multiply_key(const Params& p, const Segment& segment, int id, int slot,
                                              const float (&query)[ROWS][DIMS], float (&scores)[ROWS]) {
@@ -146,8 +147,7 @@ __device__ __forceinline__ void multiply_key(const Params& p, const Segment& seg
     }
 }
 
-// Add a tile's scores to the online softmax of a row. `score` is of the lane's token, and so is the weight that is
-// returned.
+// Add a tile's scores to the online softmax of a row. `score` belongs to the lane's token. Return that token's weight.
 template <int EACH>
 __device__ __forceinline__ float add_score(float score, float& maximum, float& sum, float (&out)[EACH]) {
     const float largest = fmaxf(maximum, lanes_max<32>(score));
@@ -160,7 +160,7 @@ __device__ __forceinline__ float add_score(float score, float& maximum, float& s
     return weight;
 }
 
-// Leave what a warp has found for its rows in shared memory.
+// Write the warp's results for its rows to shared memory.
 template <typename Cache, typename Results, int EACH>
 __device__ __forceinline__ void leave_results(const Params& p, const float (&maximum)[ROWS], const float (&sum)[ROWS],
                                               const float (&out)[ROWS][EACH], bool bad, const Results& found) {
@@ -195,7 +195,6 @@ __global__ __launch_bounds__(32 * WARPS) void attend_scalar(const __grid_constan
     pieces.plan(gridDim.x);
     Segment segment;
     for (int index = blockIdx.x; pieces.find(index, segment); index = next) {
-        // The query.
         const int first_row = segment.row_block * ROWS;
         for (int i = threadIdx.x; i < ROWS * p.head_dim; i += blockDim.x) {
             const int r = i / p.head_dim, dim = i % p.head_dim;
@@ -212,14 +211,14 @@ __global__ __launch_bounds__(32 * WARPS) void attend_scalar(const __grid_constan
         for (int r = 0; r < ROWS; ++r) maximum[r] = -CUDART_INF_F;
 
         for (int start = segment.begin + warp * 32; start < segment.end; start += WARPS * 32) {
-            // The block of the lane's token.
+            // Look up the block of the lane's token.
             const int t = start + lane;
             int id = -1;
             if (t >= segment.low && t < segment.end) {
                 id = table[t / p.block_size];
                 if (unsigned(id) >= unsigned(p.blocks)) bad = true, id = -1;
             }
-            // Scores, and their softmax.
+            // Compute the scores and their softmax.
             const int slot = t % p.block_size;
             float scores[ROWS] = {};
             if (id >= 0) multiply_key<Cache>(p, segment, id, slot, query, scores);

@@ -1,9 +1,9 @@
-// Set the counters from which the blocks of attend and attend_scalar draw their pieces to 0.
+// Clear the counters of attend and attend_scalar: the pieces drawn, and the pieces done of each item.
 //
-// A kernel and not a memory node of the driver, whose start waits for the kernel before it and holds up the one behind
-// it: in a graph that is 5.6 us on an H200, where this takes 1.
+// This is a kernel and not a memset node, because the memset waits for the previous kernel and delays the next one: in
+// a CUDA graph on an H200 the memset takes 5.6 us and this kernel 1 us.
 //
-// Grid: a thread for each counter.
+// Grid: one thread per counter.
 //
 // Speed of light: the latency of a launch; the bytes are few.
 #include "common/overlap.cuh"

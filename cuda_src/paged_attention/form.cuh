@@ -1,4 +1,4 @@
-// The forms of `attend`: its template arguments, and what follows from them.
+// The template arguments of `attend`, and the types and constants that follow from them.
 #pragma once
 #include "paged_attention/products.cuh"
 #include "paged_attention/query.cuh"
@@ -20,21 +20,21 @@ struct Form {
     static constexpr int HEAD_DIM = HEAD_DIM_, DIMS = DIMS_, BLOCK_SIZE = BLOCK_SIZE_;
     static constexpr int TEAM = TEAM_, STAGES = STAGES_, CLUSTER = CLUSTER_, WARPS = WARPS_;
     static constexpr Dealing DEALING = DEALING_;
-    static constexpr int AT_ONCE = AT_ONCE_; // tiles that a team multiplies at once
+    static constexpr int AT_ONCE = AT_ONCE_; // tiles that a team multiplies in one iteration
     static constexpr bool EXTRAS = EXTRAS_, FP8 = sizeof(CACHE) == 1;
 
     static_assert(CLUSTER == 1 || DEALING != QUEUE, "blocks that draw pieces share none");
     static_assert(AT_ONCE <= STAGES, "a team's tiles lie in its stages");
     static_assert(ROWS_ == 16 || (ROWS_ == 8 && TEAM == 1), "a warp has 16 rows, or all of a kv head's");
-    using Rows = typename Choose<ROWS_ == 16, RowsAsA, RowsAsB>::type; // of a warp
+    using Rows = typename Choose<ROWS_ == 16, RowsAsA, RowsAsB>::type; // the warp's rows as MMA operand
     static constexpr int TEAMS = WARPS / TEAM, ROWS = Rows::ROWS * TEAM;
-    static constexpr int STEP = TEAMS * CLUSTER; // tiles from one of a team to its next, in a cluster's item
-    static constexpr int KEY_STEPS = DIMS / 16;  // products along the dimensions, for the scores
-    // Chains of products that scores are the sum of: 8 rows are one fragment, not two, and blocks of clusters have few
-    // warps beside them.
+    static constexpr int STEP = TEAMS * CLUSTER; // distance between a team's tiles if a cluster shares the item
+    static constexpr int KEY_STEPS = DIMS / 16;  // MMA steps along the dimensions for the scores
+    // Accumulator chains per score, added at the end. Two chains hide MMA latency where few MMAs are independent: 8
+    // rows have one score fragment instead of two, and a cluster's block has few other warps beside it.
     static constexpr int CHAINS = ROWS_ == 8 && CLUSTER > 1 ? 2 : 1;
-    static constexpr int OUT_FRAGMENTS = DIMS / 16 * Rows::FRAGMENTS; // fragments of the output across the dimensions
-    // Registers hold the query of all but 16 rows of large heads.
+    static constexpr int OUT_FRAGMENTS = DIMS / 16 * Rows::FRAGMENTS; // output fragments of a warp
+    // The query stays in registers unless its fragments take more than 32: 16 rows of a head larger than 128.
     static constexpr bool QUERY_IN_SHARED = KEY_STEPS * Rows::OPERAND > 32;
 
     using Tile = typename Choose<LAYOUT == VLLM, VllmTile<CACHE, DIMS>, FlashTile<CACHE, DIMS>>::type;
@@ -42,21 +42,22 @@ struct Form {
     using Query = typename Choose<QUERY_IN_SHARED, QueryInShared<KEY_STEPS, 32 * WARPS>,
                                   QueryInRegisters<KEY_STEPS, Rows::OPERAND>>::type;
     using Softmax = OnlineSoftmax<typename Products::Math, Rows, OUT_FRAGMENTS>;
-    // Lanes of four pairs of rows, or of four rows, store to different banks.
+    // The padding puts consecutive rows (of 16), or consecutive row pairs (of 8), an odd multiple of 8 banks apart: the
+    // lanes of a warp store to different banks.
     using Results = TeamResults<TEAMS, ROWS, DIMS + ROWS_ / 2>;
 
-    static constexpr int STAGE_BYTES = TEAMS * 2 * Tile::BYTES; // of all teams: keys and values of a tile of each
+    static constexpr int STAGE_BYTES = TEAMS * 2 * Tile::BYTES; // one stage: a tile's keys and values for every team
 
-    // Shared memory for pieces of `rows` rows: the stages, where the last one is results in the end, and behind them the
-    // inbox of a block of a cluster (`store_cluster`).
+    // Return the dynamic shared memory of a block for pieces of `rows` rows: the stages, then a cluster block's inbox
+    // (`store_cluster`). At the end the results overwrite the last stage, which is enlarged if they need more.
     static constexpr int shared_bytes(int rows) {
         const int results = TEAMS * rows * Results::STRIDE * 4;
         const int found = (STAGES - 1) * STAGE_BYTES + (results > STAGE_BYTES ? results : STAGE_BYTES);
-        const int own = (rows * (DIMS / 4) + CLUSTER - 1) / CLUSTER; // quads of a row of a block
+        const int own = (rows * (DIMS / 4) + CLUSTER - 1) / CLUSTER; // quads (4 dimensions of a row) that a block owns
         return CLUSTER == 1 ? found : found + CLUSTER * (own * 16 + rows * 8);
     }
 
-    // The token of a tile, and the dimension, of element i of a lane's fragment n of the scores, or of the output.
+    // Return the token of a tile (token) or the dimension (dim) of element i of a lane's fragment n.
     static __device__ __forceinline__ int token(int n, int i, int lane) {
         return Tile::token(Rows::eight(n, i), Rows::column(lane, i));
     }

@@ -1,13 +1,13 @@
-// Merging what the blocks of a cluster found for an item: each block has an inbox in its shared memory, where the others
-// leave their parts, and a barrier that completes when all have arrived.
+// Merge the results of a cluster's blocks for one item. Each block has an inbox in its shared memory. All blocks send
+// their parts to it, and its mbarrier completes when all parts have arrived.
 #pragma once
 #include "common/cluster.cuh"
 #include "common/hopper.cuh"
 #include "paged_attention/results.cuh"
 
-// Begin the cluster's barrier, behind which the inboxes of all blocks are open: for all threads, first of all. Nothing
-// but the barrier's initialization, which has a fence of its own, must be seen by the others, so that no memory access
-// is waited for.
+// Initialize the inbox's mbarrier and arrive at the cluster barrier. All threads call this at the start; after
+// `cluster_wait` the inboxes of all blocks are open. Other blocks need to see only the mbarrier's initialization, which
+// has its own fence. The arrive is therefore relaxed and waits for no memory access.
 template <int CLUSTER> __device__ __forceinline__ void open_inbox(unsigned barrier) {
     if constexpr (CLUSTER > 1) {
         if (threadIdx.x == 0) {
@@ -18,7 +18,8 @@ template <int CLUSTER> __device__ __forceinline__ void open_inbox(unsigned barri
     }
 }
 
-// *here = value in block `rank`, without waiting, counted there by the barrier at the shared address `barrier`.
+// Store `value` to *here in block `rank` with st.async. The mbarrier at shared address `barrier` of that block counts
+// the bytes.
 __device__ __forceinline__ void send(int rank, uint4* here, const uint4& value, unsigned barrier) {
     asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
@@ -34,7 +35,7 @@ __device__ __forceinline__ void send(int rank, unsigned long long* here, unsigne
                  : "memory");
 }
 
-// Waits for what the blocks of the cluster have sent to this one: the barrier's first phase.
+// Wait for the mbarrier's first phase: everything that the cluster's blocks send to this block has arrived.
 __device__ __forceinline__ void wait_for_inbox(unsigned barrier) {
     asm volatile("{ .reg .pred complete;\n"
                  "again:\n"
@@ -43,15 +44,16 @@ __device__ __forceinline__ void wait_for_inbox(unsigned barrier) {
                  : "memory");
 }
 
-// `store_piece` for an item whose tokens a cluster has shared. The blocks divide the dimensions of all rows in quads;
-// each merges what its teams have of a quad into the memory of the block whose quad it is, at `inbox`, and then adds up
-// what all blocks left in its own. All blocks must have opened their inboxes. None reads the memory of another, and each
-// waits for all that comes to it, so that each may end.
+// Merge and store the results of an item that a cluster shares (the cluster's `store_piece`). The results of a row are
+// divided into quads of four dimensions, and each quad is owned by one block. A block merges its teams' results of
+// every quad, sends the quad to the owner's inbox, and sends each row's maximum and sum to all blocks. The block then
+// merges the parts in its own inbox and stores its quads. All blocks must have opened their inboxes. No block reads
+// another's memory, and each waits for everything that is sent to it; so a block may exit when it is done.
 template <int CLUSTER, typename T, int TEAMS, int ROWS, int STRIDE>
 __device__ void store_cluster(const Params& p, const Segment& segment, const TeamResults<TEAMS, ROWS, STRIDE>& found,
                               char* inbox, unsigned barrier) {
     const int quads = p.head_dim / 4, own = ceil_div(p.rows * quads, CLUSTER), rank = cluster_rank<CLUSTER>();
-    const int rows = min(ROWS, p.group * p.query_tokens - segment.row_block * ROWS);       // that there are
+    const int rows = min(ROWS, p.group * p.query_tokens - segment.row_block * ROWS);       // valid rows
     uint4* const parts = reinterpret_cast<uint4*>(inbox);                                  // [CLUSTER, own]
     auto* const statistics = reinterpret_cast<unsigned long long*>(&parts[CLUSTER * own]); // [CLUSTER, p.rows]
     if (threadIdx.x == 0)

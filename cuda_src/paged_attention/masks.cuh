@@ -1,13 +1,13 @@
-// What the scores of a tile go through after the product. A thread has those of two rows, for two or four tokens each.
+// Scale and mask the scores of a tile after the product. A lane has scores of two rows, for two or four tokens each.
 #pragma once
 #include "paged_attention/scores.cuh"
 #include "paged_attention/team.cuh"
 
-// What the scores of a thread's two rows are made with.
+// The terms that turn products into scores, for a lane's two rows.
 struct ScoreTerms {
-    int positions[2];             // the last token that the row sees
-    float factors[2];             // of the product, times log2(e)
-    float slopes[2] = {0.f, 0.f}; // times log2(e)
+    int positions[2];             // last token that each row sees
+    float factors[2];             // scale of the products, times log2(e)
+    float slopes[2] = {0.f, 0.f}; // ALiBi slopes times log2(e)
 
     __device__ __forceinline__ void load_slopes(const Params& p, const Row (&rows)[2]) {
         for (int j = 0; j < 2; ++j)
@@ -15,7 +15,7 @@ struct ScoreTerms {
     }
 };
 
-// Whether one of a thread's two rows sees the block of the block-sparse pattern that `token` is in.
+// Return whether one of a lane's two rows sees the block of the block-sparse pattern that contains `token`.
 template <typename F>
 __device__ __forceinline__ bool seen(const Params& p, const Team<F>& team, const Segment& segment, int token) {
     const Row first = team.row_of(p, segment, 0), second = team.row_of(p, segment, 1);
@@ -23,7 +23,7 @@ __device__ __forceinline__ bool seen(const Params& p, const Team<F>& team, const
            (second.valid && in_pattern(p, segment, second.head, token));
 }
 
-// Add the second of the two sums that scores consist of.
+// Add the second accumulator chain to the scores.
 template <int FRAGMENTS>
 __device__ __forceinline__ void add_scores(float (&scores)[FRAGMENTS][4], const float (&second)[FRAGMENTS][4]) {
 #pragma unroll
@@ -32,7 +32,7 @@ __device__ __forceinline__ void add_scores(float (&scores)[FRAGMENTS][4], const 
         for (int i = 0; i < 4; ++i) scores[n][i] += second[n][i];
 }
 
-// Scale the scores; with EXTRAS, modify them and mask what the block-sparse pattern leaves out.
+// Scale the scores. With EXTRAS, also apply softcap and slope, and mask the tokens outside the block-sparse pattern.
 template <typename F>
 __device__ __forceinline__ void scale_scores(float (&scores)[F::Rows::FRAGMENTS][4], const Params& p,
                                              const Segment& segment, const Row (&rows)[2], const ScoreTerms& terms,
@@ -51,7 +51,7 @@ __device__ __forceinline__ void scale_scores(float (&scores)[F::Rows::FRAGMENTS]
         }
 }
 
-// Mask the tokens after each row's position, and those before its window.
+// Mask the tokens after each row's position and the tokens before its window.
 template <typename F>
 __device__ __forceinline__ void mask_scores(float (&scores)[F::Rows::FRAGMENTS][4], const Params& p,
                                             const ScoreTerms& terms, int token, int lane) {

@@ -4,47 +4,47 @@
 //   lse    = larger + log(exp(lse_a - larger) + exp(lse_b - larger))
 //   out    = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b
 //
-// A side whose lse is -inf or +inf is over no tokens and counts for nothing, even if its output is NaN.
+// A side whose lse is -inf or +inf covers no tokens. Its weight is 0, even if its output is NaN.
 //
 // HEADS_FIRST: the log-sum-exps are [..., heads, tokens] for outputs of [..., tokens, heads, head_dim].
 //
-// Grid: blocks of 128 threads, of which each has EACH times VECTOR elements of `out`, all of whose loads are on their way
-// before the first is used. POWER: a row has a power of two of these vectors, so that no division finds the row of one.
+// Grid: blocks of 128 threads. A thread merges EACH vectors of VECTOR elements of `out` and issues all its loads before
+// it uses the first. POWER: a row has a power of two of vectors, so a shift instead of a division finds a vector's row.
 //
-// Speed of light: 3 * head_dim * sizeof(T) bytes per row, and hardly a flop per byte: memory bandwidth is the bound. On
-// an H200, 8192 tokens of 32 heads of 128 in bfloat16 take 48.7 us, of which a copy of the same bytes takes 48.1 (99%),
-// and 53.5 us (90%) where the log-sum-exps are by heads. 2048 tokens take 14.2 us.
+// Speed of light: 3 * head_dim * sizeof(T) bytes per row and less than a flop per byte: memory bandwidth is the bound.
+// On an H200, 8192 tokens of 32 heads of 128 in bfloat16 take 48.7 us; a copy of the same bytes takes 48.1 us (99%).
+// With HEADS_FIRST the same takes 53.5 us (90%). 2048 tokens take 14.2 us.
 #include "common/numeric.cuh"
 #include "common/overlap.cuh"
 
 struct MergeParams {
     const void* out_a;  // [rows, head_dim]  T
-    const float* lse_a; // [rows], natural
+    const float* lse_a; // [rows], natural base
     const void* out_b;  // like out_a
     const float* lse_b; // like lse_a
-    void* out;          // like out_a, and may be it
-    float* lse;         // like lse_a, and may not be it: other threads still read
+    void* out;          // like out_a; may be the same array as out_a or out_b
+    float* lse;         // like lse_a; must be another array, because other threads still read lse_a and lse_b
     long long rows;
     int head_dim;
-    long long heads;  // if HEADS_FIRST, like the next one
-    long long tokens; // of each [tokens, heads, head_dim]
-    int shift;        // if POWER: the logarithm of the vectors of a row
+    long long heads;  // only with HEADS_FIRST, like `tokens`
+    long long tokens; // outputs are blocks of [tokens, heads, head_dim]
+    int shift;        // if POWER: log2 of the vectors per row
 };
 
-// A side's log-sum-exp, with -inf for both of the values that say that it is over no tokens.
+// Load a side's log-sum-exp. Both -inf and +inf mean no tokens; return -inf for both.
 __device__ __forceinline__ float load_lse(const float* from) {
     const float lse = *from;
     return lse == CUDART_INF_F ? -CUDART_INF_F : lse;
 }
 
-// Where the log-sum-exp of a row is.
+// Return the index of a row's log-sum-exp.
 template <bool HEADS_FIRST> __device__ __forceinline__ long long place_of(const MergeParams& p, long long row) {
     if constexpr (!HEADS_FIRST) return row;
     if (p.rows > 0x7fffffff || p.heads * p.tokens != p.rows) {
         const long long token = row / p.heads, block = token / p.tokens;
         return (block * p.heads + (row - token * p.heads)) * p.tokens + (token - block * p.tokens);
     }
-    // Divisions of 64 bits would take longer than all other arithmetic of a thread.
+    // 64-bit divisions would take longer than all other arithmetic of the thread.
     const unsigned heads = p.heads, token = static_cast<unsigned>(row) / heads;
     return (static_cast<unsigned>(row) - token * heads) * p.tokens + token;
 }
@@ -54,21 +54,22 @@ template <typename T, int VECTOR> struct alignas(sizeof(T) * VECTOR) Items {
     T items[VECTOR];
 };
 
-// Whether `divide_plain` divides this by a number in [1, 2] like an ordinary division: neither 0 (whose sign it loses) nor so
-// small or so large that a step of it leaves the normal numbers.
+// Return whether `divide_plain` divides this value by a number in [1, 2] with the result of operator /. It does not for
+// 0, because it loses the sign, and for magnitudes at which an intermediate result leaves the normal range.
 __device__ __forceinline__ bool is_plain(float value) {
-    return fabsf(value) > 1e-20f && fabsf(value) < 1e30f; // not for NaN
+    return fabsf(value) > 1e-20f && fabsf(value) < 1e30f; // false for NaN
 }
 
-// 1 / divisor for `divide_plain`, a last digit off at most.
+// Return 1 / divisor for `divide_plain`, with an error of at most one unit in the last place.
 __device__ __forceinline__ float reciprocal_of(float divisor) {
     float approximate;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(approximate) : "f"(divisor));
     return fmaf(approximate, fmaf(-divisor, approximate, 1.f), approximate);
 }
 
-// value / divisor, with the steps and the rounding of the operator /: a quotient, and its correction by what remains
-// (Markstein, 1990). The operator finds the reciprocal anew each time, and asks whether the numbers are plain.
+// Return value / divisor with the steps and the rounding of operator /: a quotient, corrected by its remainder
+// (Markstein, 1990). Operator / would find the reciprocal again for every value and check whether the numbers are
+// plain.
 __device__ __forceinline__ float divide_plain(float value, float divisor, float reciprocal) {
     const float quotient = value * reciprocal;
     return fmaf(reciprocal, fmaf(-divisor, quotient, value), quotient);
@@ -118,7 +119,7 @@ __global__ __launch_bounds__(MERGE_THREADS) void merge_states(const __grid_const
         } else {
 #pragma unroll
             for (int j = 0; j < VECTOR; ++j) {
-                // An output over no tokens may hold anything.
+                // The output of a side without tokens may hold anything.
                 const float value_a = a[e] == -CUDART_INF_F ? 0.f : to_float(from_a[e].items[j]);
                 const float value_b = b[e] == -CUDART_INF_F ? 0.f : to_float(from_b[e].items[j]);
                 merged.items[j] = from_float<T>(some ? fmaf(value_a, share_a, value_b * share_b) / sum : 0.f);

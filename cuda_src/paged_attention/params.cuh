@@ -1,61 +1,61 @@
-// The parameters of `attend` and `attend_scalar`.
+// The parameters of `attend` and `attend_scalar`, and how work is distributed.
 #pragma once
 
-constexpr int UNIT_TOKENS = 64; // pieces of sequences are whole units
+constexpr int UNIT_TOKENS = 64; // sequences are cut into pieces of whole units
 
 enum Layout {
-    // Keys [blocks, kv_heads, head_dim / x, block_size, x] with x elements in 16 bytes, values [blocks, kv_heads,
+    // Keys [blocks, kv_heads, head_dim / x, block_size, x], where x elements are 16 bytes; values [blocks, kv_heads,
     // head_dim, block_size].
     VLLM,
-    // Both [blocks, block_size, kv_heads, head_dim].
+    // Keys and values [blocks, block_size, kv_heads, head_dim].
     FLASH,
 };
 
-// How items are dealt to blocks of threads.
+// How items are distributed over blocks of threads.
 enum Dealing {
     QUEUE,    // blocks draw pieces of items
-    CLUSTERS, // each item has a cluster of blocks, or a block
-    EITHER,   // CLUSTERS where all sequences are about as long, or for blocks not too long; else QUEUE
+    CLUSTERS, // each item has a cluster of blocks, or one block
+    EITHER,   // CLUSTERS if all lengths are about equal (clusters) or none is too long (single blocks), else QUEUE
 };
 
 struct Params {
     const void* query;        // [seqs, query_tokens, heads, head_dim]  T
-    const char* keys;         // the cache in its layout  CACHE
-    const char* values;       // the cache in its layout  CACHE
+    const char* keys;         // the cache, in its layout  CACHE
+    const char* values;       // the cache, in its layout  CACHE
     const int* tables;        // [seqs, max_blocks]: block ids
     const int* lengths;       // [seqs]: tokens in the cache
-    const float* slopes;      // [heads]: ALiBi, may be null
+    const float* slopes;      // [heads]: ALiBi slopes, may be null
     const float* sinks;       // [heads], may be null
     const float* key_scale;   // [1], may be null
     const float* value_scale; // [1], may be null
     void* out;                // [seqs, query_tokens, heads, head_dim]  T
     float* lse;               // [seqs, query_tokens, heads], may be null
-    void* partial;            // [slots, head_dim]: outputs of pieces, float32; T if `vllm_workspace`
-    float* maxima;            // [slots]: largest scores of pieces, times log2(e); natural if `vllm_workspace`
+    void* partial;            // [slots, head_dim]: outputs of pieces in float32; in T if `vllm_workspace`
+    float* maxima;            // [slots]: largest score of each piece, times log2(e) unless `vllm_workspace`
     float* sums;              // [slots]: sum of exp(score - maximum) of pieces
-    int* taken;               // [1]: pieces drawn beyond the first of each block; 0 at the start
-    int* arrived;             // [items]: pieces done of each item; 0 at the start
+    int* taken;               // [1]: pieces drawn, without the first of each block; 0 at the start
+    int* arrived;             // [items]: finished pieces of each item; 0 at the start
     long long query_seq, query_token, query_head; // strides in elements
-    long long key_block, key_token, key_head;     // strides in bytes; VLLM has no key_token and value_token
+    long long key_block, key_token, key_head;     // strides in bytes; layout VLLM has no key_token, value_token
     long long value_block, value_token, value_head;
     long long table_row; // stride in elements
     int seqs, query_tokens, heads, kv_heads, head_dim;
     int group;      // heads / kv_heads
     int row_blocks; // ceil(group * query_tokens / a team's rows): blocks of rows of a kv head
-    int blocks;     // of the cache
+    int blocks;     // blocks of the cache
     int block_size, max_blocks;
-    int window;         // 0: none
-    int split;          // tokens of a piece, a multiple of UNIT_TOKENS; 0: as `Pieces::plan` decides
-    int min_units;      // of a piece
-    int rows;           // of a partial result: min(a team's, group * query_tokens)
-    int max_splits;     // of `partial`, if `vllm_workspace`
-    int vllm_workspace; // partial results [seqs, heads, max_splits] in T, also of items in one piece
+    int window;         // tokens that a row sees; 0: no window
+    int split;          // tokens of a piece, a multiple of UNIT_TOKENS; 0: `Pieces::plan` decides
+    int min_units;      // smallest size of a piece
+    int rows;           // rows of a partial result: min(rows of a team, group * query_tokens)
+    int max_splits;     // partial results of a row in `partial`, if `vllm_workspace`
+    int vllm_workspace; // partial results are [seqs, heads, max_splits] in T, also for items of one piece
     // vLLM's block-sparse pattern; sparse_stride 0: dense
     int sparse_local, sparse_stride, sparse_size, sparse_head_step, sparse_rank;
-    float scale;     // of the scores; times the key scale where that is a number
+    float scale;     // of the scores; includes the key scale if the host has it as a number
     float softcap;   // 0: none
-    float out_scale; // the value scale where that is a number, else 1
-    int shares;      // blocks that draw pieces, of which none shall have more than an equal share
+    float out_scale; // the value scale if the host has it as a number, else 1
+    int shares;      // blocks that draw pieces: the tokens are divided into this many equal shares
 };
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }

@@ -1,15 +1,15 @@
-// The pieces that sequences are cut into for the blocks of threads, and the rows that attend to a piece.
+// The pieces that sequences are cut into, and the rows that attend to a piece.
 //
-// An item is (sequence, kv head, block of a team's rows). The tokens of an item are cut into pieces, of whole units of
-// UNIT_TOKENS.
+// An item is (sequence, kv head, block of a team's rows). The tokens of an item are cut into pieces of whole units of
+// UNIT_TOKENS tokens.
 #pragma once
 #include "common/warp.cuh"
 #include "paged_attention/params.cuh"
 
-// The tokens of a sequence that are attended to: [low, length), in units [first, first + units).
+// The tokens of a sequence that its rows attend to: [low, length), in units [first, first + units).
 struct Reach {
     int low, length, first, units;
-    bool whole; // whether `length` is the sequence's: its table, and vLLM's workspace, have room for every token
+    bool whole; // false if `length` was cut to the capacity of the table or of vLLM's workspace
 
     __device__ Reach(const Params& p, int seq) {
         const int wanted = max(p.lengths[seq], 0);
@@ -20,7 +20,7 @@ struct Reach {
         length = whole ? wanted : int(capacity);
         low = p.window ? max(0, length - p.query_tokens - p.window + 1) : 0;
         first = low / UNIT_TOKENS;
-        // A sequence of no tokens is a unit too: its rows must be written.
+        // A sequence without tokens has one unit, because its rows must be written.
         units = max(1, ceil_div(length, UNIT_TOKENS) - first);
     }
 };
@@ -28,18 +28,18 @@ struct Reach {
 // A piece of an item: tokens [begin, end).
 struct Segment {
     int seq, kv_head, row_block;
-    int begin, end, low, length; // `low`, `length` and `whole` are those of `Reach`
-    int piece, pieces;           // its number in the item, and how many the item has
-    int index;                   // its number in the batch
+    int begin, end, low, length; // `low`, `length` and `whole` are copied from `Reach`
+    int piece, pieces;           // index in the item, and number of pieces of the item
+    int index;                   // index in the batch
     bool whole;
 
-    // Whether the piece leaves a partial result.
+    // Return whether the piece leaves a partial result instead of a result.
     __device__ bool partial(const Params& p) const { return pieces > 1 || (p.vllm_workspace && length); }
 };
 
 // One row of an item: a query token of a head.
 struct Row {
-    int token, head; // of the query; valid ones also where the row is not
+    int token, head; // of the query; a valid pair even if the row is not valid
     bool valid;      // false past the last row of the kv head
 
     __device__ Row(const Params& p, const Segment& segment, int row) {
@@ -53,29 +53,29 @@ struct Row {
         return ((long long)segment.seq * p.query_tokens + token) * p.heads + head;
     }
 
-    // The last token of the cache that the row sees.
+    // Return the last token of the cache that the row sees.
     __device__ int position(const Params& p, const Segment& segment) const {
         return valid ? segment.length - p.query_tokens + token : -1;
     }
 };
 
-// All pieces of the batch, which every warp finds by itself from the lengths: so a CUDA graph stays right as sequences
-// grow. Long sequences come first, so that short pieces are left to fill in when blocks become idle at different times.
+// All pieces of the batch. Every warp derives them from the lengths on the device, so a CUDA graph stays valid as
+// sequences grow. Pieces of long sequences come first, so that short pieces fill the gaps when blocks become idle at
+// different times.
 struct Pieces {
-    static constexpr int CLASSES = 4;          // of lengths
-    static constexpr int MOST_UNITS = 1 << 25; // of a sequence: more than any has
+    static constexpr int CLASSES = 4;
+    static constexpr int MOST_UNITS = 1 << 25; // larger than any sequence
 
     const Params& p;
-    const int items;         // of a sequence
-    int piece_units = 0;     // of a piece, at most
-    int total = 0, mean = 0; // units of all sequences, and of one
-    int most = 0;            // units of one of every 32 sequences, those of the lane
-    // Where `find` stands: at 32 sequences of a class of lengths, after `before` pieces.
+    const int items;         // items per sequence
+    int piece_units = 0;     // largest size of a piece
+    int total = 0, mean = 0; // units of all sequences; mean units of a sequence
+    int most = 0;            // units of the longest of the lane's sequences (the lane has every 32nd)
+    // Position of `find`: it looks at 32 sequences of a class, which follow `before` pieces.
     int length_class = 0, first_seq = 0, before = 0;
 
     __device__ explicit Pieces(const Params& p) : p(p), items(p.kv_heads * p.row_blocks) {}
 
-    // Look at the lengths.
     __device__ void look() {
         for (int seq = threadIdx.x % 32; seq < p.seqs; seq += 32) {
             const int units = Reach(p, seq).units;
@@ -85,17 +85,17 @@ struct Pieces {
         mean = total / p.seqs;
     }
 
-    // Whether no sequence has more than `more` units above the mean.
+    // Return whether no sequence exceeds the mean by more than `more` units.
     __device__ bool even(int more) const { return within(mean + more); }
 
-    // Units of a piece that is an equal share of one of so many blocks.
+    // Return the units of a piece if the batch is divided equally over `blocks` blocks.
     __device__ int share_of(int blocks) const { return max(p.min_units, ceil_div(total * items, blocks)); }
 
-    // Whether no sequence has more than `units`.
+    // Return whether no sequence has more than `units` units.
     __device__ bool within(int units) const { return __reduce_max_sync(FULL_WARP, most) <= units; }
 
-    // Choose the size of the pieces: an equal share of the units for each of so many blocks, or as little more (lane l
-    // tries l / 16 of a share) as gives no more pieces than there are blocks.
+    // Choose the size of the pieces. It is an equal share of the units per block, or the smallest larger size that
+    // keeps the number of pieces at most the number of blocks. Lane l tries a share plus l / 16 of it.
     __device__ void plan(unsigned blocks) {
         if (p.split) {
             piece_units = p.split / UNIT_TOKENS;
@@ -106,7 +106,8 @@ struct Pieces {
         if (p.seqs * items > blocks) return;
         const int lane = threadIdx.x % 32;
         const int tried = share + share * lane / 16;
-        // Rounding may miscount the pieces of more than 2^21 units, which then are some more than blocks, or larger.
+        // With more than 2^21 units the float rounding may miscount. Then there are a few more pieces than blocks, or
+        // the pieces are larger than necessary.
         const float inverse = 1.f / tried, rounded = tried - 0.5f;
         int pieces = 0;
         for (int seq = 0; seq < p.seqs; ++seq) pieces += int((Reach(p, seq).units + rounded) * inverse);
@@ -114,17 +115,17 @@ struct Pieces {
         if (fits) piece_units = __shfl_sync(FULL_WARP, tried, __ffs(fits) - 1);
     }
 
-    // The pieces of an item of a sequence. Pieces of the size `split` begin at its multiples.
+    // Return the number of pieces of an item. With a fixed `split`, pieces begin at multiples of `split`.
     __device__ int count(const Reach& reach) const {
         return ceil_div(p.split ? reach.first % piece_units + reach.units : reach.units, piece_units);
     }
 
-    // The class of a sequence, of which 0 has the longest.
+    // Return the length class of a sequence: 0 for the longest sequences.
     __device__ int class_of(const Reach& reach) const {
         return (reach.units * 2 <= mean * 3) + (reach.units <= mean) + (reach.units * 2 <= mean);
     }
 
-    // Find piece `index` of the batch, which is not smaller than at the last call; false if there are not so many.
+    // Find piece `index` of the batch. Calls must not decrease `index`. Return false if there are not that many pieces.
     __device__ bool find(int index, Segment& segment) {
         const int lane = threadIdx.x % 32;
         for (;; first_seq += 32) {
@@ -151,8 +152,7 @@ struct Pieces {
         }
     }
 
-    // Set `segment` to piece `number` of a sequence, of which the pieces of all items with the same tokens are
-    // neighbours.
+    // Set `segment` to piece `number` of a sequence. All items' pieces over the same tokens have consecutive numbers.
     __device__ void set(Segment& segment, int seq, int number, int index) const {
         const Reach reach(p, seq);
         const int item = number % items;
@@ -162,7 +162,7 @@ struct Pieces {
         segment.low = reach.low, segment.length = reach.length, segment.whole = reach.whole;
         auto first_unit = [&](int piece) {
             if (p.split) return (reach.first / piece_units + piece) * piece_units;
-            // Pieces of an item differ by a unit at most.
+            // The sizes of an item's pieces differ by one unit at most.
             return reach.first + piece * (reach.units / segment.pieces) + min(piece, reach.units % segment.pieces);
         };
         segment.begin = first_unit(segment.piece) * UNIT_TOKENS;

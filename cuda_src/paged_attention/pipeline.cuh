@@ -1,4 +1,4 @@
-// A piece in a team's pipeline: the blocks of its tiles are looked up, and the tiles copied into the stages.
+// The pipeline of a team: it looks up the cache blocks of a piece's tiles and copies the tiles into the stages.
 #pragma once
 #include "common/mma.cuh"
 #include "paged_attention/masks.cuh"
@@ -7,13 +7,13 @@
 template <typename F> struct Pipeline {
     Segment segment;
     const int* table;
-    int tiles; // of this team
-    // The table's entries for the team's next 64 tiles, one in each lane; the later half is loaded 32 tiles ahead.
+    int tiles; // number of tiles of this team
+    // Table entries of the team's next 64 tiles, one per lane in each register. `next_entry` is loaded 32 tiles ahead.
     int entry, next_entry;
-    bool bad; // whether an entry is no block of the cache, or the sequence has more tokens than the table
+    bool bad; // an entry is not a block of the cache, or the sequence is longer than its table
 
-    // The entry `id` of the table for the team's tile k, or 0 if it is bad. Entries that no token needs may be
-    // anything.
+    // Return the table entry `id` of the team's tile k. If the entry is invalid, set `bad` and return 0. Entries that
+    // no token needs may be anything.
     __device__ __forceinline__ int checked(const Params& p, const Team<F>& team, int k, int id) {
         if (k >= tiles || team.token(segment, k) + TILE <= segment.low || unsigned(id) < unsigned(p.blocks)) return id;
         bad = true;
@@ -24,7 +24,7 @@ template <typename F> struct Pipeline {
         return k < tiles ? checked(p, team, k, table[team.token(segment, k) / team.block_size]) : 0;
     }
 
-    // Look up the first 64 tiles of `segment`. Where `known`, `first_entry` is what the table says for tile `lane`.
+    // Look up the first 64 tiles of `segment`. If `known`, `first_entry` is the table entry of tile `lane`.
     __device__ __forceinline__ void look_up(const Params& p, const Team<F>& team, bool known, int first_entry) {
         tiles = team.share(ceil_div(segment.end - segment.begin, TILE));
         bad = !segment.whole;
@@ -32,7 +32,7 @@ template <typename F> struct Pipeline {
         next_entry = entry_of(p, team, 32 + team.lane);
     }
 
-    // Whether a row sees a token of tile k.
+    // Return whether a row sees a token of tile k.
     __device__ __forceinline__ bool wanted(const Params& p, const Team<F>& team, int k) const {
         const int token = team.token(segment, k);
         bool wanted = k < tiles && token + TILE > segment.low;
@@ -41,8 +41,8 @@ template <typename F> struct Pipeline {
         return wanted;
     }
 
-    // Start to copy tile k into its stage, as one group of copies. The group is empty where no row sees a token of the
-    // tile: then its block may be gone.
+    // Start to copy tile k into its stage, as one cp.async commit group. The group is empty if no row sees a token of
+    // the tile, because then its block may have been freed.
     __device__ __forceinline__ void start_copies(const Params& p, const Team<F>& team, int k) {
         if (k % 32 == 0 && k > 0) {
             entry = next_entry;
@@ -54,7 +54,7 @@ template <typename F> struct Pipeline {
         cp_async_commit_group();
     }
 
-    // Start to copy the first tiles, into all stages but one.
+    // Start to copy the first STAGES - 1 tiles.
     __device__ __forceinline__ void start(const Params& p, const Team<F>& team) {
 #pragma unroll
         for (int k = 0; k < F::STAGES - 1; ++k) start_copies(p, team, k);

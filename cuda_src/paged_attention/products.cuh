@@ -1,19 +1,19 @@
-// The two products of attention for N tiles, by the width of the cache's numbers: scores = query keys^T for a warp's
-// rows and each tile's 16 tokens, and out += weights values. `keys_at` and `values_at` are shared addresses. The sums of
-// several tiles' scores do not wait for each other, nor do the CHAINS sums that those of one tile consist of.
+// The two products of attention for N tiles of 16 tokens and a warp's rows, by the width of the cache's elements:
+// scores = query keys^T, and out += weights values. `keys_at` and `values_at` are shared addresses. Different tiles,
+// and the CHAINS partial sums of a tile, use separate accumulators, so their MMAs do not wait for each other.
 #pragma once
 #include "common/fp8.cuh"
 #include "common/mma.cuh"
 #include "paged_attention/rows.cuh"
 #include "paged_attention/tile.cuh"
 
-// Products with a cache of the query's type T: fragments are as ldmatrix loads them.
+// Products with a cache in the query's type T. The fragments are used as ldmatrix loads them.
 template <typename T, typename CACHE, typename Tile, typename Rows> struct Products16 {
     using Math = T;                         // type of the factors
-    static constexpr bool RESCALED = false; // whether the query is, for the range of Math
+    static constexpr bool RESCALED = false; // whether the query is rescaled to the range of Math
 
-    // The first of the two dimensions that a lane of column pair `pair` has in half `half` of the query's fragment of a
-    // step.
+    // Return the first of the lane's two dimensions in half `half` of a step's query fragment. `pair`: the lane's
+    // column pair.
     static __device__ __forceinline__ int query_dim(int step, int half, int pair) {
         return step * 16 + pair * 2 + half * 8;
     }
@@ -49,13 +49,11 @@ template <typename T, typename CACHE, typename Tile, typename Rows> struct Produ
     }
 };
 
-// Products with a cache of 8-bit numbers: each is a float16 exactly, so all factors are in float16.
+// Products with an 8-bit cache. float16 represents every 8-bit value exactly, so all factors are float16.
 template <typename T, typename CACHE, typename Tile, typename Rows> struct Products8 {
-    using Math = __half;                             // type of the factors
-    static constexpr bool RESCALED = IS_BFLOAT16<T>; // whether the query is, for the range of Math
+    using Math = __half;
+    static constexpr bool RESCALED = IS_BFLOAT16<T>;
 
-    // The first of the two dimensions that a lane of column pair `pair` has in half `half` of the query's fragment of a
-    // step.
     static __device__ __forceinline__ int query_dim(int step, int half, int pair) {
         return step * 16 + pair * 4 + half * 2;
     }
@@ -90,7 +88,8 @@ template <typename T, typename CACHE, typename Tile, typename Rows> struct Produ
             }
     }
 
-    // Add the product with a tile to its fragments, of which it is the k-th. A register of `bytes` has four neighbours.
+    // Add the product with a tile to the k-th group of Rows::FRAGMENTS fragments. A register of `bytes` has four
+    // neighbouring elements.
     template <int FRAGMENTS>
     static __device__ __forceinline__ void multiply_bytes(float (&to)[FRAGMENTS][4], int k,
                                                           const unsigned (&rows)[Rows::OPERAND],

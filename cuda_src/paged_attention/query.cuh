@@ -1,11 +1,10 @@
-// The query of a warp's rows, as the operand of the product with the keys. Register `half * QUERY_ROWS + j` of a step has
-// two dimensions of the j-th of a lane's QUERY_ROWS rows.
+// The query of a warp's rows, as the operand of the product with the keys. Register `half * QUERY_ROWS + j` of a step
+// holds two dimensions of the j-th of a lane's QUERY_ROWS rows.
 #pragma once
 #include "common/mma.cuh"
 #include "common/warp.cuh"
 #include "paged_attention/team.cuh"
 
-// Fragments that stay in registers.
 template <int STEPS, int OPERAND> struct QueryInRegisters {
     unsigned fragments[STEPS][OPERAND];
 
@@ -17,10 +16,10 @@ template <int STEPS, int OPERAND> struct QueryInRegisters {
     }
 };
 
-// Fragments of 16 rows that each thread keeps in shared memory, and loads again for every tile: large heads leave no
-// registers for them beside the output.
+// Query fragments of 16 rows that each thread keeps in shared memory and loads again for every tile. Large heads leave
+// no registers for them beside the output.
 template <int STEPS, int THREADS> struct QueryInShared {
-    unsigned fragments[STEPS][4]; // until they are kept
+    unsigned fragments[STEPS][4]; // valid until `keep`
     uint4* kept;                  // [STEPS, THREADS]
 
     __device__ __forceinline__ void keep(uint4* in_shared) {
@@ -37,8 +36,8 @@ template <int STEPS, int THREADS> struct QueryInShared {
     }
 };
 
-// Round row j of a bfloat16 query to float16, divided by the power of two that is returned. It brings the row's largest
-// number to between 1 and 2: into the range of float16, which has more digits than bfloat16 there.
+// Round row j of a bfloat16 query to float16 after dividing it by a power of two. Return that power. The division
+// brings the row's largest magnitude into [1, 2), where float16 has enough range and more digits than bfloat16.
 template <int STEPS, int OPERAND>
 __device__ __forceinline__ float rescale_row(unsigned (&query)[STEPS][OPERAND], int j) {
     constexpr int QUERY_ROWS = OPERAND / 2;
@@ -63,7 +62,7 @@ __device__ __forceinline__ float rescale_row(unsigned (&query)[STEPS][OPERAND], 
     return __uint_as_float(exponent << 23);
 }
 
-// Load the query of a thread's rows, each by lanes 4 i ... 4 i + 3.
+// Load the query of a lane's rows. Lanes 4 i ... 4 i + 3 share a row.
 template <typename F>
 __device__ __forceinline__ void load_query(const Params& p, const Team<F>& team, const Segment& segment,
                                            unsigned (&query)[F::KEY_STEPS][F::Rows::OPERAND]) {
@@ -84,7 +83,8 @@ __device__ __forceinline__ void load_query(const Params& p, const Team<F>& team,
     }
 }
 
-// The factors of the scores of a thread's two rows: `scale`, times what the row of the query is divided by here.
+// Set the score factors of a lane's two rows to `scale`. If the products need a rescaled query, divide each row by a
+// power of two and multiply its factor by the same power.
 template <typename F>
 __device__ __forceinline__ void find_factors(float scale, int lane, unsigned (&query)[F::KEY_STEPS][F::Rows::OPERAND],
                                              float (&factors)[2]) {

@@ -1,7 +1,9 @@
-// Results of pieces: the teams of a block merge what they found, and store it or merge it with the item's other pieces.
+// Results of pieces. The teams of a block merge their results, and the block stores them or merges them with the item's
+// other pieces.
 //
-// Of some tokens a row knows a maximum of scores (times log2(e)), the sum of exp(score - maximum), and the same sum of
-// values. Two such triples over different tokens are merged by rescaling both to the larger maximum and adding.
+// For a set of tokens a row has three results: the maximum of the scores (times log2(e)), the sum of exp(score -
+// maximum), and the values summed with these weights. To merge two such triples over different tokens, both are
+// rescaled to the larger maximum and added.
 #pragma once
 #include "common/mma.cuh"
 #include "common/numeric.cuh"
@@ -9,7 +11,7 @@
 
 constexpr float LN_2 = 0.693147180559945309f;
 
-// Add a row's sink to its maximum and sum; the row's values are to be multiplied by `weight` then.
+// Add a row's sink to its maximum and sum. The caller must multiply the row's values by `weight`.
 __device__ __forceinline__ void add_sink(const Params& p, int head, float& maximum, float& sum, float& weight) {
     weight = 1.f;
     if (!p.sinks) return;
@@ -33,12 +35,12 @@ template <typename T> __device__ __forceinline__ void store_four(T* to, const fl
     }
 }
 
-// The triple of a row for four neighbouring dimensions: `values` are not yet divided by `sum`.
+// The triple of a row for four neighbouring dimensions. `values` are not yet divided by `sum`.
 struct Quad {
     float maximum, sum, values[4];
 
-    // Add another triple, where `larger` is the maximum of all that are added. Of no tokens the maximum is -inf and all
-    // else 0, but for the sum, which is NaN after a bad block id.
+    // Add another triple. `larger` is the maximum over all triples that are added. A triple over no tokens has maximum
+    // -inf and zeros; its sum is NaN after a bad block id.
     __device__ __forceinline__ void add(float other, float other_sum, const float4& part, float larger) {
         const float weight = other == -CUDART_INF_F ? 1.f : fast_exp2(other - larger);
         sum += other_sum * weight;
@@ -47,13 +49,13 @@ struct Quad {
     }
 };
 
-// What the teams of a block left in shared memory.
+// The results of a block's teams in shared memory.
 template <int TEAMS, int ROWS, int STRIDE_> struct TeamResults {
     static constexpr int STRIDE = STRIDE_;
     float *maxima, *sums; // [TEAMS, ROWS]
     float* outputs;       // [TEAMS, p.rows, STRIDE]
 
-    // Merge the teams' triples of row r.
+    // Merge the teams' triples of row r for dimensions dim ... dim + 3.
     __device__ __forceinline__ Quad merge(const Params& p, int r, int dim) const {
         Quad quad = {-CUDART_INF_F, 0.f, {}};
 #pragma unroll
@@ -68,7 +70,7 @@ template <int TEAMS, int ROWS, int STRIDE_> struct TeamResults {
     }
 };
 
-// Where the partial results of a row are: that of the item's first piece, and the distance to each next one.
+// The slots of a row's partial results: the slot of the item's first piece, and the distance to the next piece's slot.
 struct Slots {
     long long first, step;
 
@@ -100,7 +102,8 @@ __device__ __forceinline__ void store_result(const Params& p, const Segment& seg
     if (p.lse && dim == 0) p.lse[index] = log_sum(quad.maximum, quad.sum);
 }
 
-// Store four dimensions of a row's partial result; in vLLM's workspace as the attention to the piece by itself.
+// Store four dimensions of a row's partial result. vLLM's workspace takes the attention over the piece alone: divided
+// by its sum and multiplied by the value scale.
 template <typename T>
 __device__ __forceinline__ void store_partial(const Params& p, const Segment& segment, const Row& row, int r, int dim,
                                               Quad quad) {
@@ -117,7 +120,7 @@ __device__ __forceinline__ void store_partial(const Params& p, const Segment& se
     store_four(&static_cast<T*>(p.partial)[slot * p.head_dim + dim], quad.values);
 }
 
-// Load from L2, where other multiprocessors' stores arrive: the first-level cache does not see them.
+// Load from L2: the L1 cache does not see the stores of other multiprocessors.
 template <typename T> __device__ __forceinline__ float4 load_partial(const Params& p, long long at) {
     if (!p.vllm_workspace) return __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(p.partial) + at));
     if constexpr (sizeof(T) == 4) {
@@ -129,8 +132,8 @@ template <typename T> __device__ __forceinline__ float4 load_partial(const Param
     }
 }
 
-// Merge the partial results of all pieces of an item and store the results. The order is that of the pieces, so that
-// the bits do not depend on which block does it.
+// Merge the partial results of all pieces of an item and store the results. The pieces are added in their order, so all
+// blocks would produce the same bits.
 template <int ROWS, typename T> __device__ void merge_pieces(const Params& p, const Segment& segment) {
     const int quads = p.head_dim / 4;
     for (int i = threadIdx.x; i < ROWS * quads; i += blockDim.x) {
@@ -152,12 +155,12 @@ template <int ROWS, typename T> __device__ void merge_pieces(const Params& p, co
             if (p.vllm_workspace) part = make_float4(part.x * sum, part.y * sum, part.z * sum, part.w * sum);
             quad.add(maximum, sum, part, quad.maximum);
         }
-        // Partial results in vLLM's workspace are scaled already.
+        // Partial results in vLLM's workspace include the value scale already.
         store_result<T>(p, segment, row, dim, quad, p.vllm_workspace ? 1.f : value_scale(p));
     }
 }
 
-// Merge what the teams found for the rows of a piece, and store it: results, or partial ones.
+// Merge the teams' results of a piece's rows and store them, as results or as partial results.
 template <typename T, int TEAMS, int ROWS, int STRIDE>
 __device__ void store_piece(const Params& p, const Segment& segment, const TeamResults<TEAMS, ROWS, STRIDE>& found) {
     const int quads = p.head_dim / 4;
@@ -174,8 +177,8 @@ __device__ void store_piece(const Params& p, const Segment& segment, const TeamR
     }
 }
 
-// For one thread, after the block has stored a piece and passed a barrier: how many pieces of the item were done
-// before.
+// Count a finished piece of an item and return how many were finished before. One thread calls this after the block has
+// stored the piece and passed a barrier.
 __device__ __forceinline__ int arrive(const Params& p, const Segment& segment) {
     __threadfence();
     return atomicAdd(&p.arrived[(segment.seq * p.kv_heads + segment.kv_head) * p.row_blocks + segment.row_block], 1);

@@ -1,38 +1,38 @@
-// A warp's rows of queries as an operand of its products with a tile: of 16 tokens and 16 dimensions each, scores =
-// query keys^T and out += weights values. Letters and lanes are those of common/mma.cuh.
+// A warp's query rows as an operand of the products with a tile of 16 tokens and 16 dimensions: scores = query keys^T
+// and out += weights values. Fragment letters and lanes are defined in common/mma.cuh.
 //
-// Either way a lane loads the tile as four registers: `tile[0]` and `tile[1]` are a fragment B of the first eight tokens
-// (of the values: dimensions), `tile[2]` and `tile[3]` of the others. In another order the same registers are a fragment
-// A of all sixteen, and the product is the transposed one.
+// A lane loads a tile as four registers. `tile[0]` and `tile[1]` are a fragment B of the first eight tokens (for the
+// values: dimensions), `tile[2]` and `tile[3]` of the other eight. The same registers in another order are a fragment A
+// of all sixteen; then the MMA computes the transposed product.
 #pragma once
 #include "common/mma.cuh"
 #include "common/warp.cuh"
 
-// Transposes a matrix of 8 x 8 16-bit numbers, of which a lane has columns 2 (l % 4) and 2 (l % 4) + 1 of row l / 4.
+// Transpose a matrix of 8 x 8 16-bit numbers. Lane l has columns 2 (l % 4) and 2 (l % 4) + 1 of row l / 4.
 __device__ __forceinline__ unsigned transpose_matrix(unsigned two) {
     unsigned transposed;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(two));
     return transposed;
 }
 
-// 16 rows, as operand A. The result has rows as rows: a lane has rows lane / 4 and lane / 4 + 8.
+// 16 rows as operand A (M side). The rows of a result are the query rows: a lane has rows lane / 4 and lane / 4 + 8.
 struct RowsAsA {
     static constexpr int ROWS = 16;
-    static constexpr int QUERY_ROWS = 2; // rows that a lane has in the query's fragments
-    static constexpr int FRAGMENTS = 2;  // of a product with a tile
-    static constexpr int OPERAND = 4;    // registers of a fragment of the rows
+    static constexpr int QUERY_ROWS = 2; // rows of a lane in the query fragments
+    static constexpr int FRAGMENTS = 2;  // accumulator fragments of a product with a tile
+    static constexpr int OPERAND = 4;    // registers of the rows' fragment
 
-    // The j-th of the two rows that a lane has in a result, and in the query's fragments.
+    // Return a lane's j-th row in a result (row) or in the query fragments (query_row).
     static __device__ __forceinline__ int row(int lane, int j) { return lane / 4 + 8 * j; }
     static __device__ __forceinline__ int query_row(int lane, int j) { return row(lane, j); }
 
-    // Element i of a result's fragment n: the row's j, the number of its eight tokens or dimensions, and its place
-    // among them.
+    // Locate element i of a result's fragment n: the index j of its row, the index of its group of eight tokens or
+    // dimensions, and its position in that group.
     static __device__ __forceinline__ constexpr int row_index(int i) { return i / 2; }
     static __device__ __forceinline__ constexpr int eight(int n, int) { return n; }
     static __device__ __forceinline__ int column(int lane, int i) { return lane % 4 * 2 + i % 2; }
 
-    // Add the product with a tile to its fragments, of which it is the k-th.
+    // Add the product with a tile to the k-th group of FRAGMENTS accumulator fragments.
     template <typename Math, int N>
     static __device__ __forceinline__ void multiply(float (&to)[N][4], int k, const unsigned (&rows)[OPERAND],
                                                     const unsigned (&tile)[4]) {
@@ -40,7 +40,8 @@ struct RowsAsA {
         mma_m16n8k16<Math>(to[2 * k + 1], rows, tile[2], tile[3]);
     }
 
-    // Elements 2 k and 2 k + 1 of a result, as a register of the rows' operand, and in the sums of their rows.
+    // operand: pack elements 2 k and 2 k + 1 of a result as a register of the rows' operand. add: add these two
+    // elements to the sums of their rows.
     template <typename Math> static __device__ __forceinline__ unsigned operand(float low, float high) {
         return pack<Math>(low, high);
     }
@@ -48,21 +49,22 @@ struct RowsAsA {
         sums[k] += low + high;
     }
 
-    // The largest score of row j in a lane, and the largest and the sum of what the lanes of a row have.
+    // most: return the largest score of row j in this lane. max_of_lanes, sum_of_lanes: reduce over the lanes of a row.
     static __device__ __forceinline__ float most(const float (&scores)[FRAGMENTS][4], int j) {
         return fmaxf(fmaxf(scores[0][2 * j], scores[0][2 * j + 1]), fmaxf(scores[1][2 * j], scores[1][2 * j + 1]));
     }
     static __device__ __forceinline__ float max_of_lanes(float value) { return lanes_max<4>(value); }
     static __device__ __forceinline__ float sum_of_lanes(float value) { return lanes_sum<4>(value); }
 
-    // From what a lane knows of its rows in the query to what it needs of its rows in a result.
+    // Convert a per-row value from a lane's rows in the query to its rows in a result.
     static __device__ __forceinline__ float of_result(const float (&of_query)[QUERY_ROWS], int, int j) {
         return of_query[j];
     }
 };
 
-// Up to 8 rows, as operand B: half the products, results and exponentials of 16. The result has rows as columns: a lane
-// has rows 2 (lane % 4) and 2 (lane % 4) + 1 of it, but row lane / 4 of the query, and of the weights.
+// Up to 8 rows as operand B (N side), with half the MMAs, results and exponentials of 16 rows. The columns of a result
+// are the query rows: a lane has rows 2 (lane % 4) and 2 (lane % 4) + 1 of a result, but row lane / 4 of the query and
+// of the weights.
 struct RowsAsB {
     static constexpr int ROWS = 8, QUERY_ROWS = 1, FRAGMENTS = 1, OPERAND = 2;
 

@@ -1,6 +1,6 @@
-// Schedules: which pieces a block of threads takes, and where their results go. Blocks draw pieces from a queue, or
-// each item has a cluster of blocks, or the lengths decide which; all types have the same methods. `pipeline` is that of
-// the calling thread's team.
+// Schedules decide which pieces a block of threads processes and where the results go. Blocks draw pieces from a queue
+// (PieceQueue), or each item has a cluster (ClusterItem) or a block (BlockItem), or the lengths decide (ItemsOrQueue).
+// All schedules have the same methods. `pipeline` belongs to the calling thread's team.
 #pragma once
 #include "paged_attention/inbox.cuh"
 #include "paged_attention/pieces.cuh"
@@ -10,41 +10,42 @@
 
 constexpr int AHEAD = 3; // tiles left of a piece when the block draws its next one
 
-// How many units above the mean a sequence may have with EITHER, for each warp of its cluster. The blocks of the others
-// are done by then and leave them the memory, so that these units take about as long as the queue's draws and merges.
+// With EITHER and clusters, a sequence may exceed the mean by this many units (UNIT_TOKENS tokens) per warp of its
+// cluster. When only these units are left, the other clusters are done and the memory bandwidth is free. The extra
+// units then take about as long as the draws and merges of the queue would.
 constexpr int UNITS_ABOVE_MEAN = 2;
 
-// How many units above an equal share a sequence may have uncut where each item has a block, and how many any may have.
-// What a long sequence has left when the others are done takes 0.7 us a unit on an H200, in 16 bits; draws and merges
-// take 10 us or more.
+// With EITHER and single blocks, a sequence stays uncut if it exceeds an equal share by at most UNITS_ABOVE_SHARE
+// units, or has at most UNITS_UNCUT units in all. A unit of a long sequence that runs alone takes 0.7 us on an H200
+// with a 16-bit cache; draws and merges take 10 us or more.
 constexpr int UNITS_ABOVE_SHARE = 12, UNITS_UNCUT = 32;
 
-// State of a schedule in shared memory. Of the queue's thread 0 tells the others.
+// The state of a schedule in shared memory. In the queue, thread 0 broadcasts through it.
 struct SharedState {
-    int& next;         // of the queue: the block's next piece; -1: not known yet
-    Segment& previous; // the piece before
-    bool& last;        // whether `previous` was the last of its item to be done
-    unsigned inbox;    // of a cluster: the shared address of the barrier of the block's inbox
+    int& next;         // queue: the block's next piece; -1: not known yet
+    Segment& previous; // queue: the block's previous piece
+    bool& last;        // queue: whether `previous` was the last finished piece of its item
+    unsigned inbox;    // cluster: shared address of the mbarrier of the block's inbox
 };
 
-// A queue of pieces: blocks draw from a counter until there are none left. Under load every answer from global memory
-// takes microseconds, so a block draws its next piece a few tiles before it is done with one, starts to copy its tiles
-// before the results of that one are merged, and learns whether a piece was the last of its item when the next one is
-// done.
+// A queue of pieces: blocks draw from a global counter until no pieces are left. Under load an answer from global
+// memory takes microseconds, so a block asks early and looks at the answer late. It draws its next piece AHEAD tiles
+// before the end of the current one. It starts to copy the next piece's tiles before it merges the current results.
+// Only at the end of the next piece does it learn whether the current piece finished last in its item.
 template <typename F> struct PieceQueue {
     SharedState state;
-    int place = -1; // of thread 0: pieces of the item that were done before `previous`; -1: the item has no others
+    int place = -1; // thread 0: pieces of the item finished before `previous`; -1: `previous` left no partial result
     Pieces pieces;
 
     __device__ __forceinline__ PieceQueue(const Params& p, const SharedState& state) : state(state), pieces(p) {}
 
-    // Find the block's first piece; returns whether there is one.
+    // Find the block's first piece. Return whether there is one.
     __device__ __forceinline__ bool first(const Params& p, Team<F>& team, Pipeline<F>& pipeline) {
         pieces.look();
         return first_of_all(p, team, pipeline);
     }
 
-    // `first`, after a look at the lengths.
+    // `first` for a caller that has already read the lengths.
     __device__ __forceinline__ bool first_of_all(const Params& p, const Team<F>& team, Pipeline<F>& pipeline) {
         if (threadIdx.x == 0) state.next = -1;
         pieces.plan(p.shares);
@@ -60,14 +61,14 @@ template <typename F> struct PieceQueue {
         return found;
     }
 
-    // Draw the next piece, if this is the tile for it.
+    // Draw the next piece, if `now`.
     static __device__ __forceinline__ void draw(const Params& p, bool now, int& taken) {
         if (threadIdx.x == 0 && now) taken = atomicAdd(p.taken, 1);
     }
 
-    // Find the piece that was drawn and start to copy its tiles; returns whether there is one. The team must have left
-    // the stages. Warps may be at different tiles, so there is no barrier between the thread that tells the piece and
-    // those that ask for it: both accesses are atomic.
+    // Find the piece that was drawn and start to copy its tiles. Return whether there is one. The team must have read
+    // its last stage. Warps may be at different tiles, so there is no barrier between thread 0, which publishes the
+    // index, and the warps that poll it; both use atomics.
     __device__ __forceinline__ bool go_on(const Params& p, const Team<F>& team, int taken, Pipeline<F>& following) {
         if (threadIdx.x == 0) atomicExch(&state.next, p.shares + taken);
         int index;
@@ -78,8 +79,8 @@ template <typename F> struct PieceQueue {
         return more;
     }
 
-    // Learn whether the previous piece was the last of its item. A barrier of the block must be between this and
-    // `go_on`.
+    // Learn whether the previous piece was the last finished piece of its item. The caller puts a block barrier between
+    // this and `go_on`.
     __device__ __forceinline__ void look_back() {
         if (threadIdx.x == 0) {
             state.next = -1;
@@ -98,7 +99,7 @@ template <typename F> struct PieceQueue {
         }
     }
 
-    // Merge the item of the block's last piece, if that was the last of its item.
+    // Merge the item of the block's last piece if that piece finished last.
     __device__ __forceinline__ void finish(const Params& p) {
         if (threadIdx.x == 0) {
             __threadfence();
@@ -109,7 +110,7 @@ template <typename F> struct PieceQueue {
     }
 };
 
-// A cluster of blocks for each item, which is one piece: no plan, no counter, no partial results in global memory.
+// One cluster of blocks per item, and the item is one piece: no plan, no counter, no partial results in global memory.
 template <typename F> struct ClusterItem {
     const int item = blockIdx.x / F::CLUSTER;
     const unsigned inbox;
@@ -128,8 +129,8 @@ template <typename F> struct ClusterItem {
         segment.seq = item / (p.kv_heads * p.row_blocks);
     }
 
-    // The table's entry for the team's tile `lane`, if the sequence begins at token 0. It is loaded before the length is
-    // here: nearly all sequences do.
+    // Load the table entry of the team's tile `lane`, for a sequence that begins at token 0. Nearly all sequences begin
+    // there, so the load does not wait for the length.
     __device__ __forceinline__ int first_entry(const Params& p, const Team<F>& team, Pipeline<F>& pipeline) const {
         locate(p, pipeline.segment);
         pipeline.table = p.tables + pipeline.segment.seq * p.table_row;
@@ -153,7 +154,7 @@ template <typename F> struct ClusterItem {
 
     static __device__ __forceinline__ void look_back() {}
 
-    // Where the other blocks leave their results: behind the stages and the teams' results.
+    // Merge and store the item. The inbox lies behind the stages and the teams' results.
     __device__ __forceinline__ void store(const Params& p, const Segment& segment,
                                           const typename F::Results& found) const {
         char* const stages_end = shared + F::STAGES * F::STAGE_BYTES;
@@ -166,7 +167,8 @@ template <typename F> struct ClusterItem {
     static __device__ __forceinline__ void finish(const Params&) {}
 };
 
-// Each item has a cluster where all sequences are about as long; else blocks draw pieces. All blocks decide alike.
+// Each item has a cluster if all sequences are about equally long; otherwise blocks draw pieces. All blocks reach the
+// same decision.
 template <typename F> struct ItemsOrQueue {
     PieceQueue<F> queue;
     ClusterItem<F> cluster;
@@ -214,10 +216,10 @@ template <typename F> struct ItemsOrQueue {
     }
 };
 
-// A block for each item, in the order of the lengths if they are uneven: the longest first. With EITHER, where a sequence
-// is too long for one block, those that run at once draw pieces instead, and the others have nothing to do. All blocks
-// decide alike. The GPU hands out blocks faster than they draw pieces: a block that has ended leaves its successor
-// nothing to wait for.
+// One block per item. If the lengths are uneven, the items run in order of length, longest first. With EITHER, if a
+// sequence is too long for one block, the first p.shares blocks (those resident at once) draw pieces instead, and the
+// other blocks exit. All blocks reach the same decision. Single blocks need no draws: the GPU starts a new block faster
+// than a block draws a piece.
 template <typename F> struct BlockItem {
     PieceQueue<F> queue;
     ClusterItem<F> block;

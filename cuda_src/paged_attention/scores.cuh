@@ -1,10 +1,10 @@
-// What is done to a score besides the scale.
+// Softcap, slope and block-sparse pattern of a score.
 #pragma once
 #include "common/numeric.cuh"
 #include "paged_attention/pieces.cuh"
 
-// Whether a head sees the block of vLLM's block-sparse pattern that `token` is in: one of the last `sparse_local`
-// blocks, or one of the head's own stripe.
+// Return whether a head sees the block of vLLM's block-sparse pattern that contains `token`: one of the last
+// `sparse_local` blocks, or a block of the head's own stripe.
 __device__ __forceinline__ bool in_pattern(const Params& p, const Segment& segment, int head, int token) {
     const int block = token / p.sparse_size;
     const long long shift = p.sparse_head_step >= 0
@@ -13,7 +13,7 @@ __device__ __forceinline__ bool in_pattern(const Params& p, const Segment& segme
     return (block + shift + 1) % p.sparse_stride == 0 || block > (segment.length - 1) / p.sparse_size - p.sparse_local;
 }
 
-// The score with softcap and slope. Score and slope are times log2(e), before and after.
+// Return the score with softcap and slope applied. Score and slope are multiplied by log2(e), before and after.
 __device__ __forceinline__ float modify(const Params& p, float score, float slope, int distance) {
     if (p.softcap) {
         const float cap = p.softcap * LOG2_E;

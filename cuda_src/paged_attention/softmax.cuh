@@ -1,20 +1,20 @@
-// The online softmax of a warp's rows, of which a thread has two, by j.
+// The online softmax of a warp's rows. A lane has two rows, j = 0 and 1.
 #pragma once
 #include "common/mma.cuh"
 #include "common/warp.cuh"
 
-// A weight is exp2(score - base). The base follows the maximum of the scores only when it is more than FAR below: until
-// then weights are at most 2^FAR, so nothing overflows, and the accumulators need no correction at every new maximum.
-// Nor do lanes need to know each other's scores: maxima and sums are those of a lane's own tokens until a base is
-// raised, and until the end.
+// A weight is exp2(score - base). The base of a row is raised to the row's maximum score only when the base is more
+// than FAR below the maximum. Weights are therefore at most 2^FAR and do not overflow, and most new maxima need no
+// correction of the accumulators. A lane needs no scores of other lanes: `maximum` covers the lane's own tokens until a
+// base is raised, and `sum` covers them until `finish`.
 template <typename Math, typename Rows, int FRAGMENTS> struct OnlineSoftmax {
-    static constexpr float FAR = 8.f; // times log2(e), as scores are
+    static constexpr float FAR = 8.f; // scores and FAR include the factor log2(e)
 
     float bases[2] = {-LARGEST_FLOAT, -LARGEST_FLOAT}; // the same in all lanes of a row
     float sum[2] = {0.f, 0.f}, maximum[2] = {-CUDART_INF_F, -CUDART_INF_F};
 
-    // Take the scores of N tiles. `weights` are the rows' operand of the products with the values; `out` is corrected if
-    // need be.
+    // Add the scores of N tiles. `weights` receives the operand of the product with the values. If a base is raised,
+    // `out` is rescaled.
     template <int N>
     __device__ __forceinline__ void add(const float (&scores)[N][Rows::FRAGMENTS][4], float (&out)[FRAGMENTS][4],
                                         unsigned (&weights)[N][Rows::OPERAND]) {
@@ -32,7 +32,7 @@ template <typename Math, typename Rows, int FRAGMENTS> struct OnlineSoftmax {
                 }
     }
 
-    // Raise the maxima to the scores of N tiles; whether a base is now more than FAR below.
+    // Raise the maxima to the scores of N tiles. Return whether a base is more than FAR below its maximum.
     template <int N> __device__ __forceinline__ bool raise_maxima(const float (&scores)[N][Rows::FRAGMENTS][4]) {
         bool far = false;
 #pragma unroll
@@ -46,8 +46,8 @@ template <typename Math, typename Rows, int FRAGMENTS> struct OnlineSoftmax {
         return far;
     }
 
-    // Raise the bases to the maxima, and correct what was summed. A row with no score but -inf keeps its finite base:
-    // -inf - -inf would be NaN.
+    // Raise the bases to the maxima and rescale the sums and `out`. A row with only -inf scores keeps its finite base,
+    // because -inf - -inf would be NaN.
     __device__ __forceinline__ void rescale(float (&out)[FRAGMENTS][4]) {
         float corrections[2];
 #pragma unroll
@@ -64,13 +64,13 @@ template <typename Math, typename Rows, int FRAGMENTS> struct OnlineSoftmax {
             for (int i = 0; i < 4; ++i) out[n][i] *= corrections[Rows::row_index(i)];
     }
 
-    // Bring together what the lanes of each row have, after the last tile.
+    // Reduce the maxima and sums over the lanes of each row, after the last tile.
     __device__ __forceinline__ void finish() {
 #pragma unroll
         for (int j = 0; j < 2; ++j) maximum[j] = Rows::max_of_lanes(maximum[j]), sum[j] = Rows::sum_of_lanes(sum[j]);
     }
 
-    // The correction of a row's sum and output then, from its base to its maximum.
+    // Return the factor that rescales a row's sum and output from its base to its maximum, after `finish`.
     __device__ __forceinline__ float final_correction(int j) const {
         return maximum[j] == -CUDART_INF_F ? 1.f : fast_exp2(bases[j] - maximum[j]);
     }

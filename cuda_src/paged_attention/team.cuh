@@ -1,4 +1,4 @@
-// The teams of warps that share tiles, and a thread's place in its team.
+// Teams of warps that share tiles, and a thread's place in its team.
 #pragma once
 #include "common/cluster.cuh"
 #include "common/mma.cuh"
@@ -6,19 +6,19 @@
 
 constexpr int TILE = 16; // tokens
 
-// The stages of all teams one after the other. Where the last stages are, the teams leave their results.
+// The stages; each has the tiles of all teams. The teams' results overwrite the last stage.
 extern __shared__ __align__(128) char shared[];
 
-// A team of F::TEAM warps: it takes every `step()`-th tile of a piece, and each of its warps F::Rows::ROWS of the piece's
-// rows. The members are the calling thread's.
+// A team of F::TEAM warps. The team takes every `step()`-th tile of a piece, and each of its warps takes F::Rows::ROWS
+// of the piece's rows. The members describe the calling thread.
 template <typename F> struct Team {
     static constexpr int LANES = 32 * F::TEAM;
 
-    const int head_dim, block_size, chunks; // chunks of 16 bytes of a token
+    const int head_dim, block_size, chunks; // chunks of 16 bytes per token
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int index = warp / F::TEAM, member = warp % F::TEAM, lane_of_team = member * 32 + lane;
-    const int pair = lane % 4;             // in the fragments of common/mma.cuh
-    bool in_cluster = F::DEALING != QUEUE; // whether the blocks of a cluster share the tiles of a piece
+    const int pair = lane % 4;             // column pair in the fragments of common/mma.cuh
+    bool in_cluster = F::DEALING != QUEUE; // whether the blocks of a cluster share a piece's tiles
     int first_tile = cluster_rank<F::CLUSTER>() * F::TEAMS + index;
 
     __device__ __forceinline__ explicit Team(const Params& p)
@@ -28,10 +28,10 @@ template <typename F> struct Team {
     // Take pieces without the other blocks of the cluster.
     __device__ __forceinline__ void leave_cluster() { in_cluster = false, first_tile = index; }
 
-    // Tiles from one of the team to its next.
+    // Return the distance between consecutive tiles of the team.
     __device__ __forceinline__ int step() const { return F::DEALING == EITHER && !in_cluster ? F::TEAMS : F::STEP; }
 
-    // How many of the `tiles` of a piece are the team's.
+    // Return how many of a piece's `tiles` tiles the team takes.
     __device__ __forceinline__ int share(int tiles) const {
         if (F::DEALING == EITHER && !in_cluster) return (tiles - first_tile + F::TEAMS - 1) / F::TEAMS;
         return (tiles - first_tile + F::STEP - 1) / F::STEP;
@@ -44,28 +44,28 @@ template <typename F> struct Team {
             asm volatile("bar.sync %0, %1;" ::"r"(1 + index), "n"(LANES) : "memory");
     }
 
-    // The stage of the team's k-th tile of a piece: its keys, then its values.
+    // Return the stage of the team's k-th tile of a piece: its keys, then its values.
     __device__ __forceinline__ char* stage(int k) const {
         return shared + (k % F::STAGES * F::TEAMS + index) * 2 * F::Tile::BYTES;
     }
 
-    // The first token of the team's k-th tile of a piece.
+    // Return the first token of the team's k-th tile of a piece.
     __device__ __forceinline__ int token(const Segment& segment, int k) const {
         return segment.begin + (first_tile + k * step()) * TILE;
     }
 
-    // The j-th of the two rows of a piece of which the lane has scores.
+    // Return the j-th of the two rows that the lane has scores of.
     __device__ __forceinline__ Row row_of(const Params& p, const Segment& segment, int j) const {
         return Row(p, segment, segment.row_block * F::ROWS + member * F::Rows::ROWS + F::Rows::row(lane, j));
     }
 
-    // The j-th of the F::Rows::QUERY_ROWS rows of which it has the query.
+    // Return the j-th of the F::Rows::QUERY_ROWS rows that the lane has the query of.
     __device__ __forceinline__ Row query_row_of(const Params& p, const Segment& segment, int j) const {
         return Row(p, segment, segment.row_block * F::ROWS + member * F::Rows::ROWS + F::Rows::query_row(lane, j));
     }
 
-    // Clear the keys of dimensions from head_dim to F::DIMS in all stages: the copies leave them, and their products
-    // must be 0.
+    // Clear the keys' dimensions from head_dim to F::DIMS in all stages. The copies do not write them, and their
+    // products must be 0.
     __device__ __forceinline__ void clear_padding() const {
         if (F::HEAD_DIM != F::DIMS && chunks < F::Tile::CHUNKS)
             for (int i = lane_of_team; i < F::STAGES * (F::Tile::CHUNKS - chunks) * TILE; i += LANES) {
@@ -75,7 +75,7 @@ template <typename F> struct Team {
             }
     }
 
-    // Clear the values of a tile's tokens outside [low, length): their slots may hold anything, and 0 times NaN is NaN.
+    // Clear the values of a tile's tokens outside [low, length). Their slots may hold anything, and 0 times NaN is NaN.
     __device__ __forceinline__ void clear_values(const Segment& segment, int token, char* stage) const {
         char* const values = stage + F::Tile::BYTES;
         for (int i = lane_of_team; i < TILE * F::DIMS; i += LANES) {

@@ -1,11 +1,11 @@
-// What the kernels of rotary embedding share: units of elements, and where the numbers of a rotation are.
+// Shared by the kernels of rotary embedding: units of elements, and the positions of a rotation's numbers.
 #pragma once
 #include "common/numeric.cuh"
 #include "common/units.cuh"
 
 enum { HALVES, PAIRS };
 
-// COUNT elements in the widest units that they fill.
+// COUNT elements, moved as units of 16 bytes if they fill such units, else one by one.
 template <typename T, int COUNT> struct Some {
     static constexpr int BYTES = COUNT * int(sizeof(T)) % 16 == 0 ? 16 : int(sizeof(T));
     static constexpr int LOADS = COUNT * int(sizeof(T)) / BYTES;
@@ -27,13 +27,15 @@ template <typename T, int COUNT> struct Some {
     __device__ __forceinline__ void set(int i, float value) { reinterpret_cast<T*>(unit)[i] = from_float<T>(value); }
 };
 
-// Where the two units of a thread are: in halves one in each, in pairs one after the other.
+// Return the byte offset of unit `side` of a thread's two units. With HALVES one unit is in each half of the head; with
+// PAIRS one follows the other.
 template <typename T, int UNIT, int LAYOUT> __device__ __forceinline__ int offset_of(int unit, int side, int half) {
     const int element = LAYOUT == PAIRS ? (2 * unit + side) * UNIT : unit * UNIT + side * half;
     return element * int(sizeof(T));
 }
 
-// Element i of a side, which are one after the other in halves and every second one in pairs.
+// Return the index of element i of a side within a thread's two units. With HALVES the elements of a side are
+// consecutive; with PAIRS they alternate with the elements of the other side.
 template <int UNIT, int LAYOUT> __device__ __forceinline__ constexpr int place_of(int i, int side) {
     return LAYOUT == PAIRS ? 2 * i + side : side * UNIT + i;
 }

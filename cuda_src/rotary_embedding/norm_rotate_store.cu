@@ -1,21 +1,24 @@
 // Norm and rotate the heads of queries and keys, and store keys and values in a paged cache.
 //
 //   z      = x * rsqrt(sum of x^2 / head_dim + epsilon) * (weight + offset), rounded to T    if NORM, else x
-//   query  = z, its numbers before rotary_dim rotated as rotary_embedding/rotate.cu does, in place
-//   key_cache[slot_mapping[t]], value_cache[slot_mapping[t]] = the same of key[t], and value[t] as it is
+//   query  = z, in place, with the numbers before rotary_dim rotated by the formula of rotary_embedding/rotate.cu
+//   key_cache[slot_mapping[t]]   = key[t], normed and rotated in the same way
+//   value_cache[slot_mapping[t]] = value[t]
 //
-// Each product and each sum is rounded as IEEE says, and the sum of squares has the order of norm/rms_norm.cu, so the
-// bits are those of rms_norm, rotary_embedding and reshape_and_cache_flash one after the other. A token whose slot is
-// outside of the cache, such as -1, is not stored.
+// Each product and each sum is rounded as IEEE says, and the sum of squares has the order of norm/rms_norm.cu. The
+// results therefore have the same bits as rms_norm, rotary_embedding and reshape_and_cache_flash one after the other. A
+// token whose slot is outside of the cache, such as -1, is not stored.
 //
-// Grid and threads: LANES threads, a part of a warp, have a head of `query`, `key` or `value`; those from head_dim / 16
-// on have nothing. A thread has two units of 8 numbers: the two that are rotated together where the layout is in halves,
-// else neighbours. A block has THREADS / LANES heads.
-// T: the elements. W: the weights', T or float. C: those of cos and sin. LOADED and STORED: the layouts. NORM: whether
-// there are norms.
+// Grid: LANES threads of a warp have a head of `query`, `key` or `value`; threads from head_dim / 16 on are idle. A
+// thread has two units of 8 numbers: two units that are rotated together (HALVES), or two neighbouring units. A block
+// has THREADS / LANES heads.
 //
-// Speed of light: memory for many tokens; each number is read once and written once. One token, for which it is there,
-// is bound by a launch and a chain of two loads, a sum over a head and a store: four launches become one.
+// W: type of the weights, T or float. C: type of cos and sin. LOADED, STORED: the layouts. NORM: whether query and key
+// are normed.
+//
+// Speed of light: for many tokens memory bandwidth; each number is read once and written once. The kernel is meant for
+// one token, where it replaces four launches by one. The bound is then one launch and the latency of two dependent
+// loads, a sum over a head and a store.
 #include "common/overlap.cuh"
 #include "common/warp.cuh"
 #include "rotary_embedding/layout.cuh"
@@ -26,14 +29,14 @@ constexpr int EACH = 8;
 // An array [tokens, heads, head_dim].
 struct TokenHeads {
     char* first;
-    long long token_stride; // bytes
+    long long token_stride; // in bytes
     long long head_stride;
 };
 
 // An array [blocks, block_size, kv_heads, head_dim].
 struct CacheHeads {
     char* first;
-    long long block_stride; // bytes
+    long long block_stride; // in bytes
     long long token_stride;
     long long head_stride;
 };
@@ -42,12 +45,12 @@ struct Params {
     TokenHeads query, key, value;
     CacheHeads key_cache, value_cache;
     const long long* slot_mapping; // [tokens]
-    const char* query_weight;      // [head_dim]  W, may be null: 1
+    const char* query_weight;      // [head_dim]  W, null: 1
     const char* key_weight;
     const char* cos; // [tokens, rotary_dim or rotary_dim / 2]  C
     const char* sin;
-    long long cos_stride, sin_stride; // between tokens, bytes
-    Divisor by_heads;                 // of `query`, `key` and `value` together
+    long long cos_stride, sin_stride; // between tokens, in bytes
+    Divisor by_heads;                 // heads of `query`, `key` and `value` together
     Divisor by_block_size;
     int rows; // heads of all tokens
     int all_heads;
@@ -55,21 +58,22 @@ struct Params {
     int kv_heads;
     int slots; // of the cache
     int block_size;
-    int units;       // of 8 numbers in a head
-    int pairs;       // of units that are rotated: rotary_dim / 16
-    int second_half; // where cos has its second half, 0: it has none
+    int units;       // units of 8 numbers per head
+    int pairs;       // pairs of rotated units: rotary_dim / 16
+    int second_half; // index of the second half of cos and sin; 0: they have one half
     float per_width; // 1 / head_dim
     float epsilon;
     float offset;
 };
 
-// Which unit of a head is unit `side` of a thread: of those that are rotated in halves, one in each half.
+// Return the index in the head of a thread's unit `side`. With HALVES, a thread's rotated units lie in different
+// halves.
 template <int LAYOUT> __device__ __forceinline__ int unit_of(int lane, int side, int pairs) {
     return LAYOUT == HALVES && lane < pairs ? lane + side * pairs : 2 * lane + side;
 }
 
-// The sum over a head of the sums of units, in the order of norm/row.cuh: the second half of them, up to a power of two,
-// is added to the first half until one is left. All threads of the warp take part.
+// Sum the units' sums over a head in the order of norm/row.cuh: the second half of the units, rounded up to a power of
+// two, is added to the first half until one is left. All threads of the warp take part.
 template <int LANES, int LAYOUT>
 __device__ __forceinline__ float folded_over_head(const float (&sums)[2], int lane, const Params& p) {
     float both[2];
@@ -96,7 +100,7 @@ template <typename T> __device__ __forceinline__ float sum_of_squares(const Some
     return sum;
 }
 
-// x times `inverse` and the weight of its units, each rounded to T.
+// Multiply x by `inverse`, and by the weight of its units. Each result is rounded to T.
 template <typename T, typename W, int LAYOUT>
 __device__ __forceinline__ void normalize(Some<T, EACH> (&x)[2], const char* weight, float inverse, int lane,
                                           const Params& p) {
@@ -113,7 +117,7 @@ __device__ __forceinline__ void normalize(Some<T, EACH> (&x)[2], const char* wei
     }
 }
 
-// Two units that are rotated, from the layout LOADED to STORED.
+// Rotate two units from the layout LOADED to the layout STORED.
 template <typename T, typename C, int LOADED, int STORED>
 __device__ __forceinline__ void rotate(Some<T, EACH> (&x)[2], int token, int lane, const Params& p) {
     const int first = lane * EACH * int(sizeof(C)), second = first + p.second_half * int(sizeof(C));
@@ -135,7 +139,7 @@ __device__ __forceinline__ void rotate(Some<T, EACH> (&x)[2], int token, int lan
     x[0] = y[0], x[1] = y[1];
 }
 
-// Where a token's head is in a cache; null where the token is not stored.
+// Return the address of a token's head in a cache, or null if the token is not stored.
 __device__ __forceinline__ char* place_in(const CacheHeads& cache, long long slot, int head, const Params& p) {
     if ((unsigned long long)slot >= (unsigned long long)p.slots) return nullptr;
     const unsigned block = p.by_block_size.quotient(unsigned(slot));
@@ -149,7 +153,7 @@ __global__ void __launch_bounds__(THREADS) norm_rotate_store(const __grid_consta
     const int lane = threadIdx.x % LANES, row = blockIdx.x * (THREADS / LANES) + threadIdx.x / LANES;
     const bool active = row < p.rows && 2 * lane < p.units;
     const int token = p.by_heads.quotient(min(row, p.rows - 1)), of_token = row - token * p.all_heads;
-    // 0: a head of `query`, 1: of `key`, 2: of `value`.
+    // 0: a head of `query`; 1: of `key`; 2: of `value`
     const int kind = (of_token >= p.query_heads) + (of_token >= p.query_heads + p.kv_heads);
     const int head = kind == 0 ? of_token : of_token - p.query_heads - (kind - 1) * p.kv_heads;
     const TokenHeads from = kind == 0 ? p.query : kind == 1 ? p.key : p.value;
@@ -169,7 +173,7 @@ __global__ void __launch_bounds__(THREADS) norm_rotate_store(const __grid_consta
     }
     const bool rotated = active && kind < 2 && lane < p.pairs;
     if (rotated) rotate<T, C, LOADED, STORED>(x, token, lane, p);
-    // Where the layouts differ, a thread writes where others have read.
+    // If the layouts differ, a thread writes where others have read.
     if constexpr (LOADED != STORED) __syncwarp();
     if (!active || to == nullptr) return;
 #pragma unroll

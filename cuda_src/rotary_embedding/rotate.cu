@@ -5,23 +5,24 @@
 //   first'  = first * cos[t, j] - second * sin[t, j]
 //   second' = second * cos[t, j + second_half] + first * sin[t, j + second_half]
 //
-// for each head x of token t and j < rotary_dim / 2, in float32, rounded once; first' and second' are written in halves
-// or in pairs, whatever the input is in. The numbers of a head from rotary_dim on stay as they are.
+// for each head x of token t and j < rotary_dim / 2, in float32, rounded once. first' and second' are written in halves
+// or in pairs (STORED), whatever the input layout is (LOADED). The numbers of a head from rotary_dim on are unchanged.
 //
-// Grid and threads: a thread has UNIT values of j of one head of `query` or of `key`, `row_threads` threads have a head,
-// and a block has as many whole heads as fit. All threads of a block load what they rotate before any of them writes:
-// where the two layouts differ, a thread writes where others read.
-// T: the elements. C: those of cos and sin. UNIT: the values of j of a thread: 16 bytes of T, or one of them. LOADED and
-// STORED: the layouts.
+// Grid: a thread has UNIT values of j of one head of `query` or `key`, `row_threads` threads share a head, and a block
+// has as many whole heads as fit. If the two layouts differ, a thread writes where others read; then all threads of a
+// block load their numbers before any of them writes.
 //
-// Speed of light: memory. Each rotated number is read once and written once, cos and sin come from L1 and L2 for all
-// heads but the first of a token. For the few tokens of a decoding step the latency of a launch and of a load bounds it.
+// C: type of cos and sin. UNIT: values of j per thread, either 16 bytes of T or one. LOADED, STORED: the layouts.
+//
+// Speed of light: memory bandwidth. Each rotated number is read once and written once; cos and sin come from L1 and L2
+// for all heads but the first of a token. For the few tokens of a decoding step, the latency of a launch and a load is
+// the bound.
 #include "common/overlap.cuh"
 #include "rotary_embedding/layout.cuh"
 
 constexpr int THREADS = 256;
 
-// One of the two arrays, [batch, heads, tokens, head_dim] by its strides.
+// One of the two arrays: [batch, heads, tokens, head_dim] with arbitrary strides.
 struct Heads {
     char* first;
     long long batch_stride; // bytes
@@ -33,21 +34,21 @@ struct Params {
     Heads query, key;
     const char* cos; // [batch or 1, tokens, rotary_dim or rotary_dim / 2]  C
     const char* sin;
-    long long cos_batch_stride, cos_token_stride; // bytes
+    long long cos_batch_stride, cos_token_stride; // in bytes
     long long sin_batch_stride, sin_token_stride;
-    Divisor by_heads;  // of `query` and `key` together
-    Divisor by_tokens; // of a batch entry
+    Divisor by_heads;  // heads of `query` and `key` together
+    Divisor by_tokens; // tokens of a batch entry
     Divisor by_threads;
-    int rows; // heads of all tokens
+    int rows; // heads of all tokens, of query and key
     int all_heads;
     int query_heads;
     int tokens;      // of a batch entry
-    int row_threads; // of a head
+    int row_threads; // threads per head
     int half;        // rotary_dim / 2
-    int second_half; // where cos has its second half, 0: it has none
+    int second_half; // index of the second half of cos and sin; 0: they have one half
 };
 
-// Four blocks of a multiprocessor at least: left to itself, the compiler spills 8 bytes on sm_120a.
+// At least four resident blocks per multiprocessor: without this bound the compiler spills 8 bytes on sm_120a.
 template <typename T, typename C, int UNIT, int LOADED, int STORED>
 __global__ void __launch_bounds__(THREADS, 4) rotary_embedding(const __grid_constant__ Params p) {
     begin_behind_earlier_kernels();
@@ -75,7 +76,7 @@ __global__ void __launch_bounds__(THREADS, 4) rotary_embedding(const __grid_cons
         for (int i = 0; i < UNIT; ++i) {
             const int a = place_of<UNIT, LOADED>(i, 0), b = place_of<UNIT, LOADED>(i, 1);
             const float one = x[a / UNIT].get(a % UNIT), two = x[b / UNIT].get(b % UNIT);
-            // Not fused: both products are rounded, as in the twin, so that every machine gives these bits.
+            // Not fused: both products are rounded, as in the NumPy twin, so that every machine gives the same bits.
             const float left = __fsub_rn(__fmul_rn(one, cos_of[0].get(i)), __fmul_rn(two, sin_of[0].get(i)));
             const float right = __fadd_rn(__fmul_rn(two, cos_of[1].get(i)), __fmul_rn(one, sin_of[1].get(i)));
             const int c = place_of<UNIT, STORED>(i, 0), d = place_of<UNIT, STORED>(i, 1);
