@@ -1,36 +1,38 @@
-// Bring the experts' rows back to the tokens' own ranks, over NVLink, and add them up.
+// Send the experts' rows back over NVLink to the ranks of their tokens, and sum them there.
 //
-//   partial[d, t] = sum over the slots s of token t that are on rank d, in their order, of weights[s] * src[inverse[s]]
-//   out[t]        = sum over the ranks d that have an expert of token t, in their order, of partial[d, t]
+//   partial[d, t] = sum over the slots s of token t on rank d, in order, of weights[s] * src[inverse[s]]
+//   out[t]        = sum over the ranks d that have an expert of token t, in order, of partial[d, t]
 //
-// Sums are in float32, and partial is rounded to T, as it travels, so the result has the same bits whatever arrives first.
-// MODE: partial is given (SUMMED), or computed here (BY_SLOT), or each slot's row travels by itself (APART): out[t] is then
-// the sum over the slots in their order, of weights[s] * src[inverse[s]], the same bits for any number of ranks.
+// Sums are in float32. `partial` is sent rounded to T, so the bits of the result do not depend on the order of arrival.
+// MODE: `partial` is given (SUMMED) or computed here (BY_SLOT), or each slot's row is sent separately (APART). With
+// APART, out[t] sums weights[s] * src[inverse[s]] over all slots, in order: the same bits for any number of ranks.
 //
-// Grid: blocks of 256 threads, all resident; a block takes a chunk of a token's row at a time. The first `senders` take the
-// tokens of the other ranks and store into the window of the source, then a flag for the chunk; the sums for a source of
-// few tokens travel as lines, without flags. The others take this rank's own tokens: they compute what this rank
-// contributes, wait for what the other ranks do, and add up.
+// Grid: blocks of 256 threads, all resident. A block handles one chunk of a token's row at a time. The first `senders`
+// blocks handle the tokens of other ranks: they store each chunk into the window of the source, and then a flag. Sums
+// for a source with few tokens travel as lines, without flags. The other blocks handle this rank's own tokens: they
+// compute this rank's contribution, wait for the contributions of the other ranks, and add them.
 //
-// Speed of light: one row per token and other rank over the peers' bandwidth; of few tokens the latency of a store to a
-// peer. On two H200s, rows of 7168 bfloat16: 4096 tokens of each rank take 186 us if partial is given, 86% of what plain
-// stores to the peer reach, and 253 us if it is computed here; 128 take 11.1 and 12.9 us, 8 take 4.5 and 5.6.
+// Speed of light: with many tokens, one row per token and other rank over the peers' bandwidth. With few tokens, the
+// latency of a store to a peer. On two H200s, with rows of 7168 bfloat16, 4096 tokens per rank take 186 us if `partial`
+// is given, 86% of the bandwidth of plain stores to the peer, and 253 us if it is computed here. 128 tokens take 11.1
+// and 12.9 us; 8 tokens take 4.5 and 5.6 us.
 #include "all_to_all/contribution.cuh"
 #include "all_to_all/writer.cuh"
 
-// The place of a row in its source's window: that of slot or rank `part` of a token.
+// Return the index of a token's row in its source's window. `part` is the slot if APART, else the contributing rank.
 template <int MODE> __device__ __forceinline__ long long row_of(const Params& p, int token, int part) {
     return MODE == APART ? (long long)token * p.topk + part : (long long)part * p.max_tokens + token;
 }
 
-// The flags of a chunk of a row in the window of a rank.
+// Return the flags of a chunk of a row in a rank's window.
 template <int UNITS>
 __device__ __forceinline__ Flags<UNITS> flags_of(const Params& p, int rank, long long row, int chunk) {
     return {reinterpret_cast<unsigned*>(p.ranks.windows[rank] + p.flags_at) + row * p.flags +
             chunk * (UNITS / FLAG_UNITS)};
 }
 
-// A lane's line i of a chunk of the row that a rank contributes to a token, in the window of its source; null past the row.
+// Return the address of a lane's line i in the window of the source, for a chunk of a rank's contribution to a token.
+// Null past the end of the row.
 template <int UNITS>
 __device__ __forceinline__ char* line_at(const Params& p, int source, int token, int rank, int chunk, int i) {
     const int line = chunk * (UNITS * LINES_AT_ONCE) + line_of(i);
@@ -38,7 +40,7 @@ __device__ __forceinline__ char* line_at(const Params& p, int source, int token,
     return line < p.lines ? p.ranks.windows[source] + p.lines_at + (row * p.lines + line) * LINE_BYTES : nullptr;
 }
 
-// A chunk to send: of a token of another rank, and APART of one of its slots.
+// A chunk to send, for a token of another rank. With APART, for one slot of the token.
 struct Job {
     unsigned number;
     int source, token, part, chunk;
@@ -48,15 +50,15 @@ struct Job {
         return (long long)source * p.max_tokens + token;
     }
 
-    // The slots whose rows this rank contributes.
+    // Return the mask of the slots whose rows this rank contributes.
     template <int MODE> __device__ __forceinline__ unsigned which(const Params& p) const {
         const unsigned here = slots.here(p);
         return MODE == APART ? here & 1u << part : here;
     }
 };
 
-// The jobs of this rank are dealt out to the first blocks. Neighbours have different sources, and each rank begins with
-// another one: not all send to the same rank at a time.
+// Return job `number`. The first blocks share the jobs. Neighbouring jobs have different sources and each rank begins
+// with a different source, so that the ranks do not all send to the same rank at once.
 template <int MODE> __device__ __forceinline__ Job job_of(const Params& p, unsigned number) {
     const unsigned others = p.ranks.ranks - 1;
     Job job = {number};
@@ -65,12 +67,12 @@ template <int MODE> __device__ __forceinline__ Job job_of(const Params& p, unsig
     if (MODE == APART) job.part = number % p.topk, number /= p.topk;
     job.source = (p.ranks.rank + 1 + number % others) % p.ranks.ranks;
     job.token = number / others;
-    // A token past those of its source has a place all the same, so that these loads need not wait for their number.
+    // Tokens past the source's last token also have memory, so these loads need not wait for its token count.
     if (job.token < p.max_tokens) job.slots = Slots::load<MODE>(p, job.place(p));
     return job;
 }
 
-// Send the rows of the tokens of the other ranks: the chunks of this block.
+// Send this block's chunks of the rows for tokens of other ranks.
 template <typename T, int MODE, int UNITS>
 __device__ __forceinline__ void send(const Params& p, unsigned long long step) {
     __shared__ alignas(128) uint4 staged[STAGES][CHUNK<UNITS>];
@@ -91,7 +93,7 @@ __device__ __forceinline__ void send(const Params& p, unsigned long long step) {
         const int first = job.chunk * CHUNK<UNITS>;
         uint4 value[UNITS];
         contribution<T, MODE>(value, p, job.slots, which, job.place(p), first);
-        // After a failure, which the others are told of, no row may look right.
+        // After a failure, which is reported to the other ranks, no row may look complete.
         if (MODE != SUMMED && __syncthreads_or(!job.slots.have_rows<MODE>(p, which, step))) break;
         if (MODE != APART && tokens[job.source] <= p.line_tokens) {
 #pragma unroll
@@ -108,22 +110,22 @@ __device__ __forceinline__ void send(const Params& p, unsigned long long step) {
     writer.finish();
 }
 
-// The parts of which a token of this rank is the sum, a bit each: APART its slots, else the ranks that have its experts.
+// The parts to sum for a token of this rank, as masks: slots if APART, else the ranks that have its experts.
 struct Parts {
-    unsigned all, own; // own: of this rank
-    int rank;          // lane i knows the rank of part i
-    float weight;      // and its weight
+    unsigned all, own; // own: the parts of this rank
+    int rank;          // in lane i, the rank of part i
+    float weight;      // in lane i, the weight of part i
 };
 
-// A chunk to receive: of a token of this rank.
+// A chunk to receive, for a token of this rank.
 struct Piece {
     unsigned number;
     int token, chunk;
-    int id = -1;        // lane k knows slot k
-    float weight = 1.f; // of the slot; only APART
-    Slots slots;        // of what this rank contributes
+    int id = -1;        // in lane k, of slot k
+    float weight = 1.f; // of the slot; APART only
+    Slots slots;        // the slots that this rank contributes
 
-    // Nothing waits for these loads before the piece is used.
+    // Load piece `number`. The first use of the piece waits for the loads.
     template <int MODE, typename ID> static __device__ __forceinline__ Piece load(const Params& p, unsigned number) {
         Piece piece = {number, int(number / p.chunks), int(number % p.chunks)};
         if (piece.token >= p.tokens) return piece;
@@ -131,7 +133,7 @@ struct Piece {
         if (lane < p.topk) {
             const long long at = (long long)piece.token * p.topk + lane;
             const ID id = static_cast<const ID*>(p.topk_ids)[at];
-            // Of 64 bits it is looked at now, which takes fewer registers than to keep it.
+            // Range-check a 64-bit id here, because keeping all 64 bits takes more registers.
             piece.id = sizeof(ID) == sizeof(int) || id < ID(p.ranks.experts) ? int(id) : -1;
             if (MODE == APART && p.weighted) piece.weight = p.weights[at];
         }
@@ -149,7 +151,7 @@ struct Piece {
     }
 };
 
-// Wait for the flags of a chunk of a token's rows; whether all came. The same in all lanes.
+// Wait for the flags of a chunk of a token's rows. Return whether all arrived. The same in all lanes.
 template <int MODE, int UNITS>
 __device__ __forceinline__ bool wait_for_chunk(const Params& p, const Parts& parts, int token, int chunk,
                                                unsigned long long step) {
@@ -162,7 +164,7 @@ __device__ __forceinline__ bool wait_for_chunk(const Params& p, const Parts& par
     return __all_sync(FULL_WARP, there);
 }
 
-// A thread's units of a chunk that another rank sent as lines; whether they came. The same in all lanes.
+// Receive a thread's units of a chunk sent as lines. Return whether they arrived; the same in all lanes.
 template <int UNITS>
 __device__ __forceinline__ bool receive_lines(uint4 (&value)[UNITS], const Params& p, int token, int rank, int chunk,
                                               unsigned long long step) {
@@ -176,7 +178,7 @@ __device__ __forceinline__ bool receive_lines(uint4 (&value)[UNITS], const Param
     });
 }
 
-// Compute this rank's part of a chunk of a token, wait for the others' and add them up, in the order of the ranks or slots.
+// Compute this rank's part of a token's chunk, wait for the other parts, and add all parts in order.
 template <typename T, int MODE, int UNITS>
 __device__ __forceinline__ void receive(const Params& p, const Piece& piece, unsigned long long step) {
     const uint4* const partial = reinterpret_cast<const uint4*>(p.ranks.windows[p.ranks.rank] + p.partial_at);
@@ -216,7 +218,7 @@ __device__ __forceinline__ void receive(const Params& p, const Piece& piece, uns
     }
 }
 
-// T: of the rows. ID: unsigned, so that a negative id is past all experts.
+// T: element type of the rows. ID: unsigned, so that a negative id compares above all experts.
 template <typename T, typename ID, int MODE, int UNITS, int PHASES>
 __global__ void __launch_bounds__(THREADS, MODE == BY_SLOT || UNITS > FLAG_UNITS ? RESIDENT_LARGE : RESIDENT)
     combine_tokens(const __grid_constant__ Params p) {
@@ -227,7 +229,7 @@ __global__ void __launch_bounds__(THREADS, MODE == BY_SLOT || UNITS > FLAG_UNITS
     if (threadIdx.x == 0) {
         failed = now(progress.failed);
         if (now(progress.buffer) != p.buffer) {
-            // Another dispatch than this combine's was the last one.
+            // The last dispatch does not belong to this combine.
             fail(p.ranks, OTHER_CALL, p.ranks.rank, COMBINE, step);
             failed = true;
         }
@@ -241,7 +243,7 @@ __global__ void __launch_bounds__(THREADS, MODE == BY_SLOT || UNITS > FLAG_UNITS
         Piece next = Piece::load<MODE, ID>(p, blockIdx.x - senders);
         while (next.number < pieces) {
             const Piece piece = next;
-            // The next one's numbers come while this one is awaited.
+            // Load the next piece while this piece is waited for.
             next = Piece::load<MODE, ID>(p, piece.number + receivers);
             receive<T, MODE, UNITS>(p, piece, step);
         }

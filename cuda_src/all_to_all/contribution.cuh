@@ -1,39 +1,39 @@
-// What a rank contributes to a token: the rows of its experts, each by itself or added up.
+// Compute a rank's contribution to a token: the rows of its experts, separately or summed.
 #pragma once
 #include "all_to_all/lines.cuh"
 #include "common/numeric.cuh"
 
 constexpr int THREADS = 256;
-// A block takes a chunk of a row at a time, in units of 16 bytes: a line for each eight lanes, UNITS times. Smaller chunks
-// have less latency, larger ones less work around them.
+// A block processes one chunk of a row at a time: UNITS lines per eight lanes, in 16-byte units. Smaller chunks have
+// less latency; larger chunks have less overhead.
 constexpr int LINES_AT_ONCE = THREADS / LANES_OF_LINE, UNITS_AT_ONCE = LINES_AT_ONCE * UNITS_OF_LINE;
 template <int UNITS> constexpr int CHUNK = UNITS * UNITS_AT_ONCE;
-// Units of a thread that one flag stands for, whatever the chunks of the rank that sends and of the one that receives.
+// Units per thread that one flag covers. Independent of the chunk sizes of the sending and the receiving rank.
 constexpr int FLAG_UNITS = 2;
-// SUMMED: src holds the sums, at the places of their tokens. BY_SLOT: rows of src are the experts', inverse says where, and
-// they are added up. APART: also, and each is sent by itself.
+// SUMMED: src holds the sums at their tokens' rows. BY_SLOT: src holds rows per expert, `inverse` locates them, and
+// they are summed here. APART: like BY_SLOT, but each row is sent separately.
 constexpr int SUMMED = 0, BY_SLOT = 1, APART = 2;
-// Blocks of a multiprocessor that are resident by their registers; fewer where they add up rows, or with large chunks.
+// Resident blocks per multiprocessor that the registers allow; RESIDENT_LARGE for sums of rows or large chunks.
 constexpr int RESIDENT = 3, RESIDENT_LARGE = 2;
 
 struct Params {
     Ranks ranks;
     const void* src;      // [rows, 8 * units]  T; SUMMED: [ranks * max_tokens, 8 * units]
-    const int* inverse;   // [ranks, max_tokens, topk]: row of src, or no row; null: SUMMED
+    const int* inverse;   // [ranks, max_tokens, topk]: a row of src, or a value outside its rows for none; null: SUMMED
     const void* topk_ids; // [tokens, topk]  ID, of this rank's own tokens
     const float* weights; // [tokens, topk], of this rank's own tokens
     void* out;            // [tokens, 8 * units]  T
-    long long ids_at;     // offsets in a window, of the last dispatch's buffer: [ranks, max_tokens, topk]
+    long long ids_at;     // offsets in a window, for the last dispatch's buffer: [ranks, max_tokens, topk]
     long long weights_at; // [ranks, max_tokens, topk]
     long long partial_at; // [ranks, max_tokens, 8 * units]; APART: [max_tokens, topk, 8 * units]
     long long flags_at;   // [ranks, max_tokens, flags], unsigned; APART: [max_tokens, topk, flags]
     long long lines_at;   // [ranks, line_tokens, lines]
     int weighted;         // 0: all weights are 1
     int rows, tokens, units, chunks, flags, lines, topk, max_tokens, senders, buffer;
-    int line_tokens; // up to so many tokens of a source, their sums travel as lines
+    int line_tokens; // the sums of a source with up to this many tokens travel as lines
 };
 
-// Eight numbers of 16 bits.
+// Eight 16-bit numbers.
 template <typename T> struct Eight {
     union {
         uint4 unit;
@@ -45,7 +45,7 @@ template <typename T> __device__ __forceinline__ void add(float (&sum)[8], const
     Eight<T> eight;
     eight.unit = unit;
 #pragma unroll
-    // Not fused, as in unpermute_rows, so that the sum is the same wherever it is computed.
+    // Not fused, as in unpermute_rows, so that every kernel computes the same sum.
     for (int i = 0; i < 8; ++i) sum[i] = __fadd_rn(sum[i], __fmul_rn(weight, to_float(eight.number[i])));
 }
 
@@ -56,12 +56,12 @@ template <typename T> __device__ __forceinline__ uint4 rounded(const float (&sum
     return eight.unit;
 }
 
-// The slots of a token of those that this rank received: lane k knows slot k.
+// The slots of a token that this rank received. Lane k holds slot k.
 struct Slots {
-    int id = -1, row = -1; // row: of src
+    int id = -1, row = -1; // row: index of the row in src
     float weight = 1.f;
 
-    // The slots of token `place` = (source, token). Nothing waits for these loads before `here` or `row_here` is called.
+    // Load the slots of token `place` = (source, token). The first use, in `here` or `has_row`, waits for the loads.
     template <int MODE> static __device__ __forceinline__ Slots load(const Params& p, long long place) {
         const char* const window = p.ranks.windows[p.ranks.rank];
         const int lane = threadIdx.x % 32;
@@ -75,15 +75,15 @@ struct Slots {
         return slots;
     }
 
-    // A bit for each slot whose expert is on this rank.
+    // Return a mask of the slots whose expert is on this rank.
     __device__ __forceinline__ unsigned here(const Params& p) const {
         return __ballot_sync(FULL_WARP, p.ranks.owner(unsigned(id)) == p.ranks.rank);
     }
 
-    // Whether this lane's slot has a row.
+    // Return whether this lane's slot has a row.
     __device__ __forceinline__ bool has_row(const Params& p) const { return unsigned(row) < unsigned(p.rows); }
 
-    // Whether each slot of `here` has a row: its expert had no room for it otherwise, and this rank gives up.
+    // Return whether every slot of `here` has a row. If not, an expert had no room for it, and this rank gives up.
     template <int MODE>
     __device__ __forceinline__ bool have_rows(const Params& p, unsigned here, unsigned long long step) const {
         if (MODE == SUMMED) return true;
@@ -93,12 +93,12 @@ struct Slots {
     }
 };
 
-// A lane's line within a chunk, its unit there, and whether it has one: the last lane of a line has none.
+// The index of a lane's line and of its unit in a chunk, and whether it has a unit: the last lane of a line has none.
 __device__ __forceinline__ int line_of(int i) { return i * LINES_AT_ONCE + threadIdx.x / LANES_OF_LINE; }
 __device__ __forceinline__ int unit_of(int i) { return line_of(i) * UNITS_OF_LINE + threadIdx.x % LANES_OF_LINE; }
 __device__ __forceinline__ bool has_unit() { return threadIdx.x % LANES_OF_LINE < UNITS_OF_LINE; }
 
-// A thread's units of the chunk of a row that begins at unit `first`.
+// Load a thread's units of the chunk of a row that begins at unit `first`.
 template <int UNITS>
 __device__ __forceinline__ void load_chunk(uint4 (&value)[UNITS], const uint4* row, int first, int units) {
 #pragma unroll
@@ -108,11 +108,11 @@ __device__ __forceinline__ void load_chunk(uint4 (&value)[UNITS], const uint4* r
     }
 }
 
-// A thread's units of what this rank contributes by the slots `which`; all lanes of a warp must call it.
+// Compute a thread's units of this rank's contribution from the slots `which`. All lanes of a warp must call it.
 template <typename T, int MODE, int UNITS>
 __device__ __forceinline__ void contribution(uint4 (&value)[UNITS], const Params& p, const Slots& slots, unsigned which,
                                              long long place, int first) {
-    // Slots at once. For other architectures than Hopper the compiler takes more registers.
+    // Slots loaded together. On architectures other than Hopper the compiler uses more registers.
     constexpr int AT_ONCE = (__CUDA_ARCH__ == 900 ? 8 : 4) / UNITS;
     const uint4* const src = static_cast<const uint4*>(p.src);
     if constexpr (MODE == SUMMED) {

@@ -1,47 +1,47 @@
-// Send each token to the ranks that have its experts, once to each, over NVLink.
+// Send each token over NVLink to every rank that has one of its experts, once per rank.
 //
-//   rows[s, t]    = hidden[t] of source s, as it is or in FP8 with a scale per 128 numbers, if an expert of it is here
+//   rows[s, t]    = hidden[t] of source s, unchanged or in FP8 (a scale per 128), if one of its experts is here
 //   ids[s, t]     = topk_ids[t] of source s; -1 for t >= its tokens
 //   weights[s, t] = topk_weights[t] of source s; 0 for t >= its tokens
 //
-// There is no counting first: a row's place is its source and its token. Rows of the tokens that go elsewhere hold anything,
-// and their ids name no expert of this rank. Each rank has its own number of tokens, at most max_tokens.
+// Nothing is counted first, because source and token determine a row's index. Rows of tokens for other ranks are
+// undefined, and their ids name no expert of this rank. Each rank has its own number of tokens, at most max_tokens.
 //
-// Grid: blocks of 256 threads. Each takes every gridDim.x-th token, stores its row into the windows of its ranks in units of
-// 16 bytes and signals them; then the blocks wait for all sources and copy ids and weights, a part each. PHASES: SEND,
-// RECEIVE, or both; a launch that only sends is followed by one that only receives.
+// Grid: blocks of 256 threads. A block handles every gridDim.x-th token: it stores the row in units of 16 bytes into
+// the windows of the token's ranks, then signals all ranks. Then each block waits for all sources and copies its part
+// of the ids and weights. PHASES: SEND, RECEIVE, or both; a launch that only sends precedes one that only receives.
 //
-// Speed of light: the bytes of the rows once per rank over the peers' bandwidth; of few tokens the latency of a store to a
-// peer, of the release that follows, and of the addition that signals it. On two H200s, rows of 7168 numbers in FP8: 4096
-// tokens of each rank take 97 us, 86% of what plain stores to the peer reach; 128 take 8.1 us, 8 take 5.1, and a minimal
-// exchange, 16 bytes and a flag, takes 2.9.
+// Speed of light: with many tokens, the bytes of each row once per rank over the peers' bandwidth. With few tokens, the
+// latency of a store to a peer, of the release after it, and of the addition that signals it. On two H200s, with rows
+// of 7168 numbers in FP8, 4096 tokens per rank take 97 us, 86% of the bandwidth of plain stores to the peer. 128 tokens
+// take 8.1 us and 8 tokens take 5.1 us; a minimal exchange of 16 bytes and a flag takes 2.9 us.
 #include "all_to_all/window.cuh"
 #include "common/quantize.cuh"
 
 constexpr int THREADS = 256, GROUP = 128; // GROUP numbers share a scale
-constexpr int RESIDENT = 4;               // blocks of a multiprocessor, by their registers
+constexpr int RESIDENT = 4;               // resident blocks per multiprocessor that the registers allow
 
 struct Params {
     Ranks ranks;
-    const void* hidden;   // [tokens, width]  T if they are quantized here, else rows of `width` bytes
-    const float* scales;  // [tokens, scale_columns], sent as they are; null if they are made here
+    const void* hidden;   // [tokens, width]  T if quantized here, else rows of `width` bytes
+    const float* scales;  // [tokens, scale_columns], sent unchanged; null if computed here
     const void* topk_ids; // [tokens, topk]  ID
     const float* weights; // [tokens, topk]
     int* ids_out;         // [ranks, max_tokens, topk]
     float* weights_out;   // [ranks, max_tokens, topk]
-    int* expert_load;     // [experts], to which the slots that came to this rank's experts are added; may be null
-    long long rows_at;    // offsets in a window, of this call's buffer
+    int* expert_load;     // [experts]: incremented by the slots received for this rank's experts; may be null
+    long long rows_at;    // offsets in a window, for this call's buffer
     long long scales_at;
     long long ids_at;
     long long weights_at;
     int tokens, width, scale_columns, topk, max_tokens, buffer;
 };
 
-// A thread's share of a row: UNITS units of 16 bytes as they are sent.
+// A thread's share of a row: UNITS units of 16 bytes in the format that is sent.
 template <typename T, bool QUANTIZE> struct Share {
-    // For other architectures than Hopper the compiler takes more registers.
+    // On architectures other than Hopper the compiler uses more registers.
     static constexpr int UNITS = !QUANTIZE ? 4 : __CUDA_ARCH__ == 900 ? 2 : 1, LOADS = QUANTIZE ? 2 : 1;
-    static constexpr int EACH = 16; // numbers of a unit that is quantized, bytes of any
+    static constexpr int EACH = 16; // per unit: numbers if quantized, else bytes
     uint4 loaded[UNITS][LOADS];
 
     __device__ __forceinline__ void load(const Params& p, int token, int first) {
@@ -55,7 +55,7 @@ template <typename T, bool QUANTIZE> struct Share {
         }
     }
 
-    // The unit as it is sent, and the scale of its group; all lanes of a warp must call it.
+    // Return unit i in the format that is sent, and set the scale of its group. All lanes of a warp must call it.
     __device__ __forceinline__ uint4 unit(int i, float& scale) const {
         if constexpr (!QUANTIZE) {
             return loaded[i][0];
@@ -82,7 +82,7 @@ template <typename T, bool QUANTIZE> struct Share {
     }
 };
 
-// The ranks that have an expert of a token, a bit each; the same in all lanes.
+// Return a mask of the ranks that have an expert of the token. The same in all lanes.
 template <typename ID> __device__ __forceinline__ unsigned ranks_of(const Params& p, int token) {
     unsigned mask = 0;
     for (int k = threadIdx.x % 32; k < p.topk; k += 32) {
@@ -92,7 +92,7 @@ template <typename ID> __device__ __forceinline__ unsigned ranks_of(const Params
     return __reduce_or_sync(FULL_WARP, mask);
 }
 
-// Store the ids and weights of a token into the windows of all ranks.
+// Store a token's ids and weights into the windows of all ranks.
 template <typename ID> __device__ __forceinline__ void send_routing(const Params& p, int token, long long place) {
     for (int i = threadIdx.x; i < p.ranks.ranks * p.topk; i += THREADS) {
         const int to = i / p.topk, k = i - to * p.topk;
@@ -104,7 +104,7 @@ template <typename ID> __device__ __forceinline__ void send_routing(const Params
     }
 }
 
-// Store scales that the caller gave into the windows of a token's ranks.
+// Store the caller's scales into the windows of the token's ranks.
 __device__ __forceinline__ void send_scales(const Params& p, int token, long long place, unsigned mask) {
     for (int i = threadIdx.x; i < p.scale_columns; i += THREADS) {
         const float scale = p.scales[(long long)token * p.scale_columns + i];
@@ -115,7 +115,7 @@ __device__ __forceinline__ void send_scales(const Params& p, int token, long lon
     }
 }
 
-// Store the row of a token into the windows of its ranks, and its ids and weights into those of all.
+// Store a token's row into the windows of its ranks, and its ids and weights into all windows.
 template <typename T, typename ID, bool QUANTIZE>
 __device__ __forceinline__ void send_token(const Params& p, int token) {
     using Own = Share<T, QUANTIZE>;
@@ -148,7 +148,7 @@ __device__ __forceinline__ void send_token(const Params& p, int token) {
     if (!QUANTIZE && p.scales) send_scales(p, token, place, mask);
 }
 
-// Where the last dispatch wrote to the same buffer, its rows may still be read: wait until all ranks have come here.
+// If the last dispatch used this buffer, its rows may be in use: wait until all ranks have entered this dispatch.
 __device__ __forceinline__ bool buffer_is_free(const Params& p, unsigned long long step) {
     if (step == 0 || p.ranks.progress->buffer != p.buffer) return true;
     const int rank = threadIdx.x;
@@ -161,8 +161,8 @@ __device__ __forceinline__ bool buffer_is_free(const Params& p, unsigned long lo
     return __syncthreads_and(there);
 }
 
-// Signal every rank that this block's rows are there. Block 0 adds what is missing to ARRIVALS, so that a call adds the
-// same number whatever its grid.
+// Signal every rank that this block's rows have arrived. Block 0 adds the remainder to ARRIVALS, so that a call adds
+// the same total for any grid.
 __device__ __forceinline__ void signal(const Params& p, unsigned long long step) {
     __syncthreads();
     const int senders = max(1, min(int(gridDim.x), p.tokens));
@@ -179,7 +179,7 @@ __device__ __forceinline__ void receive(const Params& p, unsigned long long step
     const int rank = p.ranks.rank;
     const Signals& own = p.ranks.signals(rank);
     __shared__ int tokens[MAX_RANKS];
-    // Ranks that use other buffers for a step have not made the same calls: then nothing that is here can be trusted.
+    // Ranks with different buffers in a step have made different calls, and the received data is invalid.
     bool came = true, alike = true;
     if (threadIdx.x < p.ranks.ranks) {
         const int source = threadIdx.x;
@@ -205,7 +205,7 @@ __device__ __forceinline__ void receive(const Params& p, unsigned long long step
     if (came && !alike) fail(p.ranks, OTHER_CALL, threadIdx.x, DISPATCH, step);
 }
 
-// T: of rows that are quantized. ID: unsigned, so that a negative id is past all experts.
+// T: element type of rows to be quantized. ID: unsigned, so that a negative id compares above all experts.
 template <typename T, typename ID, bool QUANTIZE, int PHASES>
 __global__ void __launch_bounds__(THREADS, RESIDENT) dispatch_tokens(const __grid_constant__ Params p) {
     Progress& progress = *p.ranks.progress;

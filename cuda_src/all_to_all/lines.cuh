@@ -1,13 +1,14 @@
-// Lines of NCCL's protocol LL128: 128 bytes of which 112 are data and the last 16 repeat the epoch.
+// Lines of NCCL's protocol LL128: 128 bytes, with 112 bytes of data and the epoch repeated in the last 16 bytes.
 //
-// NVLink carries what eight neighbouring lanes store with one instruction into a line as a whole, so a reader that sees the
-// epoch sees the data: no release, which waits for a way to the peer and back, and no flag after it. Not so over PCIe.
+// Over NVLink, a line that eight neighbouring lanes store with one instruction arrives as a whole. A reader that sees
+// the epoch therefore sees the data. So a line needs no release, which would wait for a round trip to the peer, and no
+// flag. This does not hold over PCIe.
 #pragma once
 #include "all_to_all/window.cuh"
 
 constexpr int LANES_OF_LINE = 8, UNITS_OF_LINE = 7, LINE_BYTES = 128;
 
-// Store a lane's unit into its line, or the epoch by the last lane of it.
+// Store a lane's unit into its line. The last lane of the line stores the epoch instead.
 __device__ __forceinline__ void store_line(char* line, uint4 unit, unsigned epoch) {
     const int lane = threadIdx.x % LANES_OF_LINE;
     if (lane == UNITS_OF_LINE) unit = make_uint4(epoch, epoch, epoch, epoch);
@@ -16,7 +17,7 @@ __device__ __forceinline__ void store_line(char* line, uint4 unit, unsigned epoc
                  : "memory");
 }
 
-// Load a lane's unit of its line; whether the line is there, for its last lane, and true for the others.
+// Load a lane's unit. In the last lane of a line, return whether the line has arrived; in the others, true.
 __device__ __forceinline__ bool load_line(uint4& unit, const char* line, unsigned epoch) {
     const int lane = threadIdx.x % LANES_OF_LINE;
     asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -1,57 +1,57 @@
-// What the ranks of a host share: a window of memory of each, mapped by all, that begins with signals.
+// Memory windows of the ranks of one host. All ranks map every window. A window begins with its signals.
 //
-// A rank signals by a store or an addition of system scope, with a release, into the window of the rank that waits; that
-// one polls its own memory. Signals are numbered by epoch, the number of calls so far: none is ever reset, so a late
-// one is never taken for another. A wait has a deadline and looks at an abort word; after the first that failed, every
-// further wait of the rank fails at once.
+// To signal, a rank performs a release store or a release addition of system scope in the window of the waiting rank.
+// The waiting rank polls its own memory. Signals count epochs (calls) and are never reset, so a late signal cannot be
+// mistaken for another. A wait checks a deadline and an abort word. After the first failed wait, every further wait of
+// the rank fails at once.
 #pragma once
 #include "common/warp.cuh"
 
 constexpr int MAX_RANKS = 16;
-// The sum of what a sender's blocks add to a rank's signal in one call; more than there are blocks.
+// Total that a sender's blocks add to a rank's signal in one call. It must exceed the number of blocks.
 constexpr int ARRIVALS = 1 << 16;
 constexpr int DISPATCH = 0, COMBINE = 1;
-// Parts of a call: a launch may do both, or one launch the first and another the second.
+// Phases of a call. One launch does both, or one launch sends and the next launch receives.
 constexpr int SEND = 1, RECEIVE = 2;
-// Why a wait failed.
+// Reasons for a failed wait.
 enum { PAST_DEADLINE = 1, ABORTED, OVER_CAPACITY, OTHER_CALL };
 
-// The beginning of each window. The sources are ranks.
+// The beginning of each window. Sources are ranks.
 struct Signals {
-    unsigned long long dispatched[MAX_RANKS]; // by source: ARRIVALS times the dispatches whose rows are all there
-    unsigned long long entered[MAX_RANKS];    // by source: the dispatches that it has begun, where that is asked
-    unsigned batches[2][MAX_RANKS];           // by parity of the dispatch, and source: 2 * tokens + buffer
-    int abort;                                // 1 + the rank that gave up: every wait of this rank fails; 0: none
+    unsigned long long dispatched[MAX_RANKS]; // by source: ARRIVALS times the number of completed dispatches
+    unsigned long long entered[MAX_RANKS];    // by source: the number of dispatches begun; used if buffers are reused
+    unsigned batches[2][MAX_RANKS];           // by parity of the dispatch and by source: 2 * tokens + buffer
+    int abort;                                // 1 + the rank that gave up, and every wait of this rank fails; 0: none
 };
 
-// What a rank keeps for itself on its device.
+// A rank's own state on its device.
 struct Progress {
     unsigned long long dispatches, combines; // calls that ended
-    unsigned leaving;                        // blocks of the running call that have read these numbers
+    unsigned leaving;                        // blocks of the running call that have read these counters
     int failed;                              // not 0: a wait failed
     int buffer;                              // of the last dispatch
     int tokens[MAX_RANKS];                   // by source, of the last dispatch
 };
 
-// The first wait that failed, in memory of the host: written once.
+// The first failed wait, in host memory. Written once.
 struct Failure {
     int code;  // 0: none
-    int rank;  // that was waited for, or that gave up
+    int rank;  // the rank that was waited for, or that gave up
     int phase; // DISPATCH or COMBINE
-    int step;  // the number of the dispatch or combine, from 0 on
+    int step;  // index of the dispatch or combine, from 0
 };
 
 struct Ranks {
-    char* windows[MAX_RANKS]; // as they are mapped here, this rank's own among them
+    char* windows[MAX_RANKS]; // addresses in this process, including this rank's own window
     Progress* progress;
     Failure* failure;
-    const int* rank_of;          // [experts]; null: `experts_per_rank` each, in their order
+    const int* rank_of;          // [experts]; null: consecutive blocks of `experts_per_rank` experts
     unsigned long long patience; // nanoseconds until a wait fails
     int rank, ranks, experts, experts_per_rank;
 
     __device__ __forceinline__ Signals& signals(int of) const { return *reinterpret_cast<Signals*>(windows[of]); }
 
-    // The rank that has an expert. ID is unsigned: a negative id is past all experts.
+    // Return the rank of an expert, or -1. ID is unsigned, so a negative id compares above all experts.
     template <typename ID> __device__ __forceinline__ int owner(ID id) const {
         return id >= ID(experts) ? -1 : rank_of ? rank_of[id] : int(id) / experts_per_rank;
     }
@@ -87,8 +87,9 @@ template <typename Number> __device__ __forceinline__ Number now(const Number& w
     return *static_cast<const volatile Number*>(&word);
 }
 
-// Report that a wait for `rank` failed, or that this rank cannot go on, and tell all ranks, which would wait for it. The
-// host's memory takes no atomics from every device, so the device's word decides who is first.
+// Record that a wait for `rank` failed, or that this rank cannot go on, and set the abort word of every rank, because
+// the other ranks would wait for this rank. Not every device supports atomics on host memory, so an atomic on the
+// device's own word selects the first failure.
 __device__ inline void fail(const Ranks& ranks, int code, int rank, int phase, unsigned long long step) {
     if (atomicCAS(&ranks.progress->failed, 0, code)) return;
     volatile Failure* const to = ranks.failure;
@@ -99,8 +100,8 @@ __device__ inline void fail(const Ranks& ranks, int code, int rank, int phase, u
         *static_cast<volatile int*>(&ranks.signals(other).abort) = 1 + ranks.rank;
 }
 
-// Wait until `ready()`; false if that failed. Waits yield, so that processes which share a GPU make progress. WARP: all lanes
-// of a warp wait together; `ready()` must give them the same answer.
+// Wait until `ready()`; return false if the wait failed. Waits sleep, so that processes that share a GPU make progress.
+// WARP: all lanes of a warp wait together, and `ready()` must return the same value in all of them.
 template <bool WARP = false, typename Ready>
 __device__ __forceinline__ bool wait_for(const Ranks& ranks, int rank, int phase, unsigned long long step,
                                          const Ready& ready) {
@@ -109,7 +110,7 @@ __device__ __forceinline__ bool wait_for(const Ranks& ranks, int rank, int phase
 #pragma unroll 1
         for (int i = 0; i < 64; ++i)
             if (ready()) return true;
-        // The clock takes as long as several looks, so it is read only when something is late.
+        // Reading the clock takes as long as several polls, so it is read only after 64 polls.
         const unsigned long long time = nanoseconds();
         if (round == 0) begin = time;
         bool over = now(ranks.progress->failed);
@@ -121,8 +122,8 @@ __device__ __forceinline__ bool wait_for(const Ranks& ranks, int rank, int phase
     }
 }
 
-// Whether this block is the last one of the grid that gets here; for one thread of each block, when all of the block have
-// read what the last one is going to write.
+// Return whether this block is the last of the grid to call this function. One thread of each block calls it, after all
+// threads of the block have read the values that the last block will overwrite.
 __device__ __forceinline__ bool is_last(Progress& progress) {
     if (atomicAdd(&progress.leaving, 1) != gridDim.x - 1) return false;
     progress.leaving = 0;

@@ -1,11 +1,11 @@
-// Chunks of rows that a block stores into the window of another rank, each followed by a flag.
+// Store chunks of rows into another rank's window, followed by a flag per chunk.
 //
-// On Hopper by bulk copies from shared memory, of which several travel while the next chunks are computed. A release waits
-// until all that was stored has arrived, so it comes once for several chunks.
+// On Hopper a chunk is written with a bulk copy from shared memory. Several copies are in flight while the next chunks
+// are computed. A release waits until all earlier stores have arrived, so one release serves several chunks.
 #pragma once
 #include "all_to_all/contribution.cuh"
 
-// The flags of a chunk, one or two.
+// The flags of a chunk: one or two.
 template <int UNITS> struct Flags {
     unsigned* at;
 
@@ -16,7 +16,7 @@ template <int UNITS> struct Flags {
             *reinterpret_cast<volatile unsigned long long*>(at) = (unsigned long long)epoch << 32 | epoch;
     }
 
-    // Whether they are set; only the first of two `exist` at the end of some rows.
+    // Return whether the flags are set. At the end of some rows only the first of the two flags `exist`s.
     __device__ __forceinline__ bool are_set(unsigned epoch, int exist) const {
         if constexpr (UNITS == FLAG_UNITS) {
             return load_acquire(at) == epoch;
@@ -30,16 +30,16 @@ template <int UNITS> struct Flags {
 #if __CUDA_ARCH__ >= 900
 #include "common/bulk.cuh"
 
-constexpr int STAGES = 3;  // chunks that travel or are being written
-constexpr int AT_ONCE = 4; // chunks that a release announces
+constexpr int STAGES = 3;  // chunks in flight or being written
+constexpr int AT_ONCE = 4; // chunks that one release announces
 
 template <int UNITS> struct ChunkWriter {
     using Stage = uint4[CHUNK<UNITS>];
     Stage (&staged)[STAGES];
     unsigned epoch;
     int stage = 0;
-    // Thread 0 has these.
-    Flags<UNITS> flags[AT_ONCE] = {}; // of the chunks that are not announced
+    // Used by thread 0 only.
+    Flags<UNITS> flags[AT_ONCE] = {}; // flags of the chunks not announced yet
     int count = 0;
 
     __device__ __forceinline__ ChunkWriter(Stage (&shared)[STAGES], unsigned epoch) : staged(shared), epoch(epoch) {}
@@ -66,7 +66,7 @@ template <int UNITS> struct ChunkWriter {
             ++count;
             bulk_wait_read<STAGES - 1>();
         }
-        // The stage that is written next has been read.
+        // The stage to be written next has been read by its copy.
         __syncthreads();
     }
 

@@ -1,20 +1,20 @@
-// Merge the lists of the candidates, and make a step of beam search with them: which beams run on, which hypotheses are
-// finished, whether the search is done.
+// Merge the candidate lists and perform one step of beam search: select the running beams, update the pool of finished
+// hypotheses, and decide whether the search is done.
 //
 //   candidates    the k largest keys of the lists, best first; an id is parent * vocab + token
-//   new_*         the running beams: the best `beams` candidates whose token is no end token
-//   new_finished  the pool: the best `beams` of the old pool and of the candidates that end; of these only the best
-//                 `beams` candidates may end, with the score total / penalty
-//   new_done      it was done before, or this is the last step, or the pool is full and (unless stop_when_full) no
-//                 running beam can still better its worst hypothesis
+//   new_*         the running beams: the best `beams` candidates whose token is not an end token
+//   new_finished  the pool: the best `beams` hypotheses among the old pool and the ending candidates. Only the best
+//                 `beams` candidates may end; their score is total / penalty
+//   new_done      the search was done before, or this is the last step, or the pool is full and (unless stop_when_full)
+//                 no running beam can still beat its worst hypothesis
 //
-// Grid: a block per batch entry. Thread i has candidate i and place i of the pool.
+// Grid: one block per batch entry. Thread i handles candidate i and pool entry i.
 // GROUPS: 32 for up to 16 candidates, THREADS for more.
-// LATE: which step this is, is read from `step`, so that a captured launch serves all steps.
+// LATE: the kernel reads the index of the step from `step`, so that one captured launch serves all steps.
 //
-// Speed of light: latency, of a launch and a chain of reductions over the block; the state is a few numbers per beam.
-// On an H200 a step of 32 requests of 4 beams of 128256 float32 takes 27 us with its first stage, 1.5 us more than the
-// top-k of as many candidates alone.
+// Speed of light: latency of a launch and of a chain of block reductions; the state is a few numbers per beam. On an
+// H200, a step for 32 requests of 4 beams of 128256 float32 takes 27 us including topk_chunks, 1.5 us more than a top-k
+// of the same size alone.
 #include "beam_search/beams.cuh"
 #include "beam_search/merge.cuh"
 #include "common/overlap.cuh"
@@ -24,7 +24,7 @@ constexpr int MAX_ENDS = 8;
 struct StepParams {
     const Key* lists;             // [batch, count, k]
     const void* log_probs;        // [batch, beams, vocab]; read again only with a diversity rate
-    const float* scores;          // [batch, beams]; this and what follows may be the new_ array of the same name
+    const float* scores;          // [batch, beams]; this and the next arrays may alias the new_ array of the same name
     const float* finished_scores; // [batch, beams]
     const int* finished_lengths;
     const int* finished_ids;
@@ -40,31 +40,31 @@ struct StepParams {
     unsigned char* new_done;
     int count; // lists per batch entry
     int k;
-    int depth, beam_depth; // as in merge
+    int depth, beam_depth; // arguments of merge
     int beams;
     int vocab;
     int dtype;   // of log_probs: 0 float, 1 half, 2 bfloat16
-    int diverse; // the keys have the term of a diversity rate, which is no part of the scores
+    int diverse; // the keys include a diversity term, which is not part of the scores
     int length;  // of a hypothesis that ends in this step
     int last;    // all candidates end in this step
     int stop_when_full;
     int ends;
     int end_ids[MAX_ENDS];
     float penalty;          // length ** length_penalty
-    float furthest_penalty; // the same for the length that a running beam may reach
-    // LATE: these in place of `length`, `last` and `penalty`, and of `furthest_penalty` where it is 0.
+    float furthest_penalty; // the penalty at the length that a running beam may reach
+    // LATE: the kernel derives `length`, `last` and `penalty` from these, and `furthest_penalty` if it is 0.
     int max_steps;
-    const int* step; // one, clamped to [0, max_steps - 1]
+    const int* step; // [1], clamped to [0, max_steps - 1]
     double length_penalty;
 };
 
-// Which step a late one is, and what follows from it.
+// The values that a LATE launch derives from its step.
 struct Found {
     int length, last;
     float penalty, furthest_penalty;
 };
 
-// The same for all steps: of a late one it is what a thread has found.
+// The values of the step: from Found if LATE, else from the parameters.
 template <bool LATE> struct Moment {
     const StepParams& p;
     const Found& found;
@@ -77,7 +77,7 @@ template <bool LATE> struct Moment {
     }
 };
 
-// What the threads of a block tell each other.
+// Values that the threads of a block exchange.
 struct Exchange {
     unsigned running_in_warp[WARPS];
     float old_score[MAX_BEAMS], ending_score[MAX_BEAMS];
@@ -85,7 +85,7 @@ struct Exchange {
     int pool_length[MAX_BEAMS];
 };
 
-// A thread's candidate. Without one it neither runs nor ends.
+// A thread's candidate. A thread without a candidate keeps the defaults, which neither run nor end.
 struct Candidate {
     bool runs = false, ends = false;
     int token = 0, parent = 0;
@@ -108,12 +108,12 @@ struct Candidate {
         bool is_end = false;
         for (int e = 0; e < p.ends; ++e) is_end |= token == p.end_ids[e];
         runs = !is_end;
-        // Only the best `beams` candidates may finish; the others are there so that `beams` are left to run.
+        // Only the best `beams` candidates may finish. The others ensure that `beams` candidates are left to run.
         ends = threadIdx.x < p.beams && (is_end || now.last()) && !was_done && score > -CUDART_INF_F;
     }
 };
 
-// A place of the pool.
+// A pool entry.
 struct Hypothesis {
     float score = -CUDART_INF_F;
     int length = 0, id = 0, parent = 0;
@@ -126,7 +126,7 @@ struct Hypothesis {
     }
 };
 
-// Write the running beams: the best candidates that do not end. `running`: which lanes of this warp run.
+// Write the running beams: the best candidates that do not end. `running` is the mask of this warp's lanes that run.
 __device__ __forceinline__ void write_running(const StepParams& p, long long b, Exchange& shared, const Candidate& mine,
                                               unsigned running) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -141,7 +141,7 @@ __device__ __forceinline__ void write_running(const StepParams& p, long long b, 
     }
 }
 
-// Write the pool: the best of the old and the new hypotheses, the old first where they tie.
+// Write the pool: the best of the old and the new hypotheses. Old hypotheses win ties.
 template <bool LATE>
 __device__ __forceinline__ void write_pool(const StepParams& p, long long b, Exchange& shared, const Hypothesis& old,
                                            const Candidate& mine, float ended, const Moment<LATE>& now) {
@@ -167,7 +167,7 @@ __device__ __forceinline__ void write_pool(const StepParams& p, long long b, Exc
     if (mine.ends) keep(new_rank, ended, now.length(), mine.token, mine.parent);
 }
 
-// Write whether the search is done; by one warp.
+// Write whether the search is done. Run by one warp.
 template <bool LATE>
 __device__ __forceinline__ void write_done(const StepParams& p, long long b, const Exchange& shared, bool was_done,
                                            const Moment<LATE>& now) {
@@ -186,8 +186,8 @@ __device__ __forceinline__ void write_done(const StepParams& p, long long b, con
     if (lane == 0) p.new_done[b] = was_done || !can_improve || (p.stop_when_full && full) || now.last();
 }
 
-// What follows from a step that is on the device. Some GPUs are slow in double precision, so one thread does it; the
-// penalty has the bits that the host would give it.
+// Derive the values of a step whose index is in device memory. One thread does it, because double precision is slow on
+// some GPUs. The penalty has the same bits as on the host.
 __device__ __forceinline__ Found find_moment(const StepParams& p) {
     const int length = min(max(*p.step, 0), p.max_steps - 1) + 1;
     const float penalty = p.length_penalty == 1.0 ? float(length) : float(pow(double(length), p.length_penalty));
@@ -204,11 +204,11 @@ __global__ void __launch_bounds__(THREADS, 2) beam_step(const __grid_constant__ 
     const long long b = blockIdx.x;
     const int i = threadIdx.x;
     const Moment<LATE> now = {p, found};
-    // The barriers of the merge are between this and the first use.
+    // The barriers in `merge` separate this write from the first use.
     if (LATE && i == THREADS - 1) found = find_moment(p);
     merge(s, p.lists + b * p.count * p.k, p.count, p.k, p.depth, p.beam_depth, sorted);
 
-    // All is read before the first write: the new arrays may be the old ones.
+    // Read everything before the first write, because the new arrays may alias the old arrays.
     const bool was_done = p.done[b];
     Candidate mine;
     if (i < p.k) mine.load(p, b, sorted[i], was_done, now);

@@ -1,4 +1,4 @@
-// The most beams of a batch entry: one thread or one entry of shared memory each.
+// Maximum beams per batch entry. A beam takes one thread or one entry of shared memory.
 #pragma once
 
 constexpr int MAX_BEAMS = 64;

@@ -1,15 +1,15 @@
-// Gather the tokens of each beam, from the tokens and parents of all steps.
+// Gather the tokens of each beam from the tokens and parents of all steps.
 //
 //   out[t, b, j] = ids[t, b, beam(t)],   beam(t - 1) = parents[t, b, beam(t)],   beam(length - 1) = j
 //   out[t, b, j] = end_id   from the length of beam j on, and after its first end_id
 //
-// Where they are given, last_ids and last_parents stand for the token and the parent of beam j in step length - 1.
+// If last_ids and last_parents are given, they replace the token and the parent of beam j in step length - 1.
 //
-// Grid: a block per batch entry, a thread per beam. A beam's way back is one dependent load per step, so the block
-// first copies the steps to shared memory, as many at once as ENTRIES hold, from the last to the first.
+// Grid: one block per batch entry, one thread per beam. Following a beam back takes one dependent load per step, so the
+// block copies ENTRIES of the steps at a time to shared memory, from the last to the first.
 //
-// Speed of light: latency, of one dependent load from shared memory per step: 128 steps of 32 batch entries of 4 beams
-// take 6.5 us on an H200, where the bytes alone would take less than a launch does.
+// Speed of light: latency of one dependent shared memory load per step. On an H200, 128 steps of 32 batch entries of 4
+// beams take 6.5 us; the bytes alone would take less than a launch.
 #include "beam_search/beams.cuh"
 #include "common/overlap.cuh"
 
@@ -17,7 +17,7 @@ struct TreeParams {
     const int* ids;      // [steps, batch, beams]
     const int* parents;  // [steps, batch, beams]
     const int* lengths;  // [batch] or [batch, beams]; null: steps
-    const int* last_ids; // [batch, beams], with last_parents instead of a beam's own last step; may be null
+    const int* last_ids; // [batch, beams], with last_parents replaces a beam's own last step; may be null
     const int* last_parents;
     int* out; // [steps, batch, beams]
     int steps;
@@ -40,7 +40,7 @@ template <int ENTRIES> __global__ void __launch_bounds__(THREADS) gather_tree(co
     if (j < beams) {
         length = p.steps;
         if (p.lengths) length = min(max(p.lengths[p.length_per_beam ? base + j : b], 0), p.steps);
-        // The filling starts here if no end_id comes before.
+        // The fill begins here unless an end_id comes earlier.
         ended = length;
     }
     const int at_once = ENTRIES / beams;

@@ -1,17 +1,18 @@
-// Merge sorted lists of keys: the second stage of a top-k.
+// Merge sorted lists of keys in the second stage of a top-k.
 #pragma once
 #include "beam_search/selection.cuh"
 
-// The k largest keys of `lists` sorted lists of k, into `sorted`, largest first; 0 where there are no more.
+// Write the k largest keys of `lists` sorted lists of k keys to `sorted`, largest first, then 0 if there are fewer.
 //
-// For the bound, a list of the first stage is a group whose maximum is known. Where there are fewer lists than results,
-// or where few lists have nearly all of them (those of one beam, in the first step), the entries at place `depth` of
-// the lists (from 1 on) say more: m * depth keys reach the m-th largest of them. Two depths are tried: `depth` suits
-// results spread over all lists, `beam_depth` results in the lists of one beam.
+// The first list entries serve as the group maxima for the lower bound. They give a poor bound if there are fewer lists
+// than results, or if few lists hold nearly all results (in the first step, the lists of one beam). The entries at
+// position `depth` of the lists, counted from 1, then give a better bound: m * depth keys reach the m-th largest of
+// these entries. Two depths are tried: `depth` suits results that are spread over all lists, `beam_depth` suits results
+// in the lists of one beam.
 template <int GROUPS>
 __device__ __forceinline__ void merge(Selection<GROUPS>& s, const Key* from, int lists, int k, int depth,
                                       int beam_depth, Key* sorted) {
-    // Neighbouring lists go to different groups, of which there are at least 32.
+    // Neighbouring lists go to different groups. There are at least 32 groups.
     const int first = threadIdx.x / 8 + threadIdx.x % 8 * 32;
     const auto bound_by = [&](int depth) {
         unsigned mine = 0;

@@ -1,16 +1,16 @@
-// Let the keys and values follow their beams: what the parent had cached is the beam's past.
+// Reorder cached keys and values by beam, so that each beam gets the past of its parent.
 //
-//   new_keys[t, b, j] = keys[t, b, parents[b, j]],   and the same for the values; t < steps
+//   new_keys[t, b, j] = keys[t, b, parents[b, j]]   for t < steps; the same for the values
 //
-// Grid: (keys and values) * steps * batch * tiles. A block has all beams of a tile in registers before it writes the
-// first, so the new cache may be the old one. In place a beam that keeps its row is left alone.
-// WIDTH: the bytes of a vector, a power of two up to 16 that divides the rows and the addresses.
-// LATE: how many steps are copied is read from `step`, so that a captured launch serves all of them. The grid is then as
-// large as runs at once, and each block goes on to the next of its tiles.
+// Grid: (keys and values) * steps * batch * tiles. A block loads all beams of a tile into registers before it writes
+// the first, so the new cache may be the old cache. In place, a beam that keeps its row is skipped.
+// WIDTH: bytes of a vector, a power of two up to 16 that divides the rows and the addresses.
+// LATE: the kernel reads the number of steps from `step`, so that one captured launch serves all steps. The grid is
+// then one wave of resident blocks, and each block loops over its tiles.
 //
-// Speed of light: memory, each number read once and written once. On an H200 512 steps of 32 beams of 16 heads of 64
-// bfloat16 take 30 us, the bandwidth of a copy: of random parents some are read twice, the second time from L2, and
-// others not at all.
+// Speed of light: memory; each number is read once and written once. On an H200, 512 steps of 32 beams of 16 heads of
+// 64 bfloat16 take 30 us, the bandwidth of a copy. With random parents some rows are read twice, the second time from
+// L2, and others not at all.
 #include "beam_search/beams.cuh"
 #include "common/overlap.cuh"
 #include "common/units.cuh"
@@ -18,23 +18,23 @@
 struct CacheParams {
     const void* keys; // [steps, batch * beams, row] in vectors of WIDTH bytes
     const void* values;
-    void* new_keys; // the same, or the same array
+    void* new_keys; // like keys; may be the same array
     void* new_values;
     const int* parents; // [batch, beams]
-    int steps;          // that are copied; LATE: the most of them
+    int steps;          // steps to copy; LATE: the maximum
     int batch;
     int beams;
     int row;         // vectors of one step of one beam: heads * dim
-    int columns;     // of them in a tile, times beams at most THREADS * LOADS
+    int columns;     // vectors of a row in a tile; times beams at most THREADS * LOADS
     int tiles;       // across a row
-    const int* step; // LATE: one, clamped to [0, steps]
+    const int* step; // LATE: [1], clamped to [0, steps]
 };
 
 constexpr int THREADS = 256;
 constexpr int LOADS = 4;
 static_assert(MAX_BEAMS <= THREADS * LOADS, "a tile has at least one column");
 
-// Copy the tile `block` of those of `steps` steps.
+// Copy tile `block` of all tiles of `steps` steps.
 template <int WIDTH> __device__ __forceinline__ void copy_tile(const CacheParams& p, unsigned block, int steps) {
     using Vector = typename UnitOf<WIDTH>::Type;
     const unsigned tile = block % p.tiles, entry = block / p.tiles; // entry: [2, steps, batch]

@@ -1,26 +1,26 @@
-// Select the k largest of n keys by one block, without a sort and without k passes.
+// Select the k largest of n keys with one block, without a sort and without k passes.
 //
-// A key is 64 bits: the value above, as an unsigned integer that orders like the float, and the complement of the id
-// below. So keys are distinct, and larger keys are larger values or, where values tie, lower ids.
+// A key has 64 bits. The high half is the value, as an unsigned integer that orders like the float. The low half is the
+// complement of the id. So keys are distinct, and a larger key has a larger value, or at equal values a lower id.
 //
-//   1. bound: each group of threads has the largest of its values. The k-th largest of these is a lower bound of the
-//      k-th largest of all, and few values lie between: with n values spread over G groups about k + k * k / (2 * G)
-//      reach it.
-//   2. list: only threads whose own largest value reaches the bound look at their values again, and append those that
-//      reach it to a list in shared memory.
-//   3. rank: the list is sorted by counting, for each of its keys, the larger ones.
+//   1. Bound: find the largest value of each group of threads. The k-th largest of these maxima is a lower bound of the
+//      k-th largest value. Few values lie between: with n values spread over G groups, about k + k * k / (2 * G) reach
+//      the bound.
+//   2. List: threads whose largest value reaches the bound read their values again, and append the values that reach it
+//      to a list in shared memory.
+//   3. Rank: rank each key of the list by counting the larger keys.
 //
-// Where more reach the bound than the list holds (a masked row, a sorted one), the bound is raised by bisection over
-// the keys until they fit.
+// If more keys reach the bound than the list holds (a masked row, a sorted row), bisection over the keys raises the
+// bound until they fit.
 //
-// GROUPS == 32: up to 16 results; each warp finds the bound for itself. GROUPS == THREADS: more results.
+// GROUPS == 32: up to 16 results; each warp finds the bound itself. GROUPS == THREADS: more results.
 #pragma once
 #include "common/warp.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 constexpr int CAPACITY = 1024; // keys in a block's list
-constexpr int SLACK = 64;      // so many keys beyond k are cheaper to rank than to drop
+constexpr int SLACK = 64;      // up to this many keys beyond k are cheaper to rank than to drop
 constexpr int MAX_K = 128;
 
 using Key = unsigned long long;
@@ -29,15 +29,15 @@ __device__ __forceinline__ Key make_key(unsigned value, int id) { return (Key(va
 __device__ __forceinline__ unsigned key_value(Key key) { return unsigned(key >> 32); }
 __device__ __forceinline__ int key_id(Key key) { return ~int(unsigned(key)); }
 
-// What a block needs in shared memory to select.
+// Shared memory of a block for a selection.
 template <int GROUPS> struct Selection {
     alignas(16) unsigned maxima[GROUPS];
     Key list[CAPACITY];
     int sums[WARPS];
-    int count; // of keys that were to be appended, which may be more than the list holds
+    int count; // appended keys; may exceed the capacity of the list
     unsigned bound;
 
-    // To be called before the first use, with a barrier between.
+    // Initialize. A barrier must follow before the first use.
     __device__ __forceinline__ void start() {
         if (threadIdx.x == 0) count = 0, bound = ~0u;
     }
@@ -54,7 +54,7 @@ template <int GROUPS> struct Selection {
     }
 };
 
-// The rank-th largest of the groups' maxima: a lower bound of the rank-th largest of all values. `mine` is the largest
+// Return the rank-th largest of the groups' maxima, a lower bound of the rank-th largest value. `mine` is the largest
 // value of this thread. A group is THREADS / GROUPS neighbouring threads.
 template <int GROUPS> __device__ __forceinline__ unsigned lower_bound(Selection<GROUPS>& s, unsigned mine, int rank) {
     constexpr int MEMBERS = THREADS / GROUPS;
@@ -80,7 +80,6 @@ template <int GROUPS> __device__ __forceinline__ unsigned lower_bound(Selection<
     return s.bound;
 }
 
-// The sum over the threads of the block.
 __device__ __forceinline__ int block_sum(int* sums, int own) {
     own = __reduce_add_sync(FULL_WARP, own);
     __syncthreads();
@@ -92,9 +91,8 @@ __device__ __forceinline__ int block_sum(int* sums, int own) {
     return total;
 }
 
-// Raise `low`, which `count` keys reach, until at most `limit` and at least k keys do, and return how many. Fewer than
-// k keys reach `high`; count_own(key) is how many keys of this thread reach `key`. The bisection ends because keys are
-// distinct.
+// Raise `low`, which `count` keys reach, until at least k and at most `limit` keys reach it. Return their number. Fewer
+// than k keys reach `high`. count_own(key) counts this thread's keys that reach `key`. The loop ends, as keys differ.
 template <typename Count>
 __device__ __forceinline__ int raise(int* sums, Key& low, Key& high, Key probe, int count, int k, int limit,
                                      Count count_own) {
@@ -109,10 +107,10 @@ __device__ __forceinline__ int raise(int* sums, Key& low, Key& high, Key probe, 
     return count;
 }
 
-// The list had no room for what reaches `lowest`: raise the bound and fill it again. Returns the length of the list.
+// Raise the bound and refill the list after an overflow. Return the length of the list.
 template <int GROUPS, typename Visit>
 __device__ __forceinline__ int fill_again(Selection<GROUPS>& s, Key& low, Key& high, Key highest, int k, Visit visit) {
-    // The first probe leaves out all ties at the bound, which is what fills a list most often.
+    // The first probe excludes all ties at the bound, the most frequent cause of an overflow.
     raise(s.sums, low, high, highest + 1, s.count, k, CAPACITY, [&](Key key) {
         int own = 0;
         visit(key, [&](Key) { ++own; });
@@ -124,7 +122,7 @@ __device__ __forceinline__ int fill_again(Selection<GROUPS>& s, Key& low, Key& h
     return s.count;
 }
 
-// The list is long: drop what is not among the largest k + SLACK. Returns the length of the list.
+// Shorten a long list to the largest k + SLACK keys or fewer. Return the length of the list.
 template <int GROUPS>
 __device__ __forceinline__ int shorten(Selection<GROUPS>& s, Key low, Key high, int k, int count) {
     Key own[CAPACITY / THREADS];
@@ -147,9 +145,9 @@ __device__ __forceinline__ int shorten(Selection<GROUPS>& s, Key low, Key high, 
     return s.count;
 }
 
-// Call place(rank, key) for the k largest keys, and maybe for some of the next; return for how many. `visit(low, f)`
-// calls f for each key of this thread that reaches `low`. At least k keys reach `lowest`, or all that there are. No key
-// with the same value is above `highest`.
+// Call place(rank, key) for the k largest keys, and possibly for some more. Return the number of calls. `visit(low, f)`
+// calls f for each key of this thread that reaches `low`. At least k keys reach `lowest`, or all keys if there are
+// fewer. `highest` is at least every key with the same value as `lowest`.
 template <int GROUPS, typename Visit, typename Place>
 __device__ __forceinline__ int select(Selection<GROUPS>& s, Key lowest, Key highest, int k, Visit visit, Place place) {
     Key low = lowest, high = ~Key(0);

@@ -1,39 +1,39 @@
-// Find the k best of each chunk of a row: the first stage of a top-k over beams * vocab candidates.
+// Find the k best candidates of each chunk of a row: the first stage of a top-k over beams * vocab candidates.
 //
-//   total[b, i] = log_probs[b, i] + score of the beam     i runs over beams * vocab; the score may be absent
+//   total[b, i] = log_probs[b, i] + score of the beam     i is in beams * vocab; the score is optional
 //   best        = the k largest keys of a chunk, best first; ties to the lower i; NaN counts as -inf
 //
-// A row of the vocabulary is long and k is small, so a chunk's list is short, and the second stage (topk_merge.cu,
-// beam_step.cu) has little to read.
+// A row of the vocabulary is long and k is small, so the list of a chunk is short, and the second stage (topk_merge.cu,
+// beam_step.cu) reads little.
 //
-// Grid: rows * chunks, a block per chunk. How a block selects: selection.cuh.
+// Grid: rows * chunks, one block per chunk. selection.cuh describes the selection.
 // GROUPS: 32 for up to 16 results, THREADS for more.
 //
-// Speed of light: memory, each value read once; the second look of a few threads finds its values in L1 or L2. On an
-// H200 both stages together take 24 us for 32 requests of 4 beams of 128256 float32 (k = 4), 66% of the bandwidth of a
-// copy. For one request of 4 beams of 32000 the bound is latency, of two launches and in each a chain of a load, a
-// bound, a list and its ranks: 5.1 us.
+// Speed of light: memory; each value is read once. The few threads that read their values again find them in L1 or L2.
+// On an H200, both stages together take 24 us for 32 requests of 4 beams of 128256 float32 (k = 4), 66% of a copy's
+// bandwidth. The bound of one request of 4 beams of 32000 is latency: two launches, each with a chain of a load, a
+// bound, a list and its ranks, take 5.1 us.
 #include "beam_search/selection.cuh"
 #include "common/overlap.cuh"
 
-constexpr int LOADS = 8; // 16-byte loads of a thread in flight
+constexpr int LOADS = 8; // 16-byte loads in flight per thread
 
 struct ChunkParams {
     const void* log_probs; // [rows, vocab]  T
     const float* scores;   // [rows], added to each row; may be null
-    Key* best;             // [rows, chunks, k], best first, 0 where a chunk has no more
+    Key* best;             // [rows, chunks, k], best first, then 0 if the chunk has fewer
     int beams;             // rows of a batch entry; an id is beam * vocab + column
     int vocab;
     int chunks;
-    int vectors; // of 16 bytes in a chunk, at most THREADS * LOADS
+    int vectors; // 16-byte vectors in a chunk, at most THREADS * LOADS
     int k;
 };
 
-// A chunk of a row, as the block and this thread see it.
+// A chunk of a row, as seen by the block and by this thread.
 //
-// A row starts at any address, so vectors are counted from the 16 bytes that hold column 0, which is item `skipped`.
-// The edges of a row, the values before its first whole vector and after its last, are read one per thread by the block
-// of the first chunk.
+// A row may start at any address, so vectors are counted from the aligned 16 bytes that contain column 0, which is item
+// `skipped` of that vector. The edges of a row are the values before its first whole vector and after its last. The
+// block of the first chunk reads the edges, one value per thread.
 template <typename T> struct Chunk {
     static constexpr int ITEMS = 16 / sizeof(T);
     struct alignas(16) Vector {
@@ -45,8 +45,8 @@ template <typename T> struct Chunk {
     const T* values; // [vocab], the row
     const Vector* vectors;
     float score;           // of the beam
-    int skipped, from, to; // the chunk is the vectors from ... to - 1
-    int edge;              // the column of the edge that this thread reads; none if it is not below vocab
+    int skipped, from, to; // the chunk is vectors from ... to - 1
+    int edge;              // edge column that this thread reads; vocab or more: none
     bool is_first;
 
     __device__ __forceinline__ explicit Chunk(const ChunkParams& p) : p(p) {
@@ -72,10 +72,10 @@ template <typename T> struct Chunk {
 
     __device__ __forceinline__ int column_of(int vector) const { return vector * ITEMS - skipped; }
 
-    // fmax turns a NaN into -inf, and adding 0 turns a -0 into 0.
+    // fmaxf turns a NaN into -inf, and adding 0 turns -0 into 0.
     __device__ __forceinline__ float total(T value) const { return fmaxf(to_float(value) + score, -CUDART_INF_F); }
 
-    // The largest total of this thread, whose loads are all in flight before the first is used.
+    // Return the largest total of this thread. All loads are issued before the first is used.
     __device__ __forceinline__ float best() const {
         Vector loaded[LOADS];
 #pragma unroll
@@ -94,8 +94,8 @@ template <typename T> struct Chunk {
         return best;
     }
 
-    // Call f for each key of this thread that reaches `low`. It reads the values again: few threads do, and find them
-    // in L1 or L2.
+    // Call f for each key of this thread that reaches `low`. This reads the values again, but few threads do so, and
+    // they find the values in L1 or L2.
     template <typename F> __device__ __forceinline__ void visit(Key low, int first_id, F f) const {
         const auto look = [&](T value, int column) {
             const Key key = make_key(sortable(total(value)), first_id + column);
@@ -110,7 +110,7 @@ template <typename T> struct Chunk {
         if (edge < p.vocab) look(values[edge], edge);
     }
 
-    // The columns of the chunk lie between these, those of the edges too.
+    // The first and last column of the chunk, edges included.
     __device__ __forceinline__ int last_column() const { return is_first ? p.vocab - 1 : max(column_of(to), 1) - 1; }
     __device__ __forceinline__ int first_column(int last) const { return is_first ? 0 : min(column_of(from), last); }
 };

@@ -1,17 +1,17 @@
-// Merge the lists of the chunks of a row: the second stage of a top-k.
+// Merge the lists of a row's chunks in the second stage of a top-k.
 //
 //   values, ids = the k largest keys of the lists, best first, ties to the lower id
-//   best        = instead of these with a diversity rate: the keys, sorted anew with + diversity_rate * r for the r-th
+//   best        = with a diversity rate, instead of values and ids: the keys with diversity_rate * r added to the value
+//                 of rank r, sorted again
 //
-// A diversity rate ranks the candidates of each beam by themselves, so the kernel first runs with a row per beam; the
-// lists that it leaves are then merged as those of chunks are.
+// A diversity rate ranks the candidates of each beam separately, so the kernel first runs with one row per beam. Its
+// lists are then merged like the lists of chunks.
 //
-// Grid: a block per row, which is a batch entry or, for a diversity rate, a beam.
+// Grid: one block per row. A row is a batch entry, or with a diversity rate a beam.
 // GROUPS: 32 for up to 16 results, THREADS for more.
 //
-// Speed of light: latency. The lists are k keys per chunk of 4 to 32 KB, so the time is that of a launch and of a
-// chain: a load of the maxima, a bound, a load of what reaches it, the ranks. topk_chunks.cu has the time of both
-// stages.
+// Speed of light: latency. The lists hold k keys per chunk of 4 to 32 KB. So the time is a launch and a chain: load the
+// maxima, find a bound, load the keys that reach it, rank them. topk_chunks.cu gives the time of both stages.
 #include "beam_search/merge.cuh"
 #include "common/overlap.cuh"
 
@@ -19,10 +19,10 @@ struct MergeParams {
     const Key* lists; // [rows, count, k]
     float* values;    // [rows, k]
     int* ids;         // [rows, k]
-    Key* best;        // [rows, k], or null; written with a diversity rate, instead of the two above
+    Key* best;        // [rows, k], or null; with a diversity rate, written instead of the two above
     int count;        // lists per row
     int k;
-    int depth, beam_depth; // as in merge
+    int depth, beam_depth; // arguments of merge
     float diversity_rate;
 };
 
@@ -49,7 +49,7 @@ template <int GROUPS> __global__ void __launch_bounds__(THREADS, 4) topk_merge(c
     __syncthreads();
     if (i < k) sorted[i] = own;
     __syncthreads();
-    // A rate above 0 may have changed the order. Where keys are 0 the place decides, so that each rank is written once.
+    // A rate above 0 may have changed the order. Among keys of 0 the index decides, so that each rank is written once.
     int rank = 0;
     for (int other = 0; other < k; ++other) rank += sorted[other] > own || (sorted[other] == own && other < i);
     if (i < k) p.best[row * k + rank] = own;

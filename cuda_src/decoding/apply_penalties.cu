@@ -1,39 +1,39 @@
-// Change the logits by what the sequence already holds, then divide them by the temperature.
+// Apply penalties for the tokens that the sequence already holds to the logits, then divide by the temperature.
 //
-// With x = logits[b, i], n[i] the count of token i among the generated ones, made[i] whether it is one of those or of
-// `output_mask`, seen[i] whether it is one of those, of the prompt or of `prompt_mask`:
+// Let x = logits[b, i], and let n[i] be the count of token i among the generated tokens. made[i]: token i was generated
+// or is in `output_mask`. seen[i]: made[i] is true, or token i is in the prompt or in `prompt_mask`.
 //
 //   x = seen[i] ? x * (x > 0 ? 1 / repetition : repetition) : x
 //   x = n[i] > 0 ? x - frequency * n[i] : x
 //   x = made[i] ? x - presence : x
-//   x = -inf   where token i would complete a bad word, or is end_id before min_length tokens were generated
-//   out[b, i] = x * (1 / temperature)   (x where the temperature is no positive normal number)
+//   x = -inf   if token i would complete a bad word, or is end_id before min_length tokens are generated
+//   out[b, i] = x * (1 / temperature)   (x if the temperature is not a positive normal number)
 //
-// Grid: `slices` blocks per row, each for TOKENS neighbouring tokens of the vocabulary. A block marks what it learns of
-// its tokens in a table in shared memory: it walks the row's sequence, whatever its length, and counts with integer
-// atomics, whose order does not matter. So each token is penalized once, by one thread, with its exact count.
+// Grid: `slices` blocks per row, each for TOKENS neighbouring tokens of the vocabulary. A block keeps a mark per token
+// in shared memory. It walks the row's whole sequence and counts with integer atomics, so the order does not matter.
+// Then one thread penalizes each token once, with its exact count.
 //
-// COUNTED: there may be marks; otherwise the temperature is all there is to apply. WHOLE: all tokens are written;
-// otherwise `out` is `logits`, the temperature is 1, and only the marked tokens are read and written.
-// WIDTH > 1 needs aligned rows of a multiple of WIDTH tokens.
+// COUNTED: tokens may have marks; else only the temperature applies. WHOLE: all tokens are written; else `out` is
+// `logits`, the temperature is 1, and only the marked tokens are read and written. WIDTH > 1 needs aligned rows of a
+// multiple of WIDTH tokens.
 //
-// `logits` and `out` are [batch, vocab], each with a row stride of its own, and may be the same array: the thread that
-// writes a logit is the one that has read it.
+// `logits` and `out` are [batch, vocab] with separate row strides. They may be the same array, because the thread that
+// reads a logit also writes it.
 //
-// Speed of light: memory if WHOLE, each logit read once and written once. On an H200 64 rows of 128256 float32 with
-// histories of 512 tokens take 20 us, 77% of the bandwidth of a copy. In place the bytes are few, and what
-// is left is latency: each block fills its table with zeros, or with what the masks say, then goes through the chain of
-// the length, the sequence, the atomics and the marked logits; 14 us for these rows.
+// Speed of light: memory if WHOLE; each logit is read once and written once. On an H200, 64 rows of 128256 float32 with
+// histories of 512 tokens take 20 us, 77% of a copy's bandwidth. In place the bytes are few, and latency is the bound:
+// each block fills its marks with zeros or from the masks, then follows the chain of the length, the sequence, the
+// atomics and the marked logits. In place these rows take 14 us.
 #include "common/numeric.cuh"
 #include "common/overlap.cuh"
 #include "decoding/pack.cuh"
 #include "decoding/words.cuh"
 
-// A parameter that is one number for all rows, or an array of one per row.
+// A parameter that is one number for all rows, or an array with one number per row.
 template <typename T> struct PerRow {
     const T* values; // null: `value` for all rows
     T value;
-    int stride; // 0: one number that lies on the device
+    int stride; // 0: one number in device memory
     __device__ __forceinline__ T of(int row) const { return values ? values[(long long)row * stride] : value; }
 };
 
@@ -41,9 +41,9 @@ struct PenaltyParams {
     const void* logits;         // [batch, vocab]  T
     void* out;                  // [batch, vocab]  T, may be logits
     const int* output_ids;      // [batch, max_length], may be null
-    const int* sequence_length; // [batch], may be null: 0
-    const int* prompt_length;   // [batch], may be null: 0
-    const int* bad_words;       // [2, bad_words_size] for all rows, or one per row; may be null
+    const int* sequence_length; // [batch]; null: 0
+    const int* prompt_length;   // [batch]; null: 0
+    const int* bad_words;       // [2, bad_words_size] for all rows, or one such list per row; may be null
     const void* prompt_mask;    // [batch, vocab] bool, may be null
     const void* output_mask;    // [batch, vocab] bool, may be null
     PerRow<float> temperature;
@@ -54,7 +54,7 @@ struct PenaltyParams {
     long long row_stride; // of logits
     long long out_row_stride;
     long long ids_row_stride;   // of output_ids
-    long long bad_words_stride; // 0: the same for all rows
+    long long bad_words_stride; // 0: one list for all rows
     int vocab;
     int slices; // blocks per row
     int max_length;
@@ -63,7 +63,7 @@ struct PenaltyParams {
     int counts; // some penalty depends on the tokens of the sequence
 };
 
-// A block's work: `tokens` neighbouring tokens of the vocabulary, from `base` on, of one row.
+// A block's work: `tokens` neighbouring tokens of the vocabulary from `base` on, in one row.
 template <int TOKENS> struct Slice {
     int row, base;
     unsigned tokens;
@@ -74,17 +74,17 @@ template <int TOKENS> struct Slice {
         tokens = min(TOKENS, p.vocab - base);
     }
 
-    // The place of a token in the slice. Unsigned, so that whatever is before the slice, a negative id too, is no less
-    // than `tokens`.
+    // Return the index of a token in the slice. The subtraction is unsigned, so an id before the slice or below 0 gives
+    // an index of `tokens` or more.
     __device__ __forceinline__ unsigned place_of(int id) const { return id - unsigned(base); }
 };
 
-// The tokens that a row holds already: the first `prompt` are the prompt, the others were generated.
+// The tokens that a row already holds: the first `prompt` tokens are the prompt, the others were generated.
 struct Sequence {
     const int* ids;
-    int given_length; // may be more than there is room for in `ids`
-    int length;       // of what is in `ids`
-    int prompt;       // may be more than the length
+    int given_length; // may exceed the size of `ids`
+    int length;       // tokens in `ids`
+    int prompt;       // may exceed `length`
 
     __device__ __forceinline__ Sequence(const PenaltyParams& p, int row) {
         given_length = p.sequence_length ? max(p.sequence_length[row], 0) : 0;
@@ -96,13 +96,13 @@ struct Sequence {
     __device__ __forceinline__ int generated() const { return max(given_length - prompt, 0); }
 };
 
-// --- marks: what the sequence says of the tokens of the slice -------------------------------------------
+// --- marks: what the sequence says about the tokens of the slice -----------------------------------------
 
-// A mark is the count of a token among the generated ones, with these bits; IN_OUTPUT is of `output_mask`.
+// A mark is the count of a token among the generated tokens, plus these bits. IN_OUTPUT: the token is in `output_mask`.
 constexpr unsigned IN_OUTPUT = 1u << 29, IN_PROMPT = 1u << 30, BANNED = 1u << 31;
 
-// The bytes of four neighbouring tokens of a mask, of which `left` are in the row, in one load if `aligned`; 0 without
-// a mask.
+// Return the mask bytes of four neighbouring tokens, or 0 without a mask. `left` tokens remain in the row. aligned: use
+// one 32-bit load.
 __device__ __forceinline__ unsigned mask_bytes(const void* mask, long long at, unsigned left, bool aligned) {
     if (!mask) return 0;
     const unsigned char* from = static_cast<const unsigned char*>(mask) + at;
@@ -121,12 +121,12 @@ __device__ __forceinline__ unsigned masked_mark(unsigned prompt, unsigned output
 
 template <int THREADS, int TOKENS> struct Marks {
     static_assert(TOKENS % (THREADS * 4) == 0, "whole vectors to begin with");
-    static constexpr int QUADS = TOKENS / THREADS / 4; // vectors of four marks that a thread begins with
+    static constexpr int QUADS = TOKENS / THREADS / 4; // vectors of four marks that a thread initializes
     unsigned* mark;                                    // [TOKENS], in shared memory
     const Slice<TOKENS>& slice;
     bool any = false; // whether this thread has marked a token
 
-    // What the masks say, or zeros.
+    // Initialize the marks from the masks, or to zero.
     __device__ __forceinline__ void begin(const PenaltyParams& p) {
         if (p.prompt_mask || p.output_mask) {
             const auto is_aligned = [&](const void* mask) {
@@ -143,9 +143,9 @@ template <int THREADS, int TOKENS> struct Marks {
         __syncthreads();
     }
 
-    // ALIGNED: the bytes of four tokens are a word in memory, of one row.
+    // ALIGNED: the bytes of four tokens are one aligned word within a row.
     template <bool ALIGNED> __device__ __forceinline__ void begin_masked(const PenaltyParams& p) {
-        constexpr int AT_ONCE = 2; // loads in flight for each mask; more would take registers from others
+        constexpr int AT_ONCE = 2; // loads in flight for each mask; more would need too many registers
         static_assert(QUADS % AT_ONCE == 0, "whole groups of loads");
         const long long row = (long long)slice.row * p.vocab + slice.base;
 #pragma unroll
@@ -173,7 +173,7 @@ template <int THREADS, int TOKENS> struct Marks {
     }
 
     __device__ __forceinline__ void count(const Sequence& sequence) {
-        constexpr int AT_ONCE = 4; // tokens of the sequence whose loads a thread has in flight
+        constexpr int AT_ONCE = 4; // tokens of the sequence that a thread loads at once
         for (int start = threadIdx.x; start < sequence.length; start += AT_ONCE * THREADS) {
             unsigned place[AT_ONCE];
 #pragma unroll
@@ -193,7 +193,7 @@ template <int THREADS, int TOKENS> struct Marks {
         }
     }
 
-    // Ban the last token of each word whose other tokens end the sequence.
+    // Ban the last token of each bad word whose other tokens end the sequence.
     __device__ __forceinline__ void ban_words(const Sequence& sequence, const Words& words) {
         for (int w = threadIdx.x; w < words.size; w += THREADS) {
             int begin, end;
@@ -206,7 +206,7 @@ template <int THREADS, int TOKENS> struct Marks {
         }
     }
 
-    // Ban end_id before min_length tokens were generated.
+    // Ban end_id until min_length tokens are generated.
     __device__ __forceinline__ void ban_end(const Sequence& sequence, int end_id, const PerRow<int>& min_length) {
         const unsigned place = slice.place_of(end_id);
         if (threadIdx.x == 0 && place < slice.tokens && sequence.generated() < min_length.of(slice.row)) {
@@ -228,7 +228,7 @@ struct Penalties {
         frequency = p.frequency.of(row);
     }
 
-    // A logit with a mark that is not 0. No fused multiply-adds: each product is rounded, as in the twin.
+    // Apply the penalties to a logit with a nonzero mark. Each product is rounded (no FMA), as in the reference.
     __device__ __forceinline__ float apply(float x, unsigned mark) const {
         if (mark & BANNED) return -CUDART_INF_F;
         x = __fmul_rn(x, x > 0.f ? inverse_repetition : repetition);
@@ -238,14 +238,14 @@ struct Penalties {
     }
 };
 
-// The reciprocal of the temperature, or 1 where that is no positive normal number: the reciprocal of a smaller one
-// would be infinite, and that of infinity, 0, would turn -inf into NaN.
+// Return 1 / temperature, or 1 if the temperature is not a positive normal number. For a smaller temperature 1 /
+// temperature would be infinite. For an infinite temperature it would be 0 and turn -inf into NaN.
 __device__ __forceinline__ float scale_of(float temperature) {
     const bool divides = temperature >= 0x1p-126f && temperature <= LARGEST_FLOAT;
     return divides ? __fdiv_rn(1.f, temperature) : 1.f;
 }
 
-// The logits of a slice, all of which are read and written. A thread has every THREADS-th pack.
+// The logits of a slice that is read and written whole. A thread handles every THREADS-th pack.
 template <typename T, int WIDTH, int THREADS, int TOKENS> struct Logits {
     static constexpr int PACKS = TOKENS / THREADS / WIDTH;
     static_assert(TOKENS % (THREADS * WIDTH) == 0, "whole packs");
@@ -259,7 +259,7 @@ template <typename T, int WIDTH, int THREADS, int TOKENS> struct Logits {
             if (column_of(i) < tokens) packs[i] = *reinterpret_cast<const RawPack<T, WIDTH>*>(from + column_of(i));
     }
 
-    // `marked`: some token has a mark. Otherwise `marks` is not read.
+    // `marked`: some token has a mark; else `marks` is not read.
     __device__ __forceinline__ void write(T* to, unsigned tokens, bool marked, const unsigned* marks,
                                           const Penalties& penalties, float scale) const {
         using Packed = Pack<T, WIDTH>;
@@ -291,7 +291,7 @@ __global__ void __launch_bounds__(THREADS) apply_penalties(const __grid_constant
     const T* logits = static_cast<const T*>(p.logits) + slice.row * p.row_stride + slice.base;
     T* out = static_cast<T*>(p.out) + slice.row * p.out_row_stride + slice.base;
 
-    // The logits are on their way while the sequence is walked.
+    // Issue the loads of the logits before walking the sequence.
     Logits<T, WIDTH, THREADS, TOKENS> whole;
     if constexpr (WHOLE) whole.load(logits, slice.tokens);
 

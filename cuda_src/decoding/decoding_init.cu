@@ -2,14 +2,14 @@
 //
 //   word_ids[b] = start_ids[b],   sequence_length[b] = 0,   finished[b] = false,   cum_log_probs[b] = 0
 //
-// With SORTED also what a segmented sort of [batch, vocab] probabilities starts from:
+// With SORTED, also write the input of a segmented sort of [batch, vocab] probabilities:
 //
 //   offsets[b] = b * vocab,   id_vals[b, i] = i
 //
-// Grid: a thread per sequence. With SORTED `slices` blocks per sequence, of which each thread writes ITEMS ids.
+// Grid: one thread per sequence. With SORTED, `slices` blocks per sequence, and each thread writes ITEMS ids.
 //
-// Speed of light: the latency of a launch, for a few numbers per sequence; with SORTED memory, 4 bytes written per
-// token of the vocabulary and none read.
+// Speed of light: latency of a launch, for a few numbers per sequence. With SORTED, memory: 4 bytes are written per
+// token of the vocabulary, and none are read.
 #include "common/overlap.cuh"
 
 struct DecodingInitParams {

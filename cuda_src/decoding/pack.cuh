@@ -1,4 +1,4 @@
-// Neighbouring items that are loaded and stored at once.
+// Load and store neighbouring items together.
 #pragma once
 #include "common/units.cuh"
 
@@ -6,5 +6,5 @@ template <typename T, int WIDTH> struct alignas(WIDTH * sizeof(T)) Pack {
     T item[WIDTH];
 };
 
-// A pack as it waits between its load and its use: whole registers, where 16-bit items would take one each.
+// A pack between its load and its use. It occupies whole registers; 16-bit items would take one register each.
 template <typename T, int WIDTH> using RawPack = typename UnitOf<sizeof(Pack<T, WIDTH>)>::Type;

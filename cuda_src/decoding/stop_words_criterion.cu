@@ -1,11 +1,11 @@
-// Note which sequences end with a stop word.
+// Mark the sequences that end with a stop word as finished.
 //
-//   finished[b] |= the last tokens of sequence b are those of one of its stop words
+//   finished[b] |= the last tokens of sequence b match one of its stop words
 //
-// Grid: a warp per sequence; lane l tries the words l, l + 32, ...
+// Grid: one warp per sequence. Lane l tests words l, l + 32, ...
 //
-// Speed of light: the latency of a launch and of a chain of dependent loads: the length, the ends of a word, its tokens
-// and those of the sequence, of which nearly all words differ in the first that is compared.
+// Speed of light: latency of a launch and of a chain of dependent loads: the length, the ends of a word, its tokens,
+// and the tokens of the sequence. Nearly all words differ in the first token compared.
 #include "common/overlap.cuh"
 #include "common/warp.cuh"
 #include "decoding/words.cuh"
@@ -13,10 +13,10 @@
 struct StopWordsParams {
     const int* output_ids;      // [batch, max_length]
     const int* sequence_length; // [batch]
-    const int* stop_words;      // [2, stop_words_size] for all rows, or one per row
+    const int* stop_words;      // [2, stop_words_size] for all rows, or one such list per row
     unsigned char* finished;    // [batch]
     long long ids_row_stride;
-    long long stop_words_stride; // 0: the same for all rows
+    long long stop_words_stride; // 0: one list for all rows
     int batch;
     int max_length;
     int stop_words_size;

@@ -1,10 +1,10 @@
-// Count the new token of each sequence that goes on, and note which sequences it ends.
+// Increment the length of each unfinished sequence, and mark it finished if its new token is end_id.
 //
 //   sequence_length[b] += not finished[b];   finished[b] |= word_ids[b] == end_id
 //
-// Grid: a thread per sequence.
+// Grid: one thread per sequence.
 //
-// Speed of light: the latency of a launch and of two dependent loads; the bytes are few.
+// Speed of light: latency of a launch and of two dependent loads; the bytes are few.
 #include "common/overlap.cuh"
 
 struct UpdateFinishedParams {

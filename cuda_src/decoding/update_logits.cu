@@ -1,16 +1,16 @@
-// Add the bias to the logits of the sequences that go on, and let finished ones get end_id for ever.
+// Add the bias to the logits of unfinished sequences, and force end_id for finished sequences.
 //
-//   out[b, i] = logits[b, i] + bias[i]                    where sequence b goes on
-//   out[b, i] = i == end_id ? largest : -largest (of T)   where it has finished; its logits are not read
+//   out[b, i] = logits[b, i] + bias[i]                    if sequence b is unfinished
+//   out[b, i] = i == end_id ? largest : -largest (of T)   if it has finished; its logits are not read
 //
-// `logits` and `out` are [batch, vocab], each with a row stride of its own, and may be the same array: the thread that
-// writes a logit is the one that has read it.
+// `logits` and `out` are [batch, vocab] with separate row strides. They may be the same array, because the thread that
+// reads a logit also writes it.
 //
-// Grid: `slices` blocks per row. A thread has PACKS packs of WIDTH neighbouring tokens, a block's width apart.
-// WIDTH > 1 needs aligned rows of a multiple of WIDTH tokens.
+// Grid: `slices` blocks per row. A thread handles PACKS packs of WIDTH neighbouring tokens, THREADS packs apart. WIDTH
+// > 1 needs aligned rows of a multiple of WIDTH tokens.
 //
-// Speed of light: memory, each logit read once and written once (the bias stays in L2). On an H200 64 rows of 128256
-// float32 take 19 us, 83% of the bandwidth of a copy.
+// Speed of light: memory; each logit is read once and written once, and the bias stays in L2. On an H200, 64 rows of
+// 128256 float32 take 19 us, 83% of a copy's bandwidth.
 #include "common/numeric.cuh"
 #include "common/overlap.cuh"
 #include "decoding/pack.cuh"
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(THREADS) update_logits(const __grid_constant__
         }
         return;
     }
-    // All loads come before the first store: the compiler moves no load above a store that may be to the same memory.
+    // Issue all loads before the first store: the compiler does not move a load above a store that may alias it.
     Raw packs[PACKS], added[PACKS];
 #pragma unroll
     for (int i = 0; i < PACKS; ++i) {

@@ -1,8 +1,8 @@
-// Lists of words of one or more tokens, and whether a sequence ends with one of them.
+// Read lists of words of one or more tokens, and test whether a sequence ends with a word.
 #pragma once
 
-// A list of words as FasterTransformer lays it out, [2, size]: the tokens of all words one after the other, then the
-// end of each word in them. The rest of the second row is -1.
+// A list of words in FasterTransformer's layout [2, size]: first the tokens of all words one after the other, then the
+// end index of each word. The rest of the second row is -1.
 struct Words {
     const int* ids;
     const int* ends;
@@ -10,7 +10,7 @@ struct Words {
 
     __device__ __forceinline__ Words(const int* list, int size) : ids(list), ends(list + size), size(size) {}
 
-    // Word `w` is ids[begin], ..., ids[end - 1]; false where the list has no such word.
+    // Find word `w`: ids[begin], ..., ids[end - 1]. Return false if the list has no such word.
     __device__ __forceinline__ bool find(int w, int& begin, int& end) const {
         begin = w ? ends[w - 1] : 0;
         end = ends[w];
@@ -18,7 +18,7 @@ struct Words {
     }
 };
 
-// Whether the last `count` of the `length` tokens are those of `word`.
+// Return whether the last `count` of the `length` tokens equal `word`.
 __device__ __forceinline__ bool ends_with(const int* tokens, int length, const int* word, int count) {
     if (count > length) return false;
     for (int i = 0; i < count; ++i)

@@ -1,15 +1,15 @@
-// Route each token to its top-k of few experts: the gates of moe_gate.cu without groups and bias, a thread per token.
+// Route each token to its top-k of at most 16 experts, without groups and bias, with one thread per token.
 //
-// Results, formulas and ties are those of moe_gate.cu, and so are the bits. A row of 8 logits is one load of 16 bytes,
-// or two, and all else stays in the registers of one thread: no lane waits for another.
+// Formulas, ties and the bits of the results are the same as in moe_gate.cu. A row of 8 logits takes one or two 16-byte
+// loads. Everything else stays in the registers of one thread, so no lane waits for another.
 //
-// EXPERTS: at most 16. SCORING: SOFTMAX, or ANY for one of the others, which is an argument.
+// EXPERTS: at most 16. SCORING: SOFTMAX, or ANY for the other scorings, which are an argument.
 //
 // Grid: one thread per token, at most THREADS per block.
 //
-// Speed of light: for few tokens latency, the launch and one round trip to memory; for very many memory, a row of
-// logits in and topk weights and ids out. On an H200, with 8 experts of bfloat16 and topk 2, 1 token takes 1.79 us,
-// 1024 take 1.97 us and 8192 take 2.12 us, where an empty kernel takes 0.54 us.
+// Speed of light: with few tokens the latency of the launch and of one round trip to memory; with very many tokens
+// memory traffic: read the logits, write topk weights and ids. On an H200, with 8 bfloat16 experts and topk 2, 1 token
+// takes 1.79 us, 1024 take 1.97 us and 8192 take 2.12 us; an empty kernel takes 0.54 us.
 #include "common/overlap.cuh"
 #include "moe_gate/scores.cuh"
 #include "moe_gate/sort.cuh"
@@ -20,10 +20,10 @@ struct Params {
     const void* logits;          // [tokens, experts]  T, rows `row_stride` apart
     float* weights;              // [tokens, topk + shared]
     int* ids;                    // [tokens, topk + shared]
-    const void* valid_on_device; // one int32 or int64 that replaces `valid`, may be null
+    const void* valid_on_device; // one int32 or int64, replaces `valid`; may be null
     long long row_stride;
     int tokens;
-    int valid;  // tokens from this one on are padding
+    int valid;  // tokens with this index or a higher one are padding
     int topk;   // routed experts per token
     int shared; // fused shared experts, in the last columns
     int scoring;
@@ -33,32 +33,32 @@ struct Params {
     float output_scale;
 };
 
-// The weight of a choice before any normalization by the sum of all experts; 0 for -inf.
+// Return the weight of a choice before normalization; 0 for -inf.
 template <int SCORING> __device__ __forceinline__ float weigh(const Scores<false>& scores, float choice) {
     if constexpr (SCORING == SOFTMAX)
-        // As Scores::softmax, but that -inf stays -inf.
+        // As Scores::softmax, except that -inf stays -inf.
         return fast_exp2(__fmul_rn(__fsub_rn(fminf(choice, LARGEST_FLOAT), scores.largest), LOG2_E));
     const float score = scores.scoring == SIGMOID ? scores.sigmoid(choice) : scores.sqrtsoftplus(choice);
     return choice == -CUDART_INF_F ? 0.f : score;
 }
 
-// What the weights of a softmax are multiplied by; where they are normalized, any common factor cancels.
+// Return the factor of softmax weights: 1 / the sum over all experts. Renormalized weights do not need it.
 template <int SCORING, int EXPERTS>
 __device__ __forceinline__ float inverse_sum(const Scores<false>& scores, const float (&choice)[EXPERTS]) {
     unsigned long long sum = 0;
 #pragma unroll
     for (int e = 0; e < EXPERTS; ++e) sum += __float2uint_rn(weigh<SCORING>(scores, choice[e]) * 0x1p31f);
-    // As a division by a sum in the range of normal numbers, which it is, without a branch.
+    // This equals a division by the sum, which is a normal number, but has no branch.
     const float factor = __fmul_rn(fast_reciprocal(float(sum)), 0x1p31f);
     return sum ? factor : 0.f;
 }
 
 struct Ranked {
-    unsigned key; // orders as the choice does, and is never 0
+    unsigned key; // in the order of the choices, never 0
     int id;
 };
 
-// The one with the largest key, of equal ones the first.
+// Return the entry with the largest key; among equal keys, the first entry.
 template <int COUNT> __device__ __forceinline__ Ranked best_of(const Ranked (&ranked)[COUNT]) {
     Ranked best[COUNT];
 #pragma unroll
@@ -71,7 +71,7 @@ template <int COUNT> __device__ __forceinline__ Ranked best_of(const Ranked (&ra
     return best[0];
 }
 
-// Find the slots' choices and ids one after the other, by striking out the best.
+// Find the choice and the id of each slot by removing the best choice, topk times.
 template <int EXPERTS>
 __device__ __forceinline__ void select(const float (&choice)[EXPERTS], int topk, float (&slot)[EXPERTS],
                                        int (&id)[EXPERTS]) {
@@ -85,19 +85,19 @@ __device__ __forceinline__ void select(const float (&choice)[EXPERTS], int topk,
         slot[k] = from_sortable(best.key), id[k] = best.id;
 #pragma unroll
         for (int e = 0; e < EXPERTS; ++e)
-            if (e == best.id) ranked[e].key = 0; // struck out
+            if (e == best.id) ranked[e].key = 0;
     }
 }
 
-// All bits of the upper three bytes, if the float is negative: one instruction.
+// Return a mask of the upper three bytes if the float is negative, else 0, in one instruction.
 __device__ __forceinline__ unsigned sign_mask(unsigned bits) {
     unsigned mask;
     asm("prmt.b32 %0, %1, 0, 0xBBB4;" : "=r"(mask) : "r"(bits));
     return mask;
 }
 
-// The same of choices whose last byte is 0, as those of 16-bit logits: there the id has its place, so that no two keys
-// are equal, and minima and maxima sort them.
+// Find the choices and ids of all slots with a sort. For 16-bit logits: the last byte of their choices is 0, so it can
+// hold the id. All keys then differ, and min and max instructions sort them.
 template <int EXPERTS>
 __device__ __forceinline__ void select_by_keys(const float (&choice)[EXPERTS], float (&slot)[EXPERTS],
                                                int (&id)[EXPERTS]) {
@@ -105,12 +105,12 @@ __device__ __forceinline__ void select_by_keys(const float (&choice)[EXPERTS], f
 #pragma unroll
     for (int e = 0; e < EXPERTS; ++e) {
         const unsigned bits = __float_as_uint(choice[e]);
-        key[e] = bits ^ (sign_mask(bits) | 0x80000000u | (15 - e)); // `sortable`, but for the last byte
+        key[e] = bits ^ (sign_mask(bits) | 0x80000000u | (15 - e)); // `sortable` with the id in the last byte
     }
     sort_descending(key);
 #pragma unroll
     for (int k = 0; k < EXPERTS; ++k) {
-        // The highest bit of a key is not set if the choice is negative.
+        // The highest bit of a key is clear if the choice is negative.
         slot[k] = __uint_as_float((key[k] ^ (sign_mask(~key[k]) | 0x80000000u)) & ~255u);
         id[k] = 15 - int(key[k] & 15);
     }
@@ -127,7 +127,7 @@ template <int COUNT> __device__ __forceinline__ float largest_of(const float (&v
     return largest[0];
 }
 
-// Sum in moe_gate.cu's order: neighbours first.
+// Return the sum in the order of moe_gate.cu: neighbours first.
 template <int COUNT> __device__ __forceinline__ float sum_in_pairs(const float (&value)[COUNT]) {
     float sum[COUNT];
 #pragma unroll
@@ -148,10 +148,10 @@ __global__ void __launch_bounds__(THREADS) gate_by_thread(const __grid_constant_
     float choice[EXPERTS];
     load_floats(static_cast<const T*>(p.logits) + token * p.row_stride, choice);
     const int valid = load_valid(p), topk = p.topk;
-    // Their addresses are found while the logits are on their way.
+    // Compute the output addresses while the logits are in flight.
     float* weights = p.weights + token * (long long)(topk + p.shared);
     int* ids = p.ids + token * (long long)(topk + p.shared);
-    asm volatile("" : "+l"(weights), "+l"(ids)); // or the compiler would move them to the end
+    asm volatile("" : "+l"(weights), "+l"(ids)); // else the compiler moves them to the end
 #pragma unroll
     for (int e = 0; e < EXPERTS; ++e) choice[e] = __fadd_rn(fmaxf(choice[e], -CUDART_INF_F), 0.f); // no NaN and no -0
 

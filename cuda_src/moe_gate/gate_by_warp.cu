@@ -1,20 +1,19 @@
-// Route each of a few tokens to its top-k experts: the gates of moe_gate.cu, a warp per token, few steps in a row.
+// Route each token to its top-k experts, for few tokens: the gates of moe_gate.cu with one warp per token.
 //
-// Results, formulas and ties are those of moe_gate.cu, and so are the bits. Lane l holds the experts from l * VALUES
-// on, VALUES = EXPERTS / 32, and sorts their choices. Then, topk times, the warp takes the largest of the lanes' first
-// choices, by one `redux` of the floats' sortable bits; the lowest lane that has it (one vote) is the winner, and moves
-// to its next choice. Which expert of the lane it was is looked up for all slots at once, at the end.
+// Formulas, ties and the bits of the results are the same as in moe_gate.cu. Lane l holds the VALUES = EXPERTS / 32
+// experts from l * VALUES on, and sorts their choices. Then the warp repeats topk times: one redux over the sortable
+// bits finds the largest of the lanes' first choices; the lowest lane that holds it (one vote) is the winner and
+// advances to its next choice. At the end the warp looks up the experts of all slots at once.
 //
-// With few tokens nothing but the chain of dependent steps matters. Here it is about ten instructions a slot; with many
-// slots the list of moe_gate.cu has the shorter one.
+// With few tokens only the chain of dependent steps matters. Here the chain is about ten instructions per slot. With
+// many slots the candidate list of moe_gate.cu has the shorter chain.
 //
-// SCORING == ANY: the scoring is an argument. BIASED: with a bias, float or OTHER. For topk <= 32.
+// SCORING == ANY: the scoring is an argument. BIASED: there is a bias, of type float or OTHER. topk <= 32.
 //
 // Grid: one warp per token, blockDim.x / 32 <= WARPS tokens per block.
 //
-// Speed of light: latency, as in moe_gate.cu: the launch, one round trip to memory, and the chain. On an H200, with 256
-// experts without groups and topk 8, 1 token of bfloat16 takes 2.5 us and 64 take 2.7 us, where an empty kernel takes
-// 0.54 us.
+// Speed of light: latency of the launch, of one round trip to memory, and of the chain. On an H200, with 256 experts
+// without groups and topk 8, 1 bfloat16 token takes 2.5 us and 64 tokens take 2.7 us; an empty kernel takes 0.54 us.
 #include "common/overlap.cuh"
 #include "moe_gate/scores.cuh"
 #include "moe_gate/selection.cuh"
@@ -24,13 +23,13 @@ constexpr int WARPS = 2;
 
 struct Params {
     const void* logits;          // [tokens, experts]  T, rows `row_stride` apart
-    const void* bias;            // [experts]  float if bias_is_float, else OTHER; null: unbiased
+    const void* bias;            // [experts]  float if bias_is_float, else OTHER; null: no bias
     float* weights;              // [tokens, topk + shared]
     int* ids;                    // [tokens, topk + shared]
-    const void* valid_on_device; // one int32 or int64 that replaces `valid`, may be null
+    const void* valid_on_device; // one int32 or int64, replaces `valid`; may be null
     long long row_stride;
     int tokens;
-    int valid; // tokens from this one on are padding
+    int valid; // tokens with this index or a higher one are padding
     int topk_group;
     int topk;   // routed experts per token
     int shared; // fused shared experts, in the last columns
@@ -42,7 +41,7 @@ struct Params {
     float output_scale;
 };
 
-// Consecutive words of a lane, in stores as wide as their count allows: single words would all go to a few banks.
+// Store a lane's consecutive words in the widest stores that COUNT allows. Single words would conflict in a few banks.
 template <typename T, int COUNT> __device__ __forceinline__ void store_own(T* to, const T (&from)[COUNT]) {
     constexpr int PER_STORE = COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1;
     struct alignas(PER_STORE * sizeof(T)) Pack {
@@ -57,7 +56,7 @@ template <typename T, int COUNT> __device__ __forceinline__ void store_own(T* to
     }
 }
 
-// Find `largest` and `inverse_sum` of the scores, as Scores::sum_exponentials does, by `redux`.
+// Set `largest` and `inverse_sum` of the scores as Scores::sum_exponentials does, but with redux.
 template <typename Scores, int VALUES>
 __device__ __forceinline__ void sum_exponentials(Scores& scores, const float (&logit)[VALUES], float largest) {
     scores.largest = scores.softmax_argument(largest);
@@ -66,20 +65,20 @@ __device__ __forceinline__ void sum_exponentials(Scores& scores, const float (&l
     for (int i = 0; i < VALUES; ++i)
         if (logit[i] > -CUDART_INF_F)
             own += __float2uint_rn(fast_exp2((scores.softmax_argument(logit[i]) - scores.largest) * LOG2_E) * 0x1p31f);
-    // A lane's sum is at most 2^36. Neither part overflows in the sum over the warp.
+    // A lane's sum is at most 2^36, so neither the low nor the high part overflows when summed over the warp.
     const unsigned low = __reduce_add_sync(FULL_WARP, unsigned(own) & 0xffffff);
     const unsigned high = __reduce_add_sync(FULL_WARP, unsigned(own >> 24));
     scores.inverse_sum = __fdividef(0x1p31f, float(((unsigned long long)high << 24) + low));
 }
 
-// What a lane knows of the slot of its number.
+// The slot with the lane's index.
 struct Slot {
-    unsigned key = 0; // of the choice; 0 past the last slot
+    unsigned key = 0; // of the choice; 0 in lanes from topk on
     int winner = 0;   // the lane that holds the expert
-    int skip = 0;     // earlier slots with the same key of the same lane
+    int skip = 0;     // earlier slots with the same key and the same winner
 };
 
-// Deal the largest of the lanes' sorted keys to the slots.
+// Assign the largest of the lanes' sorted keys to the slots, one slot per iteration.
 template <int VALUES> __device__ __forceinline__ Slot select_slots(unsigned (&sorted)[VALUES], int topk, int lane) {
     Slot own;
     unsigned last = 0;
@@ -100,7 +99,7 @@ template <int VALUES> __device__ __forceinline__ Slot select_slots(unsigned (&so
     return own;
 }
 
-// The place of a slot's expert among the keys of the lane that holds it.
+// Return the index of the slot's expert among the keys of the winning lane.
 template <int VALUES> __device__ __forceinline__ int place_of(const unsigned* keys, const Slot& slot) {
     unsigned equal = 0;
 #pragma unroll
@@ -110,10 +109,10 @@ template <int VALUES> __device__ __forceinline__ int place_of(const unsigned* ke
     return __ffs(equal) - 1;
 }
 
-// Write a token's weights and ids: those of the lanes below topk, and those of the shared experts.
+// Write the token's weights and ids: the routed experts from the lanes below topk, then the shared experts.
 __device__ __forceinline__ void write_slots(const Params& p, int lane, int token, int valid, int experts, float weight,
                                             int id) {
-    // The order of moe_gate.cu's sum; the lanes from topk on have zeros.
+    // Add in the same order as moe_gate.cu. The lanes from topk on hold 0.
     float sum = weight;
     sum += __shfl_xor_sync(FULL_WARP, sum, 1);
     sum += __shfl_xor_sync(FULL_WARP, sum, 2);
@@ -170,7 +169,7 @@ __global__ void __launch_bounds__(WARPS * 32) gate_by_warp(const __grid_constant
     float score[VALUES] = {};
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
-        // fmax turns a NaN into -inf. No choice is -0, which would be below 0.
+        // fmaxf turns a NaN into -inf. Adding 0 turns -0 into 0, because `sortable` puts -0 below 0.
         if constexpr (BIASED) {
             score[i] = scores.of(logit[i]);
             choice[i] = __fadd_rn(score[i], fmaxf(bias[i], -CUDART_INF_F));
@@ -191,7 +190,7 @@ __global__ void __launch_bounds__(WARPS * 32) gate_by_warp(const __grid_constant
         }
     }
     if (!BIASED && scores.scoring == SOFTMAX) {
-        // The logits are the choices. If the weights are normalized, any common factor cancels.
+        // The choices are the logits. In normalized weights a common factor cancels.
         const float largest = from_sortable(__reduce_max_sync(FULL_WARP, sorted[0]));
         if (p.renormalize)
             scores.largest = scores.softmax_argument(largest);

@@ -6,81 +6,84 @@
 //   ids       = the topk experts of the kept groups with the largest choice, best first
 //   weights   = score[ids] (/ their sum if renormalize) * output_scale
 //
-// Ties go to the lower group and the lower expert. An expert whose logit or choice is NaN or -inf ranks last (by id)
+// Ties go to the lower group and the lower expert. An expert whose logit or choice is NaN or -inf ranks last, by id,
 // and has weight 0.
 //
-// Striking out the best, topk times, would scan the row topk times. Instead:
-//   1. one pass finds a threshold that at least topk choices reach, and few more;
-//   2. the choices that reach it (a dozen of 256) go to a list in shared memory;
-//   3. each lane ranks its entry of the list by counting the entries that beat it.
+// Removing the best choice topk times would scan the row topk times. Instead:
+//   1. One pass finds a threshold that at least topk choices reach, and only a few more.
+//   2. The choices that reach it (about 12 of 256) go to a candidate list in shared memory.
+//   3. Each lane ranks its list entries by counting the entries that beat them.
 //
-// EXPERTS > 0 fixes experts and groups: lane l holds the VALUES = EXPERTS / LANES experts from l * VALUES on, so that a
-// group is one or more whole neighbouring lanes. EXPERTS == 0 is dynamic, sizes are arguments: lane l holds experts l,
-// l + LANES, ..., at most VALUES of them. SCORING == ANY: the scoring is an argument. BIASED: with a bias, unless
-// dynamic. GROUPS == WHOLE_LANES: dynamic, with LANES * VALUES experts, of which a group is whole neighbouring lanes;
-// the lanes hand their choices on, so that they go on as where the sizes are fixed. OTHER: the elements of a bias that
-// are not float. No sum depends on which lane holds an expert, so all instances return the same bits.
+// Template parameters (no sum depends on the lane of an expert, so all instances return the same bits):
+//   - EXPERTS > 0: the numbers of experts and groups are compile-time constants. Lane l holds the VALUES = EXPERTS /
+//     LANES neighbouring experts from l * VALUES on, so a group is one or more whole neighbouring lanes.
+//   - EXPERTS == 0 (dynamic): the sizes are arguments. Lane l holds experts l, l + LANES, ..., at most VALUES of them.
+//   - GROUPS == WHOLE_LANES: dynamic, with exactly LANES * VALUES experts and groups of whole neighbouring lanes. The
+//     lanes exchange choices so that each lane holds neighbouring experts; the rest runs as with compile-time sizes.
+//   - SCORING == ANY: the scoring is an argument.
+//   - BIASED: there is a bias. Dynamic instances ignore it and test p.bias.
+//   - OTHER: the element type of a bias that is not float.
 //
 // Grid: LANES lanes per token, 32 / LANES tokens per warp, WARPS_PER_BLOCK warps per block.
 //
-// Speed of light: for many tokens memory would bound it, a row of logits in and topk weights and ids out. What does
-// bound it is the chain of dependent steps of a token: shuffles, shared memory, and the exponentials of all its
-// experts. On an H200, with 256 experts in 8 groups and topk 8, 65536 tokens of float32 take 22.8 us, 65% of the
-// 4.8 TB/s of its memory, and of bfloat16 20.9 us, 38%. 1 token takes 1.9 us, 1024 take 2.7 us and 8192 take 6.0 us,
-// where an empty kernel takes 0.54 us. The dynamic instance takes 38.5 us for 65536 tokens of float32, 39%.
+// Speed of light: with many tokens the lower bound is memory traffic: read the logits, write topk weights and ids. The
+// actual limit is each token's chain of dependent steps: shuffles, shared memory accesses, and the exponentials of all
+// its experts. On an H200 (4.8 TB/s), with 256 experts in 8 groups and topk 8, 65536 float32 tokens take 22.8 us (65%
+// of the bandwidth) and 65536 bfloat16 tokens take 20.9 us (38%). 1 token takes 1.9 us, 1024 take 2.7 us and 8192 take
+// 6.0 us; an empty kernel takes 0.54 us. The dynamic instance takes 38.5 us for 65536 float32 tokens (39%).
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "moe_gate/scores.cuh"
 #include "moe_gate/selection.cuh"
 
 constexpr int WARPS_PER_BLOCK = 2;
-constexpr int CAPACITY = 28; // entries in a token's candidate list, unless dynamic
+constexpr int CAPACITY = 28; // entries in a token's candidate list, except in dynamic instances without WHOLE_LANES
 static_assert(CAPACITY + 4 <= 2 * BLOCK, "a list has at most two blocks");
 constexpr int WHOLE_LANES = -1;
-constexpr int STAGED_LANES = 16; // with at most so many lanes per token, rows go through shared memory
-constexpr int KEPT_SCORES = 16;  // scores that a lane has registers for beside its logits of 16 bits
-// Blocks beyond which those of the next kernel had better not lie ready: all would begin at once, and load and compute in
-// step. With groups, few lanes a token are for many tokens, which fill the GPU: there a block lets them take their places
-// when it writes.
+constexpr int STAGED_LANES = 16; // up to this many lanes per token, rows are staged in shared memory
+constexpr int KEPT_SCORES = 16;  // a lane with more 16-bit logits than this has no registers to keep their scores
+// Up to this many blocks, the kernel triggers the next grid at its start. In larger grids, blocks of the next grid that
+// already wait would all begin at once, and then load in step and compute in step. Instances with groups and up to
+// STAGED_LANES lanes per token serve many tokens, which fill the GPU: their blocks trigger before they write instead.
 constexpr int MANY_BLOCKS = 4096;
 
 struct Params {
     const void* logits;          // [tokens, experts]  T, rows `row_stride` apart
-    const void* bias;            // [experts]  float if bias_is_float, else OTHER; null: unbiased
+    const void* bias;            // [experts]  float if bias_is_float, else OTHER; null: no bias
     float* weights;              // [tokens, topk + shared]
     int* ids;                    // [tokens, topk + shared]
-    const void* valid_on_device; // one int32 or int64 that replaces `valid`, may be null
+    const void* valid_on_device; // one int32 or int64, replaces `valid`; may be null
     long long row_stride;
     int tokens;
-    int valid; // tokens from this one on are padding
+    int valid; // tokens with this index or a higher one are padding
     int experts;
     int groups;
     int topk_group;
     int topk;   // routed experts per token
     int shared; // fused shared experts, in the last columns
     int scoring;
-    int group_by_two; // dynamic only: a group's score is the sum of its two best choices, not its best one; other
-                      // instances take the sum if BIASED
+    int group_by_two; // dynamic only: a group's score is the sum of its two best choices instead of its best choice;
+                      // other instances use the sum if BIASED
     int renormalize;
     int bias_is_float;
     int valid_is_int64;
-    int capacity;             // dynamic only, but for WHOLE_LANES: entries in a token's candidate list, a multiple of 4
-    int group_size;           // as capacity
-    int log2_lanes_per_group; // dynamic only; 2 to the power of this divides the experts of a group
-    unsigned group_magic;     // as capacity; e / group_size == e * group_magic >> 20
+    int capacity;             // dynamic only, except WHOLE_LANES: entries in a token's candidate list, a multiple of 4
+    int group_size;           // experts per group; same instances as capacity
+    int log2_lanes_per_group; // dynamic only; 2 to this power divides the experts of a group
+    unsigned group_magic;     // same instances as capacity; e / group_size == e * group_magic >> 20
     float shared_scale;       // a shared expert's weight is the routed sum times this
     float output_scale;
-    float softcap; // dynamic only: logits become softcap * tanh(logits / softcap) in a softmax; 0: off
+    float softcap; // dynamic only: a softmax uses softcap * tanh(logit / softcap); 0: off
 };
 
 // --- loads ----------------------------------------------------------------------------------------------
 
-// A row on its way from global memory to the lanes. If each lane read its own COUNT values from global memory, every
-// load of a warp would touch a cache line per lane or two. So the lanes copy the row in whole lines to shared memory,
-// and there each reads its part. Parts of an even number of 16-byte chunks are kept one chunk apart, which puts the
-// reads of 8 neighbouring lanes in different banks.
-// The dynamic variant needs no staging: its lanes read neighbouring experts. ROOM: bytes for each value, which a larger
-// one may replace.
+// Copy a token's row from global memory to the lanes through shared memory. If each lane read its own COUNT values from
+// global memory, every load of a warp would touch one cache line per lane or two. Instead, the lanes copy whole lines
+// to shared memory with cp.async, and each lane reads its part there. If a part is an even number of 16-byte chunks, a
+// gap of one chunk follows it, so that 8 neighbouring lanes read from different banks. Dynamic lanes read neighbouring
+// experts from global memory and need no staging. ROOM: bytes reserved per value, at least sizeof(T); larger values may
+// replace the staged ones.
 template <typename T, int COUNT, int LANES, int ROOM = sizeof(T)> struct Staging {
     static constexpr int CHUNKS = COUNT * sizeof(T) / 16;
     static constexpr int ROOMS = COUNT * ROOM / 16; // chunks
@@ -93,7 +96,7 @@ template <typename T, int COUNT, int LANES, int ROOM = sizeof(T)> struct Staging
 #pragma unroll
         for (int i = 0; i < CHUNKS; ++i) {
             const int chunk = i * LANES + lane;
-            // Where a round covers whole parts, the next round lies at a constant distance.
+            // If one round covers whole parts, consecutive rounds are a constant distance apart.
             const uint4* to = LANES % CHUNKS
                                   ? staged + chunk / CHUNKS * PITCH + chunk % CHUNKS
                                   : staged + lane / CHUNKS * PITCH + lane % CHUNKS + i * (LANES / CHUNKS * PITCH);
@@ -102,48 +105,47 @@ template <typename T, int COUNT, int LANES, int ROOM = sizeof(T)> struct Staging
                          : "memory");
         }
     }
-    // Returns when the whole row has arrived.
     static __device__ __forceinline__ void wait() {
         asm volatile("cp.async.wait_all;" ::: "memory");
         __syncwarp();
     }
-    // The first of a lane's values in the staged row.
+    // Return the address of the lane's first value in the staged row.
     static __device__ __forceinline__ T* part(uint4* staged, int lane) {
         return reinterpret_cast<T*>(staged + lane * PITCH);
     }
-    // One value of the staged row.
     static __device__ __forceinline__ T* value(uint4* staged, unsigned e) {
         constexpr unsigned GAP = PITCH * 16 / sizeof(T) - COUNT;
         return reinterpret_cast<T*>(staged) + (e + e / COUNT * GAP);
     }
 };
 
-// A lane's view of its token's row: the experts it holds, their logits and their biases.
+// A lane's view of its token's row: the lane's experts, with their logits and biases.
 template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED, typename OTHER> struct Row {
     static constexpr bool DYNAMIC = EXPERTS == 0;
     static constexpr bool SCORES_FIT = BIASED && (VALUES <= KEPT_SCORES || sizeof(T) == sizeof(float));
     using Stage = Staging<T, DYNAMIC ? 1 : VALUES, LANES, SCORES_FIT ? sizeof(float) : sizeof(T)>;
-    using BiasStage = Staging<float, VALUES, LANES>; // and that of the scores
-    // A bias needs the scores of all experts. They replace the logits of a staged row, so that no score is computed again
-    // for the candidates: a multiprocessor gives 16 exponentials or reciprocals in a clock, and 128 additions.
+    using BiasStage = Staging<float, VALUES, LANES>; // the layout of the bias and of kept scores
+    // With a bias, every expert's score is needed. The scores then overwrite the logits of a staged row, so that no
+    // score is computed again for a candidate. Exponentials are scarce: a multiprocessor issues 16 exponentials or
+    // reciprocals per clock, but 128 additions.
     static constexpr bool KEEPS_SCORES = Stage::USED && SCORES_FIT;
     static constexpr int BIAS_UNITS = Stage::USED && BIASED ? BiasStage::UNITS : 0;
 
     const Params& p;
-    uint4* bias_staged; // of the block, if BIAS_UNITS
-    uint4* staged;      // of the token, if Stage::USED
+    uint4* bias_staged; // the block's bias, if BIAS_UNITS
+    uint4* staged;      // the token's row, if Stage::USED
     const T* logits;
     int experts, lane;
 
     __device__ __forceinline__ int expert_of(int i) const { return DYNAMIC ? i * LANES + lane : lane * VALUES + i; }
     __device__ __forceinline__ int group_of(int e) const { return int(e * p.group_magic >> 20); }
 
-    // The expert whose logit a lane loads as value i. Past the last expert it repeats that one.
+    // Return the expert whose logit the lane loads as value i. Indices past the last expert load the last expert again.
     __device__ __forceinline__ int load_expert_of(int i) const {
         return DYNAMIC ? min(expert_of(i), experts - 1) : expert_of(i);
     }
-    // load(e) of each value. Where none is past the last expert, the addresses differ by constants, and each load is
-    // one instruction.
+    // Set to[i] to load(e) of value i's expert e. If no index is past the last expert, the addresses differ by
+    // constants and a load is one instruction.
     template <typename Load> __device__ __forceinline__ void load_each(Load load, float (&to)[VALUES]) const {
         if (experts == LANES * VALUES) {
 #pragma unroll
@@ -154,7 +156,7 @@ template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED, typename 
         }
     }
 
-    // One expert's bias, from global memory. fmax turns a NaN into -inf.
+    // Load one expert's bias from global memory. fmaxf turns a NaN into -inf.
     __device__ __forceinline__ float load_bias_of(int e) const {
         const float b =
             p.bias_is_float ? static_cast<const float*>(p.bias)[e] : to_float(static_cast<const OTHER*>(p.bias)[e]);
@@ -166,8 +168,7 @@ template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED, typename 
         else
             return load_bias_of(e);
     }
-    // Load the bias of each value, with the NaNs in it. Where rows are staged, stage the bias instead, once for all
-    // tokens of the block: `load` then reads it from there.
+    // Load the bias of each value, NaN included. If rows are staged, put it in shared memory for `load`.
     __device__ __forceinline__ void load_bias(float (&bias)[VALUES], bool biased) const {
         if constexpr (BIAS_UNITS > 0) {
 #pragma unroll
@@ -197,7 +198,7 @@ template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED, typename 
                 load_floats(static_cast<const OTHER*>(p.bias) + lane * VALUES, bias);
         }
     }
-    // Load the logit of each value, and the bias if it is staged.
+    // Load the logit of each value; load its bias too if the bias is staged.
     __device__ __forceinline__ void load(float (&logit)[VALUES], float (&bias)[VALUES]) const {
         if constexpr (Stage::USED) {
             Stage::wait();
@@ -209,18 +210,18 @@ template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED, typename 
         }
         if constexpr (BIAS_UNITS > 0) load_floats(BiasStage::part(bias_staged, lane), bias);
     }
-    // Put the scores in the place of the logits, of which a lane has its own in registers.
+    // Overwrite the staged logits with the scores. Each lane already has its logits in registers.
     __device__ __forceinline__ void keep_scores(const float (&score)[VALUES]) const {
 #pragma unroll
         for (int i = 0; i < VALUES; i += 4)
             reinterpret_cast<float4*>(BiasStage::part(staged, lane))[i / 4] =
                 make_float4(score[i], score[i + 1], score[i + 2], score[i + 3]);
     }
-    // Give a value no weight: its choice is -inf, and it is listed all the same.
+    // Zero the kept score of value i, whose choice is -inf but which is listed nevertheless.
     __device__ __forceinline__ void drop_score(int i) const {
         if constexpr (KEEPS_SCORES) BiasStage::part(staged, lane)[i] = 0.f;
     }
-    // Load the logits of a lane's values, also where scores have replaced them.
+    // Load the lane's logits again, from global memory if scores have overwritten the staged logits.
     __device__ __forceinline__ void load_again(float (&logit)[VALUES]) const {
         if constexpr (KEEPS_SCORES) {
             load_floats(logits + lane * VALUES, logit);
@@ -238,7 +239,7 @@ template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED, typename 
     }
 };
 
-// A mask of the values of a lane that are experts: all, but for the last ones of a dynamic lane.
+// Return a mask of the lane's values that are experts. Only a dynamic lane can have values past the last expert.
 template <bool DYNAMIC, int LANES, int VALUES>
 __device__ __forceinline__ unsigned existing_values(int experts, int lane) {
     unsigned existing = VALUES < 32 ? (1u << (VALUES % 32)) - 1 : ~0u;
@@ -251,24 +252,24 @@ __device__ __forceinline__ unsigned existing_values(int experts, int lane) {
 
 // --- phases ---------------------------------------------------------------------------------------------
 
-// Turn the lanes' logits into choices, and find the two best of each lane. Returns whether a row of the warp has a NaN
-// or an infinity among its logits.
+// Turn the lane's logits into choices and find its two best choices. Return whether any row of the warp has a NaN or an
+// infinity among its logits.
 template <typename Row, typename Scores, int VALUES>
 __device__ __forceinline__ bool choose(const Row& row, const Scores& scores, bool biased, const float (&bias)[VALUES],
                                        float (&choice)[VALUES], TopTwo& top) {
-    // A sum of products with a NaN or an infinity is no finite number: one multiply-add per two values finds the rows
-    // with one, and rows with products of more than 2^128, for which the result is the same. The bias has no NaN.
+    // A sum of products is not finite if a factor is NaN or infinite, so one multiply-add per two values finds
+    // irregular rows. It also finds rows with products above 2^128, whose result does not change. The bias has no NaN.
     float irregular = 0.f;
 #pragma unroll
     for (int i = 0; i < VALUES; i += 2)
         irregular = __fmaf_rn(choice[i], i + 1 < VALUES ? choice[i + 1 < VALUES ? i + 1 : i] : 0.f, irregular);
     irregular = __fmul_rn(irregular, 0.f);
     float score[VALUES];
-    // No choice is -0: the sign of -0 - 0 would put it below a threshold of 0, which it reaches.
+    // Add 0 so that no choice is -0: the sign bit of -0 - 0 would report -0 as below a threshold of 0.
     const auto add_bias = [&](auto score_of) {
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) {
-            // Here and not at the load, which would wait for the bias before the logits are asked for.
+            // Remove a NaN bias here: at its load the lane would wait for it before loading the logits.
             const float regular_bias = Row::BIAS_UNITS > 0 ? bias[i] : fmaxf(bias[i], -CUDART_INF_F);
             score[i] = score_of(choice[i]);
             choice[i] = __fadd_rn(score[i], regular_bias);
@@ -286,7 +287,7 @@ __device__ __forceinline__ bool choose(const Row& row, const Scores& scores, boo
         for (int i = 0; i < VALUES; ++i) choice[i] = __fadd_rn(choice[i], 0.f);
     }
     if constexpr (Row::KEEPS_SCORES) row.keep_scores(score);
-    // The comparisons run beside the exponentials here. The rare rows whose choices change take them once more.
+    // These comparisons overlap with the exponentials. The rare irregular rows repeat them.
     top = top_two(choice);
     const bool any_irregular = __any_sync(FULL_WARP, irregular != 0.f);
     if (any_irregular) {
@@ -300,17 +301,16 @@ __device__ __forceinline__ bool choose(const Row& row, const Scores& scores, boo
     return any_irregular;
 }
 
-// What a lane lists, after `hand_on`.
+// The experts of a lane after `hand_on`, in the role of Row.
 struct Part {
     int first, lane;
     __device__ __forceinline__ int expert_of(int value) const { return first + value; }
     __device__ __forceinline__ void drop_score(int) const {}
 };
 
-// Give lane l the choices of the VALUES neighbouring experts from l * VALUES on. Before, it had those of experts l,
-// l + LANES, .... They go through shared memory, where a lane's lie together, one chunk of 16 bytes from the next
-// lane's, which puts the reads of 8 neighbouring lanes in different banks.
-template <int VALUES> constexpr int HANDED_ON = VALUES + 4; // words of shared memory for each lane
+// Redistribute the choices through shared memory: lane l holds experts l, l + LANES, ... before, and the VALUES experts
+// from l * VALUES on afterwards. A gap of 16 bytes between the lanes' parts avoids bank conflicts.
+template <int VALUES> constexpr int HANDED_ON = VALUES + 4; // words of shared memory per lane
 
 template <int LANES, int VALUES>
 __device__ __forceinline__ void hand_on(float (&choice)[VALUES], float* all, int lane) {
@@ -322,7 +322,7 @@ __device__ __forceinline__ void hand_on(float (&choice)[VALUES], float* all, int
     load_floats(all + lane * HANDED_ON<VALUES>, choice);
 }
 
-// The choice and the score of a listed expert.
+// Return the choice and the score of a listed expert.
 template <typename Row, typename Scores>
 __device__ __forceinline__ float2 score_listed(const Row& row, const Scores& scores, int id, bool biased,
                                                bool any_irregular) {
@@ -340,8 +340,8 @@ __device__ __forceinline__ float2 score_listed(const Row& row, const Scores& sco
     return make_float2(choice, own);
 }
 
-// Put the best of the listed experts and their scores into `sorted`, and the scores into `ranked_scores`, best first.
-// The list is in the order of the ids, or `best_first`; only in the second case can a choice be -inf.
+// Write the scores and ids of the topk best listed experts to `sorted`, best first, and their scores to
+// `ranked_scores`. The list is in order of the ids, or best first if `best_first`. Only the latter can contain -inf.
 template <int LANES, typename Row, typename Scores>
 __device__ __forceinline__ void sort_listed(const Row& row, const Scores& scores, const int* listed, int count,
                                             bool biased, bool any_irregular, bool best_first, int topk, float* choices,
@@ -376,7 +376,7 @@ __device__ __forceinline__ void sort_listed(const Row& row, const Scores& scores
             }
         }
     };
-    // Few lists have more than a block.
+    // Few lists are longer than one block.
 #pragma unroll 1
     for (int first = BLOCK; first < count; first += BLOCK) score_block(first), list_choices(first);
     score_block(0);
@@ -388,7 +388,7 @@ __device__ __forceinline__ void sort_listed(const Row& row, const Scores& scores
     __syncwarp();
 }
 
-// Make the candidates of the listed experts, and their scores.
+// Write a candidate and a score for each listed expert.
 template <int LANES, typename Row, typename Scores>
 __device__ __forceinline__ void score_candidates(const Row& row, const Scores& scores, const int* listed, int count,
                                                  bool biased, bool any_irregular, Candidate* candidates, float* score) {
@@ -409,8 +409,8 @@ __device__ __forceinline__ void score_candidates(const Row& row, const Scores& s
     __syncwarp();
 }
 
-// The sum of the best topk scores. lanes_sum adds neighbours first and blocks of LANES last, so the order of the sum does
-// not depend on LANES.
+// Return the sum of the topk best scores. lanes_sum adds neighbours first and blocks of LANES last, so the order of the
+// additions does not depend on LANES.
 template <int LANES> __device__ __forceinline__ float sum_of_sorted(const uint2* sorted, int lane, int topk) {
     float sum = 0.f;
 #pragma unroll 1
@@ -419,14 +419,13 @@ template <int LANES> __device__ __forceinline__ float sum_of_sorted(const uint2*
     return sum;
 }
 
-// The same of at most 8 scores, with zeros behind them: the same order, in place of an exchange between lanes for each
-// step.
+// Return the sum of up to 8 scores, padded with zeros, in the order of sum_of_sorted but without shuffles.
 __device__ __forceinline__ float sum_of_eight(const float* scores) {
     const float4 a = reinterpret_cast<const float4*>(scores)[0], b = reinterpret_cast<const float4*>(scores)[1];
     return ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
 }
 
-// Write a token's weights and ids: those in `sorted`, and those of the shared experts.
+// Write the token's weights and ids: the routed experts from `sorted`, then the shared experts.
 template <int LANES>
 __device__ __forceinline__ void write_results(const Params& p, const uint2* sorted, uint2 own, float sum, int lane,
                                               int token, bool live, int valid, int topk, int columns, int experts) {
@@ -453,18 +452,18 @@ __device__ __forceinline__ void write_results(const Params& p, const uint2* sort
     }
 }
 
-// Blocks that a multiprocessor should hold at once, which bounds the registers.
+// Resident blocks to request from __launch_bounds__, which limits the registers per thread.
 constexpr int resident_blocks(int lanes, int values, bool dynamic) {
-    // More would spill registers, with 32 values from sm_100 on, with 16 on sm_120.
+    // More resident blocks would spill registers: with 32 values from sm_100 on, with 16 values on sm_120.
     const int fewer_from = values > 16 ? 1000 : values == 16 ? 1200 : 9999;
     const int resident_warps = dynamic ? 24 : (values <= 16 ? 32 : 28) - (__CUDA_ARCH__ >= fewer_from ? 4 : 0);
     return lanes > STAGED_LANES ? 1 : resident_warps / WARPS_PER_BLOCK;
 }
 
-// Units of 16 bytes of shared memory: of a token's list, and of its row behind the list.
+// Return the 16-byte units of shared memory of a token's list. The row follows the list.
 constexpr int list_units_of(int capacity) { return capacity + capacity / 4 + 2; }
 
-// The groups of a dynamic row, padded to those that its lanes have room for.
+// Return the number of groups that LANES * VALUES experts would fill. It includes indices past the last expert.
 template <int LANES, int VALUES> constexpr int padded_groups_of(unsigned group_magic) {
     return int((LANES * VALUES - 1) * group_magic >> 20) + 1;
 }
@@ -477,7 +476,7 @@ constexpr int row_units_of(int groups, int padded_groups, int log2_lanes_per_gro
                                  : Stage::UNITS;
 }
 
-// A dynamic instance has arguments.
+// The launch of an instance. Only dynamic instances depend on the arguments.
 template <typename T, int EXPERTS, int GROUPS, int, int LANES, int VALUES, bool BIASED, typename OTHER = T>
 constexpr Launch moe_gate_launch(int capacity = CAPACITY, int groups = 1, unsigned group_magic = 0,
                                  int log2_lanes_per_group = 0) {
@@ -512,11 +511,11 @@ __global__ void __launch_bounds__(WARPS_PER_BLOCK * 32,
     const int topk = p.topk, columns = topk + p.shared;
     const int lane = threadIdx.x % LANES, slot = threadIdx.x / LANES;
 
-    // Shared memory, in 16-byte units. Per block: the bias, where rows are staged. Per token: the list (candidates,
-    // scores and ids); the row, where it is staged; if dynamic, what hand_on or mask_of_kept_groups needs.
+    // Shared memory, in 16-byte units. Per block: the bias, if rows are staged. Per token: the list (candidates,
+    // scores, ids), then the staged row, or in a dynamic instance the buffer of hand_on or mask_of_kept_groups.
     extern __shared__ uint4 shared[];
-    const int list_units = capacity + capacity / 4 + 2; // list_units_of: a call of it spills 8 bytes on sm_100a
-    // A dynamic lane's last values may lie past the last expert; they have places in shared memory all the same.
+    const int list_units = capacity + capacity / 4 + 2; // list_units_of; calling it here spills 8 bytes on sm_100a
+    // A dynamic lane's values past the last expert also have space in shared memory.
     const int padded_groups = DYNAMIC ? padded_groups_of<LANES, VALUES>(p.group_magic) : 0;
     const int row_units =
         row_units_of<EXPERTS, GROUPS, LANES, VALUES, Stage>(groups, padded_groups, p.log2_lanes_per_group);
@@ -524,10 +523,10 @@ __global__ void __launch_bounds__(WARPS_PER_BLOCK * 32,
     Candidate* candidates = reinterpret_cast<Candidate*>(own_shared);   // [capacity + 4]
     float* score = reinterpret_cast<float*>(candidates + capacity + 4); // [capacity]
     int* listed = reinterpret_cast<int*>(score + capacity);             // [capacity]
-    uint2* sorted = reinterpret_cast<uint2*>(listed);                   // [capacity] scores and ids, in its place
+    uint2* sorted = reinterpret_cast<uint2*>(listed);                   // [capacity] scores and ids
     uint4* staged = own_shared + list_units;
     float* ranked_scores = reinterpret_cast<float*>(listed + capacity); // [capacity] if IN_ORDER
-    // Where a token's lanes list neighbouring experts, the list is in the order of the ids.
+    // If a token's lanes hold neighbouring experts, the list is in order of the ids.
     constexpr bool IN_ORDER = (!DYNAMIC || HANDS_ON) && LANES <= STAGED_LANES;
     if constexpr (IN_ORDER) {
 #pragma unroll
@@ -535,7 +534,7 @@ __global__ void __launch_bounds__(WARPS_PER_BLOCK * 32,
     }
 
     const unsigned existing = existing_values<DYNAMIC, LANES, VALUES>(experts, lane);
-    // A lane past the last token works on the last one again, for a warp's shuffles need all lanes, and writes nothing.
+    // The warp's shuffles need all lanes, so lanes without a token repeat the last token and write nothing.
     const int token = blockIdx.x * (WARPS_PER_BLOCK * 32 / LANES) + slot;
     const bool live = token < p.tokens;
     const T* logits = static_cast<const T*>(p.logits) + min(token, p.tokens - 1) * p.row_stride;
@@ -551,8 +550,8 @@ __global__ void __launch_bounds__(WARPS_PER_BLOCK * 32,
     TopTwo top;
     const bool any_irregular = choose(row, scores, biased, bias, choice, top);
 
-    unsigned alive = existing; // the values that may be chosen
-    // Each kept group has two choices that reach its second best, which gives a threshold for free.
+    unsigned alive = existing; // mask of the values that may be chosen
+    // Each kept group has two choices that reach its second best, so the smallest second best is a threshold.
     const bool threshold_from_groups = (HANDS_ON || (GROUPS > 1 && EXPERTS > GROUPS)) && topk <= 2 * p.topk_group;
     float second = CUDART_INF_F;
     if constexpr (HANDS_ON) {
@@ -570,7 +569,7 @@ __global__ void __launch_bounds__(WARPS_PER_BLOCK * 32,
         constexpr int LANES_PER_GROUP = DYNAMIC ? 1 : GROUPS > 1 ? LANES / GROUPS : LANES;
         threshold = groups_min<LANES, LANES_PER_GROUP>(alive ? second : CUDART_INF_F);
     } else if (topk <= LANES) {
-        // Where groups are whole lanes, a lane may choose all of its values or none.
+        // If groups are whole lanes, either all values of a lane may be chosen or none.
         const float best = DYNAMIC && !HANDS_ON ? best_of(choice, alive) : alive ? top.best : -CUDART_INF_F;
         threshold = lane_threshold<LANES>(best, topk);
     }
@@ -583,7 +582,7 @@ __global__ void __launch_bounds__(WARPS_PER_BLOCK * 32,
     else
         count = list_candidates<LANES, IN_ORDER>(row, choice, alive, threshold, topk, capacity, listed, best_first);
     if (scoring == SOFTMAX && !biased && p.renormalize) {
-        // Any common factor cancels in the normalization; the largest logit keeps exp in range.
+        // A common factor cancels in the normalization, so the largest logit serves only to keep exp in range.
         float best = -CUDART_INF_F;
 #pragma unroll 1
         for (int i = lane; i < count; i += LANES) best = fmaxf(best, row.logit_of(listed[i]));
@@ -592,7 +591,7 @@ __global__ void __launch_bounds__(WARPS_PER_BLOCK * 32,
     float sum;
     uint2 own;
     if constexpr (IN_ORDER) {
-        float* choices = reinterpret_cast<float*>(candidates); // [capacity + 4], and behind them `sorted`
+        float* choices = reinterpret_cast<float*>(candidates); // [capacity + 4], followed by `sorted`
         sorted = reinterpret_cast<uint2*>(choices + capacity + 4);
         sort_listed<LANES>(row, scores, listed, count, biased, any_irregular, best_first, topk, choices, sorted,
                            ranked_scores);

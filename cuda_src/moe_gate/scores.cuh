@@ -1,14 +1,14 @@
-// What the gates read of a token, and the scores of its logits.
+// Load a token's logits and compute their scores, for all gates.
 #pragma once
 #include "common/numeric.cuh"
 #include "common/warp.cuh"
 
 enum Scoring { ANY, SIGMOID, SOFTMAX, SQRTSOFTPLUS };
 
-// For a bias of double.
+// For a float64 bias.
 __device__ __forceinline__ float to_float(double x) { return __double2float_rn(x); }
 
-// Consecutive values of type T as floats, in loads as wide as their count allows.
+// Load COUNT consecutive values of type T as floats, in the widest loads that COUNT allows.
 template <typename T, int COUNT>
 __device__ __forceinline__ void load_floats(const T* __restrict__ from, float (&to)[COUNT]) {
     constexpr int BYTES = COUNT * sizeof(T);
@@ -25,7 +25,7 @@ __device__ __forceinline__ void load_floats(const T* __restrict__ from, float (&
     }
 }
 
-// The first token that is padding.
+// Return the index of the first padding token.
 template <typename Params> __device__ __forceinline__ int load_valid(const Params& p) {
     int valid = p.valid;
     if (p.valid_on_device)
@@ -34,20 +34,20 @@ template <typename Params> __device__ __forceinline__ int load_valid(const Param
     return valid;
 }
 
-// Scores of logits. No multiply and add are fused, which the compiler might do in one instance and not in another.
+// Scores of logits. Multiplies and adds are separate intrinsics, because the compiler could fuse them in one instance
+// and not in another.
 template <bool DYNAMIC> struct Scores {
     const float softcap; // 0: off; always off unless DYNAMIC
     const int scoring;
-    float inverse_sum = 1.f, largest = 0.f; // of a row's exponentials and logits, for a softmax
+    float inverse_sum = 1.f, largest = 0.f; // of a row's exponentials and of its logits, for a softmax
 
-    // A logit as the softmax takes it. The cap is monotonic, so the order of the raw logits stands.
+    // Return the logit as an argument of the softmax. The cap is monotonic and keeps the order of the logits.
     __device__ __forceinline__ float softmax_argument(float x) const {
         if constexpr (DYNAMIC)
             if (softcap != 0.f) return softcap * tanhf(x / softcap);
         return fmaxf(fminf(x, LARGEST_FLOAT), -LARGEST_FLOAT);
     }
-    // Find `largest` and `inverse_sum` of a row. The sum is in fixed point, where the order of its terms, and so the
-    // number of lanes, cannot change it.
+    // Set `largest` and `inverse_sum` for a row. The sum is in fixed point, so the number of lanes does not change it.
     template <int LANES, int VALUES>
     __device__ __forceinline__ void sum_exponentials(const float (&logit)[VALUES], unsigned existing) {
         largest = -CUDART_INF_F;

@@ -1,12 +1,11 @@
-// The choice of experts from a row of choice values that lies in the registers of LANES lanes, VALUES in each: which
-// groups are kept, which choices reach a threshold, and in what order these are.
-//
-// `row` tells which experts a lane holds (Row of moe_gate.cu). A mask has a bit for each value of a lane.
+// Select experts from a row of choices in registers: which groups are kept, which choices reach a threshold, and in
+// what order. LANES lanes hold the row, VALUES choices each. `row` maps a lane's values to experts (Row in
+// moe_gate.cu). A mask has one bit per value of a lane.
 #pragma once
 #include "common/numeric.cuh"
 #include "common/warp.cuh"
 
-// One 64-bit word that orders candidates: the larger choice first, then the lower id.
+// A 64-bit key that orders candidates: the larger choice first, then the lower id.
 using Candidate = unsigned long long;
 
 __device__ __forceinline__ Candidate make_candidate(float choice, int id) {
@@ -14,11 +13,11 @@ __device__ __forceinline__ Candidate make_candidate(float choice, int id) {
 }
 __device__ __forceinline__ int candidate_id(Candidate candidate) { return ~int(unsigned(candidate)); }
 
-// Candidates that a lane ranks at once.
+// Candidates that a lane ranks in one pass.
 template <int LANES> constexpr int AT_ONCE = LANES == 8 ? 2 : 1;
 
-// The rank of each of `own`: how many of the list's `count` entries are greater. Three zeros must follow the entries,
-// for the list is read four at a time.
+// Set rank[k] to the number of list entries greater than own[k]. The list is read four entries at a time, so three
+// zeros must follow the `count` entries.
 template <int COUNT>
 __device__ __forceinline__ void rank_in(const Candidate* list, int count, const Candidate (&own)[COUNT],
                                         int (&rank)[COUNT]) {
@@ -37,17 +36,18 @@ __device__ __forceinline__ void rank_in(const Candidate* list, int count, const 
     for (int k = 0; k < COUNT; ++k) rank[k] = -minus_rank[k];
 }
 
-// Entries whose ranks the lanes of a token find at once, of a list in the order of the ids. It has at most two blocks.
+// List entries that a token's lanes rank in one pass. A list in order of the ids has at most two such blocks.
 constexpr int BLOCK = 16;
 
-// The next float below one that is neither NaN, -inf nor -0.
+// Return the next float below x, which must not be NaN, -inf or -0.
 __device__ __forceinline__ float next_below(float x) {
     const unsigned bits = __float_as_uint(x), sign_and_one = unsigned(int(bits) >> 31) | 1;
     return __uint_as_float(bits ? bits - sign_and_one : 0x80000001);
 }
 
-// Add to the rank of `mine` how many of four entries are greater. The sign of a difference tells, and one instruction
-// adds it: the subtraction runs beside the instructions on integers, which bound these kernels.
+// Add to `rank` the number of entries j with four[j] > mine[j]. The sign bit of a float difference is the comparison,
+// and one instruction adds it. The subtraction runs on the float pipe, in parallel with the integer instructions that
+// limit these kernels.
 __device__ __forceinline__ void add_greater(int& rank, const float (&mine)[4], const float4& four) {
     rank += __float_as_uint(__fsub_rn(mine[0], four.x)) >> 31;
     rank += __float_as_uint(__fsub_rn(mine[1], four.y)) >> 31;
@@ -55,13 +55,13 @@ __device__ __forceinline__ void add_greater(int& rank, const float (&mine)[4], c
     rank += __float_as_uint(__fsub_rn(mine[3], four.w)) >> 31;
 }
 
-// The rank of a lane's entries first + lane + k * LANES of a list of choices in the order of their ids: how many
-// entries beat it, the greater ones, and of equal ones those before it. These are the entries greater than the next
-// float below. No choice is -inf but those that fill the last block of the list.
+// Rank the lane's entries first + lane + k * LANES of a list of choices in order of the ids. The rank of an entry is
+// the number of entries that beat it: greater entries, and equal entries before it. To count an equal entry, compare
+// with the next float below the own choice. Only the padding of the last block is -inf.
 //
-// Which of two entries is before the other must not depend on the lane, or each comparison would take a selection. So
-// each lane goes through the quads of the block by their distance (exclusive or) from its own: another quad is before
-// it if the lane's has the highest bit of the distance.
+// Each lane visits the quads of four entries of the block by XOR distance from its own quad. Another quad comes before
+// the own quad if the highest set bit of the distance is also set in the own quad's index. So whether ties count is
+// selected once per quad; a visit in list order would need a selection for every comparison.
 template <int LANES>
 __device__ __forceinline__ void rank_in_order(const float* list, int count, int first, int lane,
                                               const float (&own)[BLOCK / LANES], int (&rank)[BLOCK / LANES]) {
@@ -89,7 +89,7 @@ __device__ __forceinline__ void rank_in_order(const float* list, int count, int 
             }
         }
     }
-    // The other block, which few lists have.
+    // Compare with the other block, which few lists have.
     const int end = first ? first : count;
 #pragma unroll 1
     for (int i = first ? 0 : BLOCK; i < end; i += 4) {
@@ -104,7 +104,7 @@ __device__ __forceinline__ void rank_in_order(const float* list, int count, int 
 
 // --- groups ---------------------------------------------------------------------------------------------
 
-// The two largest of the values seen so far.
+// The two largest values seen so far.
 struct TopTwo {
     float best = -CUDART_INF_F, second = -CUDART_INF_F;
     __device__ __forceinline__ void add(float x) {
@@ -117,13 +117,13 @@ struct TopTwo {
         second = fmaxf(fminf(best, other_best), fmaxf(second, other_second));
         best = fmaxf(best, other_best);
     }
-    // fmax turns the NaN of -inf + inf into -inf.
+    // fmaxf turns the NaN of -inf + inf into -inf.
     __device__ __forceinline__ float group_score(bool by_two) const {
         return by_two ? fmaxf(best + second, -CUDART_INF_F) : best;
     }
 };
 
-// The two largest of a lane's choices, of which none is NaN. A pair at a time: the chain of steps is half as long.
+// Return the two largest of a lane's choices, which must not be NaN. Taking values in pairs halves the dependent chain.
 template <int VALUES> __device__ __forceinline__ TopTwo top_two(const float (&choice)[VALUES]) {
     constexpr int FIRST = VALUES % 2 ? 1 : 2;
     TopTwo top;
@@ -138,11 +138,10 @@ template <int VALUES> __device__ __forceinline__ TopTwo top_two(const float (&ch
     return top;
 }
 
-// Whether this lane's group is kept, where a group is LANES / GROUPS neighbouring lanes. `top` has the lane's own two
-// best choices. BY_TWO: a group's score is the sum of its two best choices, else its best. `second` becomes the second
-// best choice of the lane's group.
-//
-// A group's rank is the number of groups that beat it, from one shuffle per other group.
+// Return whether this lane's group is kept, where a group is LANES / GROUPS neighbouring lanes. `top` has the lane's
+// own two best choices. A group's score is the sum of its two best choices if BY_TWO, else its best choice. `second`
+// becomes the second best choice of the lane's group. The rank of a group is the number of groups that beat it, which
+// takes one shuffle per other group.
 template <int LANES, int GROUPS, bool BY_TWO>
 __device__ __forceinline__ bool own_group_is_kept(TopTwo top, int lane, int topk_group, float& second) {
     constexpr int LANES_PER_GROUP = LANES / GROUPS;
@@ -154,7 +153,7 @@ __device__ __forceinline__ bool own_group_is_kept(TopTwo top, int lane, int topk
 #pragma unroll
     for (int flip = 1; flip < GROUPS; ++flip) {
         const unsigned theirs = __shfl_xor_sync(FULL_WARP, score, flip * LANES_PER_GROUP);
-        // The other group is the lower one if ours has the highest bit of `flip`: then it wins a tie as well.
+        // If our group has the highest bit of `flip`, the other group has the lower index and wins a tie.
         const unsigned lower = group >> (31 - __clz(flip)) & 1;
         minus_rank = minus_if_greater(minus_rank, theirs, score - lower);
     }
@@ -162,7 +161,7 @@ __device__ __forceinline__ bool own_group_is_kept(TopTwo top, int lane, int topk
     return -minus_rank < topk_group;
 }
 
-// The same of groups of 2 ^ log2_lanes_per_group lanes.
+// own_group_is_kept for groups of 2 ^ log2_lanes_per_group lanes.
 template <int LANES>
 __device__ __forceinline__ bool own_dynamic_group_is_kept(TopTwo top, int lane, int log2_lanes_per_group, bool by_two,
                                                           int topk_group, float& second) {
@@ -181,7 +180,7 @@ __device__ __forceinline__ bool own_dynamic_group_is_kept(TopTwo top, int lane, 
     return -minus_rank < topk_group;
 }
 
-// The smallest of a value that all lanes of a group have alike.
+// Return the minimum over the groups of a value that is equal in all lanes of a group.
 template <int LANES, int LANES_PER_GROUP> __device__ __forceinline__ float groups_min(float value) {
 #pragma unroll
     for (int step = LANES / 2; step >= LANES_PER_GROUP; step /= 2)
@@ -189,10 +188,10 @@ template <int LANES, int LANES_PER_GROUP> __device__ __forceinline__ float group
     return value;
 }
 
-// `alive` without the values whose group is not kept, where each lane holds experts of many groups: dynamic.
+// Return `alive` without the values whose group is not kept. For dynamic lanes, which hold experts of many groups.
 //
-// The choices go to shared memory, where `split` lanes scan a group. Behind each group `split` words stay unused, which
-// puts the lanes that scan neighbouring groups in different banks.
+// The choices go to shared memory, where `split` lanes scan each group. After each group `split` words stay unused, so
+// that the lanes that scan neighbouring groups read from different banks.
 template <int LANES, typename Params, typename Row, int VALUES>
 __device__ __forceinline__ unsigned mask_of_kept_groups(const Params& p, const Row& row, const float (&choice)[VALUES],
                                                         unsigned alive, int groups, int padded_groups, uint4* shared) {
@@ -237,7 +236,7 @@ __device__ __forceinline__ unsigned mask_of_kept_groups(const Params& p, const R
 
 // --- candidates -----------------------------------------------------------------------------------------
 
-// The largest of a lane's choices that are `alive`.
+// Return the largest of a lane's choices that are `alive`.
 template <int VALUES> __device__ __forceinline__ float best_of(const float (&choice)[VALUES], unsigned alive) {
     float best = -CUDART_INF_F;
 #pragma unroll
@@ -246,12 +245,12 @@ template <int VALUES> __device__ __forceinline__ float best_of(const float (&cho
     return best;
 }
 
-// A threshold that at least topk choices reach: the topk-th largest of the lanes' best choices. For topk <= LANES.
+// Return a threshold that at least topk choices reach: the topk-th largest of the lanes' best choices. topk <= LANES.
 template <int LANES> __device__ __forceinline__ float lane_threshold(float best, int topk) {
     return from_sortable(lanes_kth_largest<LANES>(sortable(best), topk));
 }
 
-// The slow way to the list: take the best of `reached` topk times.
+// Slow path: list the best of the `reached` choices, topk times.
 template <int LANES, typename Row, int VALUES>
 __device__ __forceinline__ void list_topk(const Row& row, const float (&choice)[VALUES], unsigned reached, int topk,
                                           int* listed) {
@@ -273,7 +272,7 @@ __device__ __forceinline__ void list_topk(const Row& row, const float (&choice)[
     }
 }
 
-// A store to shared memory without a branch around it.
+// Store to shared memory under a predicate, without a branch.
 __device__ __forceinline__ void store_if(bool condition, unsigned to, int value) {
     asm volatile("{ .reg .pred stores;\n"
                  "  setp.ne.s32 stores, %0, 0;\n"
@@ -282,13 +281,13 @@ __device__ __forceinline__ void store_if(bool condition, unsigned to, int value)
                  : "memory");
 }
 
-// List the experts whose choices reach the threshold; returns how many there are. Many equal choices or a row in the
-// worst order overflow the list: then it gets the best topk, best first, and `best_first` says so. FINITE: the same
-// where the threshold is -inf, so that no choice of another list is.
+// List the experts whose choices reach the threshold, and return their number. Many equal choices, or a row in the
+// worst order, overflow the list. In that case list only the topk best experts, best first, and set `best_first`. With
+// FINITE do the same if the threshold is -inf, so that a list in order of the ids contains no choice of -inf.
 template <int LANES, bool FINITE, typename Row, int VALUES>
 __device__ __forceinline__ int list_candidates(const Row& row, const float (&choice)[VALUES], unsigned alive,
                                                float threshold, int topk, int capacity, int* listed, bool& best_first) {
-    // The sign of choice - threshold says which is larger. A funnel shift collects it in one instruction.
+    // The sign bit of choice - threshold is the comparison. One funnel shift appends it to the mask.
     unsigned below = 0;
 #pragma unroll
     for (int i = VALUES - 1; i >= 0; --i)
@@ -297,13 +296,13 @@ __device__ __forceinline__ int list_candidates(const Row& row, const float (&cho
     const int own_count = __popc(reached);
     const int up_to_own = lanes_inclusive_sum<LANES>(own_count);
     int count = __shfl_sync(FULL_WARP, up_to_own, LANES - 1, LANES);
-    // The sum of a token's last lane is its count, which the others need not have for this.
+    // A token's last lane holds the count as its prefix sum, so this vote need not wait for the shuffle above.
     best_first = __any_sync(FULL_WARP, up_to_own > capacity || (FINITE && threshold == -CUDART_INF_F));
     if (best_first) {
         list_topk<LANES>(row, choice, reached, topk, listed);
         count = topk;
     } else {
-        // Few lanes have more than these, whose steps overlap.
+        // Stores per iteration. Few lanes have more values to list, and the stores of an iteration overlap.
         constexpr int AT_A_TIME = 3;
         unsigned at = unsigned(__cvta_generic_to_shared(listed + up_to_own - own_count));
         do {
@@ -320,12 +319,12 @@ __device__ __forceinline__ int list_candidates(const Row& row, const float (&cho
     return count;
 }
 
-// Move each candidate of rank below topk, and its score, to its place: `sorted` has scores and ids, best first.
+// Write the score and id of each candidate with rank below topk to sorted[rank].
 template <int LANES>
 __device__ __forceinline__ void sort_candidates(const Candidate* candidates, const float* scores, int count, int lane,
                                                 int topk, uint2* sorted) {
     constexpr int OWN = AT_ONCE<LANES>;
-    // Nearly always a lane has OWN entries or fewer: loops, but not worth unrolling.
+    // A lane nearly always has at most OWN entries, so unrolling this loop would not pay.
 #pragma unroll 1
     for (int first = lane; first < count; first += LANES * OWN) {
         Candidate own[OWN];

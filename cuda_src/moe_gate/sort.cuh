@@ -1,7 +1,7 @@
-// A sort in the registers of one thread.
+// Sort an array in the registers of one thread.
 #pragma once
 
-// Put the values in descending order, by Batcher's merge exchange (Knuth, volume 3, algorithm 5.2.2M).
+// Sort the values in descending order with Batcher's merge exchange (Knuth, volume 3, algorithm 5.2.2M).
 template <int COUNT> __device__ __forceinline__ void sort_descending(unsigned (&value)[COUNT]) {
     constexpr int TOP = COUNT > 16 ? 16 : COUNT > 8 ? 8 : COUNT > 4 ? 4 : COUNT > 2 ? 2 : 1;
 #pragma unroll

@@ -1,18 +1,18 @@
-// Quantize the row of each token to FP8 (e4m3), and write it to the rows of all its slots.
+// Quantize each token's row to FP8 (e4m3) and write it to the rows of all its slots.
 //
 //   scale                       = max(max |src[t, g]|, smallest) / 448, over a group g of 128; NaN is left out
 //   out[inverse[t, s], g]       = e4m3(src[t, g] / scale)      where 0 <= inverse[t, s] < rows
 //   out_scale[inverse[t, s], g] = scale
 //
-// The bits are those of quantize_groups, and of permute_rows behind it, which would write the quantized rows once more
-// and read them again.
+// The result is bit-identical to quantize_groups followed by permute_rows, without the extra pass over quantized rows.
 //
-// Grid: a block has blockDim.y tokens and a part of their groups (Tiling), blockDim.x / 8 of each. Eight neighbouring
-// threads have a group, of which each takes 16 numbers, and the scale for every eighth slot.
+// Grid: a block handles blockDim.y tokens and blockDim.x / 8 groups of each (Tiling). Eight neighbouring threads handle
+// one group: each thread quantizes 16 numbers, and writes the scale for every eighth slot.
 //
-// Speed of light: memory. A token's row is read once, 2 bytes a number, and written topk times, 1 byte a number and 4 a
-// group; few tokens take the time of a launch. On an H200, with 7168 columns and 8 slots, 16 tokens take 7.1 us, where
-// quantize_groups and two launches of permute_rows take 11.0, 1024 tokens 23.5 (30.4), and 4096 tokens 86 (99).
+// Speed of light: memory. A token's row is read once, at 2 bytes per number, and written topk times, at 1 byte per
+// number and 4 bytes per group. Few tokens take the time of a launch. On an H200, with 7168 columns and 8 slots, 16
+// tokens take 7.1 us, 1024 take 23.5 us and 4096 take 86 us; quantize_groups and two launches of permute_rows take
+// 11.0, 30.4 and 99 us.
 #include "common/overlap.cuh"
 #include "moe_permute/rows.cuh"
 #include "quantization/magnitude.cuh"
@@ -26,7 +26,7 @@ struct PermuteQuantizedParams {
     int topk;
     int rows;
     float smallest;
-    Tiling tiling; // columns are groups
+    Tiling tiling; // its columns are groups
 };
 
 // T: __nv_bfloat16 or __half.
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(ROW_THREADS, 4) permute_quantized(const __grid
     constexpr int EACH = 16, LANES = 8, GROUP = EACH * LANES, SLOTS = 8;
     const int lane = threadIdx.x % LANES, token = p.tiling.token();
     const int group = p.tiling.chunk() * p.tiling.tile_columns + int(threadIdx.x) / LANES;
-    // The lanes of a group that is not there take part in the shuffles below with whatever their registers hold.
+    // Groups outside the array shuffle undefined values among their own lanes and then return.
     const bool there = token < p.tiling.tokens && group < p.tiling.columns;
     Loaded<T, NO_ACTIVATION, EACH, 16> loaded;
     if (there) loaded.load(p.src + token * p.row_stride + (group * GROUP + lane * EACH) * (long long)sizeof(T), 0);

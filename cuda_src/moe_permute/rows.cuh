@@ -1,11 +1,11 @@
-// The tokens and columns of a block, as permute_rows and unpermute_rows share them.
+// Tile tokens and columns over blocks, for permute_rows, unpermute_rows and permute_quantized.
 #pragma once
 #include "common/units.cuh"
 
 constexpr int ROW_THREADS = 256;
 
-// A block has blockDim.y tokens and tile_columns of their columns. `chunks` consecutive blocks of the grid have all
-// columns of the same tokens.
+// A block handles blockDim.y tokens and tile_columns columns of them. `chunks` consecutive blocks cover all columns of
+// the same tokens.
 struct Tiling {
     int tokens;
     int columns;      // of a row, in units
@@ -13,9 +13,9 @@ struct Tiling {
     int chunks;
     Divisor by_chunks;
 
-    // This block among those of its tokens, and this thread's token.
+    // The index of this block's column tile, and the token of this thread.
     __device__ __forceinline__ int chunk() const { return int(blockIdx.x - group() * chunks); }
     __device__ __forceinline__ int token() const { return int(group() * blockDim.y + threadIdx.y); }
-    // The number of this block's tokens among groups of blockDim.y.
+    // The index of this block's group of blockDim.y tokens.
     __device__ __forceinline__ unsigned group() const { return by_chunks.quotient(blockIdx.x); }
 };

@@ -1,30 +1,29 @@
-// Sort the pairs (token, slot) by expert, as sort_pairs does, in a shorter chain of steps.
+// Sort the pairs (token, slot) by expert with a shorter chain of dependent steps than sort_pairs.
 //
-// Results, formulas and order are those of sort_pairs.cu. A chunk is 32 consecutive pairs, one per lane of a warp. A
-// block ranks CHUNKS chunks, and keeps how many pairs of an expert each of them has in a byte:
+// Formulas, order and results are the same as in sort_pairs.cu. A chunk is 32 consecutive pairs, one per lane of a
+// warp. A block ranks CHUNKS chunks. For each expert and chunk it keeps the number of pairs in one byte:
 //
 //   pairs of expert e before p = in earlier segments + in earlier chunks (a prefix sum of bytes) + in earlier lanes
 //
-// Four bytes are added up by one multiplication, so that one thread per expert does all chunks in a few instructions.
-// The ids are loaded once, before all else, and stay in registers.
+// One multiplication adds up four bytes, so one thread per expert handles all chunks in a few instructions. The ids are
+// loaded once, before everything else, and stay in registers.
 //
-// CLUSTER == 1, for few pairs: each block ranks all of them. That costs it nothing, for it would otherwise wait. The
-// blocks share the rows: each puts its rows together in shared memory, filled where no pair is, and writes them.
+// CLUSTER == 1, for few pairs: every block ranks all pairs, in time that it would otherwise spend waiting. The blocks
+// share the output: each block assembles its part of `rows` in shared memory, including the fill value, and writes it.
 //
-// CLUSTER > 1, for more pairs: they are cut into segments of 32 * CHUNKS pairs, `clusters` for each rank. Each cluster
-// counts all pairs: the block of rank r the segments r * clusters, r * clusters + 1, .... It sends its counts to the
-// other blocks of its cluster, and then has those of all pairs and of the pairs before its own. Of its segments it
-// ranks one, that of the number of its cluster.
+// CLUSTER > 1, for more pairs: the pairs are cut into segments of 32 * CHUNKS pairs, `clusters` segments per rank. Each
+// cluster counts all pairs. The block of rank r counts segments r * clusters, r * clusters + 1, ..., and sends its
+// counts to the other blocks of its cluster. Then each block knows the counts of all pairs and of the pairs before its
+// own segments. A block ranks only one of its segments: cluster c ranks the c-th segment of each rank.
 //
-// ID: an unsigned type of the size of an id. BITS: enough bits for any expert, at most 9.
+// ID: an unsigned type of the size of an id. BITS: enough bits for the index of any expert, at most 9.
 //
-// Grid: blocks of whole warps, one thread per expert at least; CHUNK_THREADS in a cluster. Each warp has CHUNKS / 16
-// chunks, every (threads / 32)-th.
+// Grid: blocks of whole warps, with at least one thread per expert; CHUNK_THREADS threads in a cluster. Each warp ranks
+// CHUNKS / 16 chunks, threads / 32 apart.
 //
-// Speed of light: the same as sort_pairs, latency. The chain is the launch, the ids, and three barriers (four in a
-// cluster) with one or two accesses of shared memory between them. On an H200, with 256 experts, 64 x 8 pairs take 3.1
-// us with their rows in blocks, by one block, and 4096 x 8 pairs take 5.6 us by clusters, where an empty kernel takes
-// 0.54 us.
+// Speed of light: latency, as in sort_pairs. The chain is the launch, the load of the ids, and three barriers (four in
+// a cluster) with one or two shared memory accesses between them. On an H200, with 256 experts, one block sorts 64 x 8
+// pairs into padded rows in 3.1 us, and clusters sort 4096 x 8 pairs in 5.6 us; an empty kernel takes 0.54 us.
 #include "common/cluster.cuh"
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
@@ -34,31 +33,31 @@ constexpr int CHUNK_THREADS = 512;
 
 struct Params {
     Pairs pairs;
-    const int* id_of; // [experts]: the id that group_ids has for an expert; null: its number
-    // Results, each may be null.
-    int* offsets;            // [experts + 1]: start, and last the end of all rows; in batches [experts]: rows taken
-    long long* offsets_long; // [experts + 1]: start, not in batches
+    const int* id_of; // [experts]: the id to write to group_ids for an expert; null: the expert's index
+    // Results; each may be null.
+    int* offsets;            // [experts + 1]: start, then the end of all rows; in batch mode [experts]: rows used
+    long long* offsets_long; // [experts + 1]: start; not in batch mode
     int* rows;               // [capacity]
     int* inverse;            // [pairs]
     int* group_ids;          // [groups]: the expert of each block of block_size rows
     int* end_of_rows;        // [1]
     int block_size;
     int capacity;
-    int rows_per_block; // rows that a block puts together at once; CLUSTER == 1
-    int fill;           // what `rows` holds where no pair is
+    int rows_per_block; // rows that a block assembles at a time; CLUSTER == 1
+    int fill;           // value of `rows` entries without a pair
     int groups;
-    int group_fill; // what `group_ids` holds past the end of all rows
-    int max_tokens; // in batches, rows per expert, with neither `rows` nor `group_ids`; 0: not in batches
-    Divisor topk;   // 1 for `rows` of pairs
+    int group_fill; // value of `group_ids` entries past the end of all rows
+    int max_tokens; // batch mode: rows per expert, and both `rows` and `group_ids` are null; 0: not batch mode
+    Divisor topk;   // divides a pair to get the entry of `rows`: topk for tokens, 1 for pairs
     Divisor by_block_size;
 };
 
-// A block's pairs and shared memory, and the stages that the kernel below takes it through.
+// A block's pairs and shared memory, and the stages of the kernel below.
 template <typename ID, int BITS, int CHUNKS, int CLUSTER> struct ChunkSort {
-    static constexpr int TURNS = CHUNKS / (CHUNK_THREADS / 32); // chunks of a warp
+    static constexpr int TURNS = CHUNKS / (CHUNK_THREADS / 32); // chunks per warp
     static constexpr int SEGMENT = 32 * CHUNKS;
-    static constexpr int WORDS = CHUNKS / 4; // of the bytes of an expert
-    // Words from one expert to the next. An odd number of 16-byte units: 8 neighbours read from different banks.
+    static constexpr int WORDS = CHUNKS / 4; // words that hold the bytes of an expert
+    // Words from one expert to the next: an odd number of 16-byte units, which avoids bank conflicts.
     static constexpr int PITCH = WORDS / 4 % 2 ? WORDS : WORDS + 4;
     static constexpr int EXPERT_WARPS = BITS > 5 ? 1 << (BITS - 5) : 1;
     static constexpr int COUNTS_AT_ONCE = 8; // loads in flight
@@ -67,22 +66,22 @@ template <typename ID, int BITS, int CHUNKS, int CLUSTER> struct ChunkSort {
     const int experts = p.pairs.experts, threads = blockDim.x, thread = threadIdx.x;
     const int lane = thread % 32, warp = thread / 32, warps = threads / 32;
     const int cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER, rank = blockIdx.x % CLUSTER;
-    const int first = CLUSTER > 1 ? (rank * clusters + cluster) * SEGMENT : 0; // of the pairs that this block ranks
+    const int first = CLUSTER > 1 ? (rank * clusters + cluster) * SEGMENT : 0; // first pair that this block ranks
 
-    unsigned* const bytes; // [experts, PITCH] pairs in each chunk; later in the chunks before it
-    int* const base = (int*)bytes + experts * PITCH; // [experts, PITCH] the row of each four chunks' first pair
+    unsigned* const bytes; // [experts, PITCH] pairs in each chunk; after add_up_chunks in the chunks before it
+    int* const base = (int*)bytes + experts * PITCH; // [experts, PITCH] the first row of each four chunks
     int* const map = base + experts * PITCH;         // [global_experts + 1]
     int* const rest = map + (p.pairs.expert_map ? p.pairs.global_experts + 1 : 0);
     int* const staged = rest;                       // [rows_per_block]; CLUSTER == 1
-    int* const earlier = rest;                      // [experts + 1] pairs of earlier segments of this rank, like
-    int* const later = earlier + experts + 1;       // [experts + 1] those of later segments; CLUSTER > 1, like
-    int* const of_rank = later + experts + 1;       // [CLUSTER, experts] pairs of the segments of each rank
+    int* const earlier = rest;                      // [experts + 1] pairs in earlier segments of this rank; CLUSTER > 1
+    int* const later = earlier + experts + 1;       // [experts + 1] pairs in later segments of this rank; CLUSTER > 1
+    int* const of_rank = later + experts + 1;       // [CLUSTER, experts] pairs in each rank's segments; CLUSTER > 1
     int* const start = of_rank + CLUSTER * experts; // [experts + 1]
     int* const count = start + experts + 1;         // [experts]
 
     __device__ __forceinline__ ChunkSort(const Params& p, uint4* shared) : p(p), bytes((unsigned*)shared) {}
 
-    // Integers of shared memory. mapped: the size of the map, or 0.
+    // Return the integers of shared memory. mapped: the size of the map, or 0.
     static constexpr int integers(int experts, int mapped, int rows_per_block) {
         const int behind_map = CLUSTER > 1 ? 3 * (experts + 1) + (CLUSTER + 1) * experts : rows_per_block;
         return 2 * experts * PITCH + (mapped ? mapped + 1 : 0) + behind_map;
@@ -93,14 +92,14 @@ template <typename ID, int BITS, int CHUNKS, int CLUSTER> struct ChunkSort {
     __device__ __forceinline__ ID load_id(int pair) const {
         return pair < p.pairs.pairs ? static_cast<const ID*>(p.pairs.topk_ids)[pair] : ID(p.pairs.global_experts);
     }
-    // The expert that an id names; `experts` for none.
+    // Return the expert that an id names, or `experts` if there is none.
     __device__ __forceinline__ int expert_of(ID id) const {
         int expert = int(min(id, ID(p.pairs.global_experts)));
         if (p.pairs.expert_map) expert = map[expert];
         return int(min(unsigned(expert), unsigned(experts)));
     }
 
-    // A pair of the other segments of this rank, by its number among them; whether it is of an earlier one.
+    // Return the i-th pair of the rank's other segments. `is_earlier`: the pair is before this block's segment.
     __device__ __forceinline__ int other_pair(int i, bool& is_earlier) const {
         is_earlier = i < cluster * SEGMENT;
         return rank * clusters * SEGMENT + i + (is_earlier ? 0 : SEGMENT);
@@ -113,7 +112,7 @@ template <typename ID, int BITS, int CHUNKS, int CLUSTER> struct ChunkSort {
             id[j] = i < (clusters - 1) * SEGMENT ? load_id(other_pair(i, is_earlier)) : ID(p.pairs.global_experts);
         }
     }
-    // earlier and later, of which the first ids have been loaded.
+    // Count the pairs of the rank's other segments in `earlier` and `later`. `id` holds the first ids.
     __device__ __forceinline__ void count_others(ID (&id)[COUNTS_AT_ONCE]) const {
 #pragma unroll 1
         for (int from = thread; from < (clusters - 1) * SEGMENT; from += COUNTS_AT_ONCE * CHUNK_THREADS) {
@@ -139,15 +138,15 @@ template <typename ID, int BITS, int CHUNKS, int CLUSTER> struct ChunkSort {
         load_map(p.pairs, map);
     }
 
-    // Replace an expert's bytes by those of the chunks before, and `of_four` by the pairs before each four chunks.
-    // Returns the pairs of all chunks.
+    // Turn expert e's byte counts into exclusive prefix sums within each four chunks, and set of_four[i] to the pairs
+    // before the i-th four chunks. Return the pairs in all chunks.
     __device__ __forceinline__ int add_up_chunks(int e, int (&of_four)[WORDS]) const {
         uint4* units = reinterpret_cast<uint4*>(bytes + e * PITCH);
         int sum = 0;
 #pragma unroll
         for (int k = 0; k < WORDS / 4; ++k) {
             const uint4 four = units[k];
-            // Byte j of the product is the sum of the bytes up to j. It is at most 128.
+            // Byte j of the product is the sum of bytes 0 to j, at most 128.
             const unsigned up_to[4] = {four.x * 0x01010101u, four.y * 0x01010101u, four.z * 0x01010101u,
                                        four.w * 0x01010101u};
             units[k] = make_uint4(up_to[0] << 8, up_to[1] << 8, up_to[2] << 8, up_to[3] << 8);
@@ -160,8 +159,8 @@ template <typename ID, int BITS, int CHUNKS, int CLUSTER> struct ChunkSort {
         return sum;
     }
 
-    // Exchange the pairs of this rank's segments, `own` of which are of the own one, with the other blocks of the
-    // cluster. Returns the pairs of expert e in all segments; `before` becomes those in earlier segments.
+    // Exchange counts of expert e with the other blocks of the cluster. `own` is the count in this block's segment.
+    // Return the pairs in all segments, and set `before` to the pairs in earlier segments.
     __device__ __forceinline__ int exchange(int e, int own, int& before) const {
         int all = 0;
         if (e < experts) {
@@ -190,7 +189,7 @@ template <typename ID, int BITS, int CHUNKS, int CLUSTER> struct ChunkSort {
                                  row + of_four[4 * k + 3]);
     }
 
-    // The row of a pair of `expert`; `sums` are the rows of the experts of each warp.
+    // Return the first row of the chunk's pairs of `expert`. sums[w] is the number of rows of the experts of warp w.
     __device__ __forceinline__ int row_of(int expert, int chunk, const int (&sums)[EXPERT_WARPS]) const {
         const int in_four = reinterpret_cast<const unsigned char*>(bytes)[expert * PITCH * 4 + chunk];
         int row = base[expert * PITCH + chunk / 4] + in_four;
@@ -209,13 +208,13 @@ template <typename ID, int BITS, int CHUNKS, int CLUSTER> struct ChunkSort {
             for (int i = thread; i < p.rows_per_block; i += threads) staged[i] = p.fill;
     }
 
-    // Put the rows of this block together, and write them. CLUSTER == 1.
+    // Assemble this block's rows in shared memory and write them. CLUSTER == 1.
     __device__ __forceinline__ void write_staged(const int (&row)[TURNS]) const {
         const int size = p.rows_per_block, step = gridDim.x * size;
         for (int from = blockIdx.x * size; from < p.capacity; from += step) {
 #pragma unroll
             for (int turn = 0; turn < TURNS; ++turn)
-                // A row of -1 is past all rows of the block, as an unsigned number.
+                // As an unsigned number, a row of -1 is past all rows of the block.
                 if (unsigned(row[turn] - from) < unsigned(size))
                     staged[row[turn] - from] = p.topk.quotient(pair_of(turn));
             __syncthreads();
@@ -228,7 +227,7 @@ template <typename ID, int BITS, int CHUNKS, int CLUSTER> struct ChunkSort {
         }
     }
 
-    // Write the rows of this block's pairs, and the rows without pairs. CLUSTER > 1.
+    // Write the rows of this block's pairs and fill the rows without pairs. CLUSTER > 1.
     __device__ __forceinline__ void write_rows(const int (&row)[TURNS], int total) const {
 #pragma unroll
         for (int turn = 0; turn < TURNS; ++turn)
@@ -236,18 +235,18 @@ template <typename ID, int BITS, int CHUNKS, int CLUSTER> struct ChunkSort {
         const int all = gridDim.x * threads;
         for (int r = total + blockIdx.x * threads + thread; r < p.capacity; r += all) p.rows[r] = p.fill;
         if (p.block_size == 1) return;
-        __syncthreads(); // start and count are there
+        __syncthreads(); // wait for start and count
         for (int e = blockIdx.x * warps + warp; e < experts; e += gridDim.x * warps)
             for (int r = start[e] + count[e] + lane; r < start[e + 1]; r += 32) p.rows[r] = p.fill;
     }
 };
 
-// The whole of it. `warp_sums` has the rows of the experts of each warp.
+// Sort all pairs. warp_sums[w] becomes the number of rows of the experts of warp w.
 template <typename ID, int BITS, int CHUNKS, int CLUSTER>
 __device__ __forceinline__ void sort_all(const Params& p, uint4* shared, int* warp_sums) {
     using Sort = ChunkSort<ID, BITS, CHUNKS, CLUSTER>;
     constexpr int TURNS = Sort::TURNS, EXPERT_WARPS = Sort::EXPERT_WARPS;
-    // All blocks of the cluster must have begun before one writes to another.
+    // A block may write to another block only after all blocks of the cluster have begun.
     cluster_arrive<CLUSTER>();
     const Sort sort(p, shared);
     const int experts = sort.experts, e = sort.thread;
@@ -278,7 +277,7 @@ __device__ __forceinline__ void sort_all(const Params& p, uint4* shared, int* wa
     }
     __syncthreads();
 
-    // One thread per expert: its pairs, its rows, and where these start among the rows of the experts of the warp.
+    // Each thread handles one expert: its pairs, its rows, and its first row among the rows of the warp's experts.
     int of_four[Sort::WORDS], pairs = 0, before = 0, rows = 0;
     if (e < experts) pairs = sort.add_up_chunks(e, of_four);
     if constexpr (CLUSTER > 1) pairs = sort.exchange(e, pairs, before);
@@ -311,7 +310,7 @@ __device__ __forceinline__ void sort_all(const Params& p, uint4* shared, int* wa
             if (e == experts - 1) sort.start[experts] = total;
         }
     if (p.group_ids) {
-        // The first row of each block of rows is that of a pair.
+        // The first row of each block of rows belongs to a pair. The thread of that pair writes the block's id.
         const bool writes = CLUSTER > 1 || blockIdx.x == 0;
 #pragma unroll
         for (int turn = 0; turn < TURNS; ++turn) {

@@ -1,43 +1,43 @@
-// Sort the pairs (token, slot) by expert: a stable counting sort in one launch.
+// Sort the pairs (token, slot) by expert with a stable counting sort in one launch.
 //
-// The pairs whose expert is in [0, experts) have rows, ordered by expert and, within one, by pair:
+// Pairs whose expert is in [0, experts) get rows, ordered by expert and then by pair:
 //
 //   count[e]         = pairs of expert e
 //   start[e]         = sum over d < e of count[d], each rounded up to a multiple of block_size
 //   inverse[p]       = start[e] + pairs of expert e before p; -1 where p has no row
 //   rows[inverse[p]] = p / topk (its token), or p itself
 //
-// In batches, where every expert has max_tokens rows, inverse[p] = e * max_tokens + pairs of expert e before p, and -1
-// where that is past the expert's rows.
+// In batch mode every expert has max_tokens rows: inverse[p] = e * max_tokens + pairs of expert e before p, or -1 if
+// that is past the expert's rows.
 //
-// ID: an unsigned type of the size of an id. BITS: enough bits for any expert.
+// ID: an unsigned type of the size of an id. BITS: enough bits for the index of any expert.
 //
-// Grid: a block ranks pairs_per_block consecutive pairs, each of its first p.warps warps pairs_per_warp of them, 32 at
-// a time. "Pairs of expert e before p" is a sum of three counts:
+// Grid: each block ranks pairs_per_block consecutive pairs. Each of the first p.warps warps of a block ranks
+// pairs_per_warp of these pairs, 32 per step. "Pairs of expert e before p" is a sum of three counts:
 //
-//   in earlier blocks    counted by each block itself from all ids, or read from the counts of count_pairs
-//   in earlier warps     counted by each warp, then added up over the warps; and this warp's earlier turns of 32
-//   in earlier lanes     from one vote per bit of the expert
+//   in earlier blocks    each block counts them itself from all ids, or reads them from count_pairs
+//   in earlier warps     each warp counts its pairs, and the counts are added up over the warps and over earlier steps
+//   in earlier lanes     one vote per bit of the expert index
 //
-// Blocks never wait for each other: counting all ids again, which are in the L2 cache, is cheaper than memory that has
-// to be zero before the launch. Votes and plain additions make the order of the pairs the order of the rows; a counter
-// that atomicAdd hands out would make it the order of arrival.
+// Blocks never wait for each other: counting all ids again from the L2 cache is cheaper than counters in memory that
+// must be zeroed before the launch. Votes and plain additions keep rows in the order of the pairs; row indices from
+// atomicAdd would depend on the order of arrival.
 //
-// Speed of light: 12 bytes per pair (its id, its entry of inverse and of rows) take less time than an empty kernel, and
-// there is no arithmetic to speak of. What bounds it is a chain of latencies: the launch, the ids, the barriers between
-// the stages, and the turns of a warp. On an H200, with 8 slots and 256 experts, 64 tokens take 5.0 us, 1024 take 6.7
-// us and 4096 take 9.0 us; an empty kernel takes 0.54 us (11%, 8% and 6% of the time).
+// Speed of light: moving 12 bytes per pair (id, inverse, rows) takes less time than an empty kernel, and there is
+// almost no arithmetic. The limit is a chain of latencies: the launch, the load of the ids, the barriers between the
+// stages, and the steps of a warp. On an H200, with 8 slots and 256 experts, 64 tokens take 5.0 us, 1024 take 6.7 us
+// and 4096 take 9.0 us; an empty kernel takes 0.54 us (11%, 8% and 6% of the time).
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "moe_permute/pairs.cuh"
 
 struct Params {
     Pairs pairs;
-    const int* counts; // [blocks, experts] of count_pairs; null: each block counts
-    const int* id_of;  // [experts]: the id that group_ids has for an expert; null: its number
-    // Results, each may be null.
-    int* offsets;            // [experts + 1]: start, and last the end of all rows; in batches [experts]: rows taken
-    long long* offsets_long; // [experts + 1]: start, not in batches
+    const int* counts; // [blocks, experts] from count_pairs; null: each block counts
+    const int* id_of;  // [experts]: the id to write to group_ids for an expert; null: the expert's index
+    // Results; each may be null.
+    int* offsets;            // [experts + 1]: start, then the end of all rows; in batch mode [experts]: rows used
+    long long* offsets_long; // [experts + 1]: start; not in batch mode
     int* rows;               // [capacity]
     int* inverse;            // [pairs]
     int* group_ids;          // [groups]: the expert of each group of group_rows rows
@@ -47,16 +47,16 @@ struct Params {
     int warps; // warps of a block that rank pairs
     int block_size;
     int capacity;
-    int fill; // what `rows` holds where no pair is
+    int fill; // value of `rows` entries without a pair
     int group_rows;
     int groups;
-    int group_fill; // what `group_ids` holds past the end of all rows
-    int staged;     // 1: there is one block, and it puts `rows` together in shared memory
-    int max_tokens; // in batches, rows per expert, with neither `rows` nor `group_ids`; 0: not in batches
-    Divisor topk;   // 1 for `rows` of pairs
+    int group_fill; // value of `group_ids` entries past the end of all rows
+    int staged;     // 1: the grid is one block, which assembles `rows` in shared memory
+    int max_tokens; // batch mode: rows per expert, and both `rows` and `group_ids` are null; 0: not batch mode
+    Divisor topk;   // divides a pair to get the entry of `rows`: topk for tokens, 1 for pairs
 };
 
-// A block's threads, its pairs and its shared memory, and the stages that the kernel below takes it through.
+// A block's threads, pairs and shared memory, and the stages of the kernel below.
 template <typename ID, int BITS> struct Sort {
     static constexpr int AT_ONCE = 4, COUNTS_AT_ONCE = 8; // loads in flight
 
@@ -64,27 +64,26 @@ template <typename ID, int BITS> struct Sort {
     const int experts = p.pairs.experts, threads = blockDim.x, thread = threadIdx.x;
     const int lane = thread % 32, warp = thread / 32, warps = threads / 32;
     const int block = blockIdx.x, blocks = gridDim.x;
-    // The pairs that this block and this warp rank.
+    // The range of pairs that this block ranks, and the range that this warp ranks.
     const int first = block * p.pairs_per_block, end = min(first + p.pairs_per_block, p.pairs.pairs);
     const int warp_first = first + warp * p.pairs_per_warp;
     const int warp_end = warp < p.warps ? min(warp_first + p.pairs_per_warp, end) : 0;
 
-    const int bins = experts + 1;      // the last one counts the pairs without an expert
-    int* const before;                 // [bins] pairs of earlier blocks; later the row of this block's first pair
-    int* const count = before + bins;  // [bins] pairs of this and later blocks; later of all
+    const int bins = experts + 1;      // the last bin counts pairs without an expert
+    int* const before;                 // [bins] pairs in earlier blocks; after add_up this block's first row per expert
+    int* const count = before + bins;  // [bins] pairs in this block and later blocks; after add_up in all blocks
     int* const start = count + bins;   // [experts + 1]
-    int* const of_warp = start + bins; // [p.warps, bins] pairs of each warp; later those of the warps before it
+    int* const of_warp = start + bins; // [p.warps, bins] pairs in each warp; after add_up in the warps before it
     int* const map = of_warp + p.warps * bins;                                       // [global_experts + 1]
     int* const staged = map + (p.pairs.expert_map ? p.pairs.global_experts + 1 : 0); // [capacity]
 
     __device__ __forceinline__ Sort(const Params& p, int* shared) : p(p), before(shared) {}
 
-    // Integers of shared memory. mapped: the size of the map, or 0; staged: rows that are staged, or 0.
+    // Return the integers of shared memory. mapped: the size of the map, or 0. staged: the number of staged rows, or 0.
     static constexpr int integers(int experts, int mapped, int warps, int staged) {
         return (3 + warps) * (experts + 1) + (mapped ? mapped + 1 : 0) + staged;
     }
 
-    // Zero the counts, fill the staged rows, load the map.
     __device__ __forceinline__ void initialize() const {
         for (int i = thread; i < (3 + p.warps) * bins; i += threads) before[i] = 0;
         if (p.staged)
@@ -92,9 +91,9 @@ template <typename ID, int BITS> struct Sort {
         load_map(p.pairs, map);
     }
 
-    // before and count, from the counts of count_pairs.
+    // Compute `before` and `count` from the counts of count_pairs.
     __device__ __forceinline__ void add_counts() const {
-        // Where there are more threads than experts, several threads share an expert.
+        // If there are more threads than experts, several threads share an expert.
         const int sharing = max(1, threads / experts);
         for (int i = thread; i < experts * sharing; i += threads) {
             const int share = i / experts, e = i - share * experts;
@@ -112,7 +111,7 @@ template <typename ID, int BITS> struct Sort {
         }
     }
 
-    // before and count, from all ids.
+    // Compute `before` and `count` from all ids.
     __device__ __forceinline__ void count_all_pairs() const {
         for (int i = thread; i < p.pairs.pairs; i += threads * COUNTS_AT_ONCE) {
             int expert[COUNTS_AT_ONCE];
@@ -123,7 +122,7 @@ template <typename ID, int BITS> struct Sort {
         }
     }
 
-    // of_warp, from the ids of this block.
+    // Compute `of_warp` from the ids of this block.
     __device__ __forceinline__ void count_own_pairs() const {
         int* own = of_warp + warp * bins;
         for (int i = warp_first; i < warp_end; i += 32 * AT_ONCE) {
@@ -134,7 +133,7 @@ template <typename ID, int BITS> struct Sort {
         }
     }
 
-    // Replace the pairs of each warp in of_warp by those of the warps before it; returns those of all warps.
+    // Turn the counts of expert e in `of_warp` into exclusive prefix sums over the warps, and return the total.
     __device__ __forceinline__ int add_up_warps(int e) const {
         int pairs = 0;
         for (int w = 0; w < p.warps; w += COUNTS_AT_ONCE) {
@@ -150,7 +149,7 @@ template <typename ID, int BITS> struct Sort {
         return pairs;
     }
 
-    // The sum of `own` over the threads before this one, and over all threads in `total`.
+    // Return the sum of `own` over the threads before this one. `total` becomes the sum over all threads.
     __device__ __forceinline__ int sum_before(int own, int& total) const {
         __shared__ int warp_sums[32];
         const int inclusive = lanes_inclusive_sum<32>(own);
@@ -162,10 +161,9 @@ template <typename ID, int BITS> struct Sort {
         return (warp ? of_warps_before : 0) + inclusive - own;
     }
 
-    // Turn the counts into rows: `start`, and in `before` the row of this block's first pair of each expert. Returns
-    // the end of all rows.
+    // Turn the counts into rows: `start`, and in `before` this block's first row per expert. Return the total.
     __device__ __forceinline__ int add_up() const {
-        // A thread has some consecutive experts.
+        // Each thread handles consecutive experts.
         const int per_thread = (experts - 1) / threads + 1;
         const int first_expert = min(thread * per_thread, experts);
         const int end_expert = min(first_expert + per_thread, experts);
@@ -204,12 +202,12 @@ template <typename ID, int BITS> struct Sort {
         }
     }
 
-    // Rank and write 32 pairs, one per lane: this lane's is of expert e, which `lanes` share.
+    // Rank and write 32 pairs, one per lane. This lane's pair has expert e; `lanes` have the same expert.
     __device__ __forceinline__ void place(int pair, int e, unsigned lanes) const {
         int* earlier_of = of_warp + warp * bins;
         const bool has_expert = e < experts;
         const int rank = __popc(lanes & ((1u << lane) - 1)), earlier = earlier_of[e];
-        // All lanes must have read what the first lane of each expert now changes.
+        // The first lane of each expert changes earlier_of[e] only after all lanes have read it.
         __syncwarp();
         if (has_expert && rank == 0) earlier_of[e] = earlier + __popc(lanes);
         __syncwarp();
@@ -228,7 +226,7 @@ template <typename ID, int BITS> struct Sort {
         }
     }
 
-    // The rows without pairs: those that pad an expert to whole blocks, and those from `total` on.
+    // Fill the rows without pairs: the padding of each expert to whole blocks, and the rows from `total` on.
     __device__ __forceinline__ void fill_rows(int total) const {
         if (p.block_size > 1)
             for (int e = block * warps + warp; e < experts; e += blocks * warps)

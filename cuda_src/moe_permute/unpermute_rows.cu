@@ -1,18 +1,18 @@
-// Sum up the rows of each token, with weights.
+// Return the weighted sum of each token's rows.
 //
 //   out[t] = sum over s of weights[t, s] * src[inverse[t, s]]
 //
-// in float32, each product and each sum rounded, from the first slot to the last. A slot whose row is not in [0, rows),
-// or is past the end in `offsets`, adds nothing.
+// The sum is in float32, from the first slot to the last; each product and each sum is rounded. A slot adds nothing if
+// its row is outside [0, rows) or past the end in `offsets`.
 //
-// T: the elements. BYTES: a unit of a row, the width of a load. TOPK: slots per token, 0: dynamic.
+// T: the element type. BYTES: bytes of a unit, the width of a load. TOPK: slots per token; 0: an argument.
 //
-// Grid: a block has blockDim.y tokens and a part of their columns (Tiling). A thread sums up one unit of a token: it
-// loads that unit of up to 8 slots before it adds the first, so that the loads are in flight together.
+// Grid: a block handles blockDim.y tokens and a part of their columns (Tiling). A thread sums one unit of a token. It
+// loads the unit from up to 8 slots before it adds the first, so that these loads are in flight together.
 //
-// Speed of light: memory. topk rows are read and one is written per token; two flops per element that is read. On an
-// H200, with 8 slots of 7168 bfloat16, 1024 tokens take 33 us, 94% of a copy's bandwidth, and 8192 take 242 us, 103%:
-// it reads more than it writes, and a copy writes as much as it reads. 64 tokens take 4.3 us, 45%.
+// Speed of light: memory. Per token, topk rows are read and one row is written, with two flops per element read. On an
+// H200, with 8 slots of 7168 bfloat16, 1024 tokens take 33 us, 94% of a copy's bandwidth, and 8192 tokens take 242 us,
+// 103%: this kernel mostly reads, while a copy writes as much as it reads. 64 tokens take 4.3 us, 45%.
 #include "common/numeric.cuh"
 #include "common/overlap.cuh"
 #include "moe_permute/rows.cuh"
@@ -29,7 +29,7 @@ struct Params {
     Tiling tiling;
 };
 
-// A unit as its elements. They are taken out of 32-bit words: 16-bit variables would take a register each.
+// A unit viewed as elements, extracted from 32-bit words: 16-bit variables would take one register each.
 template <typename T, int BYTES> struct Elements {
     static constexpr int COUNT = BYTES / sizeof(T);
     union {
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(ROW_THREADS, 4) unpermute_rows(const __grid_co
         }
 #pragma unroll
         for (int s = 0; s < SLOTS; ++s) {
-            // A slot without a row adds 0, even if its weight is NaN.
+            // A slot without a row adds 0 even if its weight is NaN.
             const bool there = row[s] >= 0 && row[s] < rows;
             if (!there) weight[s] = 0.f;
             part[s] = Of{};
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(ROW_THREADS, 4) unpermute_rows(const __grid_co
         for (int s = 0; s < SLOTS; ++s)
 #pragma unroll
             for (int i = 0; i < Of::COUNT; ++i)
-                // Not fused, so that the sum is the same wherever it is computed.
+                // Multiply and add are not fused, so that the sum is the same in every kernel that computes it.
                 sum[i] = __fadd_rn(sum[i], __fmul_rn(weight[s], part[s].get(i)));
     }
     Of result;

@@ -1,20 +1,20 @@
-// Read the numbers that quantize_fp4 wrote.
+// Dequantize the numbers that quantize_fp4 wrote.
 //
 //   MXFP4   out = q * scale
 //   NVFP4   out = q * (scale / global)         rounded once to T
 //
-// Grid: THREADS * ITEMS units of 8 numbers to a block.
+// Grid: each block handles THREADS * ITEMS units of 8 numbers.
 //
-// Speed of light: memory; of bfloat16, 2.5 bytes a number and 1 a group. An H200 reaches 89% of the bandwidth of a copy
-// at 8192 x 7168, in either format.
+// Speed of light: memory; to bfloat16, 2.5 bytes per number and 1 byte per group. An H200 reaches 89% of a copy's
+// bandwidth at 8192 x 7168 in both formats.
 #include "common/overlap.cuh"
 #include "quantization/e2m1.cuh"
 
 struct DequantizeFp4Params {
-    const unsigned char* packed; // [units, 4], a unit has 8 numbers
+    const unsigned char* packed; // [units, 4]; a unit has 8 numbers
     const unsigned char* scales; // [units * 8 / GROUP]
     char* out;                   // T [units, 8]
-    Scale global;                // of NVFP4: scales are divided by it
+    Scale global;                // NVFP4: scales are divided by it
     long long units;
 };
 
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(THREADS) dequantize_fp4(const __grid_constant_
         uint4 out[sizeof(T) / 2];
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            // Exponent and mantissa of e2m1, put in their places of a float; 2^126 makes up for the other bias.
+            // Move exponent and mantissa of e2m1 into a float. Multiplying by 2^126 corrects the exponent bias.
             const unsigned nibble = packed[i] >> 4 * j;
             const float number = __fmul_rn(__uint_as_float((nibble & 8) << 28 | (nibble & 7) << 22), 0x1p126f);
             reinterpret_cast<T*>(out)[j] = from_float<T>(__fmul_rn(number, factor));

@@ -1,11 +1,11 @@
-// 4-bit floats (e2m1), MXFP4 and NVFP4: the numbers 0, .5, 1, 1.5, 2, 3, 4 and 6 with a sign.
+// Convert to 4-bit floats (e2m1) for MXFP4 and NVFP4: the numbers 0, .5, 1, 1.5, 2, 3, 4 and 6 with a sign.
 #pragma once
 #include "common/quantize.cuh"
 
 // Numbers that share a scale.
 template <int FORMAT> constexpr int FP4_GROUP = FORMAT == MXFP4 ? 32 : 16;
 
-// The sign bits of 8 elements, each in the high bit of its nibble. `word`: the elements as they were loaded.
+// Return the sign bits of 8 elements, each in the high bit of its nibble. `word` holds the elements as loaded.
 template <typename T> __device__ __forceinline__ unsigned signs(const unsigned* word) {
     unsigned even, odd; // the high bytes of elements 0, 2, 4, 6 and of 1, 3, 5, 7
     if constexpr (sizeof(T) == 2) {
@@ -18,14 +18,14 @@ template <typename T> __device__ __forceinline__ unsigned signs(const unsigned* 
     return (even >> 4 & 0x08080808) | (odd & 0x80808080);
 }
 
-// The codes of 8 numbers 2 * half[i] >= 0, one in a nibble: of the nearest number of e2m1, ties to the even code, at
-// most 6; NaN gives 0.
+// Return the e2m1 codes of the 8 numbers 2 * half[i] >= 0, one per nibble. A number rounds to the nearest e2m1 number,
+// ties to the even code, at most 6. NaN gives 0.
 //
-// Rounding without comparisons. The codes of 0, .5, 1, 1.5, 2, 3, 4 and 6 are 0 to 7, so a code is how many steps lie
-// below a number, and the steps are equal in three stretches: four from 0 to 2, two from 2 to 4, one from 4 to 6. A
-// saturating addition cuts the number to its part in a stretch, at no cost, and adding that, in steps, to ROUNDER,
-// whose unit in the last place is 1, rounds it to nearest even. Each stretch begins with an even code, so that a tie in
-// it goes to the even code, too.
+// The rounding needs no comparisons. The codes of 0, .5, 1, 1.5, 2, 3, 4 and 6 are 0 to 7, so a code counts the steps
+// below a number. The steps are equal within three ranges: four steps from 0 to 2, two from 2 to 4, one from 4 to 6.
+// For each range, a saturating addition extracts the part of the number in the range, at no extra cost. The parts, in
+// units of steps, are added to ROUNDER, whose unit in the last place is 1. So each addition rounds to the nearest
+// integer, ties to even. Each range begins with an even code, so ties go to the even code.
 __device__ __forceinline__ unsigned to_e2m1(const float (&half)[8]) {
     constexpr float ROUNDER = 12582912.f;
     constexpr unsigned BITS = 0x4b400000u; // of ROUNDER
@@ -41,10 +41,11 @@ __device__ __forceinline__ unsigned to_e2m1(const float (&half)[8]) {
     return codes - BITS * 0x11111111u;
 }
 
-// The same, two at a time in float16, of halves of at most 11 significant bits, below 4, which float16 holds exactly.
+// Return the same codes, computed in pairs in float16. half[i] must be below 4 and have at most 11 significant bits, so
+// that float16 holds it exactly.
 __device__ __forceinline__ unsigned to_e2m1_in_pairs(const float (&half)[8]) {
     constexpr unsigned short ROUNDER = 0x6400; // 1024, whose unit in the last place is 1
-    // What the ROUNDERs leave in the bytes of codes 0, 2 | 1, 3 and 4, 6 | 5, 7; it is subtracted at the end.
+    // What the ROUNDERs add to the bytes of codes 0, 2 | 1, 3 and 4, 6 | 5, 7. It is subtracted at the end.
     constexpr unsigned BASE = ROUNDER * 0x10001u * 0x101u;
     constexpr unsigned LOW = (BASE & 0xffff) * 0x10001u, HIGH = (BASE >> 16) * 0x10001u;
     const auto number = [](float x) { return __float2half2_rn(x); };
@@ -61,7 +62,7 @@ __device__ __forceinline__ unsigned to_e2m1_in_pairs(const float (&half)[8]) {
     return __byte_perm(first, second, 0x5410) + __byte_perm(first, second, 0x7632) * 16 - (LOW + HIGH * 16);
 }
 
-// The scale of an MXFP4 group (E8M0), and half of its reciprocal; largest: max |x|, or NaN.
+// Return the scale of an MXFP4 group (E8M0), and half of its reciprocal in `half`. largest: max |x|, or NaN.
 __device__ __forceinline__ unsigned mxfp4_scale(float largest, float& half) {
     const int exponent = max(int(__float_as_uint(largest) >> 23) - 2, 0);
     const bool number = exponent < 253;
@@ -69,12 +70,12 @@ __device__ __forceinline__ unsigned mxfp4_scale(float largest, float& half) {
     return number ? exponent : 255;
 }
 
-// The scale of an NVFP4 group, the byte of an e4m3 number, and half of global / scale, 0 if the scale is. is_usual:
-// `global` is neither so small nor so large that a remainder could be inexact or overflow. Then, for a usual `largest`,
-// products with reciprocals, corrected by their remainders, replace two IEEE divisions and give the same bits.
+// Return the scale of an NVFP4 group as an e4m3 byte. `half` becomes half of global / scale, or 0 if the scale is 0.
+// is_usual: `global` is in a range where remainders are exact and do not overflow. With is_usual and a `largest` in
+// range, products with reciprocals, corrected by their remainders, replace two IEEE divisions and give the same bits.
 __device__ __forceinline__ unsigned nvfp4_scale(float largest, float global, bool is_usual, float& half) {
     constexpr float RECIPROCAL = 1.f / 6.f;
-    constexpr unsigned SMALLEST = 37u << 23, RANGE = 217u << 23; // 2^-90 and, from there, up to 2^127
+    constexpr unsigned SMALLEST = 37u << 23, RANGE = 217u << 23; // 2^-90, and from there up to 2^127
     const auto number = [](unsigned byte) {
         __nv_fp8_e4m3 scale;
         scale.__x = (__nv_fp8_storage_t)byte;

@@ -1,19 +1,19 @@
-// Rows to quantize: which of them a block and its threads take, and the numbers that a thread has loaded.
+// Tile rows to quantize over blocks and threads, and load a thread's numbers.
 //
-// T: the elements of x. EACH: numbers of a unit, 8 or, where sizes or addresses do not allow that, 1; with 4 bits also
-// 16. ITEMS: units of a thread, or groups of units. BYTES: the width of a load.
+// T: element type of x. EACH: numbers in a unit: 8, or 1 if sizes or addresses do not allow 8; with 4 bits also 16.
+// ITEMS: units, or groups of units, per thread. BYTES: width of a load.
 #pragma once
 #include "common/activation.cuh"
 #include "common/quantize.cuh"
 
 struct Rows {
-    const char* x;     // T [rows, k], or [rows, 2 * k] of which the second half is up
+    const char* x;     // T [rows, k], or [rows, 2 * k] with the up half second
     const int* counts; // [rows / max_tokens], may be null
     long long stride;  // bytes between rows
     int rows;
-    int max_tokens; // rows of one expert
+    int max_tokens; // rows per expert
     Divisor by_max_tokens;
-    // Whether a row is one of the tokens of its expert. Rows past them are neither read nor written.
+    // Return whether a row is one of its expert's tokens. Rows past the tokens are neither read nor written.
     __device__ __forceinline__ bool is_counted(int row) const {
         if (!counts) return true;
         const int expert = by_max_tokens.quotient(row);
@@ -21,16 +21,16 @@ struct Rows {
     }
 };
 
-// A block takes a tile of rows, or of parts of long rows. Grid, x: tiles of rows; y: parts of a row. `threads`
-// neighbours have a row: thread t columns t, t + threads, ..., ITEMS of them. A thread has asked for all of them before
-// it looks at the first. A column is a unit or, in quantize_groups, what a lane has of a group.
+// A block handles a tile of rows, or of parts of long rows. Grid: x is the tile of rows, y is the part of a row.
+// `threads` neighbouring threads share a row: thread t handles ITEMS columns t, t + threads, .... It issues all loads
+// before it uses the first. A column is a unit, or in quantize_groups a lane's share of a group.
 struct Tile {
     int columns;      // in a row
     int tile_rows;    // tile_rows * threads <= blockDim.x
     int tile_columns; // a multiple of ITEMS
     Divisor by_threads;
     template <int ITEMS> __device__ __forceinline__ int threads() const { return unsigned(tile_columns) / ITEMS; }
-    // Row and first column of this thread in tile (x, y). False if there is no such row, or it is not counted.
+    // Find this thread's row and first column in tile (x, y). Return false if the row does not exist or is not counted.
     template <int ITEMS>
     __device__ __forceinline__ bool locate(const Rows& in, int x, int y, int& row, int& column) const {
         const int tile_row = by_threads.quotient(threadIdx.x);
@@ -40,12 +40,12 @@ struct Tile {
     }
 };
 
-// EACH neighbours of a row as they were loaded; with an activation, of both halves of a row, gate and up.
+// EACH neighbouring numbers of a row as loaded. With an activation, numbers of both halves of the row: gate and up.
 template <typename T, int ACTIVATION, int EACH, int BYTES> struct Loaded {
     static constexpr int HALVES = ACTIVATION ? 2 : 1, LOADS = EACH * int(sizeof(T)) / BYTES;
     alignas(BYTES < 4 ? 4 : BYTES) Unit<BYTES> unit[HALVES][LOADS];
 
-    // up: bytes from the gate half to the up half.
+    // Load the unit at `from`. up: bytes from the gate half to the up half.
     __device__ __forceinline__ void load(const char* from, long long up) {
 #pragma unroll
         for (int half = 0; half < HALVES; ++half)
@@ -53,7 +53,7 @@ template <typename T, int ACTIVATION, int EACH, int BYTES> struct Loaded {
             for (int i = 0; i < LOADS; ++i)
                 unit[half][i] = __ldg(reinterpret_cast<const Unit<BYTES>*>(from + half * up) + i);
     }
-    // What is quantized: the numbers, or their activation.
+    // Return the numbers to quantize: the loaded numbers or their activation.
     __device__ __forceinline__ void values(float (&value)[EACH]) const {
         floats(value, 0);
         if constexpr (ACTIVATION) {

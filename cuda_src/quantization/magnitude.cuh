@@ -1,9 +1,8 @@
-// The largest magnitude of what a thread has loaded, and of a block.
+// Find the largest magnitude of a thread's loaded numbers and of a block.
 #pragma once
 #include "common/warp.cuh"
 #include "quantization/load.cuh"
 
-// The type of two 16-bit neighbours.
 template <typename T> struct PairOf;
 template <> struct PairOf<__half> {
     using Type = __half2;
@@ -12,17 +11,17 @@ template <> struct PairOf<__nv_bfloat16> {
     using Type = __nv_bfloat162;
 };
 
-// The larger one, or NaN if one of them is.
+// Return the larger of a and b, or NaN if either is NaN.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
     float y;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
     return y;
 }
 
-// Whether numbers are compared in pairs, while they have 16 bits: one instruction drops two signs, one compares two.
+// Whether 16-bit numbers are reduced in pairs, with two signs cleared or two maxima taken per instruction.
 template <typename T, int EACH> constexpr bool IN_PAIRS = sizeof(T) == 2 && EACH % 2 == 0;
 
-// combine(combine(map(pair 0), map(pair 1)), map(pair 2)) ..., of the pairs that were loaded.
+// Return combine(combine(map(pair 0), map(pair 1)), map(pair 2)) ... over the loaded pairs.
 template <typename Map, typename Combine, typename T, int EACH, int BYTES>
 __device__ __forceinline__ auto reduce_pairs(const Loaded<T, NO_ACTIVATION, EACH, BYTES>& loaded, Map map,
                                              Combine combine) {
@@ -34,7 +33,7 @@ __device__ __forceinline__ auto reduce_pairs(const Loaded<T, NO_ACTIVATION, EACH
     return best;
 }
 
-// max(largest, max |loaded|). NaN is left out or, if NANS, is the result.
+// Return max(largest, max |loaded|). NaN is ignored, or is the result if NANS.
 template <bool NANS, typename T, int EACH, int BYTES>
 __device__ __forceinline__ float magnitude(const Loaded<T, NO_ACTIVATION, EACH, BYTES>& loaded, float largest) {
     if constexpr (IN_PAIRS<T, EACH>) {
@@ -53,7 +52,7 @@ __device__ __forceinline__ float magnitude(const Loaded<T, NO_ACTIVATION, EACH, 
     }
 }
 
-// The largest of a block's values, none of them negative or NaN. All threads call it, and all get the result.
+// Return the largest of a block's values, which must not be negative or NaN. All threads call it and get the result.
 __device__ __forceinline__ float block_max(float value) {
     __shared__ unsigned of_warp[32];
     unsigned largest = __reduce_max_sync(FULL_WARP, __float_as_uint(value));
@@ -66,7 +65,7 @@ __device__ __forceinline__ float block_max(float value) {
     return __uint_as_float(largest);
 }
 
-// The largest `first` and the largest `second` of a block; they may be negative, but not NaN.
+// Set `first` and `second` to their maxima over the block. Values may be negative but not NaN.
 __device__ __forceinline__ void block_max(float& first, float& second) {
     __shared__ uint2 of_warp[32];
     uint2 key;

@@ -1,23 +1,23 @@
-// Quantize rows to 4 bits (e2m1) with a scale for each 32 (MXFP4) or 16 (NVFP4) neighbours.
+// Quantize rows to 4 bits (e2m1) with one scale per 32 (MXFP4) or 16 (NVFP4) neighbouring numbers.
 //
-//   MXFP4   scale = 2^(floor(log2(max |x|)) - 2), which puts the largest between 4 and 8; NaN (255) where one is no
-//           finite number. q = e2m1(x / scale)
-//   NVFP4   scale = e4m3(global * (max |x| / 6)), NaN left out. q = e2m1(x * (global / scale))
+//   MXFP4   scale = 2^(floor(log2(max |x|)) - 2), so the largest quotient is in [4, 8); NaN (255) if a number is not
+//           finite. q = e2m1(x / scale)
+//   NVFP4   scale = e4m3(global * (max |x| / 6)), NaN ignored. q = e2m1(x * (global / scale))
 //
-// Grid: tiles of rows, see quantization/load.cuh. LANES neighbours have a group; a column is a unit.
+// Grid: tiles of rows (quantization/load.cuh). LANES neighbouring threads share a group; a column is a unit.
 //
-// Speed of light: memory; of bfloat16, 2.5 bytes a number and 1 a group. An H200 reaches 94% of the bandwidth of a copy
-// at 8192 x 7168, in either format. Instructions are nearly as tight a bound, since e2m1 has no conversion before
-// Blackwell: see to_e2m1.
+// Speed of light: memory; from bfloat16, 2.5 bytes per number and 1 byte per group. An H200 reaches 94% of a copy's
+// bandwidth at 8192 x 7168 in both formats. The instruction count is nearly as tight a bound, because no GPU before
+// Blackwell has an e2m1 conversion (to_e2m1).
 #include "common/overlap.cuh"
 #include "quantization/e2m1.cuh"
 #include "quantization/magnitude.cuh"
 
 struct QuantizeFp4Params {
     Rows in;
-    char* packed;          // [rows, k / 2], the first of two numbers in the low half
+    char* packed;          // [rows, k / 2]; the first of two numbers is in the low half
     unsigned char* scales; // [rows, k / GROUP]
-    Scale global;          // of NVFP4
+    Scale global;          // NVFP4 only
     Tile tile;
 };
 
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(256) quantize_fp4(const __grid_constant__ Quan
     for (int i = 0; i < ITEMS; ++i) {
         float largest = magnitude<FORMAT == MXFP4>(loaded[i], 0.f);
         unsigned scale;
-        float half; // of the factor that a number is multiplied by
+        float half; // half of the factor applied to each number
         if constexpr (FORMAT == MXFP4) {
 #pragma unroll
             for (int step = LANES / 2; step > 0; step /= 2)

@@ -1,17 +1,17 @@
-// Quantize rows to 8 bits with a scale for each GROUP neighbours.
+// Quantize rows to 8 bits with one scale per GROUP neighbouring numbers.
 //
-//   scale = max(max |v|, smallest) / LARGEST, over a group; NaN is left out
+//   scale = max(max |v|, smallest) / LARGEST, over a group; NaN is ignored
 //   q     = v / scale, rounded to nearest, ties to even, and saturated
 //
-// v is x, or activate(gate, up) of a row of two halves. Every quotient is the IEEE one (Quotient of
-// common/quantize.cuh), so that all but an activation's error is the same in any other implementation.
+// v is x, or activate(gate, up) for a row of two halves. Every quotient is rounded like an IEEE division (Quotient in
+// common/quotient.cuh). So any other implementation gives the same result, except for the error of the activation.
 //
-// Grid: tiles of rows, see quantization/load.cuh. LANES neighbours have a group, of which a thread takes UNITS units:
-// lane l units l, l + LANES, ... A column of a tile is a lane of a group, and a row of it has whole groups.
+// Grid: tiles of rows (quantization/load.cuh). LANES neighbouring threads share a group: lane l handles UNITS units l,
+// l + LANES, .... A column of a tile is a lane's share of a group, and a row of a tile has whole groups.
 //
-// Speed of light: memory; of bfloat16, 3 bytes a number and 4 a group. An H200 reaches 96% of the bandwidth of a copy
-// at 8192 x 7168 in groups of 128, and 90% at 8192 x 2048 with silu. Instructions are nearly as tight a bound: hence a
-// row is found once per thread, and a scale once for the UNITS units of a lane.
+// Speed of light: memory; from bfloat16, 3 bytes per number and 4 bytes per group. An H200 reaches 96% of a copy's
+// bandwidth at 8192 x 7168 in groups of 128, and 90% at 8192 x 2048 with silu. The instruction count is nearly as tight
+// a bound. Therefore a thread locates its row once, and computes a scale once for all UNITS units of a lane.
 #include "common/overlap.cuh"
 #include "quantization/magnitude.cuh"
 #include "quantization/scales.cuh"
@@ -21,7 +21,7 @@ struct QuantizeGroupsParams {
     char* q; // [rows, k]
     Scales scales;
     float smallest;
-    int power_of_two; // scales are rounded up to one
+    int power_of_two; // round scales up to a power of two
     Tile tile;
 };
 
@@ -38,8 +38,7 @@ __global__ void __launch_bounds__(256) quantize_groups(const __grid_constant__ Q
     const char* from = p.in.x + row * p.in.stride + first * (long long)sizeof(T);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-        // A lane that loads nothing takes part in the shuffles below with whatever its registers hold, but only among
-        // the lanes of a group that is not written.
+        // A lane that loads nothing shuffles undefined values below, but only within a group that is not written.
         if (!mine || column + i * threads >= p.tile.columns) continue;
 #pragma unroll
         for (int j = 0; j < UNITS; ++j)
@@ -56,7 +55,7 @@ __global__ void __launch_bounds__(256) quantize_groups(const __grid_constant__ Q
             if constexpr (ACTIVATION) {
                 loaded[i][j].values(value[j]);
 #pragma unroll
-                for (int n = 0; n < EACH; ++n) largest = fmaxf(largest, fabsf(value[j][n])); // fmaxf leaves NaN out
+                for (int n = 0; n < EACH; ++n) largest = fmaxf(largest, fabsf(value[j][n])); // fmaxf ignores NaN
             } else {
                 largest = magnitude<false>(loaded[i][j], largest);
             }

@@ -1,22 +1,22 @@
-// Quantize rows to 8 bits with a scale for each row, or for each group of any size.
+// Quantize rows to 8 bits with one scale per row, or per group of any size.
 //
-//   scale = max(min(max |v|, upper), smallest) / LARGEST, over a group; NaN is left out
-//   q     = v / scale, rounded to nearest, ties to even (INT8_CUT: towards zero), and saturated
+//   scale = max(min(max |v|, upper), smallest) / LARGEST, over a group; NaN is ignored
+//   q     = v / scale, rounded to nearest, ties to even (INT8_CUT: toward zero), and saturated
 //
-// INT8_AZP has a zero point as well:
+// INT8_AZP also has a zero point:
 //
 //   scale = max((max v - min v) / 255, max(max |v|, smallest) / 2^22)
 //   azp   = round(-128 - min v / scale)
 //   q     = round(v / scale) + azp, saturated
 //
-// v is x, or activate(gate, up) of a row of two halves. Every quotient is the IEEE one (Quotient of
-// common/quantize.cuh), so that all but an activation's error is the same in any other implementation.
+// v is x, or activate(gate, up) for a row of two halves. Every quotient is rounded like an IEEE division (Quotient in
+// common/quotient.cuh). So any other implementation gives the same result, except for the error of the activation.
 //
-// Grid: a block has a group. Its threads keep up to ITEMS units each in registers; of longer groups they read the rest
-// again, from L2.
+// Grid: one block per group. Threads keep up to ITEMS units each in registers. The rest of a longer group is read a
+// second time, from L2.
 //
-// Speed of light: memory; of bfloat16, 3 bytes a number. An H200 reaches 97% of the bandwidth of a copy at 8192 x 7168,
-// FP8 and int8 alike, and 89% at 8192 x 2048 with silu.
+// Speed of light: memory; from bfloat16, 3 bytes per number. An H200 reaches 97% of a copy's bandwidth at 8192 x 7168,
+// both for FP8 and int8, and 89% at 8192 x 2048 with silu.
 #include "common/overlap.cuh"
 #include "quantization/magnitude.cuh"
 #include "quantization/scales.cuh"
@@ -25,17 +25,17 @@ struct QuantizeRowsParams {
     Rows in;
     char* q; // [rows, groups, columns * EACH]
     Scales scales;
-    int* azp;    // [rows], only of INT8_AZP
-    Scale upper; // bound of the largest magnitude
+    int* azp;    // [rows], INT8_AZP only
+    Scale upper; // upper bound of the largest magnitude
     float smallest;
     int power_of_two;
-    int groups; // in a row
+    int groups; // groups in a row
     Divisor by_groups;
     int columns; // units in a group
 };
 
-// What the scale of a group is made from: the largest magnitude or, of INT8_AZP, the largest number and the largest
-// negated one. NaN is left out.
+// The extremes that determine a group's scale: the largest magnitude, or with INT8_AZP the largest number and the
+// largest negated number. NaN is ignored.
 template <typename T, int FORMAT, int ACTIVATION, int EACH> struct Extremes {
     using In = Loaded<T, ACTIVATION, EACH, EACH == 1 ? sizeof(T) : 16>;
     float &largest, &negated; // variables of the kernel
@@ -62,14 +62,14 @@ template <typename T, int FORMAT, int ACTIVATION, int EACH> struct Extremes {
             take(value);
         }
     }
-    // The scale and zero point of the block's group. All threads call it, and all get the result.
+    // Return the scale and the zero point of the block's group. All threads call it and get the result.
     __device__ __forceinline__ float find_scale(const QuantizeRowsParams& p, float& azp) {
         if constexpr (FORMAT == INT8_AZP) {
             block_max(largest, negated);
-            const bool none = largest < -negated; // all are NaN
+            const bool none = largest < -negated; // all numbers are NaN
             const float high = none ? 0.f : largest, low = none ? 0.f : -negated;
             const float magnitude = fmaxf(fmaxf(fabsf(high), fabsf(low)), p.smallest);
-            // Halves, since the range of finite numbers may be no float.
+            // Use halves, because the range of finite numbers may overflow a float.
             const float half_range = __fsub_rn(__fmul_rn(high, 0.5f), __fmul_rn(low, 0.5f));
             const float scale = fmaxf(__fdiv_rn(half_range, 127.5f), __fmul_rn(magnitude, 0x1p-22f));
             azp = rintf(__fsub_rn(-128.f, __fdiv_rn(low, scale)));
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(1024, 1) quantize_rows(const __grid_constant__
     }
     float largest = FORMAT == INT8_AZP ? -CUDART_INF_F : 0.f, negated = -CUDART_INF_F;
     Extremes<T, FORMAT, ACTIVATION, EACH> extremes{largest, negated};
-    // An activation is computed once, and what it gives is kept in place of what was loaded.
+    // Compute an activation only once, and keep its results instead of the loaded numbers.
     float kept[ACTIVATION ? ITEMS : 1][EACH], value[EACH];
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
@@ -126,8 +126,8 @@ __global__ void __launch_bounds__(1024, 1) quantize_rows(const __grid_constant__
         if constexpr (FORMAT == INT8_AZP) p.azp[row] = __float2int_rn(azp);
     }
 
-    // FP8 may have a bound of its scales, so that x may be any multiple of the scale. Of INT8_AZP it is at most 2^22
-    // times the scale, for which SMALL is exact, too.
+    // FP8 scales may have an upper bound, so x may be any multiple of the scale: LARGE. With INT8_AZP, x is at most
+    // 2^22 times the scale, and SMALL is exact in this range too.
     const Quotient<FORMAT == E4M3 ? LARGE : SMALL> quotient(scale);
     auto store = [&](int unit, const float (&value)[EACH]) {
         float quotients[EACH];

@@ -1,28 +1,28 @@
-// Quantize an array to 8 bits with one scale, given or, if DYNAMIC, from the partial maxima of largest_magnitude.
+// Quantize an array to 8 bits with one scale: given, or if DYNAMIC from the partial maxima of largest_magnitude.
 //
-//   scale = min(max(partial), upper) / LARGEST, if DYNAMIC, and at least smallest / LARGEST
-//   q     = v / scale, rounded to nearest, ties to even, and saturated; of INT8_AZP plus azp
+//   scale = max(min(max(partial), upper), smallest) / LARGEST, if DYNAMIC
+//   q     = v / scale, rounded to nearest, ties to even, and saturated; INT8_AZP adds azp before it saturates
 //
-// v is x, or activate(gate, up) of a row of two halves. Every quotient is the IEEE one.
+// v is x, or activate(gate, up) for a row of two halves. Every quotient is rounded like an IEEE division.
 //
-// Grid: tiles of rows, see quantization/load.cuh; every block reduces the partial maxima for itself. If DYNAMIC, the
-// last tiles come first: they are what largest_magnitude has read last, and may still be in L2.
+// Grid: tiles of rows (quantization/load.cuh). Every block reduces the partial maxima itself. If DYNAMIC, the tiles are
+// processed from the last to the first: largest_magnitude read the last tiles last, so they may still be in L2.
 //
-// Speed of light: memory, of bfloat16 3 bytes a number. An H200 reaches 96% of the bandwidth of a copy at 8192 x 7168
-// with a given scale; one that is found first takes another pass, see largest_magnitude.cu.
+// Speed of light: memory; from bfloat16, 3 bytes per number. With a given scale, an H200 reaches 96% of a copy's
+// bandwidth at 8192 x 7168. A scale that must be found first takes another pass (largest_magnitude.cu).
 #include "common/overlap.cuh"
 #include "quantization/magnitude.cuh"
 
 struct QuantizeTensorParams {
     Rows in;
     char* q;          // [rows, k]
-    float* scale_out; // one
-    int* azp_out;     // one, only of INT8_AZP
+    float* scale_out; // [1]
+    int* azp_out;     // [1], INT8_AZP only
     Scale scale;      // unless DYNAMIC
     const int* azp;
-    const float* partial; // if DYNAMIC, maxima
+    const float* partial; // DYNAMIC: partial maxima
     int partials;
-    Scale upper; // at most so much counts as the largest
+    Scale upper; // upper bound of the largest magnitude
     float smallest;
     Tile tile;
 };

@@ -1,4 +1,4 @@
-// Where the scales of rows, or of groups in them, are written.
+// Locate the scales of rows, or of groups in rows.
 #pragma once
 #include "quantization/load.cuh"
 

@@ -1,12 +1,12 @@
-// Take the largest logit of each row, the lower id on ties: what cukern.sample draws at a temperature of 0.
+// Take the largest logit of each row, ties to the lower id. cukern.sample does this at temperature 0.
 //
-//   token = the smallest i with x[i] = max x         0 where a value is NaN, or all are -inf
+//   token = the smallest i with x[i] = max x         0 if a value is NaN or all values are -inf
 //
-// Grid: CLUSTER blocks per row, whose threads take its units of 16 bytes in turn. A thread keeps the best value with its
-// id, as a number that orders as tokens do; warps, blocks and the cluster take the largest of these.
+// Grid: CLUSTER blocks per row. The threads read 16-byte units in turn. A thread keeps its best value and id as one
+// integer that orders like the tokens. Warps, blocks and the cluster reduce these integers to their maximum.
 //
-// Speed of light: memory, each value read once. For one row the bound is latency, of the loads, which are under way
-// together, and of two barriers of the cluster.
+// Speed of light: memory; each value is read once. The bound of a single row is latency: the loads, which are in flight
+// together, and two cluster barriers.
 #include "common/cluster.cuh"
 #include "common/overlap.cuh"
 #include "common/warp.cuh"
@@ -19,7 +19,7 @@ constexpr int UNDER_WAY = 4; // units that a thread loads at once
 struct ArgmaxParams {
     const void* values;      // [rows, vocab] T
     void* ids;               // [batch] int, or long long if the indices are
-    const void* indices;     // [batch]: the row of each, or null
+    const void* indices;     // [batch]: the row of each sequence, or null
     unsigned char* finished; // [batch] bool, or null
     int* sequence_length;    // [batch], or null
     long long row_stride;
@@ -27,17 +27,16 @@ struct ArgmaxParams {
     int wide; // whether indices and ids are long long
 };
 
-// The largest of the lanes' candidates.
 __device__ __forceinline__ unsigned long long best_of_lanes(unsigned long long mine) {
     const unsigned high = __reduce_max_sync(FULL_WARP, unsigned(mine >> 32));
     const unsigned low = __reduce_max_sync(FULL_WARP, unsigned(mine >> 32) == high ? unsigned(mine) : 0);
     return (unsigned long long)high << 32 | low;
 }
 
-// What a thread has found. Infinity is as large as the largest float, as in all samplers.
+// A thread's result. As in all samplers, infinity counts as the largest float.
 struct Best {
     float value = -CUDART_INF_F;
-    float top = -CUDART_INF_F; // the same, or NaN if a value was
+    float top = -CUDART_INF_F; // equal to `value`, or NaN if a value was NaN
     int id = NO_ID;
 
     __device__ __forceinline__ void take(float x, int at) {
@@ -47,12 +46,12 @@ struct Best {
     }
 };
 
-// The candidate of this thread's units: numbers in order, so that the first of equal ones stays. A unit that reaches
-// over an end of the row is read number by number.
+// Return the best candidate of this thread's units. Values are visited in order of their ids, so the first of equal
+// values stays. A unit that crosses an end of the row is read value by value.
 template <typename T>
 __device__ __forceinline__ unsigned long long best_of_units(const T* row, int vocab, int thread, int threads) {
     constexpr int N = 16 / sizeof(T);
-    const int shift = unsigned((unsigned long long)row % 16) / sizeof(T); // numbers of the first unit before the row
+    const int shift = unsigned((unsigned long long)row % 16) / sizeof(T); // values of the first unit before the row
     const int units = (vocab + shift + N - 1) / N;
     const T* const from = row - shift;
     Best best;
@@ -107,7 +106,7 @@ __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(32 * MAX_ARGMAX_WARPS)
                                         rank * blockDim.x + threadIdx.x, CLUSTER * blockDim.x));
         if (lane == 0) of_warp[warp] = mine;
         __syncthreads();
-        // All blocks have begun, so that their shared memory can be written to.
+        // All blocks have begun, so their shared memory may be written.
         if constexpr (CLUSTER > 1) cluster_wait<CLUSTER>();
         if (warp == 0) {
             const unsigned long long best = best_of_lanes(lane < warps ? of_warp[lane] : 0);

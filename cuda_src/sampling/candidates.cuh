@@ -1,9 +1,9 @@
-// Candidates: a list of the best tokens of a row, short enough to be sorted by counting, one token by a thread.
+// Gather candidates: a list of the best tokens of a row, short enough to sort by counting with one token per thread.
 #pragma once
 #include "sampling/shared.cuh"
 
-// Put the tokens with low <= x < high into the lists of the first `blocks` blocks, the same in each, as far as they
-// fit; return how many there are. The order is that of arrival. `passes` is the number of passes before.
+// Append the tokens with low <= x < high, in order of arrival, to the equal lists of the first `blocks` blocks. Return
+// their number; tokens beyond CAPACITY are counted but not stored. `passes`: the number of earlier passes.
 template <typename Row> __device__ __forceinline__ int gather(int passes, int blocks, float low, float high) {
     Row x = recall<Row>(passes);
     for (int local = x.warp; local < x.local_tiles; local += x.warps) {
@@ -45,11 +45,11 @@ template <typename Row> __device__ __forceinline__ void sort_list(const Row& x, 
     __syncthreads();
 }
 
-// A value that at least k tokens reach, and few more: the k-th largest of the tops or a little less. By one warp.
+// Return a value that k or a few more tokens reach, at most the k-th largest of the tops. Run by one warp.
 template <typename Row> __device__ __forceinline__ float reached_by(const Row& x, int k) {
     constexpr int MINE = MAX_TOPS / 32, SPARE = 16;
-    // Tokens that weigh nothing are never drawn, so they need not be candidates. Where fewer than k others are left,
-    // all of these are candidates.
+    // Tokens of weight 0 are never drawn, so they need not be candidates. If fewer than k other tokens are left, all of
+    // these are candidates.
     const unsigned least = sortable(Row::IS_PROBS ? 1e-45f : -LARGEST_FLOAT);
     unsigned keys[MINE];
 #pragma unroll

@@ -1,15 +1,13 @@
-// The draw from a list of candidates by one block: the rounds of a draw over the row, with the same random numbers and
-// so with the same token.
-//
-// Thread i has the i-th best token. Its group is that of the row, as far as its tokens are listed.
+// Draw from a list of candidates with one block, with the random numbers and the result of a draw over the row. Thread
+// i holds the i-th best token. A token's group is its group in the row, restricted to listed tokens.
 #pragma once
 #include "sampling/candidates.cuh"
 #include "sampling/random.cuh"
 
 __device__ __forceinline__ int group_of(int id) { return id / TILE * 32 + id / 4 % 32; }
 
-// Whether the weights of a token's group, summed up in the order of ids as far as the token, pass the share of the sum
-// that `bits` draw. That holds for all ids of the group from some id on, and that id is the one drawn.
+// Return whether the group's weights, summed in order of the ids up to this token, pass the share of `group_sum` that
+// `bits` draw. This is true for all ids of the group from some id on; the first such id is drawn.
 template <typename Row>
 __device__ __forceinline__ bool reaches_share(const Row& x, const Listed& listed, int rank, int id, int group,
                                               unsigned bits, float group_sum, int kept) {
@@ -19,14 +17,14 @@ __device__ __forceinline__ bool reaches_share(const Row& x, const Listed& listed
         for (int other = 0; other < kept; ++other)
             if (listed.group[other] == group && x.bound_at(other).id <= id) up_to += listed.weight[other];
     }
-    // Where the sum is no normal number its share may round to all of it, which nothing passes.
+    // If the sum is subnormal, its share may round to the whole sum. Then a prefix equal to the sum passes.
     const bool passed = up_to > uniform(bits) * group_sum || up_to == group_sum;
     return passed && listed.weight[rank] > 0;
 }
 
-// --- the two votes of a round: what warps of listed tokens leave is read by all threads after a barrier ---
+// --- the two votes of a round: each warp stores its vote, and after a barrier all threads read the votes ---
 
-// For the group with the largest key, the lowest of those that tie.
+// Vote for the group with the largest key; among equal keys, for the lowest group.
 template <typename Row>
 __device__ __forceinline__ void leave_group(const Row& x, Listed& listed, const unsigned& key, const int& group) {
     const int i = threadIdx.x;
@@ -44,7 +42,7 @@ __device__ __forceinline__ int winning_group(const Listed& listed) {
     return int(~unsigned(winner));
 }
 
-// For the smallest of what the threads have found.
+// Vote for the smallest of the values that the threads have found.
 template <typename Row> __device__ __forceinline__ void leave_found(const Row& x, Listed& listed, int found) {
     const int i = threadIdx.x;
     if (i < MAX_LISTED) {
@@ -62,8 +60,8 @@ __device__ __forceinline__ int smallest_found(const Listed& listed) {
 
 // --- the draw ---
 
-// A token of the k best of the list. Those below `min_p_value` are not drawn, but count for top-p. `all_sum` is what
-// top-p is a share of; 0 for the sum of the k best.
+// Draw one of the k best tokens of the list. Tokens below `min_p_value` are not drawn but count for top-p. Top-p is a
+// share of `all_sum`, or of the sum of the k best tokens if `all_sum` is 0.
 template <typename Row>
 __device__ __forceinline__ Bound draw_listed(int size, int k, float min_p_value, float top_p, float all_sum,
                                              Stream stream) {
@@ -93,17 +91,17 @@ __device__ __forceinline__ Bound draw_listed(int size, int k, float min_p_value,
                 if (other < i) before += weight;
                 if (other < kept && listed.group[other] == group) group_sum += weight;
             }
-            // The same in each round, so it is written once: a slow thread may still be reading it.
+            // Equal in every round; written once because a slow thread may still be reading it.
             if (round == 0) listed.before[i] = before;
             if (i < kept && group_sum > 0) key = sortable(x.log2_of(group_sum) + earliness(bits.x));
         }
         leave_group(x, listed, key, group);
         __syncthreads();
         const float of_sum = all_sum > 0 ? all_sum : listed.before[best - 1] + listed.weight[best - 1];
-        // The best token alone reaches top_p.
+        // If the best token alone reaches top_p, take it.
         if (top_p < 1 && top_p * of_sum <= listed.weight[0]) break;
         const int winner = winning_group(listed);
-        // The drawn id, and in the low 7 bits its rank.
+        // The drawn id, with its rank in the low 7 bits.
         int found = NO_ID;
         if (i < kept && group == winner && reaches_share(x, listed, i, mine.id, group, bits.y, group_sum, kept))
             found = mine.id * 128 + i;

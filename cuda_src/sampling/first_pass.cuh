@@ -1,17 +1,16 @@
-// The first pass over a row: load it, and find its largest value, the sum of its weights and the winner of the race of
-// all groups.
+// Load a row in a first pass; find its largest value, the sum of its weights and the group that wins the race.
 //
-// Weights are relative to the largest value of the row, which is not known yet. So the weights of a group are relative
-// to the largest value of the group, the sums in the slots to that of the tile, and adding up the slots scales the
-// sums.
+// Weights are relative to the largest value of the row, which is still unknown in this pass. So a group's weights are
+// relative to the largest value of the group, and a slot's sum is relative to the largest value of the tile. The
+// reduction over the slots rescales these sums.
 #pragma once
 #include "sampling/random.cuh"
 #include "sampling/row.cuh"
 
-// The reference of weights, from a largest value, which may be -inf: a difference of infinities would be NaN.
+// Return a finite reference of weights for a largest value, even for -inf: inf - inf would be NaN.
 __device__ __forceinline__ float reference_of(float top) { return fmaxf(top, -LARGEST_FLOAT); }
 
-// What a lane finds in its group of a tile.
+// A lane's results for its group of a tile.
 struct Group {
     float top;          // the largest value
     float part[4] = {}; // the sum of the weights, relative to `top`, in four parts
@@ -28,7 +27,7 @@ __device__ __forceinline__ void read_vectors(const Row<T, PROBS, CLUSTER>& x, in
     Vector bits[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) bits[j] = *reinterpret_cast<const Vector*>(x.values + x.id_of(tile, x.lane, 4 * j));
-    // The random number is computed while the values are on their way.
+    // Compute the random number while the loads are in flight.
     if (RACE) found.early = earliness(stream.at(tile * 32 + x.lane, 0).x);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -45,7 +44,7 @@ __device__ __forceinline__ void read_vectors(const Row<T, PROBS, CLUSTER>& x, in
     }
 }
 
-// The same for all other tiles, value by value.
+// Read a lane's group of any other tile value by value, and write it to the cache if `cached`.
 template <bool RACE, typename Row>
 __device__ __forceinline__ void read_values(const Row& x, int local, bool cached, float4* to, Stream stream,
                                             Group& found) {
@@ -61,9 +60,9 @@ __device__ __forceinline__ void read_values(const Row& x, int local, bool cached
     x.for_each(local, [&](int, float value, int c) { found.part[c] += x.relative(value, reference); });
 }
 
-// Leave what the lanes found in a tile: in its slot the key of the first group of the race, that group, the largest
-// value and the sum of the weights; in `tops` the largest values of parts of the tile. Blocks can be written to once
-// they have all `started`.
+// Store the results of a tile. The slot gets the key of the group that is first in the race, that group, the largest
+// value and the sum of the weights; `tops` gets the largest values of parts of the tile. Other blocks may be written
+// only after all have `started`.
 template <typename T, bool PROBS, int CLUSTER>
 __device__ __forceinline__ void leave_tile(Row<T, PROBS, CLUSTER>& x, int tile, const Group& group, bool& started) {
     const int parts = x.layout.tops_per_tile, part_lanes = 32 / parts;
@@ -92,12 +91,12 @@ __device__ __forceinline__ void leave_tile(Row<T, PROBS, CLUSTER>& x, int tile, 
     }
 }
 
-// Load the row, and leave in all blocks what its tiles have. RACE: whether groups race.
+// Load the row and store the results of its tiles in all blocks. RACE: whether the groups race.
 template <bool RACE, typename T, bool PROBS, int CLUSTER>
 __device__ __forceinline__ void load(Row<T, PROBS, CLUSTER>& x, Stream stream) {
     x.clear_list();
     cluster_arrive<CLUSTER>();
-    // A single block has no other to wait for; its barrier must be here, where its warps are together.
+    // A single block has no other block to wait for. Its barrier must be here, where its warps are converged.
     if (CLUSTER == 1) __syncthreads();
     bool started = CLUSTER == 1;
     for (int local = x.warp; local < x.local_tiles; local += x.warps) {
@@ -116,14 +115,14 @@ __device__ __forceinline__ void load(Row<T, PROBS, CLUSTER>& x, Stream stream) {
     x.slots_of_pass();
 }
 
-// The largest value of the row, for x.top. NaN is larger than all.
+// Return the largest value of the row, for x.top. NaN counts as largest.
 template <typename Row> __device__ __forceinline__ float find_top(const Row& x) {
     unsigned key = 0;
     for (int i = x.lane; i < x.layout.tiles; i += 32) key = max(key, sortable(__uint_as_float(x.slots[i].z)));
     return from_sortable(__reduce_max_sync(FULL_WARP, key));
 }
 
-// The sum of all weights, and the group that wins the first round among all.
+// Find the sum of all weights, and the group that wins the first round among all groups.
 template <typename Row> __device__ __forceinline__ void find_sum_and_winner(const Row& x, float& sum, int& winner) {
     unsigned key = 0, group = 0;
     sum = 0;

@@ -1,20 +1,19 @@
 // Normalize or filter whole rows of logits or probabilities.
 //
-//   SOFTMAX       weight / sum of the weights, weight = exp((x - max x) / temperature); of an infinite temperature the
-//                 same for all finite logits
+//   SOFTMAX       weight / sum of the weights, weight = exp((x - max x) / temperature); at an infinite temperature all
+//                 finite logits have the same weight
 //   TOP_K_RENORM  the k largest probabilities / their sum, 0 elsewhere
 //   TOP_P_RENORM  the fewest largest probabilities with the share top_p of the row's sum / their sum, 0 elsewhere
 //   TOP_K_MASK    the k largest logits, -inf elsewhere
 //
-// Ties go to the lower id. Rows with nothing to normalize become 0, rows with NaN become NaN; with TOP_K_MASK both stay
-// as they are.
+// Ties go to the lower id. A row without weight becomes 0, a row with NaN becomes NaN; TOP_K_MASK leaves both as is.
 //
-// Grid: CLUSTER blocks per row, which share it as row.cuh says.
+// Grid: CLUSTER blocks per row; row.cuh describes how they share it.
 //
-// Speed of light: memory, each value read once and written once; what shared memory does not hold is read again from
-// L2. On an H200 the softmax of 256 rows of 128256 float32 takes 90 us, 68% of the bandwidth of a copy; top-k takes 125
-// us. For one row the bound is latency: 7 us for the softmax. So it is for top-p, whose search is a chain of passes,
-// each with a barrier of the cluster: 51 us for one row, 525 us for 256.
+// Speed of light: memory; each value is read once and written once. Values that do not fit in shared memory are read
+// again from L2. On an H200 the softmax of 256 rows of 128256 float32 takes 90 us, 68% of a copy's bandwidth, and top-k
+// takes 125 us. The bound of a single row is latency: the softmax takes 7 us. Latency also bounds top-p, whose search
+// is a chain of passes with a cluster barrier each: 51 us for 1 row, 525 us for 256 rows.
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "sampling/first_pass.cuh"
@@ -45,20 +44,20 @@ template <typename T> struct OutOf<T, SOFTMAX> {
 struct RenormalizeParams {
     const void* values;      // [rows, vocab] T
     void* out;               // [rows, vocab] T; float32 for SOFTMAX
-    const void* temperature; // [rows], or null for the scalar; so are top_p and top_k
+    const void* temperature; // [rows], or null for the scalar; top_p and top_k likewise
     const void* top_p;
     const void* top_k;
     long long row_stride;
     int vocab, scalar_top_k;
     Layout layout;
-    int wide;     // the array holds int64, not int32
-    int integral; // the array of floats holds integers, not float32
+    int wide;     // the array holds int64, else int32
+    int integral; // the array of floats holds integers, else float32
     int single;   // the array holds one number for all rows
     float scalar_temperature, scalar_top_p;
 };
 
-// Find what becomes of a row. A token gets weight * factor * inverse if the bound keeps it, otherwise 0. In a row that
-// is not valid all tokens get `inverse`.
+// Find how to transform a row. In a valid row, a token gets weight * factor * inverse if the bound keeps it, else 0. In
+// an invalid row all tokens get `inverse`.
 template <Mode MODE, typename Row>
 __device__ __forceinline__ void find_norm(const Row& x, int vocab, long long top_k, float top_p, bool& valid,
                                           Bound& bound, float& factor, float& inverse) {
@@ -76,7 +75,7 @@ __device__ __forceinline__ void find_norm(const Row& x, int vocab, long long top
         if (MODE == TOP_P_RENORM && top_p < 1) found = bound_by_search<Row, false>(found.passes, top_p * sum);
         bound = found.bound;
         if (bound.value > -CUDART_INF_F && MODE != TOP_K_MASK) sum = mass<Row>(found.passes, bound);
-        // The reciprocal of the smallest sums is no float, that of the sum times `factor` is.
+        // 1 / sum overflows for the smallest sums; 1 / (sum * factor) does not.
         if (Row::IS_PROBS && sum < 0x1p-100f) factor = 0x1p100f;
         inverse = 1 / (sum * factor);
     } else if (MODE != TOP_K_MASK) {
@@ -102,7 +101,7 @@ __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(32 * MAX_WARPS, 2)
         const auto number = [&](const void* array, float scalar) {
             return array ? float_at(array, params.integral, params.wide, at) : scalar;
         };
-        // What a mode does not use costs no registers.
+        // Parameters that a mode does not use are constants and cost no registers.
         float scale = BEST_ALONE, top_p = 1;
         long long top_k = params.vocab;
         if constexpr (MODE == SOFTMAX) scale = scale_of(number(params.temperature, params.scalar_temperature));
@@ -132,7 +131,7 @@ __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(32 * MAX_WARPS, 2)
             x.for_each(local, [&](int id, float value, int c) {
                 const bool kept = keeps(bound, value, id);
                 if (MODE == TOP_K_MASK)
-                    // The passes see +inf as the largest float; the result has it again.
+                    // The passes see +inf as the largest float, so read it again from memory.
                     y[c] = !(kept || !valid) ? -CUDART_INF_F : value == LARGEST_FLOAT ? x.at_memory(id) : value;
                 else if (valid)
                     y[c] = kept ? x.weight(value) * factor * inverse : 0.f;

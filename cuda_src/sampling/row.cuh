@@ -1,13 +1,14 @@
-// A row of logits or probabilities as a cluster of blocks holds it: which values a thread reads, from where, and how
-// the blocks tell each other what they found.
+// Hold a row of logits or probabilities in a cluster of blocks: which values a thread reads, from where, and how the
+// blocks exchange results.
 //
-// The vocabulary is cut into tiles of TILE ids, which are shared out to the blocks of the cluster and there to the
-// warps. A warp reads a tile: lane l holds in tile t the group of 32 ids {1024 t + 128 j + 4 l + c : j < 8, c < 4},
-// which it alone reads, first from global memory and then from shared memory, as far as that holds the row.
+// The vocabulary is cut into tiles of TILE ids. Tiles are distributed over the blocks of the cluster, and within a
+// block over the warps. Lane l of a warp reads the group of 32 ids {1024 t + 128 j + 4 l + c : j < 8, c < 4} of tile t.
+// No other thread reads this group. The first pass reads from global memory; later passes read from shared memory if
+// the tile is cached there.
 //
-// What a pass over the row finds, such as a sum, a warp writes into a slot per tile, in the shared memory of every
-// block of the cluster. After a barrier each warp adds up all slots of its own block, always in the same order: nobody
-// has to hand the result out, and all get the same bits.
+// A pass computes a result per tile, such as a sum. The warp writes the result into the tile's slot in the shared
+// memory of every block of the cluster. After a barrier each warp reduces all slots of its own block in the same order.
+// So all warps get the same bits without a broadcast.
 #pragma once
 #include "common/cluster.cuh"
 #include "common/warp.cuh"
@@ -15,17 +16,17 @@
 
 constexpr int TILE = 1024;
 constexpr int MIN_WARPS = 6, MAX_WARPS = 16;
-constexpr int MAX_TOPS = 256;  // largest values of parts of tiles, of a whole row
-constexpr int CAPACITY = 192;  // candidates that can be ranked, one by a thread
-constexpr int MAX_LISTED = 96; // the largest k that is looked for among candidates
+constexpr int MAX_TOPS = 256;  // largest values of parts of tiles, per row
+constexpr int CAPACITY = 192;  // candidates that can be ranked, one per thread
+constexpr int MAX_LISTED = 96; // the largest k that is searched among candidates
 
-// The sizes that the host lays shared memory out by.
+// Sizes that determine the host's layout of shared memory.
 struct Layout {
     int tiles; // of the row
     int tiles_per_block;
-    int cached_tiles;  // of a block, in shared memory; the others are read again
+    int cached_tiles;  // of a block, in shared memory; other tiles are read again from global memory
     int tops_per_tile; // a power of two
-    int topped_tiles;  // of a block, the first ones: those whose lanes' largest values are kept
+    int topped_tiles;  // of a block, from its first tile on: tiles with a stored maximum per lane
 };
 
 template <typename T> struct VectorOf {
@@ -37,8 +38,8 @@ template <> struct VectorOf<float> {
 
 template <bool PROBS> __device__ __forceinline__ float combine(float x, float y) { return PROBS ? x - y : x + y; }
 
-// The four values from `id` on, where they cannot be read as a vector, or are combined with those of another row.
-// Values behind the end of the row weigh nothing. Not inlined: it would be compiled dozens of times.
+// Return the four values from `id` on, if they cannot be loaded as a vector or must be combined with another row.
+// Values past the end of the row have weight 0. Not inlined, because it would be compiled dozens of times.
 template <typename T, bool PROBS>
 __device__ __noinline__ float4 slow_four(const T* values, const T* second, int vocab, int id) {
     float x[4];
@@ -50,7 +51,7 @@ __device__ __noinline__ float4 slow_four(const T* values, const T* second, int v
     return make_float4(x[0], x[1], x[2], x[3]);
 }
 
-// A row in float32, of probabilities (PROBS) or logits. The passes over it are in the files that include this one.
+// A row in float32, of probabilities (PROBS) or logits. The passes over a row are in the files that include this file.
 template <typename T, bool PROBS, int CLUSTER> struct Row {
     using Vector = typename VectorOf<T>::type;
     static constexpr bool IS_PROBS = PROBS;
@@ -68,8 +69,8 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
     float4* cache;               // [cached_tiles, 8, 32]
     uint4* slots;                // [2, tiles]
     unsigned long long* list;    // [CAPACITY]
-    float* lane_tops;            // [topped_tiles, 32], the largest values of the groups
-    float* tops;                 // [tiles, tops_per_tile], the largest values of parts of all tiles
+    float* lane_tops;            // [topped_tiles, 32], the maximum of each group
+    float* tops;                 // [tiles, tops_per_tile], the maxima of parts of all tiles
     int* list_size;
     float top; // the largest value, after `find_top`
 
@@ -85,7 +86,7 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
         tops = lane_tops + layout.topped_tiles * 32;
     }
 
-    // The shared memory that it takes.
+    // Return the bytes of shared memory of a row.
     static constexpr int bytes(int tiles, int cached_tiles, int topped_tiles, int tops_per_tile) {
         return cached_tiles * TILE * 4 + 2 * tiles * 16 + CAPACITY * 8 +
                (topped_tiles * 32 + tiles * tops_per_tile) * 4;
@@ -93,12 +94,12 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
 
     // --- reading --------------------------------------------------------------------------------------
 
-    // The e-th id of a lane's group.
+    // Return the e-th id of a lane's group.
     __device__ __forceinline__ int id_of(int tile, int in_lane, int e) const {
         return tile * TILE + 128 * (e / 4) + 4 * in_lane + e % 4;
     }
 
-    // Whether all of a tile's values can be read as vectors.
+    // Return whether all values of a tile can be loaded as vectors.
     __device__ __forceinline__ bool whole(const T* from, int tile) const {
         return reinterpret_cast<unsigned long long>(from) % sizeof(Vector) == 0 && (tile + 1) * TILE <= vocab;
     }
@@ -108,8 +109,7 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
         return make_float4(to_float(x[0]), to_float(x[1]), to_float(x[2]), to_float(x[3]));
     }
 
-    // Logits up to the largest float: a difference of infinities would be NaN. Probabilities from 0 on: what is
-    // negative weighs nothing.
+    // Clamp logits to the largest float, as inf - inf would be NaN. Clamp negative probabilities to 0.
     __device__ __forceinline__ float limit(float x) const {
         return PROBS ? max_or_nan(x, 0.f) : min_or_nan(x, LARGEST_FLOAT);
     }
@@ -122,10 +122,10 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
         return max_or_nan(max_or_nan(x.x, x.y), max_or_nan(x.z, x.w));
     }
 
-    // A value as it lies in global memory.
+    // Return the value as stored in global memory.
     __device__ __forceinline__ float at_memory(int id) const { return to_float(values[id]); }
 
-    // A value as the passes see it.
+    // Return the value as the passes use it.
     __device__ __forceinline__ float at(int id) const {
         const float x = at_memory(id);
         return limit(second ? combine<PROBS>(x, to_float(second[id])) : x);
@@ -135,12 +135,12 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
         return limit(slow_four<T, PROBS>(values, second, vocab, id));
     }
 
-    // Call take(id, value, c) for the values of this lane's group of a tile; c is the value's place in its four.
+    // Call take(id, value, c) for the values of this lane's group of a tile; c is the index in a vector of four.
     template <typename Take> __device__ __forceinline__ void for_each(int local, Take take) const {
         const int tile = first_tile + local;
         const int first = id_of(tile, lane, 0);
         const bool fast = whole(values, tile) && !second;
-        // In two halves: 32 values at once would fill the registers.
+        // Process two halves: 32 values at once would use too many registers.
 #pragma unroll 1
         for (int half = 0; half < 8; half += 4) {
             float4 four[4];
@@ -169,33 +169,33 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
 
     // --- weights --------------------------------------------------------------------------------------
 
-    // log2 of the weight of a value relative to a reference, which must be finite. Half of a difference of finite logits
-    // does not overflow, and has the bits of the whole one.
+    // Return log2 of the weight of x relative to `reference`, which must be finite. Half of a difference of finite
+    // logits cannot overflow, and halving is exact.
     __device__ __forceinline__ float distance(float x, float reference) const {
         return fmaf(x, 0.5f, -0.5f * reference) * scale;
     }
 
-    // exp of a value's distance from a reference. A probability stays.
+    // Return the weight of x relative to `reference`. A probability is its own weight.
     __device__ __forceinline__ float relative(float x, float reference) const {
         return PROBS ? x : fast_exp2(distance(x, reference));
     }
 
     __device__ __forceinline__ float weight(float x) const { return relative(x, top); }
 
-    // Probabilities may be so small that fast_log2 would take them for 0.
+    // fast_log2 flushes subnormal probabilities to 0, so use __log2f for probabilities.
     __device__ __forceinline__ float log2_of(float x) const { return PROBS ? __log2f(x) : fast_log2(x); }
 
-    // log2 of the factor from a weight relative to `from` to the same relative to `to`.
+    // Return log2 of the factor that converts a weight relative to `from` into a weight relative to `to`.
     __device__ __forceinline__ float shift(float from, float to) const { return PROBS ? 0.f : distance(from, to); }
 
-    // Whether there is something to draw, and no NaN; once `top` is known.
+    // Return whether the row has a token to draw and no NaN. `top` must be known.
     __device__ __forceinline__ bool valid() const {
         return PROBS ? top > 0 && top <= LARGEST_FLOAT : top >= -LARGEST_FLOAT;
     }
 
     // --- candidates -----------------------------------------------------------------------------------
 
-    // By one thread: the list is empty.
+    // Empty the list. Done by thread 0.
     __device__ __forceinline__ void clear_list() {
         if (threadIdx.x == 0) *list_size = 0;
     }
@@ -205,20 +205,20 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
         return {from_sortable(unsigned(found >> 32)), int(~unsigned(found))};
     }
 
-    // Whether the k best are looked for among candidates. It is the same for all variants: the two ways round their
-    // sums differently.
+    // Return whether the k best tokens are searched among candidates. All variants decide alike, because the two paths
+    // round their sums differently.
     __device__ __forceinline__ bool lists(int k) const {
         return k <= MAX_LISTED && 2 * k <= layout.tiles * layout.tops_per_tile;
     }
 
     // --- slots ----------------------------------------------------------------------------------------
 
-    // Leave what a pass has found in a tile, in every block. All lanes must have it.
+    // Store a tile's result in its slot in every block. All lanes must hold the result.
     __device__ __forceinline__ void leave(int tile, uint4 found) {
         if (lane < CLUSTER) dsmem_store<CLUSTER>(lane, &slots[turn * layout.tiles + tile], found);
     }
 
-    // Wait for the slots of a pass. The next pass writes the others: a slow block may still read these.
+    // Wait for this pass's slots. The next pass writes the other half, as a slow block may still read this half.
     __device__ __forceinline__ const uint4* slots_of_pass() {
         cluster_sync<CLUSTER>();
         const uint4* read = slots + turn * layout.tiles;
@@ -226,7 +226,7 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
         return read;
     }
 
-    // An upper bound of the values of this lane's group.
+    // Return an upper bound of the values of this lane's group.
     __device__ __forceinline__ float lane_top(int local) const {
         return local < layout.topped_tiles ? lane_tops[local * 32 + lane] : CUDART_INF_F;
     }

@@ -1,31 +1,31 @@
-// Draw a token from each row of logits or probabilities, of those that top-k, top-p and min-p leave.
+// Draw a token from each row of logits or probabilities, among the tokens that top-k, top-p and min-p keep.
 //
-//   weight(i) = exp((x[i] - max x) / temperature)        of logits; all finite ones weigh 1 at an infinite temperature
-//   weight(i) = max(x[i], 0)                             of probabilities
+//   weight(i) = exp((x[i] - max x) / temperature)        for logits; 1 for all finite logits at an infinite temperature
+//   weight(i) = max(x[i], 0)                             for probabilities
 //   kept      = a prefix of the tokens in order of x, largest first, ties by the lower id
 //   token     = i with probability weight(i) / sum of the kept weights
 //
-// The draw has two steps, so that it needs few random numbers and no running sums over the row. The vocabulary is cut
-// into groups of 32 ids. First the groups race: group g, whose kept weights sum to W[g], arrives after an exponentially
-// distributed time of rate W[g], so the first is g with probability W[g] / sum W (the Gumbel-max trick, for groups).
-// Then one of its ids is drawn by its share. Both random numbers come from Philox at (seed, offset, round, g), and where
-// all rows have one seed the index of the row, so that the token depends on nothing else, and on no order of execution.
+// The draw has two steps, so it needs few random numbers and no prefix sums over the row. The vocabulary is cut into
+// groups of 32 ids. First the groups race: group g, whose kept weights sum to W[g], arrives after an exponentially
+// distributed time of rate W[g]. So g arrives first with probability W[g] / sum W (the Gumbel-max trick, for groups).
+// Then one id of the winner is drawn by its share. Both random numbers come from Philox at (seed, offset, round, g),
+// plus the index of the row if all rows have one seed. So the token does not depend on the order of execution.
 //
-// Top-p is drawn by rejection (as in FlashInfer, but with the race): a drawn token is taken if the tokens before it, in
-// order, have less than the share top_p of the sum; otherwise it and all behind it are dropped, and the draw is
-// repeated. That gives the distribution over the kept set without a search for its bound, in at most 1 + ln(1 / top_p)
-// rounds on average.
+// Top-p is drawn by rejection (as in FlashInfer, but with the race). A drawn token is accepted if the tokens before it
+// in the order have less than the share top_p of the sum. Otherwise the token and all tokens after it are dropped, and
+// the draw is repeated. This gives the distribution over the kept set without a search for its bound, in at most 1 +
+// ln(1 / top_p) rounds on average.
 //
-// With drafts the kernel verifies a chain of draft tokens first (speculative sampling), and draws from the row of the
-// first one that is refused.
+// With drafts (speculative sampling), the kernel first verifies a chain of draft tokens, and then draws from the row of
+// the first refused draft.
 //
-// Grid: CLUSTER blocks per row, which share it as row.cuh says. PROBS: rows of probabilities, otherwise of logits.
+// Grid: CLUSTER blocks per row; row.cuh describes how they share it. PROBS: rows of probabilities, else logits.
 //
-// Speed of light: memory, each value read once; filters read again, from L2, what shared memory does not hold. On an
-// H200 256 rows of 128256 float32 logits take 50 us without filters, 61% of the bandwidth of a copy, and 80 us with
-// top-k 40 and top-p 0.9. For one row the bound is latency, of the load, the barriers of the cluster and the draw: 6.9
-// us, and 12.5 us with these filters. The next kernel's clusters may take their places when a row is read, not before:
-// then 64 rows take 16.2 us, which took 16.8.
+// Speed of light: memory; each value is read once. Filters read values that do not fit in shared memory again, from L2.
+// On an H200, 256 rows of 128256 float32 logits take 50 us without filters, 61% of a copy's bandwidth, and 80 us with
+// top-k 40 and top-p 0.9. The bound of a single row is latency: the load, the cluster barriers and the draw take 6.9
+// us, or 12.5 us with these filters. The kernel triggers the next grid only after a row is read: 64 rows then take 16.2
+// us, against 16.8 us with a trigger at the start.
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "sampling/draw_listed.cuh"
@@ -33,24 +33,24 @@
 #include "sampling/params.cuh"
 #include "sampling/search.cuh"
 
-// The bits of the parameters in SampleParams::wide (an array of int64, not int32), ::integral (an array of integers, not
-// float32) and ::single (one number for all rows).
+// Bits of the parameters in SampleParams::wide (the array is int64, else int32), ::integral (the array holds integers,
+// else float32) and ::single (one number for all rows).
 enum Parameter { TOP_K = 1, SEED = 2, OFFSET = 4, TEMPERATURE = 8, TOP_P = 16, MIN_P = 32 };
-constexpr int INDICES = 64; // in `wide` alone: of the indices and of the ids
+constexpr int INDICES = 64; // in `wide` only: the indices and the ids are int64
 
 struct SampleParams {
     const void* values;      // [rows, vocab] T: logits, or probabilities
-    const void* second;      // the bias [vocab] T of logits; draft probabilities [batch, drafts, vocab] T; or null
+    const void* second;      // bias [vocab] T of logits; or draft probabilities [batch, drafts, vocab] T; or null
     void* ids;               // [batch] int, or long long if the indices are; with drafts [batch, drafts + 1] int
     unsigned char* valid;    // [batch] bool, or null
     float* logprobs;         // [batch], or null
-    const void* temperature; // [batch], or null for the scalar below; so are the parameters up to `offset`
+    const void* temperature; // [batch], or null for the scalar below; the same for top_p .. offset
     const void* top_p;
     const void* min_p;
     const void* top_k;
     const void* seed;
     const void* offset;
-    const void* indices;     // [batch]: the row of each, or null
+    const void* indices;     // [batch]: the row of each sequence, or null
     unsigned char* finished; // [batch] bool, or null
     int* sequence_length;    // [batch], or null
     const int* draft_ids;    // [batch, drafts], or null
@@ -58,13 +58,13 @@ struct SampleParams {
     int* emitted;            // [batch]
     long long row_stride;
     unsigned long long scalar_seed, scalar_offset;
-    int by_place; // all rows have one seed, so the index of a row enters its draw
+    int by_place; // all rows have one seed, so the row's index enters the draw
     int rows, vocab, scalar_top_k, end_id, drafts;
     Layout layout;
     int wide;
     int integral;
     int single;
-    int joint; // top_p is a share of the sum of the whole row, not of what top-k keeps
+    int joint; // top_p is a share of the sum of the whole row, else of the tokens that top-k keeps
     float scalar_temperature, scalar_top_p, scalar_min_p;
 };
 
@@ -73,7 +73,7 @@ struct Request {
     Stream stream;
     float scale, top_p, min_p; // scale: 2 log2(e) / temperature
     int top_k;
-    bool greedy; // the best token
+    bool greedy; // take the best token
 };
 
 template <bool PROBS> __device__ __forceinline__ Request request_of(const SampleParams& params, int i) {
@@ -94,7 +94,7 @@ template <bool PROBS> __device__ __forceinline__ Request request_of(const Sample
     request.top_k = k < 1 || k > params.vocab ? params.vocab : k;
     request.scale = PROBS ? 1.f : scale_of(temperature);
     request.greedy = request.top_k == 1 || (!PROBS && request.scale == BEST_ALONE);
-    // All finite logits are as probable as the best.
+    // At this scale all finite logits are as probable as the best, so min-p keeps them all.
     if (!PROBS && request.scale == ALL_ALIKE) request.min_p = 0;
     return request;
 }
@@ -106,15 +106,15 @@ __device__ __forceinline__ void write_id(const SampleParams& params, long long a
         static_cast<int*>(params.ids)[at] = id;
 }
 
-// Write the results of a sequence that was finished before; by one thread.
+// Write the results of a sequence that had already finished. Run by one thread.
 __device__ __forceinline__ void write_finished(const SampleParams& params, int i) {
     write_id(params, i, params.end_id);
     if (params.valid) params.valid[i] = true;
     if (params.logprobs) params.logprobs[i] = 0;
 }
 
-// Write the results of a row, by one thread: the drawn id, whose place in the ids is `drawn_at`, and its
-// log-probability from its value and the sum of all weights of the row.
+// Write the results of a row: the drawn id at index `drawn_at` of the ids, and its log-probability from its value and
+// the sum of all weights of the row. Run by one thread.
 template <bool PROBS, typename Row>
 __device__ __forceinline__ void write_result(const SampleParams& params, int i, long long drawn_at, const Row& x,
                                              int id, float value, float sum) {
@@ -130,9 +130,9 @@ __device__ __forceinline__ void write_result(const SampleParams& params, int i, 
 
 // --- speculative sampling ---------------------------------------------------------------------------------
 
-// Find the first draft that is refused, `drafts` if none is, and how many are accepted, each for itself. A draft is
-// accepted with probability min(1, target / draft) of its token. Each warp goes through all drafts, so no barrier is
-// needed.
+// Test each draft on its own: accept it with probability min(1, target / draft) of its token. `refused`: the first
+// refused draft, or `drafts` if there is none. `accepted`: the number of accepted drafts. Each warp tests all drafts,
+// so no barrier is needed.
 template <typename T>
 __device__ __forceinline__ void verify_drafts(const SampleParams& params, int i, Stream stream, int& refused,
                                               int& accepted) {
@@ -156,7 +156,7 @@ __device__ __forceinline__ void verify_drafts(const SampleParams& params, int i,
     }
 }
 
-// Write the ids of a row but for the one that is drawn, at `refused`; by one block.
+// Write all ids of a row except the drawn id at index `refused`. Run by one block.
 __device__ __forceinline__ void write_drafts(const SampleParams& params, int i, int refused, int accepted) {
     for (int n = threadIdx.x; n <= params.drafts; n += blockDim.x)
         if (n != refused)
@@ -167,9 +167,8 @@ __device__ __forceinline__ void write_drafts(const SampleParams& params, int i, 
 
 // --- the draw ---------------------------------------------------------------------------------------------
 
-// Draw a token of what top-k, top-p and min-p leave, by rounds over the row. `done` is false before and true after.
-// Min-p keeps the values from `min_p_value` on. `winner` is the group that wins the first round if nothing is filtered
-// before it.
+// Draw a token among the tokens that top-k, top-p and min-p keep, by rounds over the row. `done` must be false on
+// entry. Min-p keeps values from `min_p_value` on. `winner`: the group that wins an unfiltered first round.
 template <bool PROBS, typename Row>
 __device__ __forceinline__ void draw_by_rounds(const SampleParams& params, const Request& request, const Row& x,
                                                float min_p_value, int winner, int passes, Bound& drawn, bool& done) {
@@ -180,10 +179,10 @@ __device__ __forceinline__ void draw_by_rounds(const SampleParams& params, const
         const Search found = bound_by_search<Row, true>(passes, request.top_k);
         bound = found.bound, passes = found.passes;
     }
-    float of_sum = shared.sum; // what top_p is a share of
+    float of_sum = shared.sum; // top_p is a share of this sum
     if (top_p < 1 && !params.joint && bound.value > -CUDART_INF_F) of_sum = mass<Row>(passes++, bound);
     if (min_p_value > -CUDART_INF_F) bound = tighter(bound, {min_p_value, NO_ID});
-    // The best token alone reaches top_p.
+    // If the best token alone reaches top_p, take it.
     if (top_p < 1 && !(top_p * of_sum > (PROBS ? x.top : 1.f))) {
         drawn.id = best<Row>(passes++);
         done = true;
@@ -233,7 +232,7 @@ __device__ __forceinline__ void sample_filtered(const SampleParams& params, int 
     if (first_block && threadIdx.x == 0) write_result<PROBS>(params, i, drawn_at, x, drawn.id, drawn.value, shared.sum);
 }
 
-// Draw without filters, by one warp: a token of the group that won the race.
+// Draw without filters: a token of the group that won the race. Run by one warp.
 template <bool PROBS, typename Row>
 __device__ __forceinline__ void draw_unfiltered(const SampleParams& params, Stream stream, int i, long long drawn_at,
                                                 const Row& x, int winner, float sum) {
@@ -292,8 +291,7 @@ __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(32 * MAX_WARPS, 2)
                 x.top = find_top(x);
                 if (!listing || (params.joint && request.top_p < 1) || params.logprobs)
                     find_sum_and_winner(x, sum, winner);
-                // The target may be the draft but for rounding, so that nothing is left: then the target alone is drawn
-                // from.
+                // If rounding leaves no token with target > draft, draw from the target alone.
                 const bool again = PROBS && x.second && !x.valid();
                 if (plain && first_block && !again)
                     draw_unfiltered<PROBS>(params, request.stream, i, drawn_at, x, winner, sum);

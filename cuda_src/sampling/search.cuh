@@ -1,19 +1,20 @@
-// The search for the bound of a top-k or of a top-p: the last token, in the order of the row, that it keeps.
+// Search the bound of a top-k or top-p: the last token, in the order of the row, that the filter keeps.
 //
-// An interval of values is narrowed, by counting and adding up what is above two values in it with each pass, until its
-// tokens fit the list of candidates. Of few tokens top-k finds the bound in the list at once (top_k_bound).
+// Each pass counts and sums the tokens above two values inside an interval of values, and narrows the interval. The
+// search ends when the tokens of the interval fit the candidate list. For small k, top_k_bound finds the bound in the
+// list at once.
 #pragma once
 #include "sampling/candidates.cuh"
 #include "sampling/passes.cuh"
 
-// A bound, and the number of passes until it was found.
+// A bound, and the number of passes after the search.
 struct Search {
     Bound bound;
     int passes;
 };
 
-// The bound among `ties` tokens of one value, more than the list takes: a search for the id of the last that is kept.
-// `high_count` tokens, with weights of the sum `high_sum`, are above them.
+// Find the bound among `ties` tokens of equal value that overflow the list: search for the id of the last kept token.
+// `high_count` tokens lie above them, and their weights sum to `high_sum`.
 template <typename Row, bool BY_COUNT>
 __device__ __forceinline__ Search bound_of_ties(const Row& x, float value, int ties, int high_count, float high_sum,
                                                 int passes, float target) {
@@ -32,8 +33,8 @@ __device__ __forceinline__ Search bound_of_ties(const Row& x, float value, int t
     return {{value, first}, passes};
 }
 
-// The bound among the tokens in [low, high), which fit the list: the first by which the target is reached. `high_count`
-// tokens, with weights of the sum `high_sum`, are above them.
+// Find the bound among the tokens in [low, high), which fit the list: the first token at which the count or the sum
+// reaches the target. `high_count` tokens lie above them, and their weights sum to `high_sum`.
 template <typename Row, bool BY_COUNT>
 __device__ __forceinline__ Search bound_of_list(Row& x, float low, float high, int high_count, float high_sum,
                                                 int passes, float target) {
@@ -53,10 +54,10 @@ __device__ __forceinline__ Search bound_of_list(Row& x, float low, float high, i
     return {x.bound_at(size - 1), passes};
 }
 
-// The bound of the shortest prefix whose count (BY_COUNT) or whose sum of weights reaches `target`.
+// Find the bound of the shortest prefix whose count (BY_COUNT) or sum of weights reaches `target`.
 template <typename Row, bool BY_COUNT> __device__ __noinline__ Search bound_by_search(int passes, float target) {
     Row x = recall<Row>(0);
-    // What is at or above the low key reaches the target, what is at or above the high key does not.
+    // Invariant: the tokens from the low key up reach the target; the tokens from the high key up do not.
     unsigned low = sortable(Row::LEAST), high = sortable(x.top) + 1;
     const Bound all = {from_sortable(low), NO_ID};
     const Tally below = tally<Row>(passes++, all, all);
@@ -87,7 +88,7 @@ template <typename Row, bool BY_COUNT> __device__ __noinline__ Search bound_by_s
     return bound_of_list<Row, BY_COUNT>(x, value, from_sortable(high), high_count, high_sum, passes, target);
 }
 
-// The bound of the k largest, found in the list where there is room for it.
+// Find the bound of the k largest tokens, in the list if they fit there.
 template <typename Row> __device__ __forceinline__ Search top_k_bound(int passes, int k) {
     if (stored<Row>().lists(k)) {
         const float low = reached_by(recall<Row>(0), k);
@@ -95,7 +96,7 @@ template <typename Row> __device__ __forceinline__ Search top_k_bound(int passes
         if (size <= CAPACITY) {
             Row x = recall<Row>(0);
             sort_list(x, size);
-            // As a conditional expression this crashes NVRTC 13.0.
+            // A conditional expression here crashes NVRTC 13.0.
             Bound bound = {low, NO_ID};
             if (k <= size) bound = x.bound_at(k - 1);
             return {bound, passes};
