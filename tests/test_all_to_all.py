@@ -24,6 +24,7 @@ import cukern
 from cukern import AllToAllError, AllToAllState
 from cukern.commands import resources
 from cukern.ops import all_to_all as op
+from cukern.ops.all_to_all import layout as layouts
 from cukern.ops.all_to_all import memory as parts
 from cukern.reference import all_to_all as twin
 from cukern.reference.quantization import per_token_group_quant_fp8
@@ -1142,7 +1143,8 @@ def test_the_constants_of_twin_and_template_agree() -> None:
     assert {name: constants[name] for name in names} == {name: getattr(twin, name) for name in names}
     combine = template.constants("all_to_all/combine")
     assert {name: combine[name] for name in names[:-1]} == {name: getattr(twin, name) for name in names[:-1]}
-    assert tuple(constants[x] for x in ("MAX_RANKS", "SEND", "RECEIVE")) == (parts.MAX_RANKS, parts.SEND, parts.RECEIVE)
+    shared = "MAX_RANKS", "SEND", "RECEIVE"
+    assert {name: constants[name] for name in shared} == {name: getattr(layouts, name) for name in shared}
     failure = template.struct_named("all_to_all/dispatch", "Failure")
     assert failure.size == 16 and [*failure.fields] == ["code", "rank", "phase", "step"]
     assert parts._PHASES == ("dispatch", "combine") and (twin.DISPATCH, twin.COMBINE) == (0, 1)
@@ -1150,8 +1152,8 @@ def test_the_constants_of_twin_and_template_agree() -> None:
 
 def test_the_parts_of_a_window_do_not_overlap() -> None:
     for ranks, apart in itertools.product((1, 2, 16), (False, True)):
-        sizes = parts.Sizes.checked(ranks, 5, 272, 3, 16, apart, 1.0, None)
-        layout = parts.Layout.of(sizes, ranks)
+        sizes = layouts.Sizes.checked(ranks, 5, 272, 3, 16, apart, 1.0, None)
+        layout = layouts.Layout.of(sizes, ranks)
         places = ranks * 5
         back = 5 * (max(ranks, 3) if apart else ranks)
         bytes_of = {"rows": places * 272 * 2, "scales": places * 3 * 4, "ids": places * 12, "weights": places * 12}
@@ -1174,9 +1176,9 @@ def a_link(ranks: int = 4, sharing: int = 1, max_tokens: int = 5000, **sizes: An
         "expert_rank": None,
         **sizes,
     }
-    checked = parts.Sizes.checked(ranks, max_tokens, **given)
+    checked = layouts.Sizes.checked(ranks, max_tokens, **given)
     addresses = tuple(2**30 * (rank + 1) for rank in range(ranks))
-    layout = parts.Layout.of(checked, ranks)
+    layout = layouts.Layout.of(checked, ranks)
     return parts.Link(0, 2 % ranks, ranks, addresses, 64, 128, 0, sharing, checked, layout, None)
 
 
@@ -1201,7 +1203,7 @@ def test_the_kernels_are_given_the_places_of_the_buffer(pretended: PretendedGPU)
             of[1] for of in (link.layout.rows, link.layout.scales, link.layout.ids, link.layout.weights)
         ]
         ranks = fields["ranks"]
-        assert ranks["windows"] == [*link.windows, *[0] * (parts.MAX_RANKS - 4)]
+        assert ranks["windows"] == [*link.windows, *[0] * (layouts.MAX_RANKS - 4)]
         assert (ranks["progress"], ranks["failure"], ranks["rank_of"]) == (64, 128, 0)
         assert (ranks["rank"], ranks["ranks"], ranks["patience"]) == (2, 4, 2_500_000_000)
         assert (ranks["experts"], ranks["experts_per_rank"]) == (64, 16)
@@ -1218,7 +1220,7 @@ def of_registers(file: str, arguments: tuple[str | int, ...]) -> int:
 
 @pytest.mark.parametrize("sharing", [1, 2, 8])
 @pytest.mark.parametrize("tokens", [0, 1, 200, 5000])
-@pytest.mark.parametrize("phases", [parts.SEND, parts.RECEIVE, parts.SEND | parts.RECEIVE])
+@pytest.mark.parametrize("phases", [layouts.SEND, layouts.RECEIVE, layouts.SEND | layouts.RECEIVE])
 def test_all_blocks_are_resident_beside_those_of_the_ranks_that_share_the_gpu(
     sharing: int, tokens: int, phases: int
 ) -> None:
@@ -1230,7 +1232,7 @@ def test_all_blocks_are_resident_beside_those_of_the_ranks_that_share_the_gpu(
             most = of_registers(file, step.variant.instance.arguments) * H200.multiprocessors
             assert 1 <= step.grid[0] <= most // sharing
         # A call that receives counts itself, whether it has tokens or not.
-        assert len(trace.steps) == 1 or phases == parts.SEND
+        assert len(trace.steps) == 1 or phases == layouts.SEND
 
 
 def test_some_blocks_send_on_the_smallest_part_of_a_gpu() -> None:
@@ -1247,7 +1249,7 @@ def test_the_reasons_for_a_launch() -> None:
     assert sent.why.startswith("send and receive in one launch, ") and "a block for each of 5 tokens" in sent.why
     assert "(that run at once, shared by the 2 ranks of the GPU)" in sent.why
     assert f"; {summed.fields['senders']} blocks send and " in summed.why
-    assert f"units a thread ({parts.MANY_UNITS} from {parts.MANY_TOKENS + 1} tokens on)" in summed.why
+    assert f"units a thread ({layouts.MANY_UNITS} from {layouts.MANY_TOKENS + 1} tokens on)" in summed.why
 
 
 def test_a_launch_has_the_tokens_of_its_call() -> None:

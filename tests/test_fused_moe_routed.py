@@ -72,7 +72,7 @@ def test_one_token_after_two(rng: np.random.Generator, pretended: PretendedGPU) 
 
 
 def test_forms_have_rows_in_equal_parts() -> None:
-    assert [routed.form_for(k)[:2] for k in (8, 512, 768, 2048, 2880, 4096, 7168, 14336)] == [
+    assert [routed.tile_for(k)[:2] for k in (8, 512, 768, 2048, 2880, 4096, 7168, 14336)] == [
         (4, 1), (4, 2), (2, 3), (1, 8), (1, 6), (1, 8), (1, 7), (1, 8),
     ]  # fmt: skip
     assert [routed.slots_for(*x) for x in ((8, 128, 128), (2, 8, 8), (1, 4, 4), (8, 32, 256), (6, 64, 64))] == [

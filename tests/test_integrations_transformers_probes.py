@@ -164,7 +164,12 @@ def test_a_configuration_is_probed_once(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setitem(tiny_models.SIZES, name, size)
     model = tiny_models.tiny("deepseek_v3", "DeepseekV3Experts")
     probed: list[str] = []
-    owners = (_routers, "gate_of"), (_experts, "form_of"), (_norms, "_numbers_of"), (_products, "_activation_of")
+    owners = (
+        (_routers, "gate_of"),
+        (_experts, "match_activation"),
+        (_norms, "_numbers_of"),
+        (_products, "_activation_of"),
+    )
     for owner, name in owners:
         probe = getattr(owner, name)
         counted = lambda x, probe=probe, name=name: (probed.append(name), probe(x))[1]  # noqa: E731
@@ -175,7 +180,7 @@ def test_a_configuration_is_probed_once(monkeypatch: pytest.MonkeyPatch) -> None
         "experts": 5,
     }
     # Norms are of three widths. The dense perceptron has another width than the shared experts.
-    assert sorted(probed) == ["_activation_of"] * 2 + ["_numbers_of"] * 2 + ["form_of", "gate_of"]
+    assert sorted(probed) == ["_activation_of"] * 2 + ["_numbers_of"] * 2 + ["gate_of", "match_activation"]
 
 
 # --- routers by their formula ---------------------------------------------------------------------------
@@ -406,11 +411,11 @@ EXPERTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_experts_that_differ_in_one_regime_keep_their_activation(regime: str) -> None:
     model = tiny_models.tiny("qwen3_moe", "Qwen3MoeExperts")
     experts = next(filter(_experts.is_experts, model.modules()))
-    assert _experts.form_of(experts).activation == "silu"
+    assert _experts.match_activation(experts).activation == "silu"
     experts.act_fn = Activation(EXPERTS[regime])
-    form = _experts.form_of(experts)
-    assert form.activation is None
-    assert str(form).endswith(f"around the activation of the model, which differs from silu for {regime}")
+    matched = _experts.match_activation(experts)
+    assert matched.activation is None
+    assert str(matched).endswith(f"around the activation of the model, which differs from silu for {regime}")
 
 
 # --- rotary embedding -----------------------------------------------------------------------------------
@@ -431,16 +436,16 @@ def _rotary_function(change: Callable[[torch.Tensor], torch.Tensor | float], bac
 
 def test_a_rotation_says_whether_it_takes_angles_in_float32() -> None:
     for back in (False, True):
-        form, why_not = _rotary._form_of(_rotary_function(lambda x: 1.0, back))
-        assert form == ("half", 2, back) and not why_not
+        formula, why_not = _rotary._formula_of(_rotary_function(lambda x: 1.0, back))
+        assert formula == ("half", 2, back) and not why_not
 
 
 def test_angles_in_float32_keep_the_dtype_of_the_function() -> None:
     function = _rotary_function(lambda x: 1.0)
-    form, _ = _rotary._form_of(function)
-    assert form is not None
+    formula, _ = _rotary._formula_of(function)
+    assert formula is not None
     q, k, angles = torch.randn(1, 2, 3, 16).bfloat16(), torch.randn(1, 1, 3, 16).bfloat16(), torch.randn(1, 3, 16)
-    assert [x.dtype for x in _rotary._in_place(function, form)(q, k, angles, angles)] == [torch.float32] * 2
+    assert [x.dtype for x in _rotary._in_place(function, formula)(q, k, angles, angles)] == [torch.float32] * 2
 
 
 @pytest.mark.parametrize(
@@ -454,4 +459,4 @@ def test_angles_in_float32_keep_the_dtype_of_the_function() -> None:
 )
 def test_a_rotation_that_differs_in_one_regime_stays(regime: str, change: Any) -> None:
     said = f"differs from rotary_embedding, half, for {regime}"
-    assert _rotary._form_of(_rotary_function(change)) == (None, said)
+    assert _rotary._formula_of(_rotary_function(change)) == (None, said)

@@ -820,7 +820,7 @@ def forms() -> set[Any]:
     kinds = [((576, 512), False, False), ((576, 512), True, False), ((0, 0), False, False)]
     kinds += [((576, 512), True, True), ((512, 512), True, True)]
     return {
-        op.best_form("bfloat16", is_fp8, rows, of_head, most, has_extra)
+        op.best_mma_config("bfloat16", is_fp8, rows, of_head, most, has_extra)
         for of_head, is_fp8, has_extra in kinds
         for rows in (1, 16, 17, 32, 33, 64, 1000)
         for most in map(op.mma_shared_bytes, gpu.BY_ARCH.values())
@@ -832,7 +832,7 @@ def test_every_gpu_has_the_shared_memory() -> None:
     for most in map(op.mma_shared_bytes, gpu.BY_ARCH.values()):
         for rows in (16, 32, 64):
             for is_fp8 in (False, True):
-                assert op.best_form("bfloat16", is_fp8, rows, (576, 512), most).shared_bytes <= most
+                assert op.best_mma_config("bfloat16", is_fp8, rows, (576, 512), most).shared_bytes <= most
     kinds = {"bfloat16": "__nv_bfloat16"}
     lines = [
         f"static_assert(Form<{kinds[f.dtype]}, {', '.join(str(x).lower() for x in f[1:])}>::BYTES "

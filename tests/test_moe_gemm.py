@@ -24,6 +24,7 @@ from benchmarks import bench_moe_gemm, harness
 from cukern.commands import resources
 from cukern.ops import moe_gemm as op
 from cukern.ops.moe_gemm import kernels, stream_one
+from cukern.ops.moe_gemm.product import Product
 from cukern.reference import moe_gemm as twin
 from cukern.runtime import arrays, gpu, plan
 from cukern.runtime.activation import ACTIVATIONS, is_gated
@@ -781,8 +782,8 @@ def test_a_variant_that_is_not_there_is_refused(changes: dict[str, Any], variant
 @given(st.lists(st.integers(0, 600), min_size=1, max_size=50), st.integers(0, 20), st.sampled_from((16, 64, 128, 256)))
 def test_there_are_blocks_for_all_tiles(counts: list[int], spare: int, tile: int) -> None:
     needed = sum(-(-count // tile) for count in counts)
-    nothing: dict[str, Any] = dict.fromkeys(kernels.Product._fields)
-    x = kernels.Product(**{**nothing, "rows": sum(counts) + spare, "experts": len(counts)})
+    nothing: dict[str, Any] = dict.fromkeys(Product._fields)
+    x = Product(**{**nothing, "rows": sum(counts) + spare, "experts": len(counts)})
     assert needed <= x.tiles(tile) if x.rows else needed == 0
     assert x._replace(rows=max(counts), is_batched=True).tiles(tile) >= needed
 
@@ -1447,8 +1448,8 @@ def test_few_rows_of_one_expert_have_a_kernel(rows: int, changes: dict[str, Any]
 
 
 def test_a_row_is_under_way_at_once() -> None:
-    form = stream_one.form_for
-    assert [form(k) for k in (8, 1024, 1032, 2048, 2056, 4096, 20480)] == [
+    tile = stream_one.tile_for
+    assert [tile(k) for k in (8, 1024, 1032, 2048, 2056, 4096, 20480)] == [
         (2, 4, 1), (2, 4, 1), (2, 4, 2), (2, 4, 2), (1, 8, 2), (1, 8, 2), (1, 8, 2),
     ]  # fmt: skip
 

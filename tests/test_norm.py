@@ -433,7 +433,7 @@ def test_bad_input_is_refused(name: str, change: dict[str, Any], error: type[Exc
     st.integers(0, 2**24), st.booleans(), st.booleans(), st.sampled_from(DTYPES), st.sampled_from([0, *op.GROUPS])
 )  # fmt: skip
 def test_the_threads_of_a_row_cover_it(width: int, fixed: bool, wide: bool, dtype: str, group: int) -> None:
-    tile = op._tile(op._Form(dtype, dtype, group=group), width, fixed, wide)
+    tile = op._tile(op._Operation(dtype, dtype, group=group), width, fixed, wide)
     assert 1 <= tile.threads <= 1024 and tile.threads & (tile.threads - 1) == 0 and tile.items >= 1
     assert tile.threads * tile.items * twin.EACH >= width or tile.threads == twin.COLUMNS
     assert tile.threads * twin.EACH >= group
@@ -445,12 +445,12 @@ def test_the_models_widths_are_specialized() -> None:
     assert {*op._kernel.at_import} <= listed
     for width in (*op.SPECIALIZED, *op.SPECIALIZED_HEADS):
         for dtype in DTYPES:
-            assert op._variant(op._Form(dtype, dtype), width, True, True).instance in listed
-    assert op._variant(op._Form("bfloat16", "bfloat16", True), 7168, True, True).instance in op._kernel.at_import
+            assert op._variant(op._Operation(dtype, dtype), width, True, True).instance in listed
+    assert op._variant(op._Operation("bfloat16", "bfloat16", True), 7168, True, True).instance in op._kernel.at_import
     assert {*op._layer_kernel.at_import} <= {*op._layer_kernel.specialized}
     for width, dtype, add in itertools.product(op.SPECIALIZED_LAYER_NORM, DTYPES, (False, True)):
-        form = op._Form(dtype, dtype, add)
-        assert op._layer_variant(form, width, True, True).instance in op._layer_kernel.specialized
+        operation = op._Operation(dtype, dtype, add)
+        assert op._layer_variant(operation, width, True, True).instance in op._layer_kernel.specialized
 
 
 def planned(name: str, *args: Any, **options: Any) -> Any:

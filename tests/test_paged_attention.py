@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 import cukern
 import cukern.runtime.compile as compiler
 from cukern.ops import paged_attention as op
+from cukern.ops.paged_attention import checks
 from cukern.ops.paged_attention import choose as parts
 from cukern.reference import paged_attention as twin
 from cukern.runtime import arrays, gpu
@@ -1030,7 +1031,7 @@ class Sizes(NamedTuple):
 
 
 def plan(x: Sizes) -> parts.Deal:
-    sizes = parts.Sizes(x.seqs, x.query_tokens, x.heads, x.kv_heads, x.head_dim, 5000, x.block_size, x.max_blocks)
+    sizes = checks.Sizes(x.seqs, x.query_tokens, x.heads, x.kv_heads, x.head_dim, 5000, x.block_size, x.max_blocks)
     options = x.extras, x.split, False, x.aligned, x.variant
     return parts.deal(gpu.of_arch("90a"), parts.Request(x.dtype, x.cache, x.layout, sizes, *options))
 
@@ -1046,8 +1047,10 @@ def test_every_gpu_has_the_shared_memory() -> None:
                 for layout in LAYOUTS:
                     teams = (1, 2) if head_dim > 128 else (1, 2, 4)
                     for rows, team in ((8, 1), *((16, team) for team in teams)):
-                        form = parts.specialized_form("float16", cache, layout, head_dim, 16, team, False, dealt, rows)
-                        assert form.shared_bytes(rows * team) + form.static_bytes <= most << 10, form
+                        config = parts.specialized_config(
+                            "float16", cache, layout, head_dim, 16, team, False, dealt, rows
+                        )
+                        assert config.shared_bytes(rows * team) + config.static_bytes <= most << 10, config
 
 
 BF16, E5M2 = "__nv_bfloat16", "__nv_fp8_e5m2"

@@ -1155,8 +1155,8 @@ def test_a_launch_goes_to_its_device_and_comes_back(gpus: FakeGPUs) -> None:
     order += (0,)
     assert [(launch["function"], launch["device"]) for launch in gpus.launches] == [(100 + x, x) for x in order]
     assert [launch["stream"] for launch in gpus.launches] == [77 + x for x in order]
-    # Each device is set once: to set one back would make a context on one that is not used.
-    assert gpus.set_to == [1, 0]
+    # The context manager makes another device the current one; `setDevice` would leave it the current one.
+    assert gpus.set_to == [0]
     gpus.failing = True
     with pytest.raises(RuntimeError, match="launch failed"):
         plans[1].run([None], [None], [64])

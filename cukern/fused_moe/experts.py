@@ -1,9 +1,11 @@
-"""The experts: both products of a mixture-of-experts layer, with the activation between them.
+"""The experts: both grouped GEMMs of a mixture-of-experts layer, with the activation between them.
 
-Tokens of the standard format are sorted by expert first. With few rows for each expert, the products are bound by the
-weights' bytes and read the tokens where they are (gather), and products of 16 bits do so with many rows too, unless
-their results are wide. Otherwise the rows are copied into the order of the experts (permute), which other products
-need, or are faster with. One token in 16 bits is not sorted.
+Tokens in the standard format are first sorted by expert, except a single token in 16 bits (`routed_experts`). The first
+GEMM then gets its rows in one of two ways:
+
+- gather: the GEMM reads each token through an index. This is the choice for few rows per expert, where the bytes of
+  the weights bound the time. 16-bit GEMMs also gather many rows, unless `w1` has more than GATHERED_COLUMNS rows.
+- permute: a copy puts the rows into expert order first. All other cases permute.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from cukern.fused_moe.topk_weight_and_reduce import (
 )
 from cukern.ops.moe_gemm import moe_gemm, moe_gemm_batched, moe_gemm_quantized
 from cukern.ops.moe_gemm.fp8 import quantizes
-from cukern.ops.moe_gemm.kernels import STREAM_ROWS
+from cukern.ops.moe_gemm.product import STREAM_ROWS
 from cukern.ops.moe_gemm.routed import DTYPES as ROUTED_DTYPES
 from cukern.ops.moe_gemm.routed import fits, routed_experts
 from cukern.ops.moe_permute import moe_sort, moe_unpermute, permute_quantized, permute_rows
@@ -41,46 +43,45 @@ from cukern.runtime.units import ceil_div
 Formats = tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]
 STANDARD: Formats = (FusedMoEActivationFormat.Standard,) * 2
 BATCHED: Formats = (FusedMoEActivationFormat.BatchedExperts,) * 2
-#: Rows of `w1` up to which products of 16 bits gather many rows. On an H200 that takes 5% more than rows in order, of a
-#: time that grows with the rows of `w1`; the copy moves 4 bytes of each number of a row at some 4 TB/s. They are even
-#: at 7800.
+#: With many rows per expert, 16-bit GEMMs gather if `w1` has at most this many rows. On an H200 gathering slows the
+#: GEMM by 5%, and the time of the GEMM grows with the rows of `w1`. The copy that gathering saves moves 4 bytes per
+#: number of a row at about 4 TB/s. The break-even is at 7800 rows.
 GATHERED_COLUMNS = 8192
 
 
 def gathers(expected_rows: Any, arch: str | None) -> bool:
-    """Whether the first product should read the tokens where they are, for so many rows per expert.
+    """Return whether the first GEMM should gather, for this expected number of rows per expert.
 
-    Of 8 bits two kernels can: "stream", which is taken up to STREAM_ROWS rows, and "mma", which other GPUs than Hopper
-    take.
+    Two kernels can gather 8-bit rows: "stream", for up to STREAM_ROWS rows, and "mma", for GPUs other than Hopper.
     """
     return expected_rows <= STREAM_ROWS or arch not in (None, "90a")
 
 
 def expected_rows_of(tokens: Any, topk: int, experts: int) -> Any:
-    """The rows that an expert is expected to have: the mean.
+    """Return the expected number of rows per expert: the mean.
 
-    Of so few tokens that the weights are streamed, it is all of them: an expert may have so many, and a second tile
-    would read all its weights again.
+    For up to STREAM_ROWS tokens, return the number of tokens. One expert may get all of them, and a second tile would
+    read the weights of that expert again.
     """
     return tokens if tokens <= STREAM_ROWS else max(ceil_div(tokens * topk, experts), STREAM_ROWS + 1)
 
 
 def inter_of(w1: Any, activation: str) -> int:
-    """The numbers of a row between the products."""
+    """Return the row length between the two GEMMs: the intermediate size."""
     return rows_of_weights(w1) // (2 if is_gated(activation) else 1)
 
 
 def _rows_of(workspace: Any, rows: Any) -> Any:
-    """The first rows of a workspace."""
+    """Return the first `rows` rows of a workspace."""
     return workspace if workspace.shape[0] is rows or workspace.shape[0] == rows else workspace[:rows]
 
 
 class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
-    """Experts made of grouped products, in either format.
+    """Base of the experts that run grouped GEMMs, in either activation format.
 
     Args:
         quant_config: the number format of the weights.
-        gather: whether the first product reads the tokens where they are, in place of a permuted copy; None: by shape.
+        gather: whether the first GEMM gathers the tokens instead of reading a permuted copy; None: decided by shape.
     """
 
     formats: ClassVar[Formats] = STANDARD
@@ -124,11 +125,12 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
     def _workspaces(
         self, rows: Any, N: int, K: int, output: tuple[Any, ...], dtype: str, reduces: bool = True
     ) -> Workspaces:
-        """The workspaces for so many rows of the products; the second is the output, unless `reduces` in the standard
-        format.
+        """Return the workspaces for GEMMs of `rows` rows.
+
+        The second GEMM writes to the output, except in the standard format with `reduces`.
         """
-        # The permuted rows, then the second product; both go into the output where that is the second product. Batched,
-        # the input is the rows.
+        # Standard format with `reduces`: workspace13 holds the permuted rows, then the result of the second GEMM.
+        # Without `reduces` the output takes both. Batched input needs no permuted rows.
         workspace13 = (rows, K) if reduces and not self.batched else (0, K)
         return Workspaces(workspace13, (rows, N // 2), output, dtype)
 
@@ -179,15 +181,15 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
             moe_unpermute(output, by_row, weights, inverse)
 
     def _is_routed(self, output: Any, x: Any, w1: Any, w2: Any, topk_ids: Any, all_experts: int) -> bool:
-        """Whether the products find their experts by the router's ids, without a sort."""
+        """Return whether the GEMMs look up their experts by the router's ids, without a sort."""
         return False
 
     def _gathers(self, expected_rows: Any, arch: str | None, columns: int) -> bool:
-        """Whether the first product gathers, for so many rows per expert and rows of `w1`."""
+        """Return whether the first GEMM gathers, for this number of rows per expert and of rows (`columns`) of `w1`."""
         return gathers(expected_rows, arch)
 
     def _product_rows(self, workspace13: Any, shape: tuple[Any, Any], dtype: str) -> Any:
-        """The part of the workspace for the second product."""
+        """Return the part of the workspace for the result of the second GEMM."""
         return workspace13 if same_shape(workspace13, shape) else workspace13[: shape[0]]
 
     def _standard(
@@ -204,7 +206,7 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
         workspace2: Any,
         expected_rows: int,
     ) -> None:
-        """Write the second product, in the order of the experts, into `by_row` [rows, hidden]."""
+        """Write the result of the second GEMM into `by_row` [rows, hidden], in expert order."""
         expert_offsets, row_token, inverse = where
         workspace2 = _rows_of(workspace2, rows)
         config = self.quant_config
@@ -273,19 +275,19 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
 
 
 class _Fp8GemmExperts(_GemmExperts):
-    """Experts whose activations are quantized again between the products."""
+    """Base of the experts that quantize the activations again between the two GEMMs."""
 
     def takes_unquantized(self, hidden_states: Any) -> bool:
-        # In groups, by the launch that permutes them.
+        # In groups: the launch that permutes the rows also quantizes them.
         return self.quant_config.is_in_groups and not self.batched and is_of_units(hidden_states)
 
     @property
     def _group(self) -> int | None:
-        """The numbers that share a scale; None: all of a row, or of all rows."""
+        """Return how many numbers share a scale; None: one scale per row or per tensor."""
         return GROUP if self.quant_config.is_in_groups else None
 
     def _scales(self, columns: int) -> int:
-        """The number of scales of a row of so many numbers."""
+        """Return the number of scales of a row of `columns` numbers."""
         if self.quant_config.is_in_groups:
             return columns // GROUP
         return 1 if self.quant_config.per_act_token_quant else 0
@@ -293,8 +295,9 @@ class _Fp8GemmExperts(_GemmExperts):
     def _workspaces(
         self, rows: Any, N: int, K: int, output: tuple[Any, ...], dtype: str, reduces: bool = True
     ) -> Workspaces:
-        # The first workspace has the first product, then the second where that is not the output; the other one has
-        # quantized rows and their scales. Of a first product that is quantized, the first one has its rows.
+        # workspace13 holds the result of the first GEMM, then the result of the second GEMM unless the output takes it.
+        # workspace2 holds the quantized rows and their scales. If the first GEMM quantizes its own activation,
+        # workspace13 holds its quantized input rows instead.
         wide = rows * ((max(N, K) if reduces and not self.batched else N) * arrays.ITEM_SIZE[dtype])
         if not reduces and not self.batched:
             wide = max(wide, aligned(rows * K) + rows * self._scales(K) * arrays.ITEM_SIZE["float32"])
@@ -303,7 +306,7 @@ class _Fp8GemmExperts(_GemmExperts):
         return Workspaces((wide,), (quantized,), output, "uint8")
 
     def _quantized(self, workspace2: Any, shape: tuple[Any, ...], columns: int) -> tuple[Any, Any]:
-        """The arrays for quantized rows [*shape, columns] and their scales; None where there is one static scale."""
+        """Return arrays for quantized rows [*shape, columns] and their scales, or None for one static scale."""
         rows, scales = functools.reduce(operator.mul, shape), self._scales(columns)
         q = part(workspace2, 0, (*shape, columns), "float8_e4m3fn")
         if not scales:
@@ -311,21 +314,21 @@ class _Fp8GemmExperts(_GemmExperts):
         return q, part(workspace2, aligned(rows * columns), (*shape, scales), "float32")
 
     def _fuses(self, activation: str, w1: Any, expected_rows: Any, like: Any) -> bool:
-        """Whether the first product quantizes its activation itself."""
+        """Return whether the first GEMM quantizes its own activation."""
         config = self.quant_config
         if not config.block_shape or config.w1_bias is not None or config.quantizes_activated(activation):
             return False
         return bool(quantizes(expected_rows, w1.shape[0], w1.shape[1], gpu_of(like))) and is_of_units(w1)
 
     def _first_form(self, activation: str) -> dict[str, Any]:
-        """The further arguments of the first product: it activates unless the activation is quantized in float32."""
+        """Return the other arguments of the first GEMM: the bias, and the activation if the GEMM applies it."""
         config = self.quant_config
         if not config.quantizes_activated(activation):
             return {"bias": config.w1_bias}
         return {"bias": config.w1_bias, "activation": activation, **config.form}
 
     def _activate(self, gate_up: Any, activation: str, expert_num_tokens: Any, q: Any, scale: Any) -> Any:
-        """Write the quantized activation of the first product, and its scales. Returns the scales."""
+        """Write the quantized activation of the first GEMM's result, and its scales. Return the scales."""
         config = self.quant_config
         static = config.a2_scale
         if config.quantizes_activated(activation):
@@ -372,7 +375,7 @@ class _Fp8GemmExperts(_GemmExperts):
         is_unquantized = config.is_in_groups and a_scale is None
         fuses = row_token is None and self._fuses(activation, w1, expected_rows, by_row)
         if row_token is None:
-            # Where the first product quantizes, it reads the first workspace and writes the second.
+            # A first GEMM that quantizes reads workspace13 and writes workspace2.
             q, scale = self._quantized(workspace13 if fuses else workspace2, (rows,), a.shape[1])
             if is_unquantized:
                 permute_quantized(a, inverse, out_q=q, out_s=scale)
@@ -393,7 +396,7 @@ class _Fp8GemmExperts(_GemmExperts):
             form = self._first_form(activation)
             moe_gemm(a, w1, expert_offsets, row_token=row_token, **form, out=gate_up, **product)
             q, scale = self._quantized(workspace2, (1, rows), inter)
-            # The rows of all experts count as those of one: those past the last expert's were not written.
+            # The rows of all experts are one batch entry here. Rows past the end of the last expert are undefined.
             a_scale = self._activate(gate_up.reshape(1, rows, columns), activation, expert_offsets[experts:], q, scale)
         moe_gemm(
             q.reshape(rows, inter),
@@ -453,10 +456,10 @@ class _Fp8GemmExperts(_GemmExperts):
 
 
 class GroupedGemmExperts(_GemmExperts):
-    """Float16 or bfloat16 weights, tokens in their own order.
+    """Experts with float16 or bfloat16 weights, in the standard format.
 
-    All kernels for these weights gather. With many rows that is done where it costs less than the copy. With one token
-    nothing is sorted.
+    Every kernel for these weights can gather. With many rows the layer gathers where that costs less than the permute
+    copy. A single token is not sorted.
     """
 
     def _is_routed(self, output: Any, x: Any, w1: Any, w2: Any, topk_ids: Any, all_experts: int) -> bool:
@@ -470,26 +473,26 @@ class GroupedGemmExperts(_GemmExperts):
 
 
 class BatchedGroupedGemmExperts(_GemmExperts):
-    """Float16 or bfloat16 weights, tokens batched by expert."""
+    """Experts with float16 or bfloat16 weights, in the batched format."""
 
     formats = BATCHED
 
 
 class Fp8BlockExperts(_Fp8GemmExperts):
-    """FP8 in blocks of 128 x 128 weights and 1 x 128 activations, tokens in their own order."""
+    """Experts with FP8 weights in blocks of 128 x 128 and activations in groups of 1 x 128, in the standard format."""
 
     quantizations = ("fp8_block",)
 
 
 class BatchedFp8BlockExperts(_Fp8GemmExperts):
-    """FP8 in blocks of 128 x 128 weights and 1 x 128 activations, tokens batched by expert."""
+    """Experts with FP8 weights in blocks of 128 x 128 and activations in groups of 1 x 128, in the batched format."""
 
     formats = BATCHED
     quantizations = ("fp8_block",)
 
 
 class _EitherFormat(_GemmExperts):
-    """Experts of a format that is chosen at construction.
+    """Base of the experts whose activation format is an argument.
 
     Args:
         quant_config: the number format of the weights.
@@ -513,17 +516,17 @@ class _EitherFormat(_GemmExperts):
 
 
 class Fp8Experts(_EitherFormat, _Fp8GemmExperts):
-    """FP8 with a scale per tensor or per channel of weights, per tensor or per token of activations."""
+    """Experts with FP8 weights scaled per tensor or per channel, and activations scaled per tensor or per token."""
 
     quantizations = ("fp8",)
 
 
 class Fp4Experts(_EitherFormat):
-    """Weights of 4 bits, MXFP4 or NVFP4, that become 16 bits in the kernel; the activations are float16 or bfloat16.
+    """Experts with 4-bit weights, MXFP4 or NVFP4, that the kernel converts to 16 bits, and 16-bit activations.
 
-    The first product gathers at every size, as the kernel for these weights can, but with prepared weights: their
-    kernel takes rows in order by TMA, which on an H200 saves 1 to 16 us of a layer of 16 or 64 tokens, and about costs
-    its copy with one.
+    The first GEMM gathers at every size, unless the weights are prepared. The kernel for prepared weights loads rows in
+    expert order by TMA. On an H200 that kernel saves 1 to 16 us of a layer of 16 or 64 tokens. With one token it saves
+    about the time of the permute copy.
     """
 
     quantizations = ("mxfp4", "nvfp4")
@@ -533,7 +536,7 @@ class Fp4Experts(_EitherFormat):
 
 
 class Fp8RowsFp4Experts(_EitherFormat, _Fp8GemmExperts):
-    """MXFP4 weights prepared for FP8 rows, and FP8 activations with a scale for 128 of a row; rows are permuted."""
+    """Experts with MXFP4 weights prepared for FP8 rows, and FP8 activations in groups of 128; rows are permuted."""
 
     quantizations = ("mxfp4_fp8",)
 
@@ -542,7 +545,7 @@ class Fp8RowsFp4Experts(_EitherFormat, _Fp8GemmExperts):
 
 
 def _of_the_chosen(name: str) -> Callable[..., Any]:
-    """The method `name` of `_ChosenExperts`."""
+    """Return the method `name` for `_ChosenExperts`: a call of the same method of the chosen experts."""
 
     def method(self: _ChosenExperts, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.chosen, name)(*args, **kwargs)
@@ -551,7 +554,7 @@ def _of_the_chosen(name: str) -> Callable[..., Any]:
 
 
 class _ChosenExperts(FusedMoEPermuteExpertsUnpermute):
-    """Experts that pass each call on to the class for the configuration's quantization."""
+    """Base of the experts that forward each call to the class for the configuration's quantization."""
 
     quantizations = (None, "fp8_block", "fp8", "mxfp4", "nvfp4", "mxfp4_fp8")
     use_batched_format: ClassVar[bool] = False
@@ -583,15 +586,15 @@ class _ChosenExperts(FusedMoEPermuteExpertsUnpermute):
     workspace_shapes = _of_the_chosen("workspace_shapes")
     sorted_workspace_shapes = _of_the_chosen("sorted_workspace_shapes")
 
-    def apply(self, *args: Any, **kwargs: Any) -> None:  # a profile finds it by its name
+    def apply(self, *args: Any, **kwargs: Any) -> None:  # explicit, because a profile looks it up by its name
         self.chosen.apply(*args, **kwargs)
 
 
 class AutoExperts(_ChosenExperts):
-    """Tokens in their own order, weights of any format: the class for them, which gathers or permutes by shape."""
+    """Experts with weights of any quantization, in the standard format; they gather or permute by shape."""
 
 
 class BatchedAutoExperts(_ChosenExperts):
-    """Tokens batched by expert, weights of any format: the class for them."""
+    """Experts with weights of any quantization, in the batched format."""
 
     use_batched_format = True

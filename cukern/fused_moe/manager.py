@@ -1,4 +1,4 @@
-"""The set-up of the exchange between ranks: who can reach whom, by which way, and with which buffers."""
+"""Set up the exchange between ranks: find which ranks can map each other's memory, and choose backend and buffers."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from cukern.fused_moe.nccl import NcclPrepareAndFinalize, RowExchange, expert_ra
 from cukern.fused_moe.push import PushPrepareAndFinalize, Turns
 from cukern.fused_moe.two_level import TwoLevelPrepareAndFinalize
 from cukern.ops.all_to_all import AllToAllError, AllToAllState
-from cukern.ops.all_to_all.memory import MAX_RANKS, MAX_TOKENS, MAX_TOPK, check_peer
+from cukern.ops.all_to_all.layout import MAX_RANKS, MAX_TOKENS, MAX_TOPK
+from cukern.ops.all_to_all.memory import check_peer
 from cukern.runtime import arrays, check, kernel, windows
 from cukern.runtime.cuda import current_device, runtime
 from cukern.runtime.describe import type_name
 
 BACKENDS = ("push", "nccl", "two_level")
-#: The stems of a layer, whose kernels must be there before one of them waits for another rank.
+#: The kernels of a layer. All of them must be loaded before any of them waits for another rank.
 _STEMS = ("all_to_all", "moe_permute", "moe_gemm", "quantization", "moe_activation")
 
 Result = TypeVar("Result")
 
 
 class Sizes(NamedTuple):
-    """What all ranks must have in common, by the names of the arguments."""
+    """The arguments that must be the same on all ranks."""
 
     num_experts: int
     max_num_tokens: int
@@ -43,7 +44,7 @@ class Sizes(NamedTuple):
         cls, ranks: int, *, num_experts: Any, max_num_tokens: Any, hidden: Any, topk: Any, expert_rank: Any = None,
         ranks_per_host: Any = None, apart: Any = False, deadline_s: Any = 30.0, backend: Any = "auto",
     ) -> Sizes:  # fmt: skip
-        """The sizes. Raises TypeError and ValueError, which name the argument."""
+        """Return the checked sizes. Raises TypeError or ValueError, which name the argument."""
         check.one_of("backend", backend, ("auto", *BACKENDS))
         num_experts = check.integer("num_experts", num_experts, 1)
         max_num_tokens = check.integer("max_num_tokens", max_num_tokens, 1, MAX_TOKENS)
@@ -62,13 +63,14 @@ class Sizes(NamedTuple):
         if expert_rank is not None:
             given = tuple(expert_ranks(expert_rank, num_experts, ranks).tolist())
         if num_experts % ranks == 0 or given is None:
-            # What is said in two ways is the same, and an owner is found quicker without a table.
+            # An explicit expert_rank in the default order becomes None: both then compare equal between ranks, and the
+            # owner of an expert is found without a table.
             in_order = tuple(expert_ranks(None, num_experts, ranks).tolist())
             given = None if given == in_order else given
         return cls(num_experts, max_num_tokens, hidden, topk, given, ranks_per_host, bool(apart), deadline_s, backend)
 
     def of_state(self, experts: int, tokens: int, expert_rank: Sequence[int] | None) -> dict[str, Any]:
-        """The arguments of a state."""
+        """Return the arguments of an `AllToAllState`."""
         return {
             "max_tokens": tokens, "hidden": self.hidden, "topk": self.topk, "num_experts": experts,
             "expert_rank": expert_rank, "apart": self.apart, "deadline_s": self.deadline_s,
@@ -76,22 +78,23 @@ class Sizes(NamedTuple):
 
 
 class _Offer(NamedTuple):
-    """What a rank tells the others of itself."""
+    """The data that a rank sends to all other ranks during set-up."""
 
     sizes: Sizes
     host: str
-    bus: str | None  # of its GPU; None: host memory
+    bus: str | None  # PCI bus id of the rank's GPU; None: host memory
 
 
 def choose(sizes: Sizes, hosts: Sequence[Sequence[int]], unreached: Sequence[Mapping[int, str]]) -> str:
-    """The backend of a group.
+    """Return the backend of a group.
 
     Args:
-        sizes: what the ranks have in common.
+        sizes: the arguments that the ranks share.
         hosts: the ranks of each host.
-        unreached: for each rank, those whose memory it cannot map, and why; itself where it is in host memory.
+        unreached: for each rank, the ranks whose memory it cannot map, with the reason. A rank in host memory lists
+            all ranks.
 
-    Raises ValueError, with the reason, for a backend that cannot be.
+    Raises ValueError, with the reason, for a backend that the group cannot use.
     """
     why_not = {"push": "", "nccl": "", "two_level": ""}
     missing = next(
@@ -126,46 +129,51 @@ def choose(sizes: Sizes, hosts: Sequence[Sequence[int]], unreached: Sequence[Map
 
 
 def hosts_of(names: Sequence[str], ranks_per_host: int | None) -> list[list[int]]:
-    """The ranks of each host, by the names of the ranks' hosts, or so many in a row."""
+    """Return the ranks of each host: ranks with equal host names, or `ranks_per_host` consecutive ranks per host."""
     if ranks_per_host is not None:
         return [[*range(start, start + ranks_per_host)] for start in range(0, len(names), ranks_per_host)]
     return [[rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)]
 
 
 class All2AllManager:
-    """One rank's exchange of tokens with the others: it sets up the memory, and chooses the way.
+    """One rank's exchange of tokens with the other ranks: sets up the memory and chooses the backend.
 
-    "push" (`PushPrepareAndFinalize`) where all ranks can map each other's memory; "two_level"
-    (`TwoLevelPrepareAndFinalize`) on several hosts that have the same number of ranks, more than one, each of which can
-    do so within its host; "nccl" (`NcclPrepareAndFinalize`) elsewhere. All ranks of the group make a manager, with the
-    same arguments except for `device`; what differs is found here. `local` makes ranks of one process.
+    - "push" (`PushPrepareAndFinalize`): all ranks are on one host and can map each other's memory.
+    - "two_level" (`TwoLevelPrepareAndFinalize`): several hosts with the same number of ranks, more than one. The ranks
+      of a host can map each other's memory.
+    - "nccl" (`NcclPrepareAndFinalize`): everything else.
 
-    It stands beside vLLM's class of this name.
+    All ranks of the group make a manager with the same arguments, except for `device`; a difference raises on all
+    ranks. `local` makes all ranks in one process.
+
+    The class corresponds to vLLM's class of this name.
 
     Args:
-        group: a `torch.distributed.ProcessGroup` that this process is in; None: the default one.
-        num_experts: the experts of all ranks.
-        max_num_tokens: the most tokens of a call on a rank.
-        hidden: the numbers of a token, a multiple of 16.
+        group: a `torch.distributed.ProcessGroup` that contains this process; None: the default group.
+        num_experts: the number of experts of all ranks.
+        max_num_tokens: maximum tokens of a call on a rank.
+        hidden: the hidden size, a multiple of 16.
         topk: the experts of a token, at most 32.
-        device: the CUDA device of this rank, a number or a `torch.device`; None: torch's current one, or host memory
-            where torch has none. "cpu" is host memory too.
-        expert_rank: [num_experts], the rank that has each expert, at least one each; None: as many each, in order.
-        ranks_per_host: take so many ranks in a row for a host, whatever host they are on; None: as it is.
-        apart: make room for results that have the same bits for any number of ranks; "push" alone can.
-        deadline_s: seconds until a rank of "push" gives another one up. Elsewhere, the group's timeout counts.
+        device: the CUDA device of this rank, a number or a `torch.device`; None: torch's current device, or host memory
+            if torch has no GPU. "cpu" is host memory too.
+        expert_rank: [num_experts], the rank that owns each expert; every rank owns at least one. None: the experts are
+            split evenly, in order.
+        ranks_per_host: treat this many consecutive ranks as one host; None: use the real hosts.
+        apart: reserve memory for results with the same bits for any number of ranks; "push" only.
+        deadline_s: seconds after which a rank of "push" gives up waiting for another rank. The other backends use the
+            group's timeout.
         backend: one of auto, push, nccl, two_level.
 
     Attributes:
-        rank, ranks: the place in the group, and its size.
-        backend: the way: push, nccl or two_level.
+        rank, ranks: the index of this rank in the group, and the size of the group.
+        backend: push, nccl or two_level.
         device: the CUDA device; None: host memory.
-        num_experts, num_local_experts: the experts of all ranks, and of this one.
-        state: this rank's part of the push; None with nccl.
+        num_experts, num_local_experts: the number of experts of all ranks, and of this rank.
+        state: this rank's part of the push exchange; None with nccl.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit, or that differ between the ranks; with "push", GPUs that
-            cannot map each other's memory. The message names the argument and the rank, and all ranks raise.
+        TypeError, ValueError: invalid arguments, or arguments that differ between ranks; with "push", GPUs that cannot
+            map each other's memory. The message names the argument and the rank, and all ranks raise.
         RuntimeError: `torch.distributed` has not been initialized.
     """
 
@@ -218,13 +226,13 @@ class All2AllManager:
         self._together(self._load)
 
     def _hold(self, sizes: Sizes, ranks: int, device: int | None) -> None:
-        """Set what all managers have."""
+        """Set the attributes that both `__init__` and `local` need."""
         self.sizes, self.ranks, self.device, self.num_experts = sizes, ranks, device, sizes.num_experts
         self.owner = expert_ranks(sizes.expert_rank, sizes.num_experts, ranks)
         self.state = None
-        self._peers: list[int] | None = None  # those of the same local rank on all hosts
+        self._peers: list[int] | None = None  # two_level: the ranks with this local rank, one per host
         self._turns: Turns | None = None
-        self._of_process: list[All2AllManager] = []  # all ranks of `local`
+        self._of_process: list[All2AllManager] = []  # `local`: the managers of all ranks
         self._maps: dict[Any, Any] = {}
         self._closed = False
 
@@ -241,18 +249,18 @@ class All2AllManager:
         apart: bool = False,
         deadline_s: float = 30.0,
     ) -> list[All2AllManager]:
-        """The managers of all ranks, in this process, for notebooks and tests; the backend is push.
+        """Return the managers of all ranks in this process, with the backend push, for notebooks and tests.
 
-        Ranks on GPUs of their own may be called by one thread, one after the other, after a rehearsal of the layers
-        (`PushPrepareAndFinalize.rehearsal`). Ranks in host memory, and ranks that share a GPU, take a thread each, as
-        `run` gives them; those that share a GPU also take one stream.
+        If each rank has its own GPU, one thread may call the ranks one after the other, after a rehearsal of the layers
+        (`PushPrepareAndFinalize.rehearsal`). Ranks in host memory and ranks that share a GPU need a thread per rank,
+        which `run` starts. Ranks that share a GPU also use one stream.
 
         Args:
-            devices: the CUDA device of each rank, several of them on one if wanted; or all None: ranks in host memory.
+            devices: the CUDA device of each rank; several ranks may share one. All None: ranks in host memory.
             num_experts, max_num_tokens, hidden, topk, expert_rank, apart, deadline_s: as for the class.
 
         Raises:
-            TypeError, ValueError: arguments that do not fit; devices that cannot map each other's memory.
+            TypeError, ValueError: invalid arguments, or devices that cannot map each other's memory.
         """
         ranks = len(devices)
         check.integer("the number of devices", ranks, 1, MAX_RANKS)
@@ -274,11 +282,11 @@ class All2AllManager:
 
     @staticmethod
     def run(managers: Sequence[All2AllManager], function: Callable[[All2AllManager], Result]) -> list[Result]:
-        """Call `function(manager)` for each of the `managers`, in threads in which their devices are current.
+        """Call `function(manager)` for each of the `managers`, each in a thread with the manager's device current.
 
-        The managers are those that `local` gave.
+        The managers are the result of `local`.
 
-        Returns what they return, in their order. When one raises, all give up, and its exception is raised.
+        Returns the results in order. If one call raises, all ranks are aborted, and this raises the first exception.
         """
         failed: list[BaseException] = []
 
@@ -302,14 +310,14 @@ class All2AllManager:
     # --- the set-up -----------------------------------------------------------------------------------
 
     def _gather(self, value: Any) -> list[Any]:
-        """The values of all ranks."""
+        """Return the values of all ranks."""
         distributed = _torch().distributed
         found = [None] * distributed.get_world_size(self.group)
         distributed.all_gather_object(found, value, group=self.group)
         return found
 
     def _together(self, action: Callable[[], Result]) -> list[Result]:
-        """What an action gives on each rank; where one raises, all do."""
+        """Return the results of `action` on all ranks. If it raises on one rank, all ranks raise."""
         result, problem = None, None
         try:
             result = action()
@@ -328,17 +336,17 @@ class All2AllManager:
         return self.device
 
     def _load(self) -> None:
-        """Load the kernels of a layer that are compiled, and with them what the GPU needs at the first call."""
+        """Load the compiled kernels of a layer, because the first call must not load any while a kernel waits."""
         if self.state is not None and self.device is not None:
             kernel.load_all(_STEMS, self.device, compiles=False)
 
     def _connect_two_levels(self, hosts: list[list[int]]) -> None:
-        """The ranks to exchange with on the other hosts, and the exchange within this host."""
+        """Set up both levels: the peers on the other hosts, and the exchange within this host."""
         sizes = self.sizes
         host = next(index for index, ranks in enumerate(hosts) if self.rank in ranks)
         place = hosts[host].index(self.rank)
-        # Peers in the group rather than a group of their own: torch gives a group that is made once another one of its
-        # ranks is gone the name of that one, with whose addresses in the store it may then wait for ever.
+        # The peers use the existing group instead of a new group, because torch may name a new group like a group that
+        # another rank has already destroyed. The new group could then wait forever for addresses in the store.
         self._peers = [ranks[place] for ranks in hosts]
         host_of, place_of = np.zeros(self.ranks, np.int64), np.zeros(self.ranks, np.int64)
         for index, ranks in enumerate(hosts):
@@ -356,7 +364,7 @@ class All2AllManager:
         )
 
     def _together_each(self, action: Callable[[], Result]) -> Result:
-        """An action's own result, which no other rank can have; where one raises, all do."""
+        """Return this rank's own result of `action`, which is not sent. If it raises on one rank, all ranks raise."""
         found: list[Result] = []
         self._together(lambda: found.append(action()))
         return found[0]
@@ -365,11 +373,14 @@ class All2AllManager:
 
     @property
     def num_local_experts(self) -> int:
-        """The experts of this rank."""
+        """The number of experts of this rank."""
         return int((self.owner == self.rank).sum())
 
     def expert_map(self, like: Any) -> Any:
-        """The place of each expert among those of this rank, -1 for others: int32 [num_experts], where `like` is."""
+        """Return the local index of each expert, -1 for experts of other ranks.
+
+        The result is int32 [num_experts], in the library and on the device of `like`.
+        """
         library = arrays.library_of(like)
         if library is None:
             check.fail("like", "an array", type_name(like), TypeError)
@@ -388,19 +399,18 @@ class All2AllManager:
         apart: bool = False,
         expert_load: Any = None,
     ) -> FusedMoEPrepareAndFinalize:
-        """The prepare/finalize class of this rank; several layers that run one after the other may share one.
+        """Return the prepare/finalize object of this rank. Layers that run one after the other may share it.
 
         Args:
-            batched: the tokens by expert, [local experts, room, hidden]; not with nccl.
-            max_tokens_per_expert: with `batched`, the room; None: the tokens of all ranks.
-            apart: the same bits for any number of ranks; the manager must have been made with it.
-            expert_load: int32 [num_experts], to which each call adds, for each expert of this rank, the number of slots
-                that arrived here.
+            batched: group the tokens by expert, [local experts, room, hidden]; not with nccl.
+            max_tokens_per_expert: with `batched`, the room in tokens; None: the tokens of all ranks.
+            apart: return the same bits for any number of ranks; the manager must have been made with `apart`.
+            expert_load: int32 [num_experts]. Each call adds, per expert of this rank, the slots that arrived here.
 
         Raises:
             AllToAllError: an earlier call failed.
-            TypeError, ValueError: arguments that do not fit, or that the backend does not take; the message names the
-                argument.
+            TypeError, ValueError: invalid arguments, or arguments that the backend does not support; the message names
+                the argument.
         """
         self.check()
         sizes = self.sizes
@@ -429,7 +439,7 @@ class All2AllManager:
     # --- while it runs, and the end -------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise what a call has found out since; a loop of replays of a CUDA graph calls it now and then.
+        """Raise the error of an earlier call, if any. A loop that replays a CUDA graph should call this regularly.
 
         Raises AllToAllError, which names the rank, the phase and the step; ValueError if the manager is closed.
         """
@@ -439,9 +449,9 @@ class All2AllManager:
             self.state.check()
 
     def abort(self) -> None:
-        """Give up: all waits of "push", of all ranks, fail at once, and their next calls raise AllToAllError.
+        """Make all waits of "push", on all ranks, fail at once; the next calls of the ranks raise AllToAllError.
 
-        What waits in `torch.distributed` waits for the group's timeout.
+        A wait in `torch.distributed` lasts until the group's timeout.
         """
         if self._turns is not None:
             self._turns.abort(self.rank)
@@ -449,7 +459,7 @@ class All2AllManager:
             self.state.abort()
 
     def close(self) -> None:
-        """Wait for the other ranks, unless a call failed, and free the memory. All ranks must call it."""
+        """Wait for the other ranks, unless a call failed, and free the memory. All ranks must call this."""
         if self._closed:
             return
         try:
@@ -461,7 +471,7 @@ class All2AllManager:
 
     def _close(self, wait: bool) -> None:
         self._closed = True
-        # Other ranks of this process may still store into this one's memory.
+        # Other ranks of this process may still be storing into this rank's memory.
         for device in {each.device for each in self._of_process or [self]}:
             if device is not None:
                 with current_device(device):
@@ -478,13 +488,13 @@ class All2AllManager:
         if kind is None:
             self.close()
         elif not self._closed:
-            # The other ranks may never come.
+            # The other ranks may never call close, so this does not wait.
             self.abort()
             self._close(wait=False)
 
 
 def _torch() -> Any:
-    """The module torch, which cukern does not need otherwise."""
+    """Import torch here, because the rest of cukern does not need it."""
     import torch
     import torch.distributed
 
@@ -492,7 +502,7 @@ def _torch() -> Any:
 
 
 def _device(given: Any) -> int | None:
-    """The CUDA device of an argument `device`; None: host memory."""
+    """Return the CUDA device for an argument `device`; None: host memory."""
     torch = _torch()
     if given is None:
         return torch.cuda.current_device() if torch.cuda.is_available() and kernel.device_count() else None
@@ -509,7 +519,7 @@ def _device(given: Any) -> int | None:
 
 
 def _unreached(rank: int, device: int | None, offers: Sequence[_Offer]) -> dict[int, str]:
-    """The ranks whose memory a rank cannot map, and why; itself where it is in host memory."""
+    """Return the ranks whose memory a rank cannot map, with the reason. A rank in host memory lists all ranks."""
     found = {}
     for other, offer in enumerate(offers):
         if device is None or offer.bus is None:

@@ -1,1 +1,1 @@
-"""Other libraries whose models run on the kernels of cukern, one module for each."""
+"""Integrations that run other libraries' models on cukern's kernels, one module per library."""

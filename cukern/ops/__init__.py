@@ -1,1 +1,1 @@
-"""The public functions, one module per stem."""
+"""The public functions: one module for each family of kernels."""

@@ -1,4 +1,4 @@
-"""Beam search: the best continuations of all beams, the state after a step, and what follows from the parents."""
+"""Beam search: the best continuations of all beams, the state after a step, tokens and caches by the parents."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ CACHE_VARIANTS = ("auto", "vector", "scalar")
 MAX_CANDIDATES = 2**31 - 1  # ids into beams * vocab are int32
 _MAX_BLOCKS = 2**31 - 1
 _TREE_ENTRIES = 2048
-#: Groups of threads from whose largest values a bound is found, and the most results that they suit, by variant.
+#: By variant: (groups of threads whose largest values give a bound, the largest number of results).
 _GROUPS = {"narrow": (32, 16), "wide": (256, 128)}  # "wide": THREADS and MAX_K of the template
-#: Blocks that keep a GPU busy: few rows are cut into more chunks to have as many.
+#: Blocks that keep a GPU busy. A few rows are cut into more chunks to have this many blocks.
 _BLOCKS_WANTED = 512
-#: 16-byte vectors in a line of memory, of which a chunk has a whole number.
+#: A chunk is a multiple of a line of memory, in 16-byte vectors.
 _VECTORS_PER_LINE = 8
-#: Divisors of scores: in float32 there is room beyond these and their inverses.
+#: The range of divisors of scores, with room in float32 for these and their inverses.
 _PENALTY_RANGE = (1e-30, 1e30)
 _LARGEST_RATE = 1e30
-#: Blocks of the reordering that a multiprocessor runs at once, with as many loads on their way as it needs.
+#: Resident blocks of a multiprocessor for the reordering of caches, which have enough loads in flight.
 _RESIDENT_BLOCKS = 4
 
 _chunks = Kernel("beam_search/topk_chunks", "topk_chunks")
@@ -54,20 +54,20 @@ _cache.at_import = [_cache.variant(16).instance]
 
 
 def _constant(kernel: Kernel, name: str) -> int:
-    """A constant that the file of `kernel` has."""
+    """Return a constant of the file of `kernel`."""
     return template.constants(kernel.file)[name]
 
 
 def _depth(k: int, lists: int) -> int:
-    """The place, from 1 on, in `lists` sorted lists of k keys whose keys give the best bound of the k-th of all."""
+    """Return the position, from 1 on, in `lists` sorted lists whose keys give the best bound of the k-th best key."""
     return min(max(1, ceil_div(2 * k, lists)), k)
 
 
 class _Selection(NamedTuple):
-    """How the rows are cut into chunks, and the template argument of the kernels that select."""
+    """How rows are cut into chunks, and the template argument of the selecting kernels."""
 
     chunks: int  # of a row
-    vectors: int  # of 16 bytes in a chunk
+    vectors: int  # 16-byte vectors of a chunk
     groups: int
     why: str
 
@@ -118,7 +118,7 @@ def _outputs(out: Any, first: Array, first_name: str, results: list[Result], nam
 
 
 def _select(log_probs: Array, scores: Array | None, k: int, selection: _Selection, rate: float) -> dict[str, Any]:
-    """Launch what comes before the beams are merged; the fields of its lists of keys."""
+    """Launch the passes before the merge of the beams. Return the fields of the resulting lists of keys."""
     (batch, beams, vocab), threads, chunks = log_probs.shape, _constant(_chunks, "THREADS"), selection.chunks
     rows = batch * beams
     keys = empty((rows * chunks * k,), "int64")
@@ -131,7 +131,7 @@ def _select(log_probs: Array, scores: Array | None, k: int, selection: _Selectio
     depth = _depth(k, chunks)
     if not rate:
         return {"lists": keys, "count": beams * chunks, "depth": _depth(k, beams * chunks), "beam_depth": depth}
-    # The term of a candidate depends on its rank in its beam, so each beam is merged by itself first.
+    # The diversity term depends on a candidate's rank in its beam, so each beam is merged by itself first.
     ranked = empty((rows * k,), "int64")
     launch(
         _merge.variant(selection.groups), rows, threads,
@@ -155,24 +155,24 @@ def beam_topk(
     out: tuple[AnyArray, AnyArray] | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
-    """The k best continuations of each batch entry, over all its beams and the whole vocabulary.
+    """Find the k best continuations of each batch entry, over all its beams and the whole vocabulary.
 
     Args:
-        log_probs: [batch, beams, vocab], float32, float16 or bfloat16, contiguous: what orders the candidates, such as
-            log-probabilities with the score of their beam added. beams * vocab < 2**31.
-        k: how many, at most 128 and beams * vocab.
-        diversity_rate: if not 0, the r-th best candidate of a beam (r from 0, of its k best) gets diversity_rate * r
-            added, in float32, before the beams are compared. As in FasterTransformer the term is added: the penalty of
-            Li, Monroe and Jurafsky (arXiv:1611.08562) is a negative rate.
+        log_probs: [batch, beams, vocab], float32, float16 or bfloat16, contiguous: the values that order the
+            candidates, such as log-probabilities plus the score of their beam. beams * vocab < 2**31.
+        k: the number of continuations, at most 128 and beams * vocab.
+        diversity_rate: if not 0, the r-th best candidate of a beam (r from 0, among its k best) gets diversity_rate * r
+            added, in float32, before the beams are compared. The term is added, as in FasterTransformer, so the penalty
+            of Li, Monroe and Jurafsky (arXiv:1611.08562) is a negative rate.
         out: a pair (values, ids) to write into.
         variant: "narrow" for k up to 16, "wide" for any k; "auto" chooses.
 
     Returns (values, ids): float32 [batch, k] with the diversity term, exact without one for every dtype, and int32
     [batch, k], positions in beams * vocab (beam = id // vocab, token = id % vocab). Best first, ties to the lower id.
-    NaN counts as -inf and comes back as -inf; -0 is 0. Where all that is left is -inf, the lowest ids follow.
+    NaN counts as -inf and is returned as -inf; -0 is 0. If all remaining candidates are -inf, the lowest ids follow.
 
-    Raises ValueError or TypeError for what does not fit. The two stages are those of FasterTransformer's
-    `topk_stage_1_opt3` and `topk_stage_2_opt3`; a result of `out` must not overlap `log_probs`.
+    Raises ValueError or TypeError for arguments that do not fit. The two stages are FasterTransformer's
+    `topk_stage_1_opt3` and `topk_stage_2_opt3`. No array of `out` may overlap `log_probs`.
     """
     _check_log_probs(log_probs)
     if type(k) is not int:
@@ -210,7 +210,7 @@ def _step_results(log_probs: Any, *_: Any, **__: Any) -> list[Result]:
 
 
 def _check_ends(end_id: Any) -> tuple[int, ...]:
-    """The ids of the end, sorted, each once."""
+    """Return the ids of the end, sorted and without duplicates."""
     if hasattr(end_id, "__index__"):
         return (check.integer("end_id", end_id, -(2**31), 2**31 - 1),)
     most = _constant(_step, "MAX_ENDS")
@@ -221,7 +221,7 @@ def _check_ends(end_id: Any) -> tuple[int, ...]:
 
 
 def _candidates(beams: int, vocab: int, ends: int) -> int:
-    """How many candidates of a batch entry a step needs: so many that at least `beams` of them do not end."""
+    """Return the candidates that a step needs, so that at least `beams` of them do not end."""
     max_k, max_beams = _constant(_step, "MAX_K"), _constant(_step, "MAX_BEAMS")
     if not 1 <= beams <= max_beams:
         check.fail("log_probs", f"of 1 to {max_beams} beams", beams)
@@ -234,7 +234,7 @@ def _candidates(beams: int, vocab: int, ends: int) -> int:
 
 
 def _penalty(length: int, length_penalty: float) -> float:
-    """What the log-probability of a hypothesis of this length is divided by."""
+    """Return the divisor of the log-probability of a hypothesis of this length."""
     try:
         penalty = float(length) ** length_penalty
     except OverflowError:
@@ -269,48 +269,48 @@ def beam_search_step(
     out: tuple[AnyArray, ...] | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, ...]:
-    """One step of a beam search: from the log-probabilities of the next token to the next beams.
+    """Run one step of a beam search, from the log-probabilities of the next token to the next beams.
 
     The search keeps `beams` running beams and a pool of the `beams` best finished hypotheses per batch entry, as
-    transformers' `generate(num_beams=...)` does, and agrees with it token for token. (With one beam that is
-    `early_stopping=True`: transformers then searches greedily and stops at the first end token.) Of the
-    max(2, 1 + end tokens) * beams best continuations, those among the best `beams` that end go to the pool, with the
-    score log-probability / length ** length_penalty; the best `beams` of those that do not end run on. In the last step
-    all end.
+    transformers' `generate(num_beams=...)` does, and agrees with it token for token. (With one beam pass
+    `early_stopping=True`: transformers then searches greedily and stops at the first end token.) The step finds the
+    max(2, 1 + end tokens) * beams best continuations. Of the best `beams`, those that end go to the pool, with the
+    score log-probability / length ** length_penalty. The best `beams` continuations that do not end become the running
+    beams. In the last step all end.
 
     Args:
         log_probs: [batch, beams, vocab], float32, float16 or bfloat16, contiguous: the log-probabilities of the next
             token after each running beam, without the score of the beam.
         scores: float32 [batch, beams], the log-probabilities of the running beams. Before the first step: 0 for the
-            first beam and -inf (or very low) for the others, which are the same beam then.
+            first beam and -inf (or very low) for the others, which are equal to it then.
         finished_scores: float32 [batch, beams], the pool, best first; -inf before the first step.
-        finished_lengths: int32 [batch, beams], how many tokens each has, the end token included; 0 for an empty place,
-            as all are before the first step.
+        finished_lengths: int32 [batch, beams], the number of tokens of each, the end token included; 0 for an empty
+            place. Before the first step all places are empty.
         finished_ids: int32 [batch, beams], the last token of each.
         finished_parents: int32 [batch, beams], the beam that the token was added to in that step.
-        done: bool [batch], whether nothing can change the pool any more; False before the first step.
-        step: from 0 on, below max_steps; the tokens that the beams have already. An int, or an int32 array [1] or []
-            beside `log_probs`: one in host memory is checked; on a GPU the kernel reads it and clamps it to
+        done: bool [batch], whether the pool can no longer change; False before the first step.
+        step: from 0 on, below max_steps; the number of tokens that the beams have. An int, or an int32 array [1] or []
+            beside `log_probs`. An array in host memory is checked. On a GPU the kernel reads it and clamps it to
             [0, max_steps - 1], so that a CUDA graph of one launch serves all steps.
-        max_steps: the most tokens of a hypothesis.
-        end_id: the token, or up to 8 of them, that ends a hypothesis; one outside of the vocabulary for none.
-        length_penalty: > 0 favors long hypotheses, for the scores are negative.
+        max_steps: the largest number of tokens of a hypothesis.
+        end_id: the token, or up to 8 tokens, that end a hypothesis; an id outside of the vocabulary for none.
+        length_penalty: > 0 favors long hypotheses, because scores are negative.
         early_stopping: when a batch entry is done. False: when the pool is full, and the best running beam divided by
-            the penalty of its present length is no better than the worst in it. True: when the pool is full. "never"
-            (or None): as False, but with the length it could still reach if length_penalty > 0.
-        diversity_rate: as in `beam_topk`; it decides what is chosen and has no part in the scores.
-        out: eight arrays for the results. They may be the state's own, which are then updated in place, and rows of the
-            [max_steps, batch, beams] arrays that `gather_tree` reads.
-        variant: as in `beam_topk`, with the candidates for k.
+            the penalty of its present length is no better than the worst of the pool. True: when the pool is full.
+            "never" (or None): as False, but with the length it could still reach if length_penalty > 0.
+        diversity_rate: as in `beam_topk`; it affects the choice, not the scores.
+        out: eight arrays for the results. They may be the arrays of the state, which is then updated in place, and rows
+            of the [max_steps, batch, beams] arrays that `gather_tree` reads.
+        variant: as in `beam_topk`, with the number of candidates for k.
 
     Returns (ids, parents, scores, finished_scores, finished_lengths, finished_ids, finished_parents, done): the new
     token of each running beam and the beam it continues, int32 [batch, beams], and the new state, so that a loop is
-    `ids[step], parents[step], *state = beam_search_step(log_probs, *state, step, ...)`. Nothing waits for the GPU;
-    `done` says when it is worth stopping. At the end `gather_tree(ids, parents, finished_lengths, end_id,
-    last_ids=finished_ids, last_parents=finished_parents)` has the tokens of the pool.
+    `ids[step], parents[step], *state = beam_search_step(log_probs, *state, step, ...)`. The call does not wait for the
+    GPU. Read `done` now and then to stop early. At the end `gather_tree(ids, parents, finished_lengths, end_id,
+    last_ids=finished_ids, last_parents=finished_parents)` returns the tokens of the pool.
 
-    A NaN counts as -inf, and what scores -inf never enters the pool. At most 64 beams and 128 candidates; more tokens
-    in the vocabulary than end ids. Raises ValueError or TypeError for what does not fit.
+    A NaN counts as -inf, and candidates of -inf never enter the pool. At most 64 beams and 128 candidates; more tokens
+    in the vocabulary than end ids. Raises ValueError or TypeError for arguments that do not fit.
     """
     _check_log_probs(log_probs)
     batch, beams, vocab = log_probs.shape
@@ -328,7 +328,7 @@ def beam_search_step(
     late_fields: dict[str, Any] = {"max_steps": max_steps, "length_penalty": length_penalty, "step": None}
     if is_late:
         expect_one("step", step, log_probs, "log_probs", "int32")
-        # The penalties of all lengths lie between that of length 1, which is 1, and this one.
+        # The penalty of each length is between the penalty of length 1, which is 1, and the penalty of max_steps.
         furthest = _penalty(max_steps, length_penalty)
         late_fields["step"], length, last, penalty = step, 0, 0, 0.0
     else:
@@ -368,20 +368,20 @@ def gather_tree(
     ids: AnyArray, parents: AnyArray, lengths: AnyArray | None, end_id: int,
     *, last_ids: AnyArray | None = None, last_parents: AnyArray | None = None, out: AnyArray | None = None,
 ) -> AnyArray:  # fmt: skip
-    """The tokens of each beam, from the tokens and parents of all steps.
+    """Return the tokens of each beam, from the tokens and parents of all steps.
 
     Args:
         ids: int32 [max_steps, batch, beams], contiguous: the token that each beam got in each step.
-        parents: int32 of the same shape, the beam of the step before that it was added to; one that is out of range is
-            taken for the nearest that is not.
-        lengths: int32 [batch] or [batch, beams], how many steps count; None for all. Clamped to [0, max_steps].
+        parents: int32 of the same shape, the beam of the step before that the token was added to; clamped to the beams.
+        lengths: int32 [batch] or [batch, beams], the number of steps to use; None for all. Clamped to [0, max_steps].
         end_id: fills the result after the first end_id of a beam, and from its length on.
-        last_ids, last_parents: both or neither, int32 [batch, beams]: what stands for the token and the parent of a
-            beam's last step (that of its length), as for the finished hypotheses of `beam_search_step`.
+        last_ids, last_parents: both or neither, int32 [batch, beams]: they replace the token and the parent of a beam's
+            last step (by its length), as for the finished hypotheses of `beam_search_step`.
         out: int32 like ids, to write into; not ids or parents themselves.
 
-    Returns int32 [max_steps, batch, beams]. At most 64 beams. Arguments and result are those of TensorFlow Addons'
-    `gather_tree`, `lengths` its `max_sequence_lengths`. Raises ValueError or TypeError for what does not fit.
+    Returns int32 [max_steps, batch, beams]. At most 64 beams. Arguments and result are as in TensorFlow Addons'
+    `gather_tree`, which calls `lengths` `max_sequence_lengths`. Raises ValueError or TypeError for arguments that do
+    not fit.
     """
     shape = expect_array("ids", ids, symbols=("max_steps", "batch", "beams")).shape
     (max_steps, batch, beams), most = shape, _constant(_tree, "MAX_BEAMS")
@@ -420,9 +420,9 @@ def _overlap(one: int, other: int, size: int) -> bool:
 
 
 def _expect_placed(size: int, keys: int, values: int, *results: int) -> None:
-    """Raises ValueError for a result that overlaps a cache or another result, and is not its own cache.
+    """Raise ValueError if a result overlaps a cache or another result, unless the result is its own cache.
 
-    All are addresses of `size` bytes.
+    All arguments after `size` are addresses of arrays of `size` bytes.
     """
     caches = keys, values
     for i, address in enumerate(results):
@@ -442,24 +442,23 @@ def update_kv_cache(
     key_cache: AnyArray, value_cache: AnyArray, parents: AnyArray, step: int | AnyArray,
     *, out: tuple[AnyArray, AnyArray] | None = None, variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:  # fmt: skip
-    """Let the keys and values follow their beams: what the parent had cached is the beam's past.
+    """Reorder the cached keys and values by the beams' parents: a beam gets the past of its parent.
 
     Args:
         key_cache: [max_steps, batch * beams, heads, dim], contiguous, as in `masked_attention`; float32, float16,
             bfloat16, an 8-bit float, or uint8.
         value_cache: the same shape and dtype.
-        parents: int32 [batch, beams], the beam of the same batch entry that each beam continues; one that is out of
-            range is taken for the nearest that is not.
-        step: how many entries there are to move, from the first on; at most max_steps. An int, or an int32 array [1] or
-            [] beside the caches: one in host memory is checked; on a GPU the kernel reads it and clamps it to
+        parents: int32 [batch, beams], the beam of the same batch entry that each beam continues; clamped to the beams.
+        step: the number of entries to reorder, from the first on; at most max_steps. An int, or an int32 array [1] or
+            [] beside the caches. An array in host memory is checked. On a GPU the kernel reads it and clamps it to
             [0, max_steps], so that a CUDA graph of one launch serves all steps.
         out: a pair like the caches whose first `step` entries are written: other arrays, as FasterTransformer keeps two
-            pairs and swaps them, or the caches themselves. In place a beam that stays where it was costs nothing.
-        variant: "vector" moves 16 bytes at a time, "scalar" single elements; "auto" the most that the sizes allow.
+            pairs and swaps them, or the caches themselves. In place, a beam that is its own parent is not copied.
+        variant: "vector" moves 16 bytes at a time, "scalar" single elements; "auto" the widest that the sizes allow.
 
-    Returns `out`, or two new arrays [step, batch * beams, heads, dim]; where `step` is an array, [max_steps, ...], of
-    which only the first `step` entries mean something. At most 64 beams. Raises ValueError or TypeError
-    for what does not fit, and for results that overlap the caches in part.
+    Returns `out`, or two new arrays [step, batch * beams, heads, dim]. If `step` is an array, the new arrays are
+    [max_steps, ...], and entries from `step` on are undefined. At most 64 beams. Raises ValueError or TypeError for
+    arguments that do not fit, and for results that overlap the caches in part.
     """
     symbols = ("max_steps", "batch * beams", "heads", "dim")
     max_steps, _, heads, dim = expect_array("key_cache", key_cache, CACHE_DTYPES, symbols).shape

@@ -26,7 +26,7 @@ __all__ = ["cross_attention", "masked_attention"]
 
 DTYPES = ("float32", "float16", "bfloat16")
 VARIANTS = ("auto", "specialized", "dynamic")
-#: Of the template: which entries there are.
+#: MODE of the template. LATE_STEP: the kernel reads the step from memory. SHARED_MEMORY: several rows share a memory.
 MODES = ("PLAIN", "LATE_STEP", "SHARED_MEMORY")
 MAX_DIM = 256
 #: Rows are (sequence, head) pairs.
@@ -34,11 +34,11 @@ MAX_ROWS = 2**30
 MAX_ENTRIES = 2**30
 MAX_STEP_ELEMENTS = 2**31 - 1
 _MAX_SPLITS = 256
-#: Warps that a multiprocessor holds, at the 128 registers per thread of the template's launch bounds.
+#: Resident warps of a multiprocessor, at the 128 registers per thread of the template's launch bounds.
 _RESIDENT_WARPS = 16
 _LOG2_E = 1.4426950408889634
 
-#: Dimensions of a head that have variants of their own, and the models that have them.
+#: Dimensions of a head with variants of their own, and the models that have them.
 SPECIALIZED = {
     64: "GPT-2, BERT-like decoders, T5, BART, Whisper",
     128: "Llama, Qwen, Mistral",
@@ -50,8 +50,8 @@ _kernel = Kernel("decoder_attention/decoder_attention", "decoder_attention")
 _combine = Kernel("decoder_attention/combine", "combine")
 
 
-class _Form(NamedTuple):
-    """How the lanes of a warp share the elements of a row; template arguments."""
+class _LaneLayout(NamedTuple):
+    """How the lanes of a warp share the elements of a row: template arguments."""
 
     vector: int  # elements per load
     lanes: int
@@ -59,22 +59,22 @@ class _Form(NamedTuple):
     steps: int  # entries at once
 
 
-def _form(dtype: str, dim: int, wide: bool) -> _Form:
-    """The form for a dimension, with loads of 16 bytes if `wide`, else of one element."""
+def _lane_layout(dtype: str, dim: int, wide: bool) -> _LaneLayout:
+    """Return the layout for a dimension. Loads have 16 bytes if `wide`, else one element."""
     vector = 16 // arrays.ITEM_SIZE[dtype] if wide else 1
     loads = -(-dim // vector)
     if wide:
         lanes = next(n for n in (8, 16, 32) if n >= loads or n == 32)
         chunks = 1 if loads <= lanes else 2
-        # Registers have no room for more entries at once.
-        return _Form(vector, lanes, chunks, 8 // chunks)
+        # There are no registers for more entries at once.
+        return _LaneLayout(vector, lanes, chunks, 8 // chunks)
     chunks = next(n for n in (2, 4, 8) if 32 * n >= loads)
-    return _Form(vector, 32, chunks, 16 // chunks)
+    return _LaneLayout(vector, 32, chunks, 16 // chunks)
 
 
-def _variant(dtype: str, fixed_dim: int, form: _Form, mode: str = "PLAIN") -> Variant:
-    # The template's default is left out, so that the names of the plain instances are the shorter ones.
-    return _kernel.variant(arrays.CUDA_TYPE[dtype], fixed_dim, *form, *[mode] * (mode != "PLAIN"))
+def _variant(dtype: str, fixed_dim: int, layout: _LaneLayout, mode: str = "PLAIN") -> Variant:
+    # The template's default mode is left out, which keeps the names of plain instances short.
+    return _kernel.variant(arrays.CUDA_TYPE[dtype], fixed_dim, *layout, *[mode] * (mode != "PLAIN"))
 
 
 def _combiner(dtype: str) -> Variant:
@@ -82,16 +82,16 @@ def _combiner(dtype: str) -> Variant:
 
 
 _kernel.specialized = [
-    _variant(t, d, _form(t, d, wide=True), mode).instance for mode in MODES for t in DTYPES for d in SPECIALIZED
+    _variant(t, d, _lane_layout(t, d, wide=True), mode).instance for mode in MODES for t in DTYPES for d in SPECIALIZED
 ]
-_kernel.at_import = [_variant(t, d, _form(t, d, wide=True)).instance for t, d in _AT_IMPORT]
+_kernel.at_import = [_variant(t, d, _lane_layout(t, d, wide=True)).instance for t, d in _AT_IMPORT]
 _combine.at_import = [_combiner(dtype).instance for dtype in ("float16", "bfloat16")]
 
 _registered = set(SPECIALIZED)
 
 
 def specialize(*, dim: int) -> list[Instance]:
-    """Give this dimension of a head variants of its own in this process and say which; see `cukern.specialize`.
+    """Give this dimension of a head variants of its own in this process, and return them; see `cukern.specialize`.
 
     Raises ValueError unless dim is a multiple of 8, so that rows are whole 16-byte loads, and at most 256.
     """
@@ -100,14 +100,14 @@ def specialize(*, dim: int) -> list[Instance]:
         check.fail("dim", "a multiple of 8 (the dynamic variant takes all others)", dim)
     _registered.add(dim)
     forget_plans()
-    return [_variant(dtype, dim, _form(dtype, dim, wide=True)).instance for dtype in DTYPES]
+    return [_variant(dtype, dim, _lane_layout(dtype, dim, wide=True)).instance for dtype in DTYPES]
 
 
-def _choose(dtype: str, dim: int, aligned: bool, variant: str, mode: str = "PLAIN") -> tuple[Variant, _Form, str]:
-    """The variant for a dimension, and why; `aligned` says whether keys and values begin at multiples of 16 bytes."""
+def _choose(dtype: str, dim: int, aligned: bool, variant: str, mode: str = "PLAIN") -> tuple[Variant, _LaneLayout, str]:
+    """Return the variant for a dimension, its layout, and the reason. `aligned`: keys and values are at 16 bytes."""
     check.one_of("variant", variant, VARIANTS)
     wide = aligned and dim * arrays.ITEM_SIZE[dtype] % 16 == 0
-    form = _form(dtype, dim, wide)
+    layout = _lane_layout(dtype, dim, wide)
     specialized = wide and dim in _registered
     if variant == "specialized" and not specialized:
         reason = f"there is none for heads of {dim} in {dtype}" if aligned else "the arrays are not 16-byte aligned"
@@ -121,30 +121,30 @@ def _choose(dtype: str, dim: int, aligned: bool, variant: str, mode: str = "PLAI
             why += f" (cukern.specialize('masked_attention', dim={dim}) makes one)"
     else:
         why = f"dynamic, with slow loads of one number: keys and values or heads of {dim} are not 16-byte aligned"
-    return _variant(dtype, fixed_dim, form, mode), form, asked(variant) or why
+    return _variant(dtype, fixed_dim, layout, mode), layout, asked(variant) or why
 
 
 class _Grid(NamedTuple):
     columns: int
     warps: int  # per block
     splits: Any
-    most_splits: int  # for other numbers of entries
+    most_splits: int  # an upper bound of `splits`; partial results have room for it
     split_steps: Any
 
 
 def _most_unsplit(warps: int, steps: int, new: int) -> int:
-    """The most tokens that two splits would leave with a warp of less than two rounds."""
+    """Return the largest number of tokens that is not split: in two splits a warp would have less than two rounds."""
     return (4 * warps - 1) * steps + new
 
 
 def _full_warps(columns: int, multiprocessors: int) -> int:
-    """Warps of a block where there are tokens enough for all of them."""
+    """Return the warps of a block if there are enough tokens for all of them."""
     most = template.constants("decoder_attention/decoder_attention")["MAX_WARPS"]
     return most if columns * most <= _RESIDENT_WARPS * multiprocessors else most // 2
 
 
 def _why_grid(grid: _Grid, tokens: Any, new: int, steps: int, multiprocessors: int) -> str:
-    """Why the sequence is split, or not."""
+    """Return why the sequence is split, or why not."""
     warps, resident = _full_warps(grid.columns, multiprocessors), _RESIDENT_WARPS * multiprocessors
     least = _most_unsplit(warps, steps, new) + 1
     blocks = f"{grid.columns} x {grid.warps} warps for the heads"
@@ -157,10 +157,10 @@ def _why_grid(grid: _Grid, tokens: Any, new: int, steps: int, multiprocessors: i
 
 
 def _grid(rows: int, tokens: Any, new: int, lanes: int, steps: int, multiprocessors: int) -> _Grid:
-    """The grid for `tokens` per sequence, of which the last `new` are not read from memory.
+    """Return the grid for `tokens` per sequence. The last `new` of them are not read from memory.
 
-    A block has fewer warps where that lets all of them run at the same time. When even full blocks for each column of
-    rows leave multiprocessors idle, the sequence is split among blocks, as long as each warp has two rounds of entries.
+    A block has fewer warps if all of them can then be resident. If full blocks for each column of rows leave
+    multiprocessors idle, the sequence is split among blocks, as long as each warp has two rounds of entries.
     """
     columns = -(-rows // (32 // lanes))
     resident = _RESIDENT_WARPS * multiprocessors
@@ -171,16 +171,16 @@ def _grid(rows: int, tokens: Any, new: int, lanes: int, steps: int, multiprocess
     rounds = -(-(tokens - new) // steps)
     if most_splits < 2 or tokens <= _most_unsplit(warps, steps, new):
         return _Grid(columns, warps, 1, 1, max(1, rounds) * steps)
-    # Rounds of a split: a multiple of the warps, so that each warp gets equally many.
+    # The rounds of a split are a multiple of the warps, so that each warp gets the same number of rounds.
     splits = min(most_splits, rounds // (2 * warps))
     split_rounds = -(-rounds // (splits * warps)) * warps
     return _Grid(columns, warps, -(-rounds // split_rounds), most_splits, split_rounds * steps)
 
 
 def _check_memories(q: Any, symbols: tuple[str, ...], shared: bool, **memories: Any) -> tuple[int, ...]:
-    """Check `q` and caches, or memories, of keys and values; returns the latter's shape, which says how many heads.
+    """Check `q`, and caches or memories of keys and values. Return the shape of the memories, which has the heads.
 
-    `shared`: `q` may have several rows for each sequence of theirs.
+    `shared`: `q` may have several rows for each sequence of the memories.
     """
     expect_array("q", q, DTYPES)
     (name, first), *_ = memories.items()
@@ -205,7 +205,7 @@ def _check_memories(q: Any, symbols: tuple[str, ...], shared: bool, **memories: 
 
 
 def _row_stride(name: str, array: Any, q: Array) -> int:
-    """Check one of the new rows [batch, heads * dim]; returns the distance between rows, in elements."""
+    """Check an array of new rows [batch, heads * dim]. Return the distance between rows, in elements."""
     expect_place(name, array, q, "q")
     check.dtype(name, array.dtype, (q.dtype,))
     check.shape(name, array.shape, q.shape, "[batch, heads * dim]")
@@ -213,7 +213,7 @@ def _row_stride(name: str, array: Any, q: Array) -> int:
 
 
 def _is_float(q: Array, biases: dict[str, Any]) -> bool:
-    """Check the biases that are given; returns whether they are float32."""
+    """Check the biases that are given. Return whether they are float32."""
     given = {name: bias for name, bias in biases.items() if bias is not None}
     first = next(iter(given), "")
     for name, bias in given.items():
@@ -235,9 +235,9 @@ def _attend(
     mode: str,
     **fields: Any,
 ) -> Any:
-    """The plan of both functions, over `tokens` of which the last `new` are not read from memory.
+    """Check and launch either function, over `tokens` tokens. The last `new` of them are not read from memory.
 
-    `mode` is one of `MODES`; `fields` are the kernel's parameters that differ between them.
+    `mode` is one of `MODES`. `fields` are the kernel's parameters that differ between the functions.
     """
     heads, dim = keys.shape[2:]
     bias_is_float = _is_float(q, {name: fields[name] for name in ("bias_q", "bias_k", "bias_v")})
@@ -245,11 +245,11 @@ def _attend(
     out = outputs(out, q, "q", _attended(q))
     if q.on_host:
         return run_twin(variant, VARIANTS)
-    found, form, why = _choose(q.dtype, dim, min(keys.alignment, values.alignment) == 16, variant, mode)
+    found, layout, why = _choose(q.dtype, dim, min(keys.alignment, values.alignment) == 16, variant, mode)
     rows = q.shape[0] * heads
     if rows == 0:
         return out
-    grid = _grid(rows, tokens, new, form.lanes, form.steps, q.gpu.multiprocessors)
+    grid = _grid(rows, tokens, new, layout.lanes, layout.steps, q.gpu.multiprocessors)
     partial = statistics = None
     if grid.most_splits > 1:
         partial = empty((grid.most_splits, rows, dim), "float32")
@@ -257,7 +257,7 @@ def _attend(
     results = {"out": out, "partial": partial, "statistics": statistics, "rows": rows, "dim": dim}
     fields |= {"q": q, "keys": keys, "values": values, "heads": heads, "bias_is_float": bias_is_float}
     fields |= {"split_steps": grid.split_steps, "scale": scale * _LOG2_E}
-    why += f"; {_why_grid(grid, tokens, new, form.steps, q.gpu.multiprocessors)}"
+    why += f"; {_why_grid(grid, tokens, new, layout.steps, q.gpu.multiprocessors)}"
     if mode == "LATE_STEP":
         why += "; step is an array, so the grid is that of max_steps"
     launch(found, (grid.columns, grid.splits), 32 * grid.warps, 0, why=why, **results, **fields)
@@ -290,24 +290,24 @@ def masked_attention(
     """Append a token to each sequence's keys and values, and attend over all of them: the decoder's self-attention.
 
     The biases are added in float32. k + bias_k and v + bias_v are rounded to the caches' dtype and written at index
-    `step - 1`, and count as they were written. With the entries s = 0 ... step - 1 of head h of sequence b,
+    `step - 1`. The attention uses the rounded numbers. With the entries s = 0 ... step - 1 of head h of sequence b,
 
         out[b, h] = sum of softmax(scale * (q + bias_q)[b, h] . key_cache[:, b, h])[s] * value_cache[s, b, h]
 
-    in float32, by an online softmax. Entries from `step` on are not read. A score of -inf weighs 0; if all are, the
-    result is zeros. A NaN among a head's scores makes its result NaN.
+    in float32, by an online softmax. Entries from `step` on are not read. A score of -inf has weight 0. If all scores
+    are -inf, the result is zeros. A NaN among a head's scores makes its result NaN.
 
     Args:
         q, k, v: the new token [batch, heads * dim], float32, float16 or bfloat16, contiguous along the last dimension;
-            rows may be strided, as those of a fused projection are. A head's dim is at most 256.
+            rows may be strided, as in a fused projection. A head's dim is at most 256.
         bias_q, bias_k, bias_v: [heads * dim], float32 or the dtype of `q`, all of one dtype; None adds nothing.
         key_cache, value_cache: [max_steps, batch, heads, dim], of the dtype of `q`, contiguous, written at step - 1.
-            They say how many heads there are.
+            Their shape sets the number of heads.
         step: the number of tokens, the new one included, in [1, max_steps]: an int, or an int32 array [1] or [] beside
             `q`. An array in host memory is checked. On a GPU the kernel reads it and clamps it to that range, so that a
-            CUDA graph of one launch serves all steps; the grid is then that of max_steps. So is the split among blocks,
-            and with it the order of the sums.
-        scale: of the scores; 1 / sqrt(dim) if None.
+            CUDA graph of one launch serves all steps. The grid, the split among blocks and the order of the sums are
+            then chosen for max_steps.
+        scale: a factor of the scores; 1 / sqrt(dim) if None.
         out: [batch, heads * dim], written and returned.
         variant: "auto", or a kernel by name: "specialized" (the dim fixed at compile time) or "dynamic".
 
@@ -317,11 +317,11 @@ def masked_attention(
         partial results in memory from the caller's allocator.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
-    The layout and the count of steps are those of FasterTransformer's decoder (v2.1); the online softmax is that of
-    Milakov and Gimelshein (arXiv:1805.02867), the split over the sequence that of Flash-Decoding.
+    The layout and the count of steps are from FasterTransformer's decoder (v2.1), the online softmax from Milakov and
+    Gimelshein (arXiv:1805.02867), and the split over the sequence from Flash-Decoding.
     """
     symbols = "max_steps", "batch", "heads", "dim"
     max_steps, *_ = _check_memories(q, symbols, False, key_cache=key_cache, value_cache=value_cache)
@@ -350,15 +350,14 @@ def cross_attention(
     out: AnyArray | None = None,
     variant: str = "auto",
 ) -> AnyArray:
-    """Attend over the encoder's memory, of a length of its own for each sequence.
+    """Attend over the encoder's memory, which has its own length for each sequence.
 
     With the entries s = 0 ... memory_lengths[b] - 1 of head h of sequence b,
 
         out[b, h] = sum of softmax(scale * (q + bias_q)[b, h] . key_memory[b, :, h])[s] * value_memory[b, s, h]
 
-    in float32. Entries from memory_lengths[b] on are not read; a length of 0 gives zeros. Where `q` has several rows
-    for each sequence of the memory, as the beams of a search have, its row i attends to the memory of sequence
-    i // beams.
+    in float32. Entries from memory_lengths[b] on are not read; a length of 0 gives zeros. `q` may have several rows for
+    each sequence of the memory, such as the beams of a search: row i attends to the memory of sequence i // beams.
 
     Args:
         q: [batch, heads * dim], or [batch * beams, heads * dim], float32, float16 or bfloat16, contiguous along the
@@ -366,10 +365,10 @@ def cross_attention(
         bias_q: [heads * dim], float32 or the dtype of `q`; None adds nothing.
         key_memory, value_memory: [batch, memory_len, heads, dim], of the dtype of `q`, contiguous, dim at most 256.
         memory_lengths: int32 [batch], each in [0, memory_len]. Lengths in host memory are checked; on a GPU the kernel
-            clamps them, since to look at them would take a synchronization.
+            clamps them, because a check would take a synchronization.
         scale, out, variant: as in `masked_attention`.
 
-    Returns, and raises, what `masked_attention` does, and ValueError for a length in host memory that is out of range.
+    Results and errors are as in `masked_attention`, with ValueError for a length in host memory that is out of range.
 
     The function is the cross attention of FasterTransformer's decoder (v2.1), over keys and values that are already
     projected.

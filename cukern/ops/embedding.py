@@ -54,7 +54,7 @@ def _looked_up(embedding_table: Any, word_ids: Any, *_: Any, **__: Any) -> Resul
 
 
 def _check_words(word_ids: Any, table: Array) -> tuple[Any, int]:
-    """How many words there are, and how many a sequence has."""
+    """Check the words. Return the number of words, and the number of words of a sequence."""
     if not isinstance(word_ids, Array) or not word_ids.shape:
         got = [] if isinstance(word_ids, Array) else type_name(word_ids)
         check.fail("word_ids", "an array [batch] or [batch, ...]", got, TypeError)
@@ -68,9 +68,9 @@ def _check_words(word_ids: Any, table: Array) -> tuple[Any, int]:
 def _check_positions(
     name: str, position_table: Any, step: Any, position_ids: Any, table: Array, word_ids: Array, period: int
 ) -> tuple[int, Any, bool]:
-    """How many positions the table has, the checked step, and whether one position is for all words.
+    """Check the positions. Return the number of positions, the step, and whether all words have one position.
 
-    `name` is that of the argument `position_table`.
+    `name` is the name of the argument `position_table`.
     """
     if position_table is None:
         step = check.integer("step", step, 0, MAX_POSITION)
@@ -98,7 +98,7 @@ def _check_positions(
 
 
 def _width(variant: str, table: Array, row_bytes: int, *others: Array | None) -> int:
-    """The bytes per load of a variant, for rows of the table and of `others` that are not None."""
+    """Return the bytes per load of a variant, for rows of the table and of `others` that are not None."""
     check.one_of("variant", variant, VARIANTS)
     if variant == "narrow":
         return table.item_size
@@ -121,7 +121,7 @@ def _lookup(
     out: Any,
     variant: str,
 ) -> Any:
-    """The plan of both functions."""
+    """Check and launch either function."""
     table = expect_array("embedding_table", embedding_table, DTYPES, ("vocab", "hidden"))
     vocab, hidden = table.shape
     if hidden > MAX_HIDDEN:
@@ -180,13 +180,13 @@ def embedding_lookup(
     out: AnyArray | None = None,
     variant: str = "auto",
 ) -> AnyArray:
-    """The rows of a table of embeddings, plus those of a table of learned positions.
+    """Look up rows of a table of embeddings, and add the rows of a table of learned positions.
 
         out[i] = embedding_table[word_ids[i]] + position_table[position[i]]
 
-    added in float32 and rounded once; without a `position_table` the rows are copied, bit for bit. A word of `word_ids`
-    [batch] is at position `step`, the words of a row of [batch, seq] are at `step`, `step + 1`, ..., and with
-    `position_ids` a word is at `step + position_ids`.
+    The sum is computed in float32 and rounded once. If `position_table` is None, the rows are copied, bit for bit. A
+    word of `word_ids` [batch] has position `step`. The words of a row of [batch, seq] have positions `step`,
+    `step + 1`, ... With `position_ids` a word has position `step + position_ids`.
 
     Args:
         embedding_table: [vocab, hidden], float32, float16 or bfloat16, contiguous; any hidden size.
@@ -201,11 +201,11 @@ def embedding_lookup(
         [*word_ids.shape, hidden] of the dtype of `embedding_table`, in its library and on its device. Arrays in host
         memory go through the NumPy reference.
 
-    An id or a position out of range raises ValueError where it is in host memory. On a GPU, where to look at it would
-    take a synchronization, its row is zeros, without a position added.
+    In host memory an id or a position out of range raises ValueError. On a GPU a check would take a synchronization;
+    there the row becomes zeros, without a position added.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices, ids or sizes that do not fit; the message names the argument.
     """
     return _lookup(embedding_table, word_ids, "position_table", position_table, step, position_ids, False, out, variant)
@@ -226,15 +226,15 @@ def embedding_lookup_sine_position_encoding(
     out: AnyArray | None = None,
     variant: str = "auto",
 ) -> AnyArray:
-    """The embeddings of the words that a decoder begins a step with, scaled, plus the encoding of their position.
+    """Look up the embeddings at the start of a decoder's step, scale them, and add the encoding of their position.
 
         out[i] = embedding_table[word_ids[i]] * sqrt(hidden) + position_encoding[position[i]]
 
-    in float32, rounded once. What a word's position is, the other arguments, the results and the errors are as in
-    `embedding_lookup` with `position_encoding` for `position_table`: the words of `word_ids` [batch] are at `step`.
+    in float32, rounded once. Positions, the other arguments, results and errors are as in `embedding_lookup` with
+    `position_encoding` for `position_table`: the words of `word_ids` [batch] are at `step`.
 
     The function is FasterTransformer's `embedding_lookup_sine_position_encoding` (v2.1), for a table of encodings that
-    the caller computes; the scale and the encoding are those of "Attention Is All You Need" (arXiv:1706.03762).
+    the caller computes. The scale and the encoding are from "Attention Is All You Need" (arXiv:1706.03762).
     """
     if position_encoding is None:
         check.fail("position_encoding", "an array [positions, hidden]", "None", TypeError)

@@ -32,18 +32,18 @@ __all__ = [
 ]
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: "vector": 16 bytes at a time; "scalar": one element.
+#: "vector" handles 16 bytes at a time, "scalar" one element.
 VARIANTS = ("auto", "vector", "scalar")
-#: Activations without a gate; the kernel has their names in capitals.
+#: Activations without a gate. The template has their names in capitals.
 WITH_BIAS = ("gelu", "gelu_tanh", "silu", "relu", "gelu_quick")
-#: The names that `torch.nn.functional.gelu` has for two of them.
+#: The values of `approximate` in `torch.nn.functional.gelu`.
 _APPROXIMATE = {"none": "gelu", "tanh": "gelu_tanh"}
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _kernel = Kernel("moe_activation/moe_activation", "moe_activation")
 _bias_kernel = Kernel("moe_activation/add_bias_act", "add_bias_act")
 _ITEMS = 2
-_ROWS = 2  # per thread, which share a unit of the bias
+_ROWS = 2  # rows of a thread, which share a unit of the bias
 
 
 def _variant(
@@ -51,12 +51,12 @@ def _variant(
 ) -> Variant:
     arguments = arrays.CUDA_TYPE[dtype], activation, width, _ITEMS
     flags = gate_last, interleaved, bounded
-    # Those of the end that are not set have their default.
+    # Trailing flags that are not set keep the template's default.
     given = flags[: max((i + 1 for i, flag in enumerate(flags) if flag), default=0)]
     return _kernel.variant(*arguments, *("true" if flag else "false" for flag in given))
 
 
-# Other activations and dtypes, and rows that are not aligned, are compiled at their first use.
+# Other activations and dtypes, and unaligned rows, are compiled at their first use.
 _kernel.at_import = [_variant("bfloat16", activations.number("silu"), 16).instance]
 _kernel.specialized = [
     _variant(dtype, activations.number(name), 16).instance for name in activations.ACTIVATIONS for dtype in DTYPES
@@ -72,7 +72,7 @@ _bias_kernel.specialized = [_bias_variant(dtype, name, 16).instance for name in 
 
 
 def check_halves(name: str, array: Array) -> int:
-    """The size of each half of the rows of `array`. Raises ValueError for rows of an odd size."""
+    """Return the size of each half of the rows of `array`. Raises ValueError for rows of an odd size."""
     if not array.shape or int(array.shape[-1]) % 2:
         check.fail(name, "of shape [..., 2 * inter]", list(array.shape))
     return int(array.shape[-1]) // 2
@@ -96,8 +96,8 @@ def moe_activation(
 ) -> AnyArray:
     """Activate the gate of each token and multiply it with the up projection: activate(gate) * up.
 
-    The first half of a row of `x` is the gate, the second half the up projection; interleaved, its even columns are the
-    gate:
+    The first half of a row of `x` is the gate, the second half the up projection. If `interleaved`, the even columns
+    are the gate:
 
         silu        gate * sigmoid(gate) * up
         gelu        gate * (1 + erf(gate / sqrt(2))) / 2 * up
@@ -108,10 +108,10 @@ def moe_activation(
     Args:
         x: [..., 2 * inter], float32, float16 or bfloat16; rows may be strided, with one stride for all.
         activation: one of the names above.
-        alpha, limit: of swigluoai.
-        interleaved: columns 2 j and 2 j + 1 of a row are gate j and its up, as in gpt-oss.
-        expert_num_tokens: int32 [experts], for x of [experts, max_tokens, 2 * inter]: the rows of each expert that
-            hold tokens, the first ones. Rows after them are neither read nor written.
+        alpha, limit: the constants of swigluoai.
+        interleaved: columns 2 j and 2 j + 1 of a row are gate j and up j, as in gpt-oss.
+        expert_num_tokens: int32 [experts], for x of [experts, max_tokens, 2 * inter]: the number of tokens of each
+            expert, in its first rows. Rows after them are neither read nor written.
         out: an array to write into and return.
         variant: "auto", or a kernel by name: "vector" (16 bytes at a time, from aligned rows) or "scalar". Both give
             the same bits.
@@ -121,7 +121,7 @@ def moe_activation(
         host memory go through the NumPy reference.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
     """
     return _gated(x, activation, expert_num_tokens, out, variant, form=(alpha, limit, interleaved))
@@ -136,8 +136,9 @@ def _gated(
     gate_last: bool = False,
     form: tuple[float, float, bool] = (activations.ALPHA, activations.LIMIT, False),
 ) -> Any:
-    """The plan of `moe_activation`; `gate_last`: the second half of a row is the gate. `form`: alpha, limit,
-    interleaved.
+    """Check and launch `moe_activation`. `gate_last`: the second half of a row is the gate.
+
+    `form` is alpha, limit and interleaved.
     """
     number = activations.number(activation)
     alpha, limit = activations.check_bounds(*form[:2])
@@ -184,19 +185,19 @@ def _alias(name: str) -> Callable[[_F], _F]:
 
 @_alias("silu_and_mul")
 def silu_and_mul(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
-    """`moe_activation` with "silu"; vLLM's operator of this name, which takes `out` first."""
+    """`moe_activation` with "silu". vLLM's operator of the same name takes `out` first."""
     return moe_activation(x, "silu", out=out)
 
 
 @_alias("gelu_and_mul")
 def gelu_and_mul(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
-    """`moe_activation` with "gelu"; vLLM's operator of this name, which takes `out` first."""
+    """`moe_activation` with "gelu". vLLM's operator of the same name takes `out` first."""
     return moe_activation(x, "gelu", out=out)
 
 
 @_alias("gelu_tanh_and_mul")
 def gelu_tanh_and_mul(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
-    """`moe_activation` with "gelu_tanh"; vLLM's operator of this name, which takes `out` first."""
+    """`moe_activation` with "gelu_tanh". vLLM's operator of the same name takes `out` first."""
     return moe_activation(x, "gelu_tanh", out=out)
 
 
@@ -211,8 +212,8 @@ def swigluoai_and_mul(
 ) -> AnyArray:
     """`moe_activation` with "swigluoai", the activation of gpt-oss.
 
-    The two projections are halves of a row unless `interleaved`, as vLLM's operator of this name, which takes `out`
-    first, always has them.
+    The two projections are halves of a row unless `interleaved`. vLLM's operator of the same name takes `out` first,
+    and always interleaved projections.
     """
     return moe_activation(x, "swigluoai", alpha=alpha, limit=limit, interleaved=interleaved, out=out)
 
@@ -227,8 +228,7 @@ def relu2_and_mul(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
 def mul_and_silu(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
     """`silu_and_mul` with the halves of a row exchanged: x[..., :inter] * silu(x[..., inter:]).
 
-    Arguments, results and errors are those of `moe_activation`. It is vLLM's operator of this name, which takes `out`
-    first.
+    Arguments, results and errors are as in `moe_activation`. vLLM's operator of the same name takes `out` first.
     """
     return _gated(x, "silu", None, out, gate_last=True)
 
@@ -264,14 +264,14 @@ def add_bias_act(
 
     Returns:
         [..., inter], in the dtype and library and on the device of `x`, computed in float32 and rounded once. In
-        float32, gelu is good to a few units in the last place also where it is near 0. NaN stays NaN. Arrays in host
-        memory go through the NumPy reference.
+        float32, gelu is accurate to a few units in the last place, also near 0. NaN stays NaN. Arrays in host memory go
+        through the NumPy reference.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
-    The name is that of FasterTransformer's kernel.
+    FasterTransformer's kernel has the same name.
     """
     check.one_of("activation", activation, WITH_BIAS)
     expect_array("x", x, DTYPES)
@@ -309,9 +309,9 @@ def add_bias_act(
 def bias_gelu(
     x: AnyArray, bias: AnyArray | None, *, approximate: str = "none", out: AnyArray | None = None
 ) -> AnyArray:
-    """`add_bias_act` with "gelu", or with "gelu_tanh" where `approximate` is "tanh".
+    """`add_bias_act` with "gelu", or with "gelu_tanh" if `approximate` is "tanh".
 
-    `approximate` has the meaning and the values of `torch.nn.functional.gelu`'s.
+    `approximate` has the values and the meaning of `torch.nn.functional.gelu`.
     """
     check.one_of("approximate", approximate, _APPROXIMATE)
     return add_bias_act(x, bias, _APPROXIMATE[approximate], out=out)
@@ -324,23 +324,23 @@ def _without_bias(name: str) -> Callable[[_F], _F]:
 
 @_without_bias("gelu_new")
 def gelu_new(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
-    """`add_bias_act` with "gelu_tanh" and no bias; vLLM's operator of this name, which takes `out` first.
+    """`add_bias_act` with "gelu_tanh" and no bias. vLLM's operator of the same name takes `out` first.
 
-    vLLM rounds the cube, the tanh and the sum to the dtype of `x`; here the result alone is rounded.
+    vLLM rounds the cube, the tanh and the sum to the dtype of `x`. Here only the result is rounded.
     """
     return add_bias_act(x, None, "gelu_tanh", out=out)
 
 
 @_without_bias("gelu_fast")
 def gelu_fast(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
-    """`gelu_new`, of which it is another way of writing: tanh(sqrt(2 / pi) * x * (1 + 0.044715 * x**2)).
+    """`gelu_new` under another name, for tanh(sqrt(2 / pi) * x * (1 + 0.044715 * x**2)), which is the same formula.
 
-    vLLM's operator of this name takes `out` first.
+    vLLM's operator of the same name takes `out` first.
     """
     return add_bias_act(x, None, "gelu_tanh", out=out)
 
 
 @_without_bias("gelu_quick")
 def gelu_quick(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
-    """`add_bias_act` with "gelu_quick" and no bias (CLIP); vLLM's operator of this name, which takes `out` first."""
+    """`add_bias_act` with "gelu_quick" and no bias (CLIP). vLLM's operator of the same name takes `out` first."""
     return add_bias_act(x, None, "gelu_quick", out=out)

@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys, in place; with the norms before it and the cache behind it."""
+"""Rotary position embedding of queries and keys, in place; also fused with the norms before and the cache after it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 #: "wide" loads 16 bytes at a time, "narrow" one element.
 VARIANTS = ("auto", "wide", "narrow")
 MAX_ROWS = 2**31 - 2**12
-#: Of a head, so that "narrow" has a thread for each pair.
+#: A limit of a head, because "narrow" has a thread for each pair.
 MAX_ROTARY_DIM = 512
 _WIDEST = 16
 
@@ -46,7 +46,7 @@ _kernel.specialized = [
 
 
 def _expect_heads(name: str, array: Array, rotary_dim: int) -> None:
-    """Raises ValueError unless heads have at least `rotary_dim` contiguous numbers, and no two overlap."""
+    """Raise ValueError unless heads have at least `rotary_dim` contiguous elements, and no two heads overlap."""
     if array.shape[-1] < rotary_dim:
         check.fail(name, f"of a head_dim of at least {rotary_dim} (rotary_dim)", array.shape[-1])
     strides, width = array.strides, array.shape[-1]
@@ -62,7 +62,7 @@ def _expect_heads(name: str, array: Array, rotary_dim: int) -> None:
 
 
 def _check_angles(cos: Any, sin: Any, query: Array, unsqueeze_dim: int, rotary_dim: int | None) -> tuple[int, int]:
-    """The checked rotary_dim, and how many columns cos and sin have. They have the shape of `query` without heads."""
+    """Check cos and sin, which have the shape of `query` without heads. Return rotary_dim, and the columns of cos."""
     lengths = [n for i, n in enumerate(query.shape[:-1]) if i != unsqueeze_dim]
     symbols = "[tokens, rotary_dim]" if len(lengths) == 1 else "[batch or 1, tokens, rotary_dim]"
     for name, array in (("cos", cos), ("sin", sin)):
@@ -88,14 +88,14 @@ def _check_angles(cos: Any, sin: Any, query: Array, unsqueeze_dim: int, rotary_d
 
 
 def _strides(array: Array, unsqueeze_dim: int) -> tuple[Any, Any, Any]:
-    """The strides between batch entries, heads and tokens, in bytes."""
+    """Return the strides between batch entries, heads and tokens, in bytes."""
     outer = [x * array.item_size for x in array.strides[:-1]]
     head = outer.pop(unsqueeze_dim)
     return (outer[0] if len(outer) == 2 else 0), head, outer[-1]
 
 
 def _angle_strides(array: Array, batch: Any) -> tuple[Any, Any]:
-    """The same of cos or sin, whose batch may be one for all."""
+    """Return the strides of cos or sin between batch entries and tokens. One entry may serve the whole batch."""
     if len(array.shape) == 2:
         return 0, array.strides[0] * array.item_size
     shared = array.shape[0] == 1 and batch != 1
@@ -103,7 +103,7 @@ def _angle_strides(array: Array, batch: Any) -> tuple[Any, Any]:
 
 
 def _choose_wide(variant: str, half: int, columns: int, moved: list[tuple[Array, tuple[Any, ...]]]) -> bool:
-    """Whether all that is loaded is in units of 16 bytes. Raises ValueError where "wide" is asked for in vain."""
+    """Return whether all loads can have 16 bytes. Raises ValueError if "wide" is asked for and cannot be used."""
     check.one_of("variant", variant, VARIANTS)
     unit = _WIDEST // moved[0][0].item_size
     wide = half % unit == 0 and columns % unit == 0
@@ -132,32 +132,32 @@ def rotary_embedding(
 
         first', second' = first * c - second * s, second * c + first * s
 
-    where `layout` says which two numbers of a head are rotated together: "half" x[j] and x[j + rotary_dim / 2] (the
-    `rotate_half` of Llama, Qwen, Mixtral, NeoX); "interleaved" x[2 j] and x[2 j + 1] (GLM, Cohere, GPT-J, and the code
-    that DeepSeek published); "deinterleaved" reads as "interleaved" and writes as "half", as DeepSeek-V3 does in
-    transformers. The numbers of a head from rotary_dim on stay as they are.
+    `layout` says which two elements of a head are rotated together. "half": x[j] and x[j + rotary_dim / 2] (the
+    `rotate_half` of Llama, Qwen, Mixtral, NeoX). "interleaved": x[2 j] and x[2 j + 1] (GLM, Cohere, GPT-J, and the code
+    that DeepSeek published). "deinterleaved" reads as "interleaved" and writes as "half", as DeepSeek-V3 does in
+    transformers. The elements of a head from rotary_dim on do not change.
 
     Args:
         query: [tokens, heads, head_dim], or [batch, heads, tokens, head_dim] as transformers has it; float32, float16
             or bfloat16. The last dimension is contiguous, and heads do not overlap; other strides are free. Written.
         key: the same, of any number of heads and any head_dim. Written.
         cos, sin: [tokens, rotary_dim], or [batch or 1, tokens, rotary_dim], in the dtype of `query` or float32. In
-            layouts that write halves, the second number of a pair has the column j + rotary_dim / 2, which models fill
-            with the same angle; or they have rotary_dim / 2 columns, with rotary_dim given. "interleaved" reads the
-            first half alone.
+            layouts that write halves, the second element of a pair has the column j + rotary_dim / 2, which models fill
+            with the same angle. The arrays may also have rotary_dim / 2 columns, if rotary_dim is given. "interleaved"
+            reads the first half only.
         layout: "half", "interleaved" or "deinterleaved".
         rotary_dim: an even number of at most 512 and the head_dim; None: the columns of `cos`.
         unsqueeze_dim: the dimension of the heads in `query` and `key`: 1, or 2 for [batch, tokens, heads, head_dim].
         variant: "auto", or a kernel by name: "wide" (loads of 16 bytes) or "narrow" (of one element).
 
     Returns:
-        query and key. It is computed in float32 and rounded once; transformers rounds each product as well.
+        query and key, computed in float32 and rounded once. transformers rounds each product as well.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or options that do not fit; the message names the argument.
 
-    Rotary embedding is that of Su et al. (arXiv:2104.09864). The positional arguments are those of transformers'
+    Rotary embedding is from Su et al. (arXiv:2104.09864). The positional arguments are as in transformers'
     `apply_rotary_pos_emb`, which returns new tensors.
     """
     expect_array("query", query, DTYPES)
@@ -222,7 +222,7 @@ def rotary_embedding(
 
 # --- norms, rotation and cache --------------------------------------------------------------------------
 
-#: Numbers of a unit, and the widest head: its units are two for each lane of a warp.
+#: Elements of a unit, and the widest head, which has two units for each lane of a warp.
 _EACH, MAX_HEAD_DIM = 8, 512
 _fused = Kernel("rotary_embedding/norm_rotate_store", "norm_rotate_store")
 
@@ -249,7 +249,7 @@ _fused.specialized = [
 
 
 def _check_weights(query: Array, weights: dict[str, Any], epsilon: float | None, width: int) -> tuple[str, float]:
-    """The dtype of the norms' weights, and epsilon: 0 without norms."""
+    """Check the weights of the norms. Return their dtype, and epsilon; 0 without norms."""
     given = {name: x for name, x in weights.items() if x is not None}
     for name, array in given.items():
         if epsilon is None:
@@ -264,7 +264,7 @@ def _check_weights(query: Array, weights: dict[str, Any], epsilon: float | None,
 def _check_heads(
     heads: dict[str, Any], caches: dict[str, Any], slot_mapping: Any
 ) -> tuple[dict[str, tuple[Any, ...]], dict[str, Any]]:
-    """The strides of queries, keys, values and caches in bytes, and the fields of the slots."""
+    """Check the heads. Return the strides of queries, keys, values and caches in bytes, and the fields of the slots."""
     query, key, key_cache = heads["query"], heads["key"], caches["key_cache"]
     symbols = ("tokens", "heads", "head_dim")
     expect_array("query", query, DTYPES, symbols)
@@ -289,7 +289,7 @@ def _check_heads(
 
 
 def _expect_units(given: dict[str, Array | None], strides: dict[str, tuple[Any, ...]]) -> None:
-    """Raises ValueError unless all arrays begin at multiples of 16 bytes, and have such strides."""
+    """Raise ValueError unless the addresses and strides of all arrays are multiples of 16 bytes."""
     for name, array in given.items():
         if array is None:
             continue
@@ -317,22 +317,22 @@ def fused_qk_norm_rope_and_cache(
     layout: str = "half",
     rotary_dim: int | None = None,
 ) -> AnyArray:
-    """Norm and rotate the heads of queries and keys, and store keys and values in a paged cache: one launch.
+    """Normalize and rotate the heads of queries and keys, and store keys and values in a paged cache: one launch.
 
-    It is `rms_norm` of each head of query and key (with `epsilon`), `rotary_embedding`, and
-    `reshape_and_cache_flash`, one after the other, with the same bits.
+    The bits equal the bits of `rms_norm` of each head of query and key (with `epsilon`), followed by
+    `rotary_embedding` and `reshape_and_cache_flash`.
 
     Args:
-        query: [tokens, heads, head_dim], float32, float16 or bfloat16; normed and rotated in place. Tokens and heads
-            may be strided, as parts of a product for queries, keys and values are, by multiples of 16 bytes. head_dim
-            is a multiple of 16, at most 512.
-        key, value: [tokens, kv_heads, head_dim], the same. They are read, and stay as they are.
+        query: [tokens, heads, head_dim], float32, float16 or bfloat16; normalized and rotated in place. Tokens and
+            heads may be strided by multiples of 16 bytes, as in a product for queries, keys and values. head_dim is a
+            multiple of 16, at most 512.
+        key, value: [tokens, kv_heads, head_dim], the same. They are not changed.
         cos, sin: [tokens, rotary_dim] or [tokens, rotary_dim / 2], as in `rotary_embedding`.
         key_cache, value_cache: [blocks, block_size, kv_heads, head_dim] in the dtype of `query`, as in
             `reshape_and_cache_flash`. Written.
-        slot_mapping: int64 [tokens]: the slot of each token. One outside of the cache, such as -1, is left out.
+        slot_mapping: int64 [tokens]: the slot of each token. A slot outside of the cache, such as -1, is skipped.
         q_weight, k_weight: [head_dim], of the norms, in the dtype of `query` or float32; None: 1.
-        epsilon: of the norms; None: there are none.
+        epsilon: of the norms; None: there are no norms.
         weight_offset: 1 for models that store the weights minus 1.
         layout: "half", "interleaved" or "deinterleaved", as in `rotary_embedding`.
         rotary_dim: a multiple of 16, at most head_dim; None: the columns of `cos`.
@@ -341,7 +341,7 @@ def fused_qk_norm_rope_and_cache(
         query.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or numbers that do not fit; the message names the argument.
 
     vLLM and SGLang fuse norms and rotation as `fused_qk_norm_rope`, over one array of queries, keys and values.

@@ -1,4 +1,4 @@
-"""Soft caps of logits."""
+"""`softcap_logits`: soft caps of logits."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from cukern.runtime.units import ceil_div, why_width
 __all__ = ["softcap_logits"]
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: "vector": 16 bytes at a time; "scalar": one element.
+#: "vector" handles 16 bytes at a time, "scalar" one element.
 VARIANTS = ("auto", "vector", "scalar")
 
 _kernel = Kernel("softcap", "softcap")
-#: Units per thread. Few logits have one, so that more multiprocessors share them (softcap_logits, tokens 1 and 64).
+#: Units per thread, for few and for many logits. With one unit, more multiprocessors share a few logits.
 _ITEMS = (1, 4)
-#: A thread takes four units from this number of logits on (between softcap_logits, tokens 1 and 64; neither is near).
+#: From this many logits on, a thread has four units (between softcap_logits, tokens 1 and 64; neither is near).
 _MANY = 2**21
 #: The normal numbers of float32.
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -35,7 +35,7 @@ def _variant(dtype: str, width: int, items: int) -> Variant:
     return _kernel.variant(arrays.CUDA_TYPE[dtype], width, items)
 
 
-# Gemma 2 caps its bfloat16 logits; other dtypes and rows that are not aligned are compiled at their first use.
+# Gemma 2 caps its bfloat16 logits. Other dtypes and unaligned rows are compiled at their first use.
 _kernel.at_import = [_variant("bfloat16", 16, items).instance for items in _ITEMS]
 _kernel.specialized = [_variant(dtype, 16, items).instance for dtype in DTYPES for items in _ITEMS]
 
@@ -45,7 +45,7 @@ def _capped(logits: Any, *_: Any, **__: Any) -> Result:
 
 
 def _rows_like(out: Any, logits: Array) -> Rows:
-    """The rows of an `out` of the caller's."""
+    """Return the rows of the caller's `out`."""
     expect_place("out", out, logits, "logits")
     check.dtype("out", out.dtype, (logits.dtype,))
     if not same_shape(out, logits.shape):
@@ -77,13 +77,13 @@ def softcap_logits(logits: AnyArray, cap: float, *, out: AnyArray | None = None,
         infinity becomes -cap or cap; NaN stays NaN. Arrays in host memory go through the NumPy reference.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or numbers that do not fit; the message names the argument.
 
     Example:
         cukern.softcap_logits(logits, 30.0, out=logits)
 
-    Gemma 2 has the method (arXiv:2408.00118). SGLang's `Softcap` computes the same.
+    The method is from Gemma 2 (arXiv:2408.00118). SGLang's `Softcap` computes the same.
     """
     expect_array("logits", logits, DTYPES)
     rows, limit = rows_of("logits", logits), _check_cap(cap)

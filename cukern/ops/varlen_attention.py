@@ -1,4 +1,4 @@
-"""Attention over a batch of sequences of different lengths, without padding: an encoder's, or a decoder's memory's."""
+"""Attention over a batch of sequences of different lengths, without padding: in an encoder, or over its memory."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from cukern.runtime.plan import asked, launch, outputs, run_twin, tensor_map
 __all__ = ["varlen_attention"]
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: "wgmma", "mma": tensor cores, for 16 bits, Hopper's or all GPUs'; "fma": products in float32, for all dtypes and
-#: alignments.
+#: "wgmma" and "mma" are for 16 bits on tensor cores, of Hopper or of all GPUs. "fma" computes products in float32, for
+#: all dtypes and alignments.
 VARIANTS = ("auto", "wgmma", "mma", "fma")
 MAX_DIM = 256
 MAX_HEADS = 2**16 - 1
 MAX_TOKENS = 2**31 - 2**16
 
-#: Rooms for a head: it takes the smallest that holds it.
+#: Capacities for a head. A head takes the smallest that holds it.
 DIMS = (
     32,  # all-MiniLM-L6, BGE-small, E5-small
     64,  # BERT, RoBERTa, DistilBERT, XLM-R, BART, Marian, BGE, E5
     128,  # encoders made of Llama, Qwen and Mistral
     256,  # Gemma
 )
-#: Those of "wgmma".
+#: The capacities of "wgmma".
 WGMMA_DIMS = (64, 128)
 _LOG2_E = 1.4426950408889634
-#: "wgmma" looks for the largest product of a query before it multiplies by the scale, which must then be positive.
+#: "wgmma" takes the maximum of a query's products before it multiplies by the scale, so the scale must be positive.
 _SMALLEST_WGMMA_SCALE = 1e-30
-_LARGEST_STRIDE = 2**40  # bytes, of a tensor map
+_LARGEST_STRIDE = 2**40  # in bytes, of a tensor map
 
 _wgmma = Kernel("varlen_attention/attention_wgmma", "attention_wgmma", compile_s=0.7)
 _mma = Kernel("varlen_attention/attention_mma", "attention_mma")
@@ -45,46 +45,46 @@ def _room(dim: int) -> int:
     return next(room for room in DIMS if room >= dim)
 
 
-class _Form(NamedTuple):
-    """A variant, and what a block of it takes."""
+class _Choice(NamedTuple):
+    """A variant, and the sizes of its blocks."""
 
     variant: Variant
     queries: int  # of a block
-    room: int  # for a head
+    room: int  # capacity for a head
 
 
 def _keys(room: int) -> int:
-    """Keys of a tile, so many that a block fits into the 99 KiB of shared memory that every GPU from sm_80 on has."""
+    """Return the keys of a tile. A block then fits the 99 KiB of shared memory of every GPU from sm_80 on."""
     return 64 if room <= 128 else 32
 
 
-def _by_mma(dtype: str, dim: int) -> _Form:
+def _by_mma(dtype: str, dim: int) -> _Choice:
     room, sizes = _room(dim), template.constants(_mma.file)
     keys, queries = _keys(room), sizes["QUERIES"]
     shared = 2 * room * (queries + 4 * keys)  # queries, and two stages of keys and values
     launched = Launched(sizes["MMA_THREADS"], shared)
-    return _Form(_mma.variant(arrays.CUDA_TYPE[dtype], room, keys, launched=launched), queries, room)
+    return _Choice(_mma.variant(arrays.CUDA_TYPE[dtype], room, keys, launched=launched), queries, room)
 
 
-def _by_wgmma(dtype: str, dim: int) -> _Form:
+def _by_wgmma(dtype: str, dim: int) -> _Choice:
     room, sizes = next(room for room in WGMMA_DIMS if room >= dim), template.constants(_wgmma.file)
-    # Two blocks of a multiprocessor share its registers and shared memory. Larger heads leave room for one.
+    # Two resident blocks share registers and shared memory. Larger heads leave room for one.
     warpgroups, blocks = (2, 2) if room == 64 else (3, 1)
     queries = 64 * warpgroups
-    # Queries, stages of keys and values, up to 1024 bytes before them for their alignment, and barriers.
+    # Queries, stages of keys and values, up to 1024 bytes for their alignment, and barriers.
     shared = 2 * room * (queries + 2 * sizes["STAGES"] * sizes["KEYS"]) + 1024 + 56
     arguments = arrays.CUDA_TYPE[dtype], room, warpgroups, blocks, "true"
-    return _Form(_wgmma.variant(*arguments, launched=Launched(128 * warpgroups, shared)), queries, room)
+    return _Choice(_wgmma.variant(*arguments, launched=Launched(128 * warpgroups, shared)), queries, room)
 
 
-def _by_fma(dtype: str, dim: int, wide: bool) -> _Form:
+def _by_fma(dtype: str, dim: int, wide: bool) -> _Choice:
     room = _room(dim)
     tile = _keys(room)
-    # Queries, a tile of keys or of values, and weights, as float32, with 16 bytes more for each line.
+    # Queries, a tile of keys or values, and weights, in float32, with a padding of 16 bytes for each line.
     shared = 4 * tile * (2 * (room + 4) + tile + 4)
     width = 16 if wide else arrays.ITEM_SIZE[dtype]
     launched = Launched(template.constants(_fma.file)["FMA_THREADS"], shared)
-    return _Form(_fma.variant(arrays.CUDA_TYPE[dtype], room, tile, width, launched=launched), tile, room)
+    return _Choice(_fma.variant(arrays.CUDA_TYPE[dtype], room, tile, width, launched=launched), tile, room)
 
 
 _wgmma.at_import = [_by_wgmma("float16", 64).variant.instance]
@@ -93,12 +93,12 @@ _wgmma.specialized = [
 ]
 _mma.at_import = [_by_mma("float16", 64).variant.instance]
 _mma.specialized = [_by_mma(dtype, room).variant.instance for dtype in ("float16", "bfloat16") for room in DIMS]
-# Numbers of 16 bits take this form only where their rows are not aligned: it is compiled at its first use.
+# 16-bit instances are compiled at their first use, because only unaligned rows need them.
 _fma.specialized = [_by_fma("float32", room, True).variant.instance for room in DIMS]
 
 
 def _strides(name: str, array: Array) -> tuple[int, int]:
-    """The distances between tokens and between heads, in bytes. Raises ValueError unless each head is contiguous."""
+    """Return the distances between tokens and heads, in bytes. Raises ValueError unless each head is contiguous."""
     if array.strides[2] != 1 and array.shape[2] > 1 and all(size != 0 for size in array.shape):
         check.fail(name, "contiguous along its last dimension", f"strides {array.strides} (in elements)")
     return array.strides[0] * array.item_size, array.strides[1] * array.item_size
@@ -112,8 +112,8 @@ class _Heads(NamedTuple):
     strides: tuple[int, int]
 
     def map_strides(self) -> tuple[int, int] | None:
-        """The distances as a tensor map takes them; None where it does not."""
-        # Any distance will do along a dimension of size 1.
+        """Return the distances for a tensor map; None if a tensor map cannot have them."""
+        # A dimension of size 1 may have any distance.
         only = self.array.shape[2] * self.array.item_size
         found = [
             stride if 0 < stride < _LARGEST_STRIDE else only if size == 1 else 0
@@ -122,11 +122,11 @@ class _Heads(NamedTuple):
         return (found[0], found[1]) if found[0] and found[1] else None
 
     def map(self, tokens: int) -> Any:
-        """A tensor map for boxes of `tokens` tokens of a head, 64 columns of each."""
+        """Return a tensor map for boxes of `tokens` tokens of a head, 64 columns of each."""
         strides = self.map_strides()
         assert strides is not None
         (rows, heads, dim), (between_rows, between_heads) = self.array.shape, strides
-        # A head may have no more than 128 bytes: to fetch more would read another one.
+        # L2 promotion is 128 bytes, because a head may have only 128 bytes: a larger one would fetch another head.
         return tensor_map(
             self.array,
             self.array.dtype,
@@ -138,7 +138,7 @@ class _Heads(NamedTuple):
 
 
 def _no_wgmma(inputs: list[_Heads], scale: float, arch: str) -> str:
-    """The reason why "wgmma" cannot do what "mma" can; empty where it can."""
+    """Return why "wgmma" cannot compute a call that "mma" can; empty if it can."""
     if arch != "90a":
         return f"this GPU is of sm_{arch}, not sm_90a"
     dim = inputs[0].array.shape[2]
@@ -152,15 +152,17 @@ def _no_wgmma(inputs: list[_Heads], scale: float, arch: str) -> str:
     return "" if scale >= _SMALLEST_WGMMA_SCALE else f"scale is below {_SMALLEST_WGMMA_SCALE:g}"
 
 
-def _launch_wgmma(form: _Form, grid: tuple[Any, int], inputs: list[_Heads], why: str, fields: dict[str, Any]) -> None:
+def _launch_wgmma(
+    choice: _Choice, grid: tuple[Any, int], inputs: list[_Heads], why: str, fields: dict[str, Any]
+) -> None:
     sizes = template.constants(_wgmma.file)
     maps = {f"{x.name}_map": x.map(sizes["BOX" if x.name == "q" else "KEYS"]) for x in inputs}
     maps |= {f"{x.name}_box_map": x.map(sizes["BOX"]) for x in inputs if x.name != "q"}
-    launch(form.variant, grid, why=why, **maps, p=fields)
+    launch(choice.variant, grid, why=why, **maps, p=fields)
 
 
 def _check(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any) -> None:
-    """Raises TypeError or ValueError unless the arrays fit one another."""
+    """Raise TypeError or ValueError unless the arrays fit one another."""
     expect_array("q", q, DTYPES, ("tokens", "heads", "dim"))
     tokens, heads, dim = q.shape
     if not (1 <= dim <= MAX_DIM and 1 <= heads <= MAX_HEADS):
@@ -212,43 +214,44 @@ def varlen_attention(
 ) -> AnyArray:
     """Attend within each sequence of a batch without padding.
 
-    Sequence s has the queries cu_seqlens_q[s] ... cu_seqlens_q[s + 1] - 1, and the keys and values of the same rows of
-    `k` and `v`, or of those that cu_seqlens_k says. For query i of a sequence and its keys j,
+    Sequence s has the queries cu_seqlens_q[s] ... cu_seqlens_q[s + 1] - 1. Its keys and values are the same rows of `k`
+    and `v`, or with cu_seqlens_k the rows cu_seqlens_k[s] ... cu_seqlens_k[s + 1] - 1. For query i of a sequence and
+    its keys j,
 
         out[i, h] = sum over j of softmax(scale * q[i, h] . k[j, h // group])[j] * v[j, h // group]
 
-    with group = heads / kv_heads, by an online softmax in float32. A query without keys gets zeros, and so does a row
-    after the last sequence. Only rows of sequences are read. The bits of a result depend on its own sequence alone.
+    with group = heads / kv_heads, by an online softmax in float32. Queries without keys, and rows after the last
+    sequence, get zeros. Only rows of sequences are read. The bits of a result depend on its own sequence alone.
 
     Args:
         q: [tokens, heads, dim], float32, float16 or bfloat16, dim at most 256, contiguous along the last dimension.
-            Tokens and heads may be strided, as parts of a fused product are: qkv.view(tokens, 3, heads, dim)[:, 0].
+            Tokens and heads may be strided, as in a fused product: qkv.view(tokens, 3, heads, dim)[:, 0].
         k, v: [memory_tokens, kv_heads, dim], of the dtype of `q`, with strides as `q` may have them; kv_heads divides
             heads.
-        cu_seqlens_q: int32 [sequences + 1], where each sequence begins: 0, then sums of lengths, which may be 0. The
-            last one is at most `tokens`. Those in host memory are checked; on a GPU the kernel keeps within the arrays
-            whatever they are, since to look at them would take a synchronization.
-        cu_seqlens_k: the same of keys and values, for attention to another text; None: those of the queries, and
-            memory_tokens is tokens.
-        scale: of the scores; 1 / sqrt(dim) if None.
-        causal: the last query of a sequence sees all of its keys, and each one before it one less. Infinities and NaN
-            in values that a query does not see may reach it all the same.
+        cu_seqlens_q: int32 [sequences + 1], the start of each sequence: 0, then sums of lengths, which may be 0. The
+            last one is at most `tokens`. Numbers in host memory are checked. On a GPU a check would take a
+            synchronization; the kernel stays within the arrays for any numbers.
+        cu_seqlens_k: the same of keys and values, for attention to another text; None: cu_seqlens_q, and memory_tokens
+            is tokens.
+        scale: a factor of the scores; 1 / sqrt(dim) if None.
+        causal: the last query of a sequence sees all of its keys, and each query before sees one key less. Infinities
+            and NaN in values may reach queries that do not see these values.
         out: [tokens, heads, dim], contiguous, to write into and return; it shares no memory with q, k and v.
-        variant: "auto", or a kernel by name: "wgmma" (Hopper's tensor cores; what "mma" takes, with dim at most 128 and
-            a positive scale), "mma" (tensor cores; 16 bits, aligned rows of a multiple of 8) or "fma" (products in
-            float32). The first two round weights to the dtype before their product with the values. "auto" is the
-            first of them that takes the arrays, whatever the lengths are.
+        variant: "auto", or a kernel by name: "wgmma" (Hopper's tensor cores; like "mma", with dim at most 128 and a
+            positive scale), "mma" (tensor cores; 16 bits, aligned rows of a multiple of 8) or "fma" (products in
+            float32). The first two round weights to the dtype before the product with the values. "auto" is the first
+            variant that takes the arrays, for any lengths.
 
     Returns:
         [tokens, heads, dim] of the dtype of `q`, in the library and on the device of `q`. A NaN among the scores of a
         query makes its result NaN. Arrays in host memory go through the NumPy reference.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
-    The semantics are those of FlashAttention's `flash_attn_varlen_func`, without the largest lengths, which the grid
-    does not need; the layout is that of FasterTransformer's and Effective Transformer's batches without padding.
+    The semantics are as in FlashAttention's `flash_attn_varlen_func`, without the largest lengths, which the grid does
+    not need. The layout is as in FasterTransformer's and Effective Transformer's batches without padding.
     """
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k)
     tokens, heads, dim = q.shape
@@ -271,22 +274,22 @@ def varlen_attention(
         no_wgmma = none or _no_wgmma(inputs, scale, q.gpu.arch)
     if variant == "wgmma" and no_wgmma:
         check.fail("variant", "'auto', 'mma' or 'fma' here", f"'wgmma': {no_wgmma}")
-    # Whatever the lengths and the batch are, since the bits of a result depend on its own sequence alone.
+    # The choice must not depend on the lengths or the batch: the bits of a result depend on its own sequence alone.
     is_wgmma = variant in ("auto", "wgmma") and not no_wgmma
     if none or variant == "fma":
-        form = _by_fma(q.dtype, dim, wide)
+        choice = _by_fma(q.dtype, dim, wide)
         why = "float32" if q.item_size == 4 else "rows that are not 16-byte aligned"
         why = f"{why}: fma, the slow general kernel (16 bits in aligned rows take tensor cores)"
     else:
-        form = _by_wgmma(q.dtype, dim) if is_wgmma else _by_mma(q.dtype, dim)
+        choice = _by_wgmma(q.dtype, dim) if is_wgmma else _by_mma(q.dtype, dim)
         why = (
             "wgmma, Hopper's tensor cores"
             if is_wgmma
             else f"mma, tensor cores of every GPU, as wgmma cannot: {no_wgmma}"
         )
         why = f"16 bits in aligned rows: {why}"
-    why = f"{asked(variant) or why}; heads of {dim} in room for {form.room}, {form.queries} queries a block"
-    grid = tokens // form.queries + cu_seqlens_q.shape[0], heads
+    why = f"{asked(variant) or why}; heads of {dim} in room for {choice.room}, {choice.queries} queries a block"
+    grid = tokens // choice.queries + cu_seqlens_q.shape[0], heads
     fields = {
         **{x.name: x.array for x in inputs},
         "out": out,
@@ -303,7 +306,7 @@ def varlen_attention(
         "scale": scale * _LOG2_E,
     }
     if is_wgmma:
-        _launch_wgmma(form, grid, inputs, why, fields)
+        _launch_wgmma(choice, grid, inputs, why, fields)
     else:
-        launch(form.variant, grid, why=why, **fields)
+        launch(choice.variant, grid, why=why, **fields)
     return out

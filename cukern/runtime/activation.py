@@ -1,4 +1,4 @@
-"""The activations of a feed-forward layer, by the names users know and the numbers the kernels have."""
+"""The activations of a feed-forward layer: the names for users, and the numbers for the kernels."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from typing import Any
 from cukern.runtime import check, template
 
 _DECLARED = [*template.constants("moe_activation/moe_activation")]
-#: Names in the order of the numbers in `common/activation.cuh`, which has the formulas, as the twin has.
+#: Names in the order of the numbers in `common/activation.cuh`. That file and the twin have the formulas.
 ACTIVATIONS = tuple(
     name.lower() for name in _DECLARED[_DECLARED.index("NO_ACTIVATION") + 1 : _DECLARED.index("ACTIVATIONS")]
 )
-#: Those without a gate, by vLLM's names: of each sum, activate(x, 1).
+#: Activations without a gate, by vLLM's names: each sum becomes activate(x, 1).
 UNGATED = tuple(f"{name}_no_mul" for name in ACTIVATIONS if name != "swigluoai")
-#: Numbers of swigluoai unless others are given.
+#: Default constants of swigluoai.
 ALPHA, LIMIT = 1.702, 7.0
 _NUMBERS: dict[Any, int] = {None: 0, **{name: i + 1 for i, name in enumerate(ACTIVATIONS)}}
 
 
 def is_gated(activation: str | None) -> bool:
-    """Whether an activation, if there is one, has a gate."""
+    """Return whether an activation, if there is one, has a gate."""
     return activation is not None and not activation.endswith("_no_mul")
 
 
 def number(activation: Any, *, optional: bool = False) -> int:
-    """The number of an activation in the templates; 0 for None if `optional`. Raises ValueError for another name."""
+    """Return the number of an activation in the templates; 0 for None if `optional`. Raises ValueError for others."""
     return _NUMBERS[check.one_of("activation", activation, (None, *ACTIVATIONS) if optional else ACTIVATIONS)]
 
 
 def function_number(activation: Any, *, optional: bool = False) -> int:
-    """The number of an activation with or without a gate; 0 for None if `optional`.
+    """Return the number of an activation with or without a gate; 0 for None if `optional`.
 
     Raises ValueError for another name.
     """
@@ -39,9 +39,9 @@ def function_number(activation: Any, *, optional: bool = False) -> int:
 
 
 def check_bounds(alpha: Any, limit: Any) -> tuple[float, float]:
-    """`alpha` and `limit` of swigluoai as floats.
+    """Check `alpha` and `limit` of swigluoai, and return them as floats.
 
-    Raises TypeError for what is no number, ValueError for one that is not finite, or a negative limit.
+    Raises TypeError for a value that is no number, ValueError for an infinity, NaN or a negative limit.
     """
     alpha, limit = check.number("alpha", alpha), check.number("limit", limit)
     if not limit >= 0:

@@ -1,10 +1,10 @@
 """The types of the arrays that the public functions take and return, for a type checker.
 
-A checker reads the arrays of a call as of one library, and the result as of the same one: tensors in, tensors out. The
-dtype and the shape of an ndarray are no part of it, since results have others. Where a program has no torch, a checker
-knows no tensors, and takes any type for one.
+A type checker sees all arrays of a call, and the result, as arrays of one library: tensors in, tensors out. The dtype
+and the shape of an ndarray are not part of the type, because results have other ones. If torch is not installed, the
+checker does not know tensors, and accepts any type for one.
 
-The functions themselves handle descriptions of arrays: within cukern mypy takes these types for Any (pyproject.toml).
+The functions themselves handle descriptions of arrays. Within cukern mypy takes these types for Any (pyproject.toml).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Array(Protocol):
-    """An array of any library: NumPy, CuPy, PyTorch, and those that exchange arrays by DLPack, such as JAX."""
+    """An array of any library: NumPy, CuPy, PyTorch, and libraries that exchange arrays by DLPack, such as JAX."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -28,7 +28,7 @@ class Array(Protocol):
     def __dlpack_device__(self) -> Any: ...
 
 
-#: An array that a public function takes. Results are of the arguments' library.
+#: An array that a public function takes. Results belong to the library of the arguments.
 AnyArray = TypeVar("AnyArray", "np.ndarray[Any, Any]", "torch.Tensor", Array)
-#: An array that the function writes.
+#: An array that a function writes.
 WrittenArray = TypeVar("WrittenArray", "np.ndarray[Any, Any]", "torch.Tensor", Array)

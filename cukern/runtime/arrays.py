@@ -1,7 +1,7 @@
-"""Arrays of the caller's libraries: what they are, where they are, and how one like them is made.
+"""The arrays of the caller's libraries: their facts, their memory, and new arrays like them.
 
-Each library that is known here is a `Library`: it answers the same few questions with its arrays' own attributes, so
-that a call costs no conversion. `library_of` finds it by the array's type. An array of any other library enters and
+Each known library is a `Library`, which answers the same few questions with the arrays' own attributes, so that a call
+needs no conversion. `library_of` finds the library of an array by its type. An array of any other library enters and
 leaves by DLPack.
 """
 
@@ -26,7 +26,7 @@ Generator: TypeAlias = Any
 #: A size that may differ between the calls of a compiled graph.
 Size: TypeAlias = int
 
-#: Names of the dtypes that have no native NumPy type.
+#: Dtypes without a native NumPy type.
 _EXTENDED = {
     name: np.dtype(getattr(ml_dtypes, name)) for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
 }
@@ -51,18 +51,18 @@ CUDA_TYPE = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The NumPy dtype of a name such as "bfloat16"."""
+    """Return the NumPy dtype of a name such as "bfloat16"."""
     return _EXTENDED.get(name) or np.dtype(name)
 
 
 _NUMPY_NAMES = {numpy_dtype(name): name for name in ITEM_SIZE}
-#: CuPy has no FP8: its numbers are bytes there.
+#: CuPy has no FP8 dtypes: its arrays hold the bytes.
 _CUPY_DTYPES = {name: numpy_dtype("uint8" if name.startswith("float8") else name) for name in ITEM_SIZE}
 
 
 @functools.lru_cache(maxsize=1024)
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides in elements of an array in C order without gaps."""
+    """Return the strides in elements of an array in C order without gaps."""
     strides = [1] * len(shape)
     for i in range(len(shape) - 1, 0, -1):
         strides[i - 1] = strides[i] * max(shape[i], 1)
@@ -74,7 +74,7 @@ _PART_ALIGNMENT = 256  # of the parts of a workspace, in bytes
 
 @functools.lru_cache(maxsize=1024)
 def lay_out(sizes: tuple[int, ...]) -> tuple[int, list[int]]:
-    """The bytes of a workspace of parts of these sizes, and where each part begins."""
+    """Return the bytes of a workspace with parts of these sizes, and the start of each part."""
     starts, end = [], 0
     for size in sizes:
         starts.append(end)
@@ -83,7 +83,7 @@ def lay_out(sizes: tuple[int, ...]) -> tuple[int, list[int]]:
 
 
 class View(NamedTuple):
-    """What a call reads of an array, once. `strides` are in elements; `device` is None for host memory."""
+    """The facts that a call reads of an array. `strides` are in elements; `device` is None for host memory."""
 
     address: int
     dtype: str
@@ -97,11 +97,11 @@ class Library:
 
     name: str
     array_type: type
-    #: Whether an array that requires gradients is refused now: the kernels have no backward.
+    #: Whether arrays that require gradients are refused now, because the kernels have no backward.
     wants_gradients: Callable[[], bool] = staticmethod(lambda: False)
 
     def view(self, name: str, array: Any) -> View:
-        """What a call reads of an array, which messages call `name`.
+        """Return the facts that a call reads of an array. Messages call the array `name`.
 
         Raises TypeError for an array without memory of its own, ValueError for one on another kind of device,
         RuntimeError for one that requires gradients.
@@ -109,46 +109,46 @@ class Library:
         raise NotImplementedError
 
     def alike(self, arrays: Sequence[Any]) -> Callable[..., bool]:
-        """A function that compares other arrays with these: whether all but their addresses is the same."""
+        """Return a function that compares other arrays with these: whether they differ in their addresses only."""
         known = [*map(self._layout, arrays)]
         return lambda *others: [*map(self._layout, others)] == known
 
     def _layout(self, array: Any) -> tuple[Any, ...]:
-        """All that `alike` compares of an array."""
+        """Return the facts that `alike` compares."""
         return array.dtype, array.shape, array.strides, self.device(array)
 
     def allocate(self, shape: tuple[int, ...], dtype: str, device: int | None) -> Any:
-        """An uninitialized array on a device, from the library's own allocator."""
+        """Return an uninitialized array on a device, from the library's own allocator."""
         raise NotImplementedError
 
     def maker(self, shape: tuple[int, ...], dtype: str, device: int) -> Callable[[], Any]:
-        """A function that does what `allocate` does. The device must be the current one of the thread that calls it."""
+        """Return a function that calls `allocate`. It must be called with the device as the thread's current one."""
         return functools.partial(self.allocate, shape, dtype, device)
 
     def current_device(self) -> int:
-        """The current CUDA device of this thread."""
+        """Return the current CUDA device of this thread."""
         return runtime.getDevice()
 
     def dtype(self, array: Any) -> str:
         return array.dtype.name
 
     def device(self, array: Any, name: str = "an array") -> int | None:
-        """The device of an array, which messages call `name`."""
+        """Return the device of an array, which messages call `name`."""
         raise NotImplementedError
 
     def address(self, array: Any) -> int:
         raise NotImplementedError
 
     def strides(self, array: Any) -> tuple[int, ...]:
-        """Strides in elements."""
+        """Return the strides in elements."""
         raise NotImplementedError
 
     def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
-        """An uninitialized array on the device of `like`, from the library's own allocator."""
+        """Return an uninitialized array on the device of `like`, from the library's own allocator."""
         return self.allocate(shape, dtype, self.device(like))
 
     def stream(self, device: int) -> int:
-        """The handle of the caller's current stream on a device."""
+        """Return the handle of the caller's current stream on a device."""
         raise NotImplementedError
 
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
@@ -158,7 +158,7 @@ class Library:
         raise NotImplementedError
 
     def from_bytes(self, memory: Any, shape: tuple[int, ...], dtype: str) -> Any:
-        """A CuPy array of bytes as one of this library, in the same memory."""
+        """Return an array of this library in the memory of a CuPy array of bytes."""
         raise NotImplementedError
 
 
@@ -241,22 +241,22 @@ class _Torch(Library):
         self._torch = torch
         self.array_type = torch.Tensor
         self._empty = torch.empty
-        #: In a build for CUDA all devices with a number are CUDA's.
+        #: In a build of torch for CUDA, all devices with an index are CUDA devices.
         self._is_for_cuda = torch.version.cuda is not None
         self.wants_gradients = torch.is_grad_enabled
         self._names = {
             dtype: name for name in ITEM_SIZE if isinstance(dtype := getattr(torch, name, None), torch.dtype)
         }
         self._dtypes = {name: dtype for dtype, name in self._names.items()}
-        # Private names of torch. Each has a substitute where a version lacks it.
+        # Private names of torch. Each has a substitute for versions that lack it.
         native = getattr(torch, "_C", None)
         stream, device = (getattr(native, f"_cuda_get{name}", None) for name in ("CurrentRawStream", "Device"))
-        # The allocation of torch.compile's own code, which takes two thirds of the time of torch.empty.
+        # The allocation function of torch.compile's generated code takes two thirds of the time of torch.empty.
         guards = getattr(getattr(native, "_dynamo", None), "guards", None)
         self._empty_cuda: Callable[..., Any] | None = getattr(guards, "_empty_strided_cuda", None)
-        # The guards of torch.compile, which compare many tensors with others in a fifth of the time of reading them.
+        # The guards of torch.compile compare many tensors in a fifth of the time that reading their attributes takes.
         self._guards: Callable[..., Any] | None = getattr(guards, "TensorGuards", None)
-        # Functions of C, which a call asks without a step through Python.
+        # C functions: a call does not pass through Python code.
         self.current_device = device or super().current_device  # type: ignore[method-assign]
         self.address = torch.Tensor.data_ptr  # type: ignore[method-assign]
         # The public torch.cuda.current_stream() builds an object and costs 40 times as much.
@@ -265,7 +265,7 @@ class _Torch(Library):
     def view(self, name: str, array: Any) -> View:
         try:
             address = array.data_ptr()
-        except RuntimeError:  # sparse, for example
+        except RuntimeError:  # such as a sparse tensor
             got = f"{type(array).__name__} of layout {array.layout}"
             check.fail(name, "a strided tensor with memory of its own", got, TypeError)
         device = array.get_device()
@@ -279,7 +279,7 @@ class _Torch(Library):
     def alike(self, arrays: Sequence[Any]) -> Callable[..., bool]:
         if self._guards is None:
             return super().alike(arrays)
-        # The guards take one tensor once.
+        # The guards take a tensor only once.
         first = [[*map(id, arrays)].index(id(x)) for x in arrays]
         once = [*dict.fromkeys(first)]
         guards = self._guards(*[arrays[i] for i in once], dynamic_dims_sizes=None, dynamic_dims_strides=None)
@@ -326,7 +326,7 @@ class _Torch(Library):
         array = array.detach().cpu()
         name = self.dtype(array)
         if name in _EXTENDED:
-            # NumPy knows these only through ml_dtypes, so the bits travel as integers.
+            # NumPy knows these dtypes only through ml_dtypes, so the bits are passed as integers.
             carrier = {1: self._torch.uint8, 2: self._torch.int16}[ITEM_SIZE[name]]
             return array.view(carrier).numpy().view(_EXTENDED[name])
         return array.numpy()
@@ -342,24 +342,24 @@ class _Torch(Library):
         return tensor.to(like.device)
 
     def from_bytes(self, memory: Any, shape: tuple[int, ...], dtype: str) -> Any:
-        # Not by DLPack, which makes one stream wait for another: a graph may be capturing.
+        # Not by DLPack, which makes one stream wait for another, while a graph may be capturing.
         tensor = self._torch.as_tensor(memory, device=self._torch.device("cuda", memory.data.device_id))
         return tensor.view(self._dtypes[dtype]).view(shape)
 
 
 NUMPY = _NumPy()
 CUPY = _CuPy()
-#: The library of each type seen so far; None for what is no array, or known by DLPack alone.
+#: The library of each type seen so far; None for a type of non-arrays, or of arrays known by DLPack alone.
 KNOWN: dict[type, Library | None] = {np.ndarray: NUMPY}
 
 
 def _find(kind: type) -> Library | None:
-    """The library of a type seen for the first time; None for what is no array, or known by DLPack alone."""
+    """Find the library of a type seen for the first time; None for non-arrays, or arrays known by DLPack alone."""
     if issubclass(kind, np.ndarray):
         return NUMPY
     if cupy is not None and issubclass(kind, cupy.ndarray):
         return CUPY
-    # There are tensors only where torch has been imported; to import it here would take seconds.
+    # Tensors exist only if torch has been imported. Importing it here would take seconds.
     torch = sys.modules.get("torch")
     if torch is not None and issubclass(kind, torch.Tensor):
         return next((x for x in KNOWN.values() if isinstance(x, _Torch)), None) or _Torch()
@@ -367,7 +367,7 @@ def _find(kind: type) -> Library | None:
 
 
 def library_of(array: Any) -> Library | None:
-    """The library of an array; None for what is no array, or known by DLPack alone."""
+    """Return the library of an array; None for a value that is no array, or an array known by DLPack alone."""
     kind = type(array)
     try:
         return KNOWN[kind]
@@ -377,7 +377,7 @@ def library_of(array: Any) -> Library | None:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value that may be a number is an array; NumPy's scalars are numbers."""
+    """Return whether a value that may be a number is an array. NumPy's scalars are numbers."""
     return hasattr(value, "shape") and not isinstance(value, np.generic)
 
 
@@ -385,9 +385,9 @@ _DLPACK_CPU, _DLPACK_CUDA = 1, (2, 13)  # kDLCPU; kDLCUDA and kDLCUDAManaged
 
 
 def enter(name: str, array: Any) -> Any:
-    """An array of a library known here, sharing the memory of `array`.
+    """Return an array of a known library that shares the memory of `array`.
 
-    Raises TypeError for what is no array, ValueError for one on another kind of device.
+    Raises TypeError for a value that is no array, ValueError for an array on another kind of device.
     """
     if library_of(array) is not None:
         return array
@@ -404,14 +404,14 @@ def enter(name: str, array: Any) -> Any:
 
 
 def leave(array: Any, like: Any) -> Any:
-    """`array` in the library of the foreign array `like`, if that library takes arrays by DLPack."""
+    """Return `array` as an array of the library of the foreign array `like`, if that library takes DLPack."""
     namespace = getattr(like, "__array_namespace__", None)
     take = getattr(namespace(), "from_dlpack", None) if namespace else None
     return take(array) if take else array
 
 
 def enter_all(name: str, value: Any) -> Any:
-    """`value`, in which arrays that are known by DLPack alone are replaced by those that `enter` makes of them."""
+    """Return `value` with `enter` applied to each array that is known by DLPack alone."""
     if isinstance(value, (tuple, list)):
         return type(value)(enter_all(name, x) for x in value)
     return enter(name, value) if hasattr(value, "__dlpack__") else value

@@ -1,4 +1,4 @@
-"""Validation: each failure names the argument, what was wanted and what came."""
+"""Validation: each error names the argument, the expected value and the actual one."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 
 
 def fail(name: str, wanted: str, got: object, error: type[Exception] = ValueError) -> NoReturn:
-    """Raise `error` in the form of all messages of the library."""
+    """Raise `error` with a message in the form that all messages of the library have."""
     raise error(f"{name} must be {wanted}, got {got}")
 
 
 def refuse_gradient(name: str) -> NoReturn:
-    """Raise RuntimeError for a tensor that requires gradients: a model would train wrongly without them."""
+    """Raise RuntimeError for a tensor that requires gradients, without which a model would train wrongly."""
     wanted = "a tensor that does not require grad (there is no backward: use torch.no_grad() or .detach())"
     fail(name, wanted, "one that does", RuntimeError)
 
 
 def integer(name: str, value: Any, low: int, high: int | None = None, why: str = "") -> int:
-    """`value` as an int in [low, high]; NumPy integers count, booleans and floats do not."""
+    """Check an int in [low, high], and return it. NumPy integers are accepted, booleans and floats are not."""
     if type(value) is int and low <= value and (high is None or value <= high):
         return value
     wanted = f"an integer of at least {low}" if high is None else f"an integer in [{low}, {high}]"
@@ -40,31 +40,31 @@ def integer(name: str, value: Any, low: int, high: int | None = None, why: str =
 
 
 def array_type(value: Any) -> type | None:
-    """The type of the caller's array, which may be described; None for what is no array. NumPy's scalars are none."""
+    """Return the type of the caller's array, which may be described; None for other values and NumPy's scalars."""
     described: type | None = getattr(value, "array_type", None)
     is_array = hasattr(value, "__dlpack__") and not isinstance(value, np.generic)
     return described or (type(value) if is_array else None)
 
 
 def _refuse_array(name: str, value: Any, wanted: str) -> None:
-    """Raise TypeError for an array that may be on a GPU: a read of its element would wait for the GPU."""
+    """Raise TypeError for an array that may be on a GPU, because reading its element would wait for the GPU."""
     kind = array_type(value)
     if kind is not None and not issubclass(kind, np.ndarray):
         fail(name, wanted, f"an array ({kind.__name__})", TypeError)
 
 
 def element(name: str, value: Any, low: int, high: int, why: str = "") -> int:
-    """The integer that a NumPy array of one element holds, or `value` itself, as an int in [low, high]."""
+    """Check the integer in a NumPy array of one element, or `value` itself, and return it: an int in [low, high]."""
     return integer(name, value.item() if hasattr(value, "dtype") else value, low, high, why)
 
 
 def number(name: str, value: Any) -> float:
-    """`value` as a finite float."""
+    """Check a finite number, and return it as a float."""
     if type(value) is float and value - value == 0.0:
         return value
     _refuse_array(name, value, "a number")
     try:
-        # `float` converts the text of a number, and NumPy before 2.4 an array of one element, with a warning.
+        # `float` would convert the text of a number, and before NumPy 2.4 an array of one element, with a warning.
         is_other = isinstance(value, (str, bytes, bool, np.bool_))
         if isinstance(value, np.ndarray):
             is_other = value.ndim > 0 or value.dtype == np.bool_
@@ -77,44 +77,44 @@ def number(name: str, value: Any) -> float:
 
 
 def flag(name: str, value: Any) -> bool:
-    """`value` as a bool; the numbers 0 and 1 count."""
+    """Check a bool, and return it. The numbers 0 and 1 are accepted."""
     if value is True or value is False:
         return value
     return bool(one_of(name, value, (False, True)))
 
 
 def one_of(name: str, value: Any, allowed: Collection[Any]) -> Any:
-    """`value`, which is among `allowed`."""
+    """Check that `value` is among `allowed`, and return it."""
     if type(value) is str and value in allowed:
         return value
     options = tuple(allowed)
-    kind = array_type(value)  # an array is compared element by element
+    kind = array_type(value)  # arrays are refused first, because they compare element by element
     if kind is not None or value not in options:
         fail(name, "one of " + ", ".join(map(repr, options)), kind.__name__ if kind else repr(value))
     return value
 
 
 def host_variant(variant: str, variants: Collection[str]) -> None:
-    """The variant for arrays in host memory is "auto": the NumPy reference runs, which has no variants."""
+    """Check that the variant for arrays in host memory is "auto": the NumPy reference has no variants."""
     if one_of("variant", variant, variants) != "auto":
         fail("variant", "'auto' for arrays in host memory, where the NumPy reference runs", repr(variant))
 
 
 def dtype(name: str, got: str, allowed: Iterable[str]) -> None:
-    """The dtype name `got` is among `allowed`."""
+    """Raise TypeError unless the dtype name `got` is among `allowed`."""
     options = dict.fromkeys(allowed)
     if got not in options:
         fail(name, " or ".join(options), got, TypeError)
 
 
 def shape(name: str, got: tuple[int, ...], wanted: tuple[int, ...], symbols: str) -> None:
-    """The shape `got` is `wanted`, which the message also gives in `symbols`."""
+    """Raise ValueError unless the shape `got` is `wanted`, which the message also gives in `symbols`."""
     if tuple(got) != wanted:
         fail(name, f"of shape {symbols} = {list(wanted)}", list(got))
 
 
 def dimensions(name: str, got: tuple[int, ...], symbols: tuple[str, ...], takers: Mapping[int, str] = {}) -> None:
-    """An array has the dimensions `symbols`, of any size. `takers` says what takes another number of dimensions."""
+    """Raise ValueError unless a shape has the dimensions `symbols`. `takers` has functions for other dimensions."""
     if len(got) != len(symbols):
         taker = f", which {takers[len(got)]} takes" if len(got) in takers else ""
         fail(name, f"of shape [{', '.join(symbols)}]", f"{list(got)}{taker}")

@@ -1,8 +1,8 @@
 """From a template in `cuda_src` to a cubin in the cache.
 
-A cubin is named by the digest of all that determines it: the text of the template, the headers that it includes (CUDA's
-too), the template arguments, the options, the version of NVRTC and the architecture. So a cached file is never stale,
-and machines and checkouts can share a cache. Nothing here touches a CUDA context.
+The name of a cubin is a digest of everything that determines it: the text of the template, its headers (CUDA's too),
+the template arguments, the options, the version of NVRTC and the architecture. So a cached file is never stale, and
+machines and checkouts can share a cache. Nothing here touches a CUDA context.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from cukern.runtime.cuda import INSTALL
 from cukern.runtime.nvrtc import is_intact as is_intact
 from cukern.runtime.nvrtc import read_note as read_note
 
-#: The file that NVRTC's messages cite where a template and the host disagree.
+#: The file name that NVRTC's messages cite if a template and the host disagree.
 _ASSERTIONS_LINE = '\n#line 1 "what the host knows of the template"\n'
-#: Seconds between two looks for Ctrl-C while workers compile.
+#: Seconds between two checks for Ctrl-C while workers compile.
 _LOOK_S = 0.1
-# From here on a GPU has instructions that only the target with the suffix "a" accepts.
+# From this compute capability on, some instructions need the target with the suffix "a".
 _ARCH_SPECIFIC_FROM = 90
 
 
 class CompileError(RuntimeError):
-    """NVRTC refused a template; the message is its log, which cites the file and line in `cuda_src`."""
+    """NVRTC refused a template. The message is its log, which cites the file and line in `cuda_src`."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Instance:
     file: str
     function: str
     arguments: tuple[str | int, ...]
-    #: Assertions of what the host launches it with (`Kernel.variant`), compiled with the template.
+    #: Assertions of the host's launch configuration (`Kernel.variant`), compiled with the template.
     assertions: str = field(default="", compare=False)
 
     @property
@@ -65,14 +65,14 @@ class Instance:
 
 
 def arch_of(compute_capability: tuple[int, int]) -> str:
-    """The target for a GPU: `(8, 0)` gives "80", `(9, 0)` gives "90a"."""
+    """Return the target for a GPU: `(8, 0)` gives "80", `(9, 0)` gives "90a"."""
     number = compute_capability[0] * 10 + compute_capability[1]
     return f"{number}a" if number >= _ARCH_SPECIFIC_FROM else str(number)
 
 
 @functools.cache
 def available() -> str | None:
-    """None when NVRTC can be used here, otherwise the reason why not."""
+    """Return None if NVRTC can be used here, otherwise the reason why not."""
     try:
         _nvrtc_library()
     except Exception as error:
@@ -82,10 +82,10 @@ def available() -> str | None:
 
 @functools.cache
 def _nvrtc_library() -> Path | None:
-    """The file of the NVRTC that compiles in this process; None if `/proc/self/maps` does not list it.
+    """Return the file of this process's NVRTC; None if `/proc/self/maps` does not list it.
 
-    CuPy takes an NVRTC that the process has loaded, such as torch's for another CUDA. NVRTC cannot compile the headers
-    of a later CUDA release, so this function loads the NVRTC beside the headers first.
+    CuPy uses an NVRTC that the process has loaded, such as torch's for another CUDA release. NVRTC cannot compile the
+    headers of a later release, so this function loads the NVRTC beside the headers first.
     """
     from cupy_backends.cuda.libs import nvrtc as binding
 
@@ -107,12 +107,12 @@ def _nvrtc_library() -> Path | None:
 
 @functools.cache
 def nvrtc_version() -> str:
-    """NVRTC's version with its build, such as "13.0.88".
+    """Return NVRTC's version with its build, such as "13.0.88".
 
-    The build is written only in NVRTC's output, and to compile something would take a tenth of a warm import. So the
-    cache folder keeps the answer, by the path, size and time of the library file.
+    The build is written only in NVRTC's output. A compilation would take a tenth of a warm import, so the cache folder
+    keeps the answer, by the path, size and time of the library file.
 
-    Raises RuntimeError, with the pip command, where there is no NVRTC.
+    Raises RuntimeError, with the pip command, if there is no NVRTC.
     """
     if reason := available():
         raise RuntimeError(f"a kernel needs NVRTC: {INSTALL} ({reason.splitlines()[0]})")
@@ -135,9 +135,9 @@ def nvrtc_version() -> str:
 
 @functools.cache
 def cuda_include_directory() -> str:
-    """The folder of `cuda_fp16.h`, from the pip wheels or a toolkit.
+    """Return the folder of `cuda_fp16.h`, from the pip wheels or a toolkit.
 
-    Raises RuntimeError when there is none.
+    Raises RuntimeError if there is none.
     """
     with nvrtc.LOCK:
         return _find_cuda_headers()
@@ -146,7 +146,7 @@ def cuda_include_directory() -> str:
 def _find_cuda_headers() -> str:
     candidates = []
     if library := _nvrtc_library():
-        # The folders of a toolkit and of the wheels of CUDA 13; the wheels of CUDA 12 have a folder for each part.
+        # The folders of a toolkit and of the CUDA 13 wheels. The CUDA 12 wheels have a folder for each part.
         candidates += [str(library.parents[1] / "include"), str(library.parents[2] / "cuda_runtime" / "include")]
     with contextlib.suppress(Exception):
         from cuda.pathfinder import find_nvidia_header_directory
@@ -170,9 +170,9 @@ def _find_cuda_headers() -> str:
 
 
 def headers_version() -> str:
-    """The version of CUDA's headers, such as "13.0".
+    """Return the version of CUDA's headers, such as "13.0".
 
-    Raises RuntimeError when there are none.
+    Raises RuntimeError if there are none.
     """
     text = Path(cuda_include_directory(), "cuda_runtime_api.h").read_text(errors="replace")
     found = re.search(r"#define CUDART_VERSION\s+(\d+)", text)
@@ -181,7 +181,7 @@ def headers_version() -> str:
 
 @functools.cache
 def _cuda_header_digest(name: str) -> str:
-    """The digest of one of CUDA's headers and its inline definitions; empty where the header is not found."""
+    """Return the digest of one of CUDA's headers and its inline definitions; empty if the header is not found."""
     try:
         header = Path(cuda_include_directory(), name)
     except RuntimeError:
@@ -193,7 +193,7 @@ def _cuda_header_digest(name: str) -> str:
 @functools.cache
 def _source_digest(file: str) -> str:
     digest = hashlib.sha256(sources.source(file).encode())
-    # The module that writes the assertions, which are compiled with the template.
+    # This module writes the assertions, which are compiled with the template.
     digest.update(Path(template.__file__).read_bytes())
     root = sources.CUDA_SRC
     (_, *shared), cuda_headers = sources.included([root / f"{file}.cu"], root)
@@ -205,12 +205,12 @@ def _source_digest(file: str) -> str:
 
 
 def _options(arch: str) -> list[str]:
-    # -default-device: else NVRTC takes a generic lambda for a host function.
+    # Without -default-device NVRTC takes a generic lambda for a host function.
     return [f"-arch=sm_{arch}", "-std=c++17", "-default-device", "-Xptxas=-v"]
 
 
 def _file_name(instance: Instance, arch: str) -> str:
-    """The name of the cubin of an instance in the cache."""
+    """Return the name of the cubin of an instance in the cache."""
     text = instance.expression + instance.assertions
     parts = (_source_digest(instance.file), text, *_options(arch), nvrtc_version())
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
@@ -219,7 +219,7 @@ def _file_name(instance: Instance, arch: str) -> str:
 
 
 def cached_path(instance: Instance, arch: str) -> Path:
-    """The path of the cubin of an instance in the cache, whether it is there or not."""
+    """Return the path of the cubin of an instance in the cache. The file need not exist."""
     name = _file_name(instance, arch)
     if cache_problem():
         for folder in folders():
@@ -240,7 +240,7 @@ def _default_cache_directory() -> Path:
 
 
 class _Cache(NamedTuple):
-    """Whether kernels are read from the user's cache folder, and why none is written there, if so."""
+    """Whether kernels are read from the user's cache folder, and the reason if kernels are not written there."""
 
     is_read: bool
     problem: str | None
@@ -248,11 +248,11 @@ class _Cache(NamedTuple):
 
 @functools.cache
 def _cache(folder: Path) -> _Cache:
-    """The state of a cache folder, which is made if it is not there, and which only its owner may write from now on."""
+    """Return the state of a cache folder. Creates the folder if needed, and lets only its owner write it."""
     if not folder.is_absolute():
         return _Cache(False, "it is not an absolute path (is HOME set?)")
     try:
-        # What root makes, as in a container image, all users read.
+        # A folder that root creates, as in a container image, is readable by all users.
         folder.mkdir(mode=0o700 if os.getuid() else 0o755, parents=True, exist_ok=True)
         status = folder.stat()
         if status.st_uid != os.getuid():
@@ -273,14 +273,14 @@ def _cache(folder: Path) -> _Cache:
 
 
 _cache_lock = threading.Lock()
-#: The temporary folders that stand for cache folders.
+#: Temporary folders that replace cache folders.
 _temporary: dict[Path, Path] = {}
 
 
 def cache_directory() -> Path:
-    """The folder that kernels are written to; a temporary one when the user's cannot be written."""
+    """Return the folder that kernels are written to: a temporary one if the user's folder cannot be written."""
     wanted = _default_cache_directory()
-    # The lock keeps two threads from making a temporary folder each.
+    # Without the lock, two threads could create two temporary folders.
     with _cache_lock:
         if _cache(wanted).problem is None:
             return wanted
@@ -290,7 +290,7 @@ def cache_directory() -> Path:
 
 
 def folders() -> list[Path]:
-    """The folders that kernels are read from: the user's, and the temporary one if there is one."""
+    """Return the folders that kernels are read from: the user's, and the temporary one if there is one."""
     wanted = _default_cache_directory()
     with _cache_lock:
         own = [wanted] if _cache(wanted).is_read else []
@@ -298,14 +298,14 @@ def folders() -> list[Path]:
 
 
 def cache_problem() -> str | None:
-    """Why nothing is written to the user's cache folder; None when it is. Kernels may be read from it (`folders`)."""
+    """Return why nothing is written to the user's cache folder; None if it is. `folders` may still read from it."""
     with _cache_lock:
         return _cache(_default_cache_directory()).problem
 
 
 @functools.cache
 def _warn(folder: Path) -> None:
-    """Warn once, where something is compiled, that it does not last."""
+    """Warn once, when something is compiled, that the result does not last."""
     is_read, problem = _cache(folder)
     if problem:
         warnings.warn(
@@ -320,14 +320,14 @@ def _warn(folder: Path) -> None:
 
 
 def program(instances: Sequence[Instance]) -> str:
-    """The text that is compiled for instances of one template."""
+    """Return the text that is compiled for instances of one template."""
     file = instances[0].file
     own = "".join(instance.assertions for instance in instances)
     return sources.source(file) + _ASSERTIONS_LINE + template.assertions(file) + own
 
 
 def _job(instance: Instance, arch: str) -> dict[str, Any]:
-    # Absolute: NVRTC looks for quoted includes first beside this file, which must not be the working directory.
+    # An absolute path: NVRTC looks for quoted includes beside this file first, not in the working directory.
     filename = str(sources.CUDA_SRC / f"{instance.file}.cu")
     include = [f"-I{sources.CUDA_SRC}", f"-I{cuda_include_directory()}"]
     return {
@@ -343,9 +343,9 @@ def _job(instance: Instance, arch: str) -> dict[str, Any]:
 
 
 def cubin(instance: Instance, arch: str) -> tuple[Path, str]:
-    """The path of an intact cubin, compiled now if need be, and the kernel's name in it.
+    """Return the path of an intact cubin, compiled now if needed, and the kernel's name in it.
 
-    Raises CompileError when NVRTC refuses the template.
+    Raises CompileError if NVRTC refuses the template.
     """
     path = cached_path(instance, arch)
     if not is_intact(path):
@@ -360,9 +360,9 @@ def cubin(instance: Instance, arch: str) -> tuple[Path, str]:
 
 
 def missing(instances: Iterable[Instance], arch: str) -> list[Instance]:
-    """The instances whose cubin is not in the cache.
+    """Return the instances whose cubin is not in the cache.
 
-    Only names are compared, so that a warm import stays fast; `cubin` checks the content before it is loaded.
+    Only names are compared, so that a warm import stays fast. `cubin` checks the content before it is loaded.
     """
     present = set()
     for folder in folders():
@@ -373,14 +373,14 @@ def missing(instances: Iterable[Instance], arch: str) -> list[Instance]:
 
 def _worker_count(jobs: int) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # To start Python and CuPy takes a worker as long as to compile a few small kernels.
+    # A worker takes as long to start Python and CuPy as to compile a few small kernels.
     return max(1, min(cores, jobs // 2, 32))
 
 
 def _start_worker() -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, nvrtc.__file__, *map(str, filter(None, [_nvrtc_library()]))]
-    # A worker inherits the mask: the terminal sends Ctrl-C to workers too, and this process ends them.
+    # A worker inherits the mask. The terminal sends Ctrl-C to workers too, and this process ends them.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return subprocess.Popen(
@@ -396,7 +396,7 @@ def _start_worker() -> subprocess.Popen[str]:
 
 
 def _end(workers: Sequence[subprocess.Popen[str]], threads: Sequence[threading.Thread]) -> None:
-    """End the workers at once, then the threads that wait for them; remove what a worker was writing."""
+    """End the workers at once, then the threads that wait for them. Remove files that a worker was writing."""
     for worker in workers:
         worker.kill()
     for thread in threads:
@@ -409,7 +409,7 @@ def _end(workers: Sequence[subprocess.Popen[str]], threads: Sequence[threading.T
 
 
 def _ask(worker: subprocess.Popen[str], job: dict[str, Any]) -> str | None:
-    """Have a worker do a job. Returns the text of the error if it failed, else None."""
+    """Let a worker do a job. Returns the text of the error if it failed, else None."""
     assert worker.stdin is not None and worker.stdout is not None
     try:
         worker.stdin.write(json.dumps(job) + "\n")
@@ -417,7 +417,7 @@ def _ask(worker: subprocess.Popen[str], job: dict[str, Any]) -> str | None:
         answer = worker.stdout.readline()
     except OSError:
         answer = ""
-        # Closed here: else the line in the buffer would be written once more, and fail, when the worker is released.
+        # Closed here, because the release of the worker would write the line in the buffer once more, and fail.
         with contextlib.suppress(OSError):
             worker.stdin.close()
     if not answer:
@@ -426,10 +426,10 @@ def _ask(worker: subprocess.Popen[str], job: dict[str, Any]) -> str | None:
 
 
 def compile_all(work: Sequence[tuple[Instance, str]], progress: Callable[[Instance, str], None] | None = None) -> None:
-    """Compile (instance, arch) pairs into the cache, on worker processes where there are cores.
+    """Compile (instance, arch) pairs into the cache, in worker processes if there are enough cores.
 
-    Processes that start at once on a host need the same instances: one of them compiles, on all cores. The others wait
-    for `nvrtc.PATIENCE_S`, then compile too.
+    Processes that start at the same time on a host need the same instances. One of them compiles, on all cores. The
+    others wait for `nvrtc.PATIENCE_S`, then compile too.
 
     `progress` is called after each instance, from any thread.
     Raises CompileError, with the messages of all failures, after all have been tried.
@@ -450,7 +450,7 @@ def compile_all(work: Sequence[tuple[Instance, str]], progress: Callable[[Instan
 def _compile_on_workers(
     work: Sequence[tuple[Instance, str]], progress: Callable[[Instance, str], None] | None
 ) -> list[str]:
-    """Compile all of `work`; returns the messages of the failures."""
+    """Compile all of `work`, and return the messages of the failures."""
     pending: queue.SimpleQueue[tuple[Instance, str]] = queue.SimpleQueue()
     for item in work:
         pending.put(item)
@@ -478,7 +478,7 @@ def _compile_on_workers(
                 except ChildProcessError:
                     if stopped.is_set():
                         return
-                    # No worker can run here (an embedded Python, a process limit): this thread does its share.
+                    # No worker can run here (an embedded Python, a process limit), so this thread does its share.
                     worker = None
                     error = here(instance, arch)
             if error:
@@ -500,7 +500,7 @@ def _compile_on_workers(
             threads.append(threading.Thread(target=drain, args=(worker,)))
             threads[-1].start()
         for thread in threads:
-            # Another thread may receive SIGINT; this one sees it when a wait ends.
+            # Another thread may receive SIGINT. This thread sees it when a wait ends.
             while thread.is_alive():
                 thread.join(_LOOK_S)
         if not threads:

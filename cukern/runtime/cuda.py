@@ -1,4 +1,4 @@
-"""CuPy, imported in one place: `cupy`, `driver` and `runtime` are None where it is not installed."""
+"""CuPy, imported in one place. `cupy`, `driver` and `runtime` are None if it is not installed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["INSTALL", "cupy", "current_device", "driver", "libcuda", "need_cupy"
 
 
 def _ensure_cupy_cache() -> None:
-    """Give CuPy a cache folder that it can make: its import makes that folder, and fails where it cannot."""
+    """Give CuPy a cache folder that it can create. Its import creates that folder, and fails if it cannot."""
     folder = os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache"))
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
-        # The folder lives as long as this process; the processes that it starts find it in the environment.
+        # The folder lives as long as this process. Child processes find it in the environment.
         os.environ["CUPY_CACHE_DIR"] = temporary.process_folder("cukern-cupy-")
         warnings.warn(
             f"CuPy's cache folder {folder} cannot be made: {error.strerror}. What CuPy compiles lasts for this process "
@@ -47,14 +47,14 @@ INSTALL = 'pip install "cukern[cuda13]" (or cuda12)'
 
 
 def need_cupy(what: str) -> None:
-    """Raise ImportError with the pip command where CuPy is not installed; `what` says what needs it."""
+    """Raise ImportError with the pip command if CuPy is not installed. `what` names the feature that needs it."""
     if cupy is None:
         raise ImportError(f"{what} needs the package cupy: {INSTALL}")
 
 
 @functools.cache
 def libcuda() -> ctypes.CDLL:
-    """The driver's library, for functions that CuPy does not have."""
+    """Return the driver's library, for functions that CuPy does not have."""
     return ctypes.CDLL("libcuda.so.1")
 
 
@@ -75,10 +75,10 @@ def _primary_context(device: int) -> ctypes.c_void_p:
 
 @contextlib.contextmanager
 def current_device(device: int) -> Iterator[None]:
-    """Make `device` the current one of this thread, and afterwards the one before.
+    """Make `device` the current one of this thread, and afterwards restore the previous one.
 
-    By the driver's stack of contexts: `cudaSetDevice`, called to go back, would make a context on a device on which
-    nothing may ever run.
+    The function uses the driver's stack of contexts. To restore with `cudaSetDevice` would create a context on a device
+    that may never run anything.
     """
     _call("cuCtxPushCurrent_v2", _primary_context(device))
     try:

@@ -1,6 +1,6 @@
-"""Descriptions of arrays, which a plan is given in place of a call's arrays, and their checks.
+"""Descriptions of arrays, which a plan gets instead of a call's arrays, and their checks.
 
-Each failure names the argument, what was wanted and what came.
+Each error names the argument, the expected value and the actual one.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from cukern.runtime import arrays, check
 from cukern.runtime.arrays import strides_of
 from cukern.runtime.gpu import Gpu
 
-#: Alignment in bytes that every library's allocations have at least; a larger one matters to no plan.
+#: The alignment in bytes of all libraries' allocations. Plans do not use a larger one.
 ALLOCATED_ALIGNMENT = 16
 
 
 class Place(NamedTuple):
-    """Where arrays are: their library, the CUDA device or None for host memory, and the GPU there."""
+    """Where arrays are: their library, the CUDA device or None for host memory, and the GPU of the device."""
 
     library: arrays.Library
     device: int | None
@@ -29,14 +29,13 @@ class Place(NamedTuple):
 
 
 class NoNumbers(TypeError):
-    """A plan asks for an element of an array: there is none before the kernels have run."""
+    """A plan asks for an element of an array, which does not exist before the kernels have run."""
 
 
 class Array:
-    """The description of an array: all that a plan may know of it. In a launch it stands for the array.
+    """The description of an array: everything that a plan may know of it. In a launch it means the array's address.
 
-    `strides` are in elements; `alignment` is a power of two of at most 16 that divides the address. A launch
-    takes the array for its address.
+    `strides` are in elements. `alignment` is a power of two of at most 16 that divides the address.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Array:
         self.strides = strides_of(self.shape) if strides is None else tuple(strides)
         self.alignment = alignment
         self.place = place
-        #: Index of an address of the call; this array begins `offset` bytes after it.
+        #: Index of an address of the call. This array begins `offset` bytes after that address.
         self.source = source
         self.offset = offset
         self.address = address  # in the call that the plan is made from; 0 for an array that the call makes
@@ -73,7 +72,7 @@ class Array:
 
     @property
     def on_host(self) -> bool:
-        """Whether it is in host memory, where the NumPy reference runs."""
+        """Whether the array is in host memory, where the NumPy reference runs."""
         return self.place.device is None
 
     @property
@@ -87,7 +86,7 @@ class Array:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements lie in C order without gaps."""
+        """Whether the elements are in C order without gaps."""
         wanted = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if stride != wanted and size != 1:
@@ -96,7 +95,7 @@ class Array:
         return True
 
     def view(self, shape: Sequence[int], dtype: str | None = None, offset: int = 0) -> Array:
-        """A contiguous array in the memory of this one, `offset` bytes from its start (a multiple of 16)."""
+        """Return a contiguous array in the memory of this one, `offset` bytes from its start (a multiple of 16)."""
         return self._part(dtype or self.dtype, shape, None, self.alignment, offset)
 
     def _part(
@@ -106,7 +105,7 @@ class Array:
         return Array(dtype, shape, strides, alignment, self.place, self.source, address, self.offset + offset)
 
     def reshape(self, *shape: int) -> Array:
-        """The same elements of a contiguous array in another shape; -1 is the size that the others leave."""
+        """Return the elements of this contiguous array in another shape. -1 is the size that the others leave."""
         known = math.prod(n for n in shape if n >= 0)
         return self.view([self.size // known if n < 0 else n for n in shape])
 
@@ -117,7 +116,7 @@ class Array:
         return self._part(self.dtype, shape, strides, self.alignment, 0)
 
     def __getitem__(self, rows: slice) -> Array:
-        """The rows from `rows.start` up to `rows.stop`. Raises NoNumbers for an index."""
+        """Return the rows from `rows.start` up to `rows.stop`. Raises NoNumbers for an index."""
         if not isinstance(rows, slice):
             raise NoNumbers("a plan cannot read the elements of an array")
         first, stop = rows.start or 0, self.shape[0] if rows.stop is None else rows.stop
@@ -129,28 +128,28 @@ class Array:
 class Result(NamedTuple):
     """An array that an op returns, contiguous, in the library and on the device of its first array.
 
-    `symbols` is its shape in messages. Sizes may be symbols of torch.compile, so a function that gives the results of
+    `symbols` is its shape in messages. Sizes may be symbols of torch.compile, so a function that returns the results of
     an op must not compare them.
     """
 
     shape: tuple[Any, ...]
     dtype: str
     symbols: str = ""
-    transposed: bool = False  # contiguous if its last two dimensions, and those of `symbols`, are exchanged
+    transposed: bool = False  # contiguous after an exchange of the last two dimensions of shape and `symbols`
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """The dtypes that an `out` for it may have; for FP8 numbers also that of their bytes."""
+        """The dtypes that an `out` for the result may have. An FP8 result may go into an array of bytes."""
         return (self.dtype, "uint8") if self.dtype == "float8_e4m3fn" else (self.dtype,)
 
 
 def dtype_name(array: Any) -> str:
-    """The name of the dtype of a description, or of a tensor that torch traces."""
+    """Return the name of the dtype of a description, or of a tensor that torch traces."""
     return str(array.dtype).removeprefix("torch.")
 
 
 def type_name(value: Any) -> str:
-    """The name of the type of the caller's value, which may be described."""
+    """Return the name of the type of the caller's value, which may be described."""
     return (value.array_type if isinstance(value, Array) else type(value)).__name__
 
 
@@ -158,7 +157,7 @@ def type_name(value: Any) -> str:
 
 
 def expect_array(name: str, array: Any, dtypes: Collection[str] = (), symbols: tuple[str, ...] | None = None) -> Array:
-    """`array`, the first of a call, is an array of one of these dtypes with the dimensions `symbols`.
+    """Check that `array`, the first of a call, is an array of one of these dtypes with the dimensions `symbols`.
 
     Raises TypeError for a value that is no array and for another dtype, ValueError for other dimensions.
     """
@@ -173,7 +172,7 @@ def expect_array(name: str, array: Any, dtypes: Collection[str] = (), symbols: t
 
 
 def expect_place(name: str, array: Any, like: Array, like_name: str) -> Array:
-    """`array` is of the library and on the device of the argument `like`, which messages call `like_name`.
+    """Check that `array` is in the library and on the device of the argument `like`, called `like_name` in messages.
 
     Raises TypeError for another library, ValueError for another device.
     """
@@ -187,7 +186,7 @@ def expect_place(name: str, array: Any, like: Array, like_name: str) -> Array:
 
 
 def same_shape(array: Array, shape: Sequence[Any]) -> bool:
-    """Whether an array has this shape."""
+    """Return whether an array has this shape."""
     return array.shape == tuple(shape)
 
 
@@ -200,7 +199,7 @@ def expect(
     shape: Sequence[Any],
     symbols: str,
 ) -> Array:
-    """`array` is contiguous, of this shape and of one of these dtypes, in the library and on the device of `like`.
+    """Check that `array` is contiguous, has this shape and one of these dtypes, and fits `like` as in `expect_place`.
 
     Raises TypeError for a library or a dtype, ValueError for a device, a shape or strides that do not fit.
     """
@@ -213,29 +212,29 @@ def expect(
 
 
 def expect_one(name: str, array: Any, like: Array, like_name: str, dtype: str) -> Array:
-    """`array` is one of a single element, [1] or [], and fits as in `expect`."""
+    """Check that `array` has a single element, [1] or [], and fits as in `expect`."""
     return expect(name, array, like, like_name, (dtype,), array.shape and (1,), "[1]")
 
 
 def expect_contiguous(name: str, array: Array) -> None:
-    """Raises ValueError unless the elements of `array` lie in C order without gaps."""
+    """Raise ValueError unless the elements of `array` are in C order without gaps."""
     if not array.is_contiguous:
         check.fail(name, "contiguous", f"strides {array.strides} (in elements)")
 
 
 def expect_lines(name: str, array: Array) -> None:
-    """Raises ValueError unless the last dimension of `array` is contiguous, and no stride is negative."""
+    """Raise ValueError unless the last dimension of `array` is contiguous, and no stride is negative."""
     if not array.is_contiguous and ((array.strides[-1] != 1 and array.shape[-1] > 1) or min(array.strides) < 0):
         check.fail(name, "contiguous along its last dimension", f"strides {array.strides} (in elements)")
 
 
 def is_transposed(weights: Array) -> bool:
-    """Whether weights [experts, n, k] lie as [experts, k, n]: n is contiguous, and k is not."""
+    """Return whether weights [experts, n, k] have the memory layout [experts, k, n]: n is contiguous, and k is not."""
     return weights.strides[-1] != 1 and weights.shape[-1] > 1 and not weights.is_contiguous
 
 
 def expect_weights(name: str, weights: Array) -> None:
-    """Raises ValueError unless k of `weights` [experts, n, k] is contiguous, or n in 16 and 32 bits; none negative."""
+    """Raise ValueError unless k of weights [experts, n, k], or in 16 and 32 bits n, is contiguous. No stride is < 0."""
     if weights.item_size == 1 or not is_transposed(weights):
         expect_lines(name, weights)
     elif (weights.strides[1] != 1 and weights.shape[1] > 1) or min(weights.strides) < 0:
@@ -244,7 +243,7 @@ def expect_weights(name: str, weights: Array) -> None:
 
 
 def expect_row_stride(name: str, matrix: Array) -> Any:
-    """The distance between the rows of a matrix, in elements.
+    """Return the distance between the rows of a matrix, in elements.
 
     Raises ValueError unless each row is contiguous.
     """
@@ -255,7 +254,7 @@ def expect_row_stride(name: str, matrix: Array) -> Any:
 
 
 def expect_table(name: str, array: Any, like: Array, like_name: str, rows: Any, symbols: tuple[str, str]) -> Any:
-    """The number of columns of an int32 matrix of `rows` rows, and the distance between its rows, in elements.
+    """Check an int32 matrix of `rows` rows. Return its columns, and the distance between its rows in elements.
 
     Raises TypeError for a library or a dtype, ValueError for a device, a shape or strides that do not fit.
     """

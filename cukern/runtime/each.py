@@ -1,4 +1,4 @@
-"""Values that differ at each call of a plan: arguments such as a seed, and what is computed from them."""
+"""Values that differ at each call of a plan: arguments such as a seed, and values computed from them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 class Each:
-    """A value that each call has its own of. `value` is the value in the call that the plan is made from.
+    """A value that differs at each call. `value` is its value in the call that the plan is made from.
 
-    An argument has a `place` among the numbers of a call. Another value has a `function` of operands: arguments, arrays
-    for their addresses, further such values, and constants.
+    An argument has a `place` among the numbers of a call. A computed value has a `function` of operands: arguments,
+    arrays for their addresses, other computed values, and constants.
     """
 
     __slots__ = ("function", "operands", "place", "value")

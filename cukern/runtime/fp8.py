@@ -7,17 +7,17 @@ from typing import Any
 from cukern.runtime import arrays, check
 from cukern.runtime.describe import Array, expect_place
 
-#: The dtype of a cache's bytes, by `kv_cache_dtype`; with "auto" it is the array's own.
+#: The dtype of a cache's numbers, by `kv_cache_dtype`. With "auto" it is the dtype of the array.
 FORMATS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 DTYPES = tuple(dict.fromkeys(FORMATS.values()))
 KV_CACHE_DTYPES = ("auto", *FORMATS)
 
 
 def scale_of(name: str, value: Any, like: Array, like_name: str) -> tuple[Array | None, Any]:
-    """A scale as the kernels take it: an array of one float32 or None, and the number to use where that is None.
+    """Check a scale, and return it for a kernel: an array of one float32, or None and a number.
 
-    The value None is 1. Raises TypeError and ValueError for a value that is neither a finite number nor a float32 array
-    of one element in the library and on the device of `like`.
+    None means 1. Raises TypeError and ValueError for a value that is neither a finite number nor a float32 array of one
+    element in the library and on the device of `like`.
     """
     if value is None:
         return None, 1.0

@@ -1,4 +1,4 @@
-"""Seeds from the generators of the array libraries, for a call that is given none; the host waits for no device."""
+"""Seeds from the generators of the array libraries, for a call without a seed. The host never waits for a device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cukern.runtime import check
 from cukern.runtime.arrays import Library
 from cukern.runtime.cuda import cupy, runtime
 
-#: The step of a CUDA generator's offset, which torch keeps a multiple of it.
+#: The step of a CUDA generator's offset. torch keeps offsets at multiples of it.
 _STEP = 4
 _lock = threading.Lock()
 
@@ -21,12 +21,12 @@ class Drawn(NamedTuple):
 
     seed: int = 0
     offset: int = 0
-    address: int = 0  # of an int64 on the device, which is the seed then; 0: `seed` is
-    held: Any = None  # the array of that int64
+    address: int = 0  # of an int64 on the device that is the seed; 0: `seed` is the seed
+    held: Any = None  # the array with that int64, to keep it alive
 
 
 def expect(library: Library, device: int | None, generator: Any) -> Any:
-    """`generator`, which is one of the library, for this device (None: the host).
+    """Check that `generator` belongs to the library and this device (None: the host), and return it.
 
     Raises TypeError for another object, ValueError for a generator of another device.
     """
@@ -48,22 +48,22 @@ def expect(library: Library, device: int | None, generator: Any) -> Any:
 
 
 def draw(library: Library, device: int | None, generator: Any = None) -> Drawn:
-    """A seed from `generator`, or from the default one of the library on this device (None: the host).
+    """Draw a seed from `generator`, or from the library's default generator on this device (None: the host).
 
-    A CUDA generator of torch is read on the host, and its offset advances, as at a call of `torch.rand`. While the
-    current stream is captured torch does not allow that: then torch draws the seed on the device, at each replay.
-    Raises RuntimeError for CuPy's arrays while the stream is captured, because CuPy cannot draw then.
+    The host reads a CUDA generator of torch, and its offset advances, as in a call of `torch.rand`. torch does not
+    allow that during a capture of the current stream. Then torch draws the seed on the device, at each replay. For
+    CuPy's arrays a capture raises RuntimeError, because CuPy cannot draw then.
     """
     if device is None:
         return Drawn(_torch_number(generator) if library.name == "torch" else numpy_seed(generator))
     stream = library.stream(device)
-    # The default stream, 0, is never captured, and to ask while another stream is captured is an error.
+    # The default stream, 0, is never captured. Asking about it during a capture of another stream is an error.
     captured = bool(stream) and runtime.streamIsCapturing(stream)
     return (_draw_torch if library.name == "torch" else _draw_cupy)(device, generator, captured)
 
 
 def numpy_seed(generator: Any = None) -> int:
-    """An integer of 63 bits from a generator of NumPy, by default the one of `numpy.random.seed`."""
+    """Draw an integer of 63 bits from a generator of NumPy, by default the generator of `numpy.random.seed`."""
     if isinstance(generator, np.random.Generator):
         return int(generator.integers(2**63 - 1))
     return int((np.random if generator is None else generator).randint(2**63 - 1, dtype=np.int64))

@@ -1,4 +1,4 @@
-"""The properties of a GPU on which a plan may depend."""
+"""The properties of a GPU that a plan may use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MULTIPROCESSORS, _SHARED_PER_MULTIPROCESSOR, _SHARED_PER_BLOCK = 16, 81, 97
 
 
 class Gpu(NamedTuple):
-    """A GPU; shared memory is in bytes."""
+    """A GPU. Shared memory is in bytes."""
 
     arch: str  # the compile target, such as "90a"
     multiprocessors: int
@@ -23,14 +23,14 @@ class Gpu(NamedTuple):
 
     @property
     def compute_capability(self) -> int:
-        """10 times the major version plus the minor one."""
+        """10 times the major version plus the minor version."""
         return int(self.arch.rstrip("a"))
 
 
 _SHARED = {"80": (164 << 10, 163 << 10), "86": (100 << 10, 99 << 10), "89": (100 << 10, 99 << 10),
            "90a": (228 << 10, 227 << 10), "100a": (228 << 10, 227 << 10), "120a": (100 << 10, 99 << 10)}  # fmt: skip
-#: The multiprocessors of each card that `explain` and `compile` take by name, as NVIDIA's data sheets give them. The
-#: first card of an architecture stands for it.
+#: The multiprocessors of each card that `explain` and `compile` take by name, from NVIDIA's data sheets. The first card
+#: of an architecture stands for the architecture.
 _MULTIPROCESSORS_OF = {
     "80": {"A100": 108, "A30": 56},
     "86": {"A40": 84, "A10": 72, "A10G": 80, "RTX A6000": 84, "RTX 3090": 82},
@@ -39,36 +39,36 @@ _MULTIPROCESSORS_OF = {
     "100a": {"B200": 148},
     "120a": {"RTX PRO 6000": 188, "RTX 5090": 170},
 }
-#: A GPU of each card, by its name without "NVIDIA", the memory size and the board.
+#: A GPU for each card. The names leave out "NVIDIA", the memory size and the board.
 CARDS = {
     name: Gpu(arch, count, *_SHARED[arch]) for arch, of in _MULTIPROCESSORS_OF.items() for name, count in of.items()
 }
-#: A GPU of each architecture, for plans on a machine without one.
+#: A GPU for each architecture, for plans on a machine without one.
 BY_ARCH = {arch: CARDS[next(iter(of))] for arch, of in _MULTIPROCESSORS_OF.items()}
-#: Architectures and cards without the instructions of the kernels.
+#: Architectures and cards that lack instructions of the kernels.
 _BEFORE_AMPERE = ("60", "61", "62", "70", "72", "75", "P100", "P40", "P4", "V100", "TITAN V", "T4", "RTX 2080 TI")
-#: The architectures of data centers that have clusters of blocks.
+#: Data-center architectures with clusters of up to 16 blocks.
 CLUSTERED_ARCHS = ("90a", "100a", "103a")
 
 
 @functools.cache
 def of_device(device: int) -> Gpu:
-    """The GPU of a CUDA device. Makes no context."""
+    """Return the GPU of a CUDA device, without creating a context."""
     attributes = (_MULTIPROCESSORS, _SHARED_PER_MULTIPROCESSOR, _SHARED_PER_BLOCK)
     return Gpu(arch_of_device(device), *(runtime.deviceGetAttribute(x, device) for x in attributes))
 
 
 def refuse_old(name: str) -> None:
-    """Raises ValueError for the name of an architecture or of a card before Ampere."""
+    """Raise ValueError for the name of an architecture or of a card before Ampere."""
     text = name.strip().upper()
     if text.removeprefix("NVIDIA ").removeprefix("TESLA ").removeprefix("SM_") in _BEFORE_AMPERE:
         check.fail("arch", "a GPU of compute capability 8.0 or later", repr(name.strip()))
 
 
 def of_arch(name: str) -> Gpu:
-    """Return a GPU of an architecture, which is named as "90a", "sm_90a", "90" or by a card, as "H200".
+    """Return a GPU of an architecture. The name is "90a", "sm_90a", "90", or a card such as "H200".
 
-    Raises ValueError for a name that is not known here.
+    Raises ValueError for an unknown name.
     """
     text = name.strip().upper().removeprefix("NVIDIA ") if isinstance(name, str) else ""
     if text in CARDS:

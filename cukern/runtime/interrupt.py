@@ -1,4 +1,4 @@
-"""Ctrl-C in a command of cukern: one line on stderr and the status of a shell, from the first import on."""
+"""Ctrl-C in a command of cukern: one line on stderr and the exit status of a shell, from the first import on."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from types import FrameType, TracebackType
 STATUS = 130
 #: Seconds after which Ctrl-C counts as lost.
 _AGAIN_S = 1.0
-#: What a command says of the work that it leaves, beside that it is interrupted.
+#: What an interrupted command adds about unfinished work.
 _LEFT = {"cukern compile": "; the cache keeps each kernel that was compiled"}
 _came = False
 
 
 def named(arguments: Sequence[str]) -> str:
-    """The name of the command that `arguments` call, as messages begin with it."""
+    """Return the name of the command that `arguments` call. Messages begin with it."""
     return " ".join(["cukern", *[a for a in arguments if not a.startswith("-")][:1]])
 
 
 def ignore() -> None:
-    """Ignore Ctrl-C from here on, in a command that is done: it would interrupt the interpreter's own end."""
+    """Ignore Ctrl-C from here on, in a finished command: it would interrupt the exit of the interpreter."""
     if is_command():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def say(arguments: Sequence[str]) -> int:
-    """Write the line of an interrupted command; returns its exit status."""
+    """Write the line of an interrupted command, and return its exit status."""
     ignore()
     name = named(arguments)
     print(f"{name}: interrupted{_LEFT.get(name, '')}", file=sys.stderr)
@@ -39,7 +39,7 @@ def say(arguments: Sequence[str]) -> int:
 
 
 def is_command() -> bool:
-    """Whether this process is `cukern` or `python -m cukern`, which imports the package before it runs the command."""
+    """Return whether this process is `cukern` or `python -m cukern`, which imports the package before the command."""
     program = getattr(sys, "argv", [""])[0]
     if program == "-m":
         given = sys.orig_argv
@@ -49,12 +49,12 @@ def is_command() -> bool:
 
 
 def came() -> bool:
-    """Whether Ctrl-C came. The modules of others may turn its exception into another one, or lose it."""
+    """Return whether Ctrl-C was pressed. Other modules may turn its exception into another one, or lose it."""
     return _came
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt, and once more a while later, in case that it is lost."""
+    """Raise KeyboardInterrupt, and again after a while, in case the first one is lost."""
     global _came
     _came = True
     again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number))
@@ -64,7 +64,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Stand for `sys.excepthook`: a command that imports the package says in a line what ends it."""
+    """Replace `sys.excepthook`: a command that imports the package reports its end in one line."""
     if _came:
         raise SystemExit(say(sys.argv[1:]))
     if issubclass(kind, ValueError) and "CUKERN_COMPILE" in str(error):
@@ -74,7 +74,7 @@ def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackT
 
 
 def _unraisable(lost: sys.UnraisableHookArgs) -> None:
-    """Stand for `sys.unraisablehook`, without what Ctrl-C raises in a callback."""
+    """Replace `sys.unraisablehook`, to drop what Ctrl-C raises in a callback."""
     if not _came:
         sys.__unraisablehook__(lost)
 
@@ -82,6 +82,6 @@ def _unraisable(lost: sys.UnraisableHookArgs) -> None:
 if is_command():
     sys.excepthook = _uncaught
     sys.unraisablehook = _unraisable
-    # Behind `&` and `nohup` a command ignores SIGINT, and goes on to.
+    # A command that runs with `&` or `nohup` ignores SIGINT, and keeps ignoring it.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _on_signal)

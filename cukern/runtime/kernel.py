@@ -1,7 +1,7 @@
 """The kernels of the library, and their instances on each device.
 
 A `Kernel` is one `__global__` template of `cuda_src`. It has a `Variant` for each set of template arguments, which is
-loaded on a device at its first launch there; `cukern.runtime.plan` launches it.
+loaded on a device at its first launch there. `cukern.runtime.plan` launches it.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from cukern.runtime.cuda import cupy, current_device, driver, need_cupy, runtime
 from cukern.runtime.progress import progress
 from cukern.runtime.template import TemplateError
 
-#: Every kernel of the library, by stem; filled as the op modules are imported.
+#: Every kernel of the library, by stem. The imports of the op modules add them.
 KERNELS: dict[str, list[Kernel]] = {}
 
-#: One lock a device: to load a module on a device may wait for a kernel there, which may wait for another device.
+#: A lock for each device: loading a module may wait for a kernel of the device, which may wait for another device.
 _load_locks: dict[int, threading.Lock] = {}
 _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # a function attribute of the driver
 
 
 class Launched(NamedTuple):
-    """What the host launches a block with.
+    """The launch configuration that the host uses for a block.
 
-    Where a call decides the shared memory, `shared_bytes` is of a call of the sizes `at`, and `most` bounds all calls.
-    The compiler asserts that `<kernel>_launch` of the template says the same (cuda_src/common/launch.cuh).
+    If each call decides the shared memory, `shared_bytes` is the value for a call of the sizes `at`, and `most` bounds
+    all calls. The compiler asserts that `<kernel>_launch` of the template agrees (cuda_src/common/launch.cuh).
     """
 
-    threads: int = 0  # the most, where a call decides them; 0: not asserted
-    shared_bytes: int = 0  # of dynamic shared memory
+    threads: int = 0  # the largest number, if a call decides it; 0: not asserted
+    shared_bytes: int = 0  # dynamic shared memory
     at: tuple[int, ...] = ()
     most: int = 0
-    box: int = 0  # rows of a box of TMA; 0: not asserted
+    box: int = 0  # rows of a TMA box; 0: not asserted
 
     def assertions(self, instance: Instance) -> str:
-        """The assertions that are compiled with an instance."""
+        """Return the assertions that are compiled with an instance."""
         function, _, arguments = instance.expression.partition("<")
         says = f"{function}_launch<{arguments}({', '.join(map(str, self.at))})"
         return "".join(
@@ -58,7 +58,7 @@ _WITHOUT_SHARED_MEMORY = Launched()
 
 
 class Variant:
-    """A template instance, to launch on any device for which it can be compiled."""
+    """A template instance, which can be launched on any device that it can be compiled for."""
 
     __slots__ = ("_functions", "_modules", "instance", "large_clusters", "launched", "max_shared_bytes", "ready")
 
@@ -78,11 +78,11 @@ class Variant:
         return device in self._functions
 
     def launcher(self, device: int) -> Callable[..., None]:
-        """What launches the kernel on `device`, with the arguments of `driver.launchKernel`."""
+        """Return the function that launches the kernel on `device`, with the arguments of `driver.launchKernel`."""
         return overlap.overlapping(self.instance.file, arch_of_device(device)) or driver.launchKernel
 
     def load(self, device: int) -> int:
-        """The driver's handle of the kernel, loaded on `device` if need be, which must be the current one."""
+        """Load the kernel on `device`, which must be current, if needed. Return the driver's handle."""
         if device in self._functions:
             return self._functions[device]
         path, name = compile.cubin(self.instance, arch_of_device(device))
@@ -100,9 +100,9 @@ class Variant:
 
 
 class _Ready(dict[Any, tuple[Callable[..., None], int]]):
-    """By device: what launches a variant there, and the driver's handle of it, from its first launch on.
+    """The launch function of a variant and the driver's handle, by device, from the first launch on.
 
-    The device of the first launch must be the current one.
+    The device must be the current one at its first launch.
     """
 
     def __init__(self, variant: Variant) -> None:
@@ -116,8 +116,8 @@ class _Ready(dict[Any, tuple[Callable[..., None], int]]):
 class Kernel:
     """A `__global__` template `function` of `cuda_src/<file>.cu`, which takes one struct of parameters.
 
-    Its stem is the folder of the file, or the file where it is in none: "mla_decode" for "mla_decode/plan". `compile_s`
-    is roughly how many seconds the slowest instance takes to compile.
+    The stem is the folder of the file, or the file if it is in no folder: "mla_decode" for "mla_decode/plan".
+    `compile_s` is roughly the seconds that the slowest instance takes to compile.
     """
 
     def __init__(self, file: str, function: str, compile_s: float = 0.3) -> None:
@@ -128,14 +128,14 @@ class Kernel:
         self._variants: dict[tuple[str | int, ...], Variant] = {}
         #: Instances compiled when cukern is imported on a machine with a GPU.
         self.at_import: list[Instance] = []
-        #: Instances for well-known sizes; the tests check that their registers do not spill.
+        #: Instances for well-known sizes. The tests check that their registers do not spill.
         self.specialized: list[Instance] = []
-        #: Specialized instances that no plan takes on an architecture, by architecture: they are not compiled for it.
+        #: By architecture, the specialized instances that no plan uses there. They are not compiled for it.
         self.unused: dict[str, list[Instance]] = {}
         KERNELS.setdefault(self.stem, []).append(self)
 
     def specialize_by_arch(self, given: dict[str, list[Instance]]) -> None:
-        """Specialize the instances that plans take on each architecture; others do not compile them."""
+        """Set the specialized instances of each architecture. An instance is not compiled for other architectures."""
         self.specialized = list(dict.fromkeys(instance for instances in given.values() for instance in instances))
         self.unused = {arch: [i for i in self.specialized if i not in instances] for arch, instances in given.items()}
 
@@ -145,7 +145,7 @@ class Kernel:
         launched: Launched = _WITHOUT_SHARED_MEMORY,
         large_clusters: bool = False,
     ) -> Variant:
-        """The variant with these template arguments, the same object at every call.
+        """Return the variant with these template arguments, the same object at every call.
 
         `launched` is required for dynamic shared memory, `large_clusters` for clusters of more than 8 blocks.
         """
@@ -156,12 +156,12 @@ class Kernel:
             instance = Instance(self.file, self.function, arguments)
             instance = replace(instance, assertions=launched.assertions(instance))
             made = Variant(instance, launched, large_clusters)
-            # Of two threads that get here, both take the variant that is stored first.
+            # If two threads get here, both use the variant that is stored first.
             variant = self._variants.setdefault(arguments, made)
         return variant
 
     def variants(self) -> list[Variant]:
-        """The variants that have been asked for."""
+        """Return the variants that have been asked for."""
         return [*self._variants.values()]
 
 
@@ -172,10 +172,10 @@ def specialize(op: str | Callable[..., Any], **sizes: Any) -> tuple[str, ...]:
     serve all functions of its family. docs/tools.md lists the `sizes` of each family; the error for a wrong size names
     them.
 
-    Returns the kernels, as a function and its template arguments each.
+    Returns the kernels, each as a function and its template arguments.
 
-    Raises ValueError for sizes the specialized kernel cannot take, TypeError for an op that has none or for sizes of
-    other names, RuntimeError where there is no compiler.
+    Raises ValueError for sizes that the specialized kernel cannot take, TypeError for an op without such kernels or for
+    sizes of other names, RuntimeError if there is no compiler.
     """
     made = specialized(op, **sizes)
     archs = sorted({arch_of_device(d) for d in range(device_count())})
@@ -184,9 +184,9 @@ def specialize(op: str | Callable[..., Any], **sizes: Any) -> tuple[str, ...]:
 
 
 def specialized(op: str | Callable[..., Any], **sizes: Any) -> list[Instance]:
-    """Return the variants of `specialize` for these sizes, which this process uses from here on. Raises as it does."""
+    """Return the variants of `specialize` for these sizes, and use them in this process. Errors are the same."""
     function = getattr(sys.modules["cukern"], op, None) if isinstance(op, str) else op
-    # A stem is a module or a package of several: `cukern.ops.<stem>`.
+    # A stem is a module or a package of modules: `cukern.ops.<stem>`.
     module = sys.modules.get(".".join(getattr(function, "__module__", "").split(".")[:3]))
     register = getattr(module, "specialize", None)
     if not getattr(module, "__name__", "").startswith("cukern.ops.") or register is None:
@@ -204,7 +204,7 @@ def specialized(op: str | Callable[..., Any], **sizes: Any) -> list[Instance]:
 
 
 def device_count() -> int:
-    """How many CUDA devices this process sees; 0 without CuPy or a driver. Makes no context."""
+    """Return the number of CUDA devices of this process; 0 without CuPy or a driver. Creates no context."""
     if cupy is None:
         return 0
     try:
@@ -214,14 +214,14 @@ def device_count() -> int:
 
 
 def arch_of_device(device: int) -> str:
-    """The compile target of a device, such as "90a". Makes no context."""
+    """Return the compile target of a device, such as "90a". Creates no context."""
     need_cupy("a call on a GPU")
     major, minor = (runtime.deviceGetAttribute(attribute, device) for attribute in (75, 76))
     return compile.arch_of((major, minor))
 
 
 def _archs_from_nvml() -> list[str] | None:
-    """The compile targets of all GPUs of the machine; None where NVML cannot tell."""
+    """Return the compile targets of all GPUs of the machine; None if NVML cannot tell."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
         if nvml.nvmlInit_v2() != 0:
@@ -240,10 +240,10 @@ def _archs_from_nvml() -> list[str] | None:
 
 
 def present_archs() -> list[str]:
-    """The compile targets of the GPUs of this machine.
+    """Return the compile targets of the GPUs of this machine.
 
-    To ask CUDA takes a fifth of a second and some memory of each GPU, so NVML is asked first. NVML ignores
-    CUDA_VISIBLE_DEVICES, which is looked at only for whether it hides all GPUs.
+    CUDA takes a fifth of a second and some memory of each GPU to answer, so NVML is asked first. NVML ignores
+    CUDA_VISIBLE_DEVICES, so this function checks whether the variable hides all GPUs.
     """
     if cupy is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return []
@@ -254,7 +254,7 @@ def present_archs() -> list[str]:
 
 
 def instances(stem: str | None = None) -> Iterator[Instance]:
-    """The instances compiled at import, of one stem or of all; the slowest first, so that workers end together."""
+    """Yield the instances compiled at import, of one stem or all, the slowest first, so that workers end together."""
     kernels = KERNELS[stem] if stem else [own for kernels in KERNELS.values() for own in kernels]
     for kernel in sorted(kernels, key=lambda kernel: -kernel.compile_s):
         yield from kernel.at_import
@@ -266,10 +266,10 @@ def load_all(
     wanted: Callable[[Instance], bool] = lambda instance: True,
     compiles: bool = True,
 ) -> None:
-    """Load the variants of the kernels of `stems` that have been asked for on a device.
+    """Load the requested variants of the kernels of `stems` on a device.
 
-    A module that is loaded behind a kernel that waits for another rank may wait for that kernel. `wanted` selects
-    instances. Without `compiles` the variants that the cache lacks are left out.
+    Loading a module while a kernel waits for another rank may wait for that kernel. `wanted` selects instances. Without
+    `compiles`, variants that are not in the cache are skipped.
     """
     arch = arch_of_device(device)
     found = [
@@ -293,8 +293,8 @@ def load_all(
 def compile_at_import() -> None:
     """Make sure that the cache has every instance of `instances()` for every GPU of this machine.
 
-    With `CUKERN_COMPILE=lazy` each is compiled at its first launch instead. A failure is only a warning: the op that
-    needs the kernel raises it as an error.
+    With `CUKERN_COMPILE=lazy` each instance is compiled at its first launch instead. A failure is only a warning: the
+    op that needs the kernel raises the error.
     """
     mode = os.environ.get("CUKERN_COMPILE", "import")
     if mode not in ("import", "lazy"):
@@ -303,7 +303,7 @@ def compile_at_import() -> None:
         return
     try:
         archs = present_archs()
-        # Without a cache folder that lasts, every start would compile all of them again.
+        # Without a lasting cache folder, every start would compile all of them again.
         if not archs or compile.cache_problem():
             return
         work = [(i, arch) for arch in archs for i in compile.missing(instances(), arch)]
@@ -318,7 +318,7 @@ def compile_at_import() -> None:
 
 
 def compile_with_progress(work: list[tuple[Instance, str]], what: str = "compiling kernels") -> None:
-    """`compile.compile_all`, which shows its progress."""
+    """Call `compile.compile_all`, and show its progress."""
     if not work:
         return
     with progress(what, len(work)) as advance:

@@ -1,7 +1,7 @@
 """One NVRTC compilation, in this process or in a worker process.
 
 NVRTC compiles for one thread at a time, so `cukern.runtime.compile` runs this file as a script in several processes.
-For that it imports nothing of cukern, which compiles when it is imported.
+The file therefore imports nothing of cukern, whose import compiles.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-#: NVRTC compiles for one thread at a time anyway, and fails (NVRTC_ERROR_BUILTIN_OPERATION_FAILURE) where a second one
-#: compiles, or looks for CUDA's folders, while the first one's compilation loads its built-in functions.
+#: NVRTC compiles for one thread at a time. While the first compilation loads the built-in functions, another one, or a
+#: search for CUDA's folders, would fail (NVRTC_ERROR_BUILTIN_OPERATION_FAILURE).
 LOCK = threading.RLock()
-#: Seconds after which a process compiles what another process of the host still compiles.
+#: Seconds to wait for another process of the host that compiles the same instance. Then this process compiles it.
 PATIENCE_S = 60.0
-#: The bits of a mode that let the group and all others write.
+#: The bits of a file mode that let the group and others write.
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def load(library: str) -> None:
-    """Load the file of an NVRTC; CuPy's binding uses it unless it is bound to another one already."""
-    # NVRTC opens its built-in functions by their bare name, which resolves only if the library is loaded.
+    """Load the file of an NVRTC. CuPy's binding uses it unless it is already bound to another one."""
+    # NVRTC opens its built-in functions by their bare file name, which is found only if the library is loaded.
     for file in (*Path(library).parent.glob("libnvrtc-builtins.so.*"), library):
         ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
 
@@ -43,7 +43,7 @@ def compile_cubin(source: str, filename: str, expression: str, options: list[str
     """Compile one template instance.
 
     Returns the cubin, the mangled name of the kernel in it and the compiler's log.
-    Raises RuntimeError with the log when the source does not compile.
+    Raises RuntimeError with the log if the source does not compile.
     """
     with LOCK:
         return _compile(source, filename, expression, options)
@@ -62,14 +62,14 @@ def _compile(source: str, filename: str, expression: str, options: list[str]) ->
             raise RuntimeError(f"{expression}: {error}\n{log}") from None
         name = nvrtc.getLoweredName(program, expression)
         log = nvrtc.getProgramLog(program).rstrip("\x00\n ")
-        # CuPy drops the last byte, which it takes for the end of a string: the high byte of a number, always 0.
+        # CuPy drops the last byte as the end of a string. That byte is the high byte of a number, and always 0.
         return nvrtc.getCUBIN(program) + b"\0", name, log
     finally:
         nvrtc.destroyProgram(program)
 
 
 def build() -> str:
-    """NVRTC's version with its build, such as "13.0.88", read from what it compiles."""
+    """Return NVRTC's version with its build, such as "13.0.88", which is read from compiled output."""
     with LOCK:
         from cupy_backends.cuda.libs import nvrtc
 
@@ -82,14 +82,14 @@ def build() -> str:
         return found[1].decode() if found else ".".join(map(str, nvrtc.getVersion()))
 
 
-#: How the names of files begin that a process still writes; its id follows.
+#: The prefix of files that a process is still writing. The process id follows.
 WRITING = ".writing-"
 
 
 def write_atomically(path: str, data: bytes) -> None:
-    """Write a file, of which readers see either the whole new content or the state before, whoever else writes it.
+    """Write a file so that readers see either its old state or the whole new content, with any number of writers.
 
-    The rights of the folder say who reads the file.
+    The folder's permissions decide who can read the file.
     """
     handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=f"{WRITING}{os.getpid()}-")
     try:
@@ -103,7 +103,7 @@ def write_atomically(path: str, data: bytes) -> None:
 
 
 def distrust(path: Path) -> str | None:
-    """Why a file or a folder of the cache is not read: another user than this one and root owns it, or may write it."""
+    """Return why a cache file or folder is not read: another user than this one and root owns it or may write it."""
     status = path.stat()
     if status.st_uid not in (0, os.getuid()):
         return f"it belongs to user {status.st_uid}"
@@ -113,7 +113,7 @@ def distrust(path: Path) -> str | None:
 
 
 def read_note(path: Path) -> dict[str, Any] | None:
-    """The note beside a cubin, or None where there is none that can be trusted."""
+    """Return the note beside a cubin; None if there is no trusted note."""
     note = path.with_name(path.name + ".json")
     try:
         if distrust(path) or distrust(note):
@@ -132,14 +132,14 @@ class Resources(NamedTuple):
 
 
 def resources(note: dict[str, Any]) -> Resources:
-    """The resources of a kernel, from the log of ptxas in a cache note."""
+    """Return the resources of a kernel, from the log of ptxas in a cache note."""
     registers = max((int(n) for n in re.findall(r"Used (\d+) registers", note["log"])), default=0)
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", note["log"]))
     return Resources(registers, spilled)
 
 
 def is_intact(path: Path) -> bool:
-    """Whether the cache has a cubin with a note that vouches for it."""
+    """Return whether the cache has a cubin with a note that confirms it."""
     note = read_note(path)
     try:
         return note is not None and hashlib.sha256(path.read_bytes()).hexdigest() == note["sha256"]
@@ -149,18 +149,18 @@ def is_intact(path: Path) -> bool:
 
 @functools.cache
 def _lock_file(folder: str) -> int:
-    # The descriptor stays open: to close one releases all locks that the process has on the file.
+    # The descriptor stays open, because closing one releases all locks of the process on the file.
     return os.open(os.path.join(folder, ".locks"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
 @contextlib.contextmanager
 def alone(path: str) -> Iterator[None]:
-    """Hold the lock of a file of the cache, which one process holds at a time.
+    """Hold the lock of a file of the cache. One process holds it at a time.
 
-    The lock only avoids duplicate compilation; correctness does not depend on it. The caller goes on without the lock
-    after `PATIENCE_S`, or on a file system that has no locks. A process that dies gives its locks back.
+    The lock only avoids duplicate compilation; correctness does not depend on it. After `PATIENCE_S`, or on a file
+    system without locks, the caller continues without the lock. The locks of a dead process are released.
     """
-    # One byte of the lock file stands for each path.
+    # Each path has one byte of the lock file.
     place = int.from_bytes(hashlib.sha256(path.encode()).digest()[:7], "big")
     end, held = time.monotonic() + PATIENCE_S, False
     with contextlib.suppress(OSError):
@@ -179,9 +179,9 @@ def alone(path: str) -> Iterator[None]:
 
 
 def compile_to_cache(job: dict[str, Any]) -> None:
-    """Compile `job` and store the cubin, then the note that vouches for it.
+    """Compile `job` and store the cubin, then the note that confirms it.
 
-    If the cache holds an intact cubin already, nothing is compiled.
+    If the cache already has an intact cubin, nothing is compiled.
     """
     with LOCK, alone(job["path"]):
         if is_intact(Path(job["path"])):
@@ -201,10 +201,10 @@ def compile_to_cache(job: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Compile the jobs that arrive on stdin, one JSON object a line, by the NVRTC of the argument; answer each."""
+    """Compile the jobs from stdin, one JSON object a line, by the NVRTC of the argument, and answer each."""
     for library in sys.argv[1:]:
         load(library)
-    # Only answers go to stdout; what a library prints goes to stderr.
+    # Only answers go to stdout. Output of libraries goes to stderr.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -216,6 +216,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # The script's own folder, from which cukern's modules could be imported under wrong names.
+    # Remove the script's own folder: Python would find cukern's modules there under wrong names.
     sys.path.pop(0)
     main()

@@ -1,12 +1,12 @@
 """From a declaration to a call: how every function with a plan runs.
 
-An op is written as a function of its public arguments whose body is the *plan*: it is given an `Array`, a description,
-for each array; checks what concerns several arguments, chooses the kernel, and says with `outputs`, `empty` and
-`launch` what is allocated and launched. It touches no GPU. All numbers in it are plain.
+An op is a function of its public arguments. Its body is the *plan*. The body gets an `Array`, a description, for each
+array. It checks the arguments against each other, chooses the kernel, and calls `outputs`, `empty` and `launch` to
+record allocations and launches. The body touches no GPU, and all its numbers are plain ints and floats.
 
-A call whose arguments are equal and whose arrays differ in addresses alone repeats the plan: it allocates, packs the
-structs and launches. Any other call runs the body. Arrays in host memory go to the NumPy reference once the body has
-checked them. An op that is called in the body of another one, with descriptions, becomes a part of its plan.
+A call with equal arguments, whose arrays differ in their addresses only, repeats the plan: it allocates, packs the
+structs and launches. Any other call runs the body again. Arrays in host memory go to the NumPy reference after the body
+has checked them. An op that is called in the body of another op, with descriptions, becomes a part of that op's plan.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Operator(NamedTuple):
 OPS: dict[str, Op] = {}
 #: Every torch operator, by the name of its function.
 OPERATORS: dict[str, Operator] = {}
-#: Plans that an op keeps at most, and plans of one set of facts and shape of the first array.
+#: The largest number of plans that an op keeps, and of plans with equal facts and an equal shape of the first array.
 _MAX_PLANS, _MAX_LAYOUTS = 1024, 16
 
 
 class _Kept(NamedTuple):
-    """A plan that is kept, and the calls that it serves."""
+    """A kept plan, and the conditions of the calls that it serves."""
 
     plan: Plan
     is_alike: Callable[..., bool]
@@ -54,10 +54,10 @@ class _Kept(NamedTuple):
 
 
 class _Signature:
-    """Calls with the same number of positional arguments, the same named ones, and arguments of the same types."""
+    """Calls with the same number of positional arguments, the same keywords, and arguments of the same types."""
 
     def __init__(self, names: Sequence[str], values: Sequence[Any], numbers: Collection[str]) -> None:
-        self.names = names  # of the arguments, in their order
+        self.names = names  # of the arguments, in order
         self.plans: dict[tuple[Any, ...], list[_Kept]] = {}
         self.is_nested = any(type(value) in (tuple, list) for value in values)
         flat, named = _flatten(values)
@@ -66,10 +66,10 @@ class _Signature:
         own = [i for i, x in enumerate(flat) if libraries[i] is None and x is not None]
         differs = [i for i in own if names[named[i]] in numbers]
         self.arrays = _getter(given)
-        #: The numbers that differ at each call, and the facts, which decide.
+        #: The numbers that differ at each call, and the facts, which select the plan.
         self.numbers, self.facts = _getter(differs), _getter([i for i in own if i not in differs])
-        #: Whether plans are kept: all arrays are of one library. A key would hold an array that is known by DLPack
-        #: alone, and keep it alive.
+        #: Whether plans are kept: only if all arrays are of one library. A key would hold an array that is known by
+        #: DLPack alone, and keep it alive.
         self.keeps = len({*libraries} - {None}) == 1 and not any(hasattr(flat[i], "__dlpack__") for i in own)
 
 
@@ -80,7 +80,7 @@ def _getter(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 
 
 def _flatten(values: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]]:
-    """The values and, for each tuple or list, its elements; with the position of the value that each is of."""
+    """Return the values with tuples and lists expanded, and for each result the position of its value."""
     flat: list[Any] = []
     positions: list[int] = []
     for i, value in enumerate(values):
@@ -119,9 +119,9 @@ class Op:
             raise TypeError(f"{self.name} has no arguments {unknown}")
 
     def form(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Signature:
-        """The form of a call.
+        """Return the signature of a call.
 
-        Raises TypeError, in Python's words after the order of the arguments, where they do not fit the signature.
+        Raises TypeError, with the order of the arguments and Python's message, if they do not fit the op.
         """
         try:
             self.signature.bind(*args, **kwargs)
@@ -132,14 +132,14 @@ class Op:
         return _Signature(names, values, self.numbers)
 
     def _order(self) -> str:
-        """The names of the arguments in their order; those after `*` are keyword-only."""
+        """Return the names of the arguments in order. Arguments after `*` are keyword-only."""
         parameters = self.signature.parameters.values()
         positional = [x.name for x in parameters if x.kind is not x.KEYWORD_ONLY]
         keywords = [x.name for x in parameters if x.kind is x.KEYWORD_ONLY]
         return ", ".join([*positional, *(["*", *keywords] if keywords else [])])
 
     def miss(self, form: _Signature, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A call that no earlier one is like: make its plan, keep it where there is a key, and run it."""
+        """Run a call that no kept plan serves: make its plan, and keep the plan if there is a key."""
         if self.instead is not None:
             answer = self.instead(*args, **kwargs)
             if answer is not NotImplemented:
@@ -166,13 +166,13 @@ class Op:
             if key in form.plans:
                 self._keep(form, key, plan, given, reader.addresses)
             else:
-                form.plans[key] = []  # a plan is kept from the second call on: many sizes come but once
+                form.plans[key] = []  # a plan is kept from the second call on, because many sizes occur only once
         return plan.run(values, given, [*reader.addresses, *(x.value for x in reader.numbers)])
 
     def _run_twin(self, trace: Trace, returned: Any, reader: _Reader, form: _Signature, values: Sequence[Any]) -> Any:
-        """The results of the NumPy reference for arrays in host memory, in the library of these or in `out`.
+        """Run the NumPy reference for arrays in host memory. The results are in the arrays' library, or in `out`.
 
-        The twin is given views of the caller's memory, so that the caller sees what it writes.
+        The twin gets views of the caller's memory, so that the caller sees what it writes.
         """
         assert self.twin is not None
         library = trace.place.library
@@ -220,7 +220,7 @@ class Op:
         return tuple(found) if isinstance(results, tuple) else found[0]
 
     def _foreign(self, first: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A call on arrays that are known by DLPack alone; new results are of the library of the first one."""
+        """Run a call on arrays that are known by DLPack alone. New results are in the library of the first array."""
         values = [*zip(self.signature.parameters, args, strict=False), *kwargs.items()]
         entered = [arrays.enter_all(name, value) for name, value in values]
         results = self.call(*entered[: len(args)], **dict(zip(kwargs, entered[len(args) :], strict=True)))
@@ -250,7 +250,7 @@ class Op:
         self._count = 0
 
     def say(self, form: _Signature, values: Sequence[Any], on: gpu.Gpu | None = None) -> tuple[Trace, Any, _Reader]:
-        """What the plan says and returns for these arguments; `on` is a GPU to take them to be on."""
+        """Run the body for these arguments. Return its trace, its result and the reader. `on` replaces the GPU."""
         reader = _Reader(self, form, on)
         given = {
             name: reader.read(i, name, value) for i, (name, value) in enumerate(zip(form.names, values, strict=True))
@@ -263,9 +263,9 @@ class Op:
 
 
 def _memory(addresses: Sequence[int], compares: bool) -> tuple[tuple[int, int], ...] | None:
-    """What a plan may know of addresses: their alignment and, if it compares them, which are equal.
+    """Return what a plan may know of addresses: their alignment and, if it compares them, which of them are equal.
 
-    None: all are aligned and differ.
+    None: all are aligned to 16 bytes, and differ.
     """
     if functools.reduce(operators.or_, addresses) & 15 or (compares and len({*addresses}) < len(addresses)):
         return tuple([(address & 15, addresses.index(address) if compares else 0) for address in addresses])
@@ -273,13 +273,13 @@ def _memory(addresses: Sequence[int], compares: bool) -> tuple[tuple[int, int], 
 
 
 def forget_plans() -> None:
-    """Forget the plans of all ops, because the variants that they choose among have changed."""
+    """Forget the plans of all ops, because their choice of variants has changed."""
     for op in OPS.values():
         op.forget()
 
 
 class _Reader:
-    """Describes the arrays of a call, in the order in which the call reads them."""
+    """Describes the arrays of a call, in the order of its arguments."""
 
     def __init__(self, op: Op, form: _Signature, on: gpu.Gpu | None) -> None:
         self.op = op
@@ -287,11 +287,11 @@ class _Reader:
         self.addresses: list[int] = []
         self.numbers: list[Each] = []
         self.first: Array | None = None
-        self.paths: list[tuple[int, int | None]] = []  # of the arrays
+        self.paths: list[tuple[int, int | None]] = []  # positions of the arrays among the arguments
         self._places: dict[tuple[str, int | None], Place] = {}
 
     def read(self, position: int, name: str, value: Any) -> Any:
-        """The value that the plan is given for an argument."""
+        """Return the value that the body gets for an argument."""
         if name in self.op.flags:
             return check.flag(name, value)
         if type(value) in (tuple, list) and any(arrays.library_of(x) is not None for x in value):
@@ -333,19 +333,20 @@ def op(
     leader: str = "",
     instead: Callable[..., Any] | None = None,
 ) -> Callable[[_F], _F]:
-    """Declare an op by the function that is its public signature, its docstring and its plan.
+    """Declare an op by a function with its public signature and docstring. The body of the function is the plan.
 
     Args:
-        twin: the NumPy function that defines it, with the same arguments except `variant`. It takes `out` only where
-            what `out` held matters.
-        names: the names of the results, such as "weights, ids"; the signature says the rest of the torch operator, see
+        twin: the NumPy function that defines the op, with the same arguments except `variant`. It takes `out` only if
+            the previous content of `out` matters.
+        names: the names of the results, such as "weights, ids". The signature gives the rest of the torch operator, see
             `cukern.runtime.schema`. An op has an operator if it has names or a `WrittenArray`.
-        results: a function of the operator's arguments that gives a `Result` for each name, or a number, which is
-            returned as it is.
+        results: a function of the operator's arguments that returns a `Result` for each name, or a number, which is
+            returned unchanged.
         numbers: arguments that differ at each call, such as a seed. The body gets an `Each`, for `each_call`.
         leader: the array that decides the library and the device of a call; by default the first one.
-        instead: a function of a call's arguments that may answer first, or else gives NotImplemented. It is asked where
-            there is no plan: always if an argument cannot be hashed, or if they do not fit the signature.
+        instead: a function of a call's arguments that returns the result, or NotImplemented to let the op run. It is
+            called if no kept plan fits. That is always so if an argument cannot be hashed, or if the arguments do not
+            fit the signature.
     """
 
     def declare(function: _F) -> _F:
@@ -390,7 +391,7 @@ def _call_of(op: Op, function: _F) -> _F:
             try:
                 key = form.facts(flat), given[0].shape
                 kept = form.plans.get(key, ())
-            except TypeError:  # a value that cannot be hashed fits no plan: the checks of a new one name the argument
+            except TypeError:  # no plan is kept for a value that cannot be hashed: the body's checks name the argument
                 key, kept = None, ()
             for plan, is_alike, memory, requires_grad in kept:
                 if is_alike(*given) and not (requires_grad and plan.library.wants_gradients()):

@@ -1,8 +1,8 @@
-"""Launches that may overlap: the blocks of a kernel are put in place while the kernel before it on the stream ends.
+"""Launches that may overlap: the blocks of a kernel may start while the previous kernel on the stream ends.
 
-That is programmatic dependent launch, by the driver's `cuLaunchKernelEx`. Only kernels that wait for the earlier ones
-themselves may be launched so: `cuda_src/common/overlap.cuh` tells how. A capture into a CUDA graph makes a programmatic
-edge of it.
+The method is programmatic dependent launch, through the driver's `cuLaunchKernelEx`. A kernel may be launched so only
+if it waits for the earlier kernels itself: see `cuda_src/common/overlap.cuh`. A capture into a CUDA graph records a
+programmatic edge.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from cukern.runtime import sources
 from cukern.runtime.cuda import driver, libcuda
 
 _FIRST_ARCH = 90
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # of CUlaunchAttributeID
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # a value of CUlaunchAttributeID
 #: A CUlaunchAttribute: its id, and 1 in a union of 64 bytes.
 _ATTRIBUTE = struct.pack("<i4xi60x", _PROGRAMMATIC_STREAM_SERIALIZATION, 1)
-#: A CUlaunchConfig: grid, block, dynamic shared bytes, stream, and the attributes with their number.
+#: A CUlaunchConfig: grid, block, dynamic shared bytes, stream, pointer to the attributes, and their number.
 _CONFIG = struct.Struct("<7I4xQQI4x")
-#: The header that a template includes if its kernel waits.
+#: The header that a template includes if its kernel waits for earlier kernels.
 _HEADER = "common/overlap.cuh"
 
 
 @functools.cache
 def waits(file: str) -> bool:
-    """Whether the kernels of `cuda_src/<file>.cu` wait for earlier ones themselves."""
+    """Return whether the kernels of `cuda_src/<file>.cu` wait for earlier kernels themselves."""
     return _HEADER in sources.quoted_includes(sources.source(file))
 
 
 @functools.cache
 def launcher() -> Callable[..., None] | None:
-    """A function with the arguments of CuPy's `driver.launchKernel`; None for a driver that knows no such launch.
+    """Return a function with the arguments of CuPy's `driver.launchKernel`; None if the driver lacks such a launch.
 
-    It raises CuPy's `CUDADriverError`.
+    The function raises CuPy's `CUDADriverError`.
     """
     launch_kernel_ex = getattr(libcuda(), "cuLaunchKernelEx", None)
     if launch_kernel_ex is None:
         return None
     launch_kernel_ex.argtypes = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
     launch_kernel_ex.restype = ctypes.c_int
-    attribute = ctypes.create_string_buffer(_ATTRIBUTE, len(_ATTRIBUTE))  # kept by the function below
+    attribute = ctypes.create_string_buffer(_ATTRIBUTE, len(_ATTRIBUTE))  # the function below keeps it alive
     pack = _CONFIG.pack
 
     def launch(
@@ -59,5 +59,5 @@ def launcher() -> Callable[..., None] | None:
 
 
 def overlapping(file: str, arch: str) -> Callable[..., None] | None:
-    """How kernels of a file are launched so that they may overlap, or None where they may not."""
+    """Return the launch function that lets kernels of a file overlap; None if they may not overlap."""
     return launcher() if int(arch.rstrip("af")) >= _FIRST_ARCH and waits(file) else None

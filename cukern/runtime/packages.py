@@ -1,10 +1,10 @@
-"""Packages that parts of cukern need besides those that it is installed with."""
+"""Packages that parts of cukern need in addition to its own dependencies."""
 
 from __future__ import annotations
 
 
 def missing(error: ModuleNotFoundError, module: str, extra: str) -> ModuleNotFoundError:
-    """The error of an import that failed in `module`, with the pip command where a package of an extra is missing."""
+    """Return the error of a failed import in `module`, with the pip command if a package of an extra is missing."""
     if error.name not in ("torch", "transformers"):
         return error
     says = f'{module} needs the package {error.name}: pip install "cukern[{extra}]"'

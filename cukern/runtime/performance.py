@@ -1,4 +1,4 @@
-"""Warnings of calls that take much longer than after a step of the caller's, such as `cukern.prepare_weights`."""
+"""Warnings of calls that are much slower than after a step of the caller, such as `cukern.prepare_weights`."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any
 
 from cukern.runtime.plan import Trace, note
 
-#: The advice that this process has given.
+#: The advice that this process has given so far.
 _given: set[str] = set()
 
 
 class PerformanceWarning(UserWarning):
-    """A warning of a call that takes much longer than it would after a step that the warning names.
+    """A warning of a call that is much slower than it would be after a step. The warning names the step.
 
     Each step is named once a process, by the first call of its kind. `warnings.filterwarnings("ignore",
-    category=cukern.PerformanceWarning)` silences it.
+    category=cukern.PerformanceWarning)` silences the warnings.
     """
 
 
 def advise(text: str) -> None:
-    """Let the call that this plan is made for warn with `text`, in the body of an op."""
+    """In the body of an op, let the call warn with `text`."""
     note(advice=text)
 
 
 def warn(trace: Trace) -> None:
-    """Warn with the advice of a new plan, at the first line of the caller's outside of this package."""
+    """Warn with the advice of a new plan, at the caller's first line outside of this package."""
     for text in {step.notes["advice"] for step in trace.steps if "advice" in step.notes}:
         if text not in _given:
             _given.add(text)
@@ -34,7 +34,7 @@ def warn(trace: Trace) -> None:
 
 
 def _callers_level() -> int:
-    """The `stacklevel`, for `warn`, of the first frame outside of this package."""
+    """Return the `stacklevel`, as seen from `warn`, of the first frame outside of this package."""
     frame: Any = sys._getframe(1)
     level = 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "cukern":

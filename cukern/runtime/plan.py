@@ -1,7 +1,7 @@
-"""What the body of an op says, and the plan that is made of it.
+"""The trace of an op's body, and the plan that is made from it.
 
-The functions here are the vocabulary of such a body: `outputs`, `empty`, `launch`, `run_twin`, `note`. What
-they say is recorded in a `Trace`, from which a `Plan` is made: it allocates, packs and launches in a few microseconds.
+A body calls the functions of this module: `outputs`, `empty`, `launch`, `run_twin`, `note`. They record in a `Trace`. A
+`Plan` is made from the trace. It allocates, packs and launches in a few microseconds.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from cukern.runtime.each import Each
 from cukern.runtime.kernel import Variant
 from cukern.runtime.tensor_map import TENSOR_MAP_BYTES, encode
 
-_PARAMETER_BYTES = 4096  # of a kernel, at most
-_MOST_MAPS = 256  # tensor maps that a plan keeps, of arrays at different addresses
+_PARAMETER_BYTES = 4096  # the largest struct of parameters of a kernel
+_MOST_MAPS = 256  # tensor maps that a plan keeps, for arrays at different addresses
 
 
 class _Step(NamedTuple):
@@ -34,20 +34,20 @@ class _Step(NamedTuple):
     block: tuple[int, int, int]
     shared_bytes: int
     pack: struct.Struct
-    parts: list[Any]  # what it packs
-    notes: dict[str, Any]  # of the op whose body says it
+    parts: list[Any]  # the values to pack
+    notes: dict[str, Any]  # of the op whose body launches
     why: str = ""
     fields: Mapping[str, Any] = {}
 
 
 class Trace:
-    """What the body of an op has said so far."""
+    """The record of an op's body so far."""
 
     def __init__(self, place: Place, addresses: Sequence[int], numbers: int) -> None:
         self.place = place
         self.addresses = addresses  # of the arrays of the call
         self.steps: list[_Step] = []
-        self.computed: list[Each] = []  # what each call computes, in this order
+        self.computed: list[Each] = []  # the values that each call computes, in order
         self.compares = False  # whether the body has compared the addresses of arrays
         self.first_made = len(addresses) + numbers  # place of the first made array's address in the environment
         self.made: list[tuple[tuple[int, ...], str]] = []  # shapes and dtypes of the arrays to allocate
@@ -67,12 +67,12 @@ _tracing = threading.local()
 
 
 def current() -> Trace:
-    """The trace of the plan that this thread is making."""
+    """Return the trace of the plan that this thread is making."""
     return _tracing.trace
 
 
 def follow(trace: Trace, plan: Callable[[], Any]) -> Any:
-    """The result of `plan`, which records what it says in `trace`."""
+    """Run `plan` with `trace` as the current trace, and return its result."""
     previous = getattr(_tracing, "trace", None)
     _tracing.trace = trace
     try:
@@ -82,7 +82,7 @@ def follow(trace: Trace, plan: Callable[[], Any]) -> Any:
 
 
 def follow_part(plan: Callable[[], Any]) -> Any:
-    """The result of the body of an op that another op's body calls: it has notes of its own."""
+    """Run the body of an op that another op's body calls, with its own notes, and return its result."""
     trace = current()
     outer, trace.notes = trace.notes, {}
     try:
@@ -94,11 +94,11 @@ def follow_part(plan: Callable[[], Any]) -> Any:
 def outputs(
     out: Any, first: Array, first_name: str, *results: Result | Array | None, names: str | Sequence[str] = ""
 ) -> Any:
-    """The arrays for the results of an op, one or a tuple: those of `out`, or new ones where it is None or holds None.
+    """Return the arrays for the results of an op, one or a tuple: from `out`, or new ones if it is None or has None.
 
-    `names` is what messages call an `out` of several arrays, such as "a pair (weights, ids)"; if each array has an
-    argument of its own, `names` are those of the arguments. A result that is no `Result`, such as an argument that is
-    written or None, is returned as it is.
+    `names` describes an `out` of several arrays in messages, such as "a pair (weights, ids)". If each array has its own
+    argument, `names` has the names of the arguments. A result that is no `Result`, such as a written argument or None,
+    is returned unchanged.
     Raises TypeError and ValueError for an `out` that does not fit.
     """
     trace, single = current(), len(results) == 1
@@ -139,10 +139,10 @@ def write_into(*results: Array) -> None:
 def run_twin(
     variant: str = "auto", variants: Collection[str] = ("auto",), arguments: Callable[[], dict[str, Any]] = dict
 ) -> Any:
-    """Leave arrays in host memory, which are checked by now, to the NumPy reference.
+    """Leave arrays in host memory, which have been checked, to the NumPy reference.
 
-    `arguments` gives those that the twin gets in place of the caller's; it is called when the twin is. The body then
-    returns nothing, or arguments that the twin writes and the op returns.
+    `arguments` is called with the twin, and returns arguments that replace the caller's. The body then returns nothing,
+    or arguments that the twin writes and the op returns.
     """
     check.host_variant(variant, variants)
     trace = current()
@@ -151,7 +151,7 @@ def run_twin(
 
 
 def empty(shape: Sequence[Any], dtype: str) -> Array:
-    """An array for what one launch leaves to the next. All those of a plan are parts of one workspace."""
+    """Return an array that passes data from one launch to the next. All such arrays of a plan share one workspace."""
     return current().make(tuple(shape), dtype)
 
 
@@ -163,10 +163,10 @@ def launch(
     `why` tells `cukern.explain` the rule that chose the kernel and its instance, with the numbers: an f-string of the
     constants of the choice.
 
-    A field is a number, an `Each`; an Array, for its address; None, for a null pointer. For an array in the struct it
-    is a sequence, for an inner struct a mapping or a tuple, or None or 0 for zeros. `grid` and `block` are numbers or
-    tuples of up to three; the variant's `launched` has `block` and `shared_bytes` where no call decides them. Raises
-    TemplateError for a missing or an unknown field, and for dynamic shared memory without `launched`.
+    A field is a number, an `Each`, an Array for its address, or None for a null pointer. A field for an array in the
+    struct is a sequence, a field for an inner struct a mapping or a tuple; None or 0 means zeros. `grid` and `block`
+    are numbers or tuples of up to three. If no call decides `block` and `shared_bytes`, the variant's `launched` has
+    them. Raises TemplateError for a missing or an unknown field, and for dynamic shared memory without `launched`.
     """
     file, function, launched = variant.instance.file, variant.instance.function, variant.launched
     if block is None and not launched.at:
@@ -191,7 +191,7 @@ def tensor_map(
     promotion: int = 256,
     swizzled: bool = True,
 ) -> Each:
-    """The field of a struct that holds a tensor map of an array; the arguments are those of `tensor_map.encode`."""
+    """Return a field with a tensor map of an array. The arguments are as in `tensor_map.encode`."""
     encoded: dict[int, bytes] = {}
 
     def find(address: int) -> bytes:
@@ -202,27 +202,27 @@ def tensor_map(
             made = encoded[address] = encode(address, dtype, dims, strides, box, promotion, swizzled)
         return made
 
-    # Not encoded here: an explained call may have no address, and the machine no driver.
+    # The map is not encoded here: an explained call may have no address, and the machine no driver.
     return each_call(find, bytes(TENSOR_MAP_BYTES), array)
 
 
 def note(**facts: Any) -> None:
-    """Facts for `cukern.explain`: the `bytes` moved and the `flops` done."""
+    """Record facts for `cukern.explain`: the `bytes` moved and the `flops` done."""
     current().notes.update(facts)
 
 
 def begin_together(first: Array, second: Array) -> bool:
-    """Whether two arrays begin at the same address. The plan serves only calls with the same answer."""
+    """Return whether two arrays begin at the same address. The plan serves only calls with the same answer."""
     trace = current()
     trace.compares = True
     return (first.address or (first.source, first.offset)) == (second.address or (second.source, second.offset))
 
 
 def each_call(function: Callable[..., Any], like: Any, *operands: Any) -> Each:
-    """What `function` of the operands gives at each call, such as a random number, or the check of an argument.
+    """Let each call compute a value by `function` of the operands, such as a random number or a checked argument.
 
     An operand is an argument that differs at each call, an array for its address, an earlier result of this function,
-    or a constant. Each call calls `function` once, before it launches anything; the plan is given `like` instead.
+    or a constant. Each call calls `function` once, before its launches. The body gets `like` as the value.
     """
     made = Each(like, function, operands)
     current().computed.append(made)
@@ -230,7 +230,7 @@ def each_call(function: Callable[..., Any], like: Any, *operands: Any) -> Each:
 
 
 def check_each_call(function: Callable[..., Any], *operands: Any) -> Each:
-    """`each_call` of a function that raises for a value that an argument may not have. It is called at once, too."""
+    """Call `each_call` with a function that raises for an invalid value. The function is also called now."""
     given = [x.value if isinstance(x, Each) else x.address if isinstance(x, Array) else x for x in operands]
     return each_call(function, function(*given), *operands)
 
@@ -245,7 +245,7 @@ def _is_open(value: Any) -> bool:
 
 
 def asked(variant: str) -> str:
-    """The reason for a kernel that the caller asks for; empty for "auto"."""
+    """Return the reason for a kernel that the caller asks for; empty for "auto"."""
     return "" if variant == "auto" else f"variant={variant!r} asks for it"
 
 
@@ -257,7 +257,7 @@ _THREAD = threading.local()
 
 
 def thread_state() -> tuple[Any, int, set[int]]:
-    """The state of this thread."""
+    """Return the state of this thread."""
     try:
         return _THREAD.state
     except AttributeError:
@@ -269,7 +269,7 @@ def thread_state() -> tuple[Any, int, set[int]]:
 
 
 class Workspace:
-    """The arrays that a plan makes and does not return, side by side in one allocation."""
+    """The arrays that a plan makes and does not return, as parts of one allocation."""
 
     def __init__(self, trace: Trace, returned: Any) -> None:
         kept = {x.source - trace.first_made for x in _arrays_in(returned)}
@@ -277,7 +277,7 @@ class Workspace:
         self.kept = [i for i in range(len(trace.made)) if i in kept]
         self.parts = [i for i in range(len(trace.made)) if i not in kept]
         made = [trace.made[i] for i in self.parts]
-        #: The size in bytes, and where each part begins.
+        #: The size in bytes, and the start of each part.
         self.bytes, self.starts = arrays.lay_out(tuple(math.prod(shape) * arrays.ITEM_SIZE[x] for shape, x in made))
 
 
@@ -288,10 +288,10 @@ def _arrays_in(returned: Any) -> list[Array]:
 
 
 class Plan:
-    """All that a call of one signature does: allocate, compute what differs at each call, launch, return.
+    """The steps of all calls with equal facts: allocate, compute what differs at each call, launch, return.
 
     The environment of a call holds, in this order: the addresses of its arrays, its numbers, the addresses of the
-    arrays that it makes, the addresses inside of arrays, what all calls share, and the computed values.
+    arrays that it makes, addresses inside of arrays, the values that all calls share, and the computed values.
     """
 
     def __init__(self, trace: Trace, returned: Any, paths: Sequence[tuple[int, int | None]] = ()) -> None:
@@ -303,7 +303,7 @@ class Plan:
             for i in workspace.kept
         ]
         self._make_workspace = make((workspace.bytes,), "uint8", device) if workspace.parts else None  # type: ignore[arg-type]
-        #: For each made array: its index among the returned ones, or None and where it begins in the workspace.
+        #: For each made array: its index among the returned ones, or None and its start in the workspace.
         self._made = [
             (workspace.kept.index(i), 0) if i in workspace.kept else (None, workspace.starts[workspace.parts.index(i)])
             for i in range(len(trace.made))
@@ -318,7 +318,7 @@ class Plan:
         computed = {id(x): first_computed + i for i, x in enumerate(trace.computed)}
 
         def place_of(value: Any) -> int:
-            """The place of an operand or of a field in the environment."""
+            """Return the place of an operand or of a field in the environment."""
             if isinstance(value, Array):
                 return begin + self._inside.index((value.source, value.offset)) if value.offset else value.source
             if isinstance(value, Each):
@@ -338,7 +338,7 @@ class Plan:
         given = len(trace.addresses)
 
         def place(array: Array) -> int:
-            """The place of a returned array among the arrays of a call and those that are made for it."""
+            """Return the place of a returned array among the arrays of a call and the arrays made for it."""
             made = array.source - trace.first_made
             return array.source if made < 0 else given + workspace.kept.index(made)
 
@@ -348,8 +348,8 @@ class Plan:
     def run(self, values: Sequence[Any], given: Sequence[Any], environment: list[Any], is_current: bool = False) -> Any:
         """Allocate, launch and return, for the arguments `values` with the arrays `given`.
 
-        `environment` begins with the addresses and numbers of the call. `is_current`: the device has been made the
-        current one of this thread.
+        `environment` begins with the addresses and numbers of the call. `is_current`: the device is already the current
+        one of this thread.
         """
         library, device = self.library, self.device
         if not is_current and library.current_device() != device:
@@ -360,7 +360,7 @@ class Plan:
             array = make()
             made.append(array.swapaxes(-1, -2) if is_transposed else array)
         if self._make_workspace is not None:
-            # Held until the last launch: else the allocator could give it to another thread on this stream.
+            # The workspace is held until the last launch. Otherwise the allocator could give it to another thread.
             workspace = self._make_workspace()
             base = library.address(workspace)
             environment += [base + start if i is None else library.address(made[i]) for i, start in self._made]
@@ -376,8 +376,8 @@ class Plan:
                 buffer, pointers, devices = _THREAD.state
             except AttributeError:
                 buffer, pointers, devices = thread_state()
-            if device not in devices:
-                # A thread that never set a device has no context, and a launch by the driver would fail.
+            if device not in devices and not is_current:
+                # A thread that never set a device has no context, and the driver's launch would fail.
                 runtime.setDevice(device)
                 devices.add(device)  # type: ignore[arg-type]
             stream = library.stream(device)  # type: ignore[arg-type]
@@ -393,7 +393,7 @@ class Plan:
 def _returning(
     returned: Any, place_of: Callable[[Array], int], paths: Sequence[tuple[int, int | None]]
 ) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
-    """A function of a call's arguments, and of its arrays and those made for it, which gives what it returns."""
+    """Return a function that gives the result of a call, from its arguments and from its arrays and made arrays."""
     if not isinstance(returned, (tuple, list)):
         return lambda values, arrays: returned
     places = [place_of(x) if isinstance(x, Array) else None for x in returned]

@@ -1,4 +1,4 @@
-"""The progress of long work: a bar on a terminal, and plain lines elsewhere where a command asks for them."""
+"""The progress of long work: a bar on a terminal, and plain lines elsewhere if a command asks for them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Protocol
 
-#: The command that this is a part of; lines begin with its name.
+#: The running command. Lines begin with its name.
 _command: ContextVar[str] = ContextVar("_command", default="")
 
 
 class Advance(Protocol):
-    """Says how many pieces of work are done since the last call, and what is done now."""
+    """Report how many pieces of work are done since the last call, and which piece is next."""
 
     def __call__(self, count: int = 1, what: str = "") -> None: ...
 
 
 @contextlib.contextmanager
 def in_command(name: str) -> Iterator[None]:
-    """While it is open, progress that no terminal shows is told in lines, which begin with the name."""
+    """Within this context, report progress without a terminal in lines that begin with the name of the command."""
     token = _command.set(name)
     try:
         yield
@@ -32,11 +32,11 @@ def in_command(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress(what: str, total: int, shown: bool | None = None) -> Iterator[Advance]:
-    """The progress over so many pieces of work; gives the function to call after, or within, a piece, from any thread.
+    """Report the progress of `total` pieces of work. Gives a function to call after each piece, from any thread.
 
-    On a terminal stderr has a bar, which vanishes at the end. Elsewhere a command has a line for each tenth of the
-    work, and the first; what is no command has none. `shown` as True shows the bar anywhere and leaves it there, as
-    False nothing.
+    On a terminal stderr shows a bar, which vanishes at the end. Elsewhere a command prints a line for the first piece
+    and for each tenth of the work, and other programs print nothing. With `shown` True the bar is shown anywhere and
+    stays. With `shown` False nothing is shown.
     """
     if shown or (shown is None and sys.stderr.isatty()):
         with _bar(what, total, transient=shown is None) as advance:
@@ -69,7 +69,7 @@ def _bar(said: str, total: int, transient: bool) -> Iterator[Advance]:
 
     command = _command.get() or "cukern"
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # What is printed goes above the bar, unless it goes to a file.
+    # Printed output goes above the bar, unless it goes to a file.
     own = {"console": Console(stderr=True), "transient": transient, "redirect_stdout": sys.stdout.isatty()}
     with Progress(*columns, **own) as bar:  # type: ignore[arg-type]
         task = bar.add_task(f"{command}: {said}", total=total)

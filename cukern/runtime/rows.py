@@ -1,4 +1,4 @@
-"""Rows of one length at one distance, and their tiles in kernels that treat each element alone."""
+"""Rows of one length at one distance, and their tiles in kernels that handle each element alone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from cukern.runtime.arrays import strides_of
 from cukern.runtime.describe import Array, expect
 from cukern.runtime.units import divisor
 
-#: Rows are counted in 31 bits and rounded up to whole tiles.
+#: A limit, because kernels count rows in 31 bits and round up to whole tiles.
 MAX_ROWS = 2**31 - 2**12
-#: Elements of a row: a grid has at most 2^16 - 1 chunks of 256 units.
+#: A limit of the elements of a row: a grid has at most 2^16 - 1 chunks of 256 units.
 MAX_ROW = (2**16 - 1) * 256
 
 
@@ -22,16 +22,16 @@ class Rows(NamedTuple):
 
     total: int
     size: int
-    distance: int  # from a row to the next, in elements
+    distance: int  # between rows, in elements
     batch: int  # rows of each expert with `counts`, else 1
-    counts: Any  # int32 [experts], the rows of each expert that are in use; None: all rows are
+    counts: Any  # int32 [experts], the used rows of each expert; None: all rows are used
 
 
 def rows_of(name: str, array: Array, expert_num_tokens: Any = None) -> Rows:
-    """The rows of `array`; with expert_num_tokens it is [experts, max_tokens, size].
+    """Return the rows of `array`. With expert_num_tokens the array is [experts, max_tokens, size].
 
-    Raises TypeError for a dtype or a library, ValueError unless each row is contiguous and all lie at one distance, or
-    for other sizes.
+    Raises TypeError for a dtype or a library, ValueError unless each row is contiguous and all rows have one distance,
+    or for other sizes.
     """
     shape, all_strides, batch, counts = array.shape, array.strides, 1, None
     if not shape:
@@ -39,7 +39,7 @@ def rows_of(name: str, array: Array, expert_num_tokens: Any = None) -> Rows:
     size = distance = shape[-1]
     if size > MAX_ROW:
         check.fail(name, f"of rows of at most {MAX_ROW} elements", size)
-    # Dimensions of size 1 are left out: their strides mean nothing.
+    # Dimensions of size 1 are left out, because their strides do not matter.
     outer = [(n, stride) for n, stride in zip(shape[:-1], all_strides, strict=False) if n != 1]
     lengths, strides = [n for n, _ in outer], (*(stride for _, stride in outer), all_strides[-1])
     count = math.prod(lengths)
@@ -67,16 +67,16 @@ def rows_of(name: str, array: Array, expert_num_tokens: Any = None) -> Rows:
 
 
 class Tile(NamedTuple):
-    """The part of the rows that a block takes: `rows` whole ones, or one of `chunks` parts of a long one."""
+    """The part of the rows for a block: `rows` whole rows, or one of `chunks` parts of a long row."""
 
     threads: int
     rows: int
     chunks: int
-    geometry: tuple[int, ...]  # columns, tile_rows, tile_columns and the Divisor by the threads that have a row
+    geometry: tuple[int, ...]  # columns, tile_rows, tile_columns and the Divisor by the threads of a row
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The geometry by the names of a struct of parameters."""
+        """The geometry, by the names of a struct of parameters."""
         columns, tile_rows, tile_columns, *by_threads = self.geometry
         return {
             "columns": columns,
@@ -88,7 +88,7 @@ class Tile(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def tile(columns: int, items: int, lanes: int = 1, most_threads: int = 256) -> Tile:
-    """The tile of rows of `columns` units. A thread takes `items` units; a row has a multiple of `lanes` threads."""
+    """Return the tile for rows of `columns` units. A thread has `items` units, a row a multiple of `lanes` threads."""
     chunks = max(1, -(-columns // (most_threads * items)))
     row_threads = max(1, -(-columns // (chunks * items * lanes))) * lanes
     rows = most_threads // row_threads if chunks == 1 else 1

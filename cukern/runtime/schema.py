@@ -1,11 +1,11 @@
 """Schemas of torch operators, from the signatures of their functions.
 
-The annotation of an argument decides the type that an operator takes. `AnyArray` is a Tensor, `WrittenArray` one that
-the function writes, `Size` a SymInt; other types keep their names. A union stands for its first type, and None in it
+The annotation of an argument decides its type in the operator. `AnyArray` becomes a Tensor, `WrittenArray` a Tensor
+that the function writes, `Size` a SymInt. Other types keep their names. A union becomes its first type, and None in it
 makes this type optional.
 
 An argument `step: int | AnyArray` adds the overload `.step`, which takes a Tensor there. A flag `return_lse` is no
-argument; it adds the overload `.lse`, which also returns `lse`. `.out` takes the results as arguments.
+argument: it adds the overload `.lse`, which also returns `lse`. `.out` takes the results as arguments.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Argument(NamedTuple):
 
     name: str
     type: str
-    suffix: str = ""  # of the type: "[]" for a list, "?" for an optional one
+    suffix: str = ""  # after the type: "[]" for a list, "?" for an optional one
     default: str = ""
     is_written: bool = False
     is_keyword: bool = False
 
 
 class Schema(NamedTuple):
-    """The schema of an operator's overload; the default overload has no name."""
+    """The schema of an operator's overload. The default overload has no name."""
 
     operator: str
     overload: str
@@ -61,7 +61,7 @@ class Schema(NamedTuple):
         return Schema(self.operator, overload, [*self.arguments, *written], [])
 
     def functional(self) -> Schema | None:
-        """The default overload without written arguments; None unless there are some and all are optional."""
+        """The default overload without its written arguments; None unless there are some and all are optional."""
         written = [x for x in self.arguments if x.is_written]
         if self.overload or not written or not all(x.default for x in written):
             return None
@@ -69,9 +69,9 @@ class Schema(NamedTuple):
 
 
 def schemas(function: Callable[..., Any], names: Sequence[str]) -> Iterator[Schema]:
-    """The schemas of a function's operator, with results of these names; `Schema` derives the other overloads.
+    """Yield the schemas of a function's operator, with these names of results. `Schema` derives the other overloads.
 
-    Raises TypeError for an annotation that says no type.
+    Raises TypeError for an annotation without a type.
     """
     signature, operator = inspect.signature(function), function.__name__
     taken = [
@@ -90,7 +90,7 @@ def schemas(function: Callable[..., Any], names: Sequence[str]) -> Iterator[Sche
 
 
 def _type(annotation: Any, where: str) -> tuple[str, str]:
-    """The type of an annotation in a schema, and its suffix."""
+    """Return the type of an annotation in a schema, and its suffix."""
     first, *others = annotation.split(" | ") if isinstance(annotation, str) else [""]
     element = re.sub(r"^Sequence\[(.*)\]$", r"\1", first)
     if element not in _TYPES:
@@ -98,7 +98,7 @@ def _type(annotation: Any, where: str) -> tuple[str, str]:
         raise TypeError(
             f"{where} must have an annotation that begins with {', '.join(_TYPES)} or a Sequence of one, got {found}"
         )
-    # A schema calls a list that may be one number int[1].
+    # In a schema, a list that may also be a single number is int[1].
     size = "[]" if element != first else "[1]" if f"Sequence[{first}]" in others else ""
     return _TYPES[element], size + "?" * ("None" in others)
 
@@ -107,13 +107,13 @@ def _argument(operator: str, parameter: inspect.Parameter) -> Argument:
     type_, suffix = _type(parameter.annotation, f"{operator}: the argument {parameter.name}")
     default = "" if parameter.default is parameter.empty else repr(parameter.default)
     if default and type_ == "Tensor":
-        default = "None"  # the dispatcher leaves out an argument that has its default, so the function's own applies
+        default = "None"  # the dispatcher drops an argument that equals its default, so the function's default applies
     is_written = "WrittenArray" in parameter.annotation
     return Argument(parameter.name, type_, suffix, default, is_written, parameter.kind is parameter.KEYWORD_ONLY)
 
 
 def _results(operator: str, annotation: Any, names: Sequence[str]) -> list[Argument]:
-    """The results of these names. Several have the types of a tuple."""
+    """Return the results with these names. Several results have the types of a tuple."""
     if not names:
         return []
     found = str(annotation)

@@ -1,7 +1,8 @@
 """The declarations of a template that the host shares: each kernel's struct of parameters, and constants.
 
-They are read from the text of the `.cu` and of the files that it includes, so that a launch names the fields of the
-struct. `assertions` is compiled with every instance: the compiler confirms each offset that was read here.
+This module reads them from the text of the `.cu` and of the files that it includes, so that a launch names the fields
+of the struct. `assertions` is compiled with every instance, so that the compiler confirms each offset that was read
+here.
 """
 
 from __future__ import annotations
@@ -95,11 +96,11 @@ class Struct:
 
 @functools.cache
 def text(file: str) -> str:
-    """The template `cuda_src/<file>.cu` and all files of `cuda_src` that it includes, without comments."""
+    """Return the template `cuda_src/<file>.cu` and all files of `cuda_src` that it includes, without comments."""
     found: dict[Path, str] = {}
 
     def read(path: Path) -> None:
-        # As for the compiler, what a file includes stands before it, at its first inclusion.
+        # As in the compiler, an included file stands before the including text, at its first inclusion.
         if path in found or not path.is_file():
             return
         found[path] = ""
@@ -115,7 +116,7 @@ def text(file: str) -> str:
 
 @functools.cache
 def constants(file: str) -> Mapping[str, int]:
-    """The integers that a template declares as `constexpr` or in an `enum`, by name."""
+    """Return the integers that a template declares as `constexpr` or in an `enum`, by name."""
     found: dict[str, int] = {}
     for declarations in _CONSTANTS.findall(text(file)):
         for declaration in re.split(r",(?![^(]*\))", declarations):
@@ -136,13 +137,13 @@ _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,  # C++ divides integers so
+    ast.Div: operator.floordiv,  # as C++ divides integers
     ast.LShift: operator.lshift,
 }
 
 
 def _evaluate(expression: str, names: Mapping[str, int]) -> int | None:
-    """The value of an expression of integers and `names`; None for any other expression."""
+    """Return the value of an expression of integers and `names`; None for any other expression."""
 
     def value(node: ast.expr) -> int | None:
         if isinstance(node, ast.Constant) and type(node.value) is int:
@@ -162,7 +163,7 @@ def _evaluate(expression: str, names: Mapping[str, int]) -> int | None:
 
 @functools.cache
 def params(file: str, function: str) -> Struct:
-    """The struct that the kernel `function` of a template takes."""
+    """Return the struct that the kernel `function` of a template takes."""
     for kernel, name in _KERNEL.findall(text(file)):
         if kernel == function:
             return struct_named(file, name)
@@ -171,7 +172,7 @@ def params(file: str, function: str) -> Struct:
 
 @functools.cache
 def struct_named(file: str, name: str) -> Struct:
-    """The struct `name` that a template declares."""
+    """Return the struct `name` that a template declares."""
     source = text(file)
     bare, _, argument = name.partition("<")
     for found in _STRUCT.finditer(source):
@@ -224,13 +225,13 @@ def _type(file: str, words: str, is_pointer: bool) -> Scalar | Struct:
 
 
 def assertions(file: str) -> str:
-    """Static assertions of the layout of each struct of parameters as it was read here."""
+    """Return static assertions of the layout of each struct of parameters, as this module reads it."""
     lines = []
     for name in dict.fromkeys(name for _, name in _KERNEL.findall(text(file))):
         layout = struct_named(file, name)
         lines.append(f'static_assert(sizeof({name}) == {layout.size}, "{name}");')
         for field, (offset, _) in layout.fields.items():
-            # NVRTC has no offsetof; this is a constant expression too.
+            # NVRTC has no offsetof. This is also a constant expression.
             place = f"__INTADDR__(&(({name}*)0)->{field})"
             lines.append(f'static_assert({place} == {offset}, "{name}::{field}");')
         lines += [
@@ -254,7 +255,7 @@ _Leaf = tuple[int, str, Any, str]
 
 
 def _add_leaves(leaves: list[_Leaf], kind: Scalar | Array | Struct, value: Any, offset: int, path: str) -> None:
-    """Append offset, code, value and name of every number of a field; bytes are the value of a whole field."""
+    """Append offset, code, value and name of every number of a field. Bytes are the value of a whole field."""
     if isinstance(kind, Scalar):
         leaves.append((offset, kind.code, 0 if value is None else value, path))
         return
@@ -281,7 +282,7 @@ def _add_leaves(leaves: list[_Leaf], kind: Scalar | Array | Struct, value: Any, 
 
 
 def named_leaves(layout: Struct, values: Mapping[str, Any], offset: int = 0, prefix: str = "") -> list[_Leaf]:
-    """Offset, format character, value and name of every number of a struct, in their order.
+    """Return offset, format character, value and name of every number of a struct, in order.
 
     `values` has every field by name: a number; for a struct a mapping, a tuple in the order of its fields, or its
     bytes; for an array a sequence; None or 0 for zeros. Raises TemplateError for a missing or an unknown name.
@@ -301,9 +302,9 @@ def named_leaves(layout: Struct, values: Mapping[str, Any], offset: int = 0, pre
 
 
 def packing(layout: Struct, leaves: list[_Leaf], is_open: Any) -> tuple[struct.Struct, list[Any]]:
-    """How a struct is packed, and the values to pack: bytes that are known ahead, and open values, in their order.
+    """Return how a struct is packed, and the values to pack in order: bytes that are known ahead, and open values.
 
-    Raises TemplateError, with the name of the field, for a number that its field does not hold.
+    Raises TemplateError, with the name of the field, for a number that does not fit its field.
     """
     values = [value for _, _, value, _ in leaves]
     are_open = [type(value) is not int and is_open(value) for value in values]
@@ -318,7 +319,7 @@ def packing(layout: Struct, leaves: list[_Leaf], is_open: Any) -> tuple[struct.S
 
 
 def refuse_number(layout: Struct, leaves: Iterable[_Leaf]) -> None:
-    """Raises TemplateError for the first number that its field does not hold."""
+    """Raise TemplateError for the first number that does not fit its field."""
     for _, code, value, path in leaves:
         try:
             struct.pack(f"={code}", value)
@@ -327,16 +328,16 @@ def refuse_number(layout: Struct, leaves: Iterable[_Leaf]) -> None:
 
 
 class _Format(NamedTuple):
-    """How the structs of one layout are packed, whatever their fixed numbers are."""
+    """How the structs of one layout are packed, for any fixed numbers."""
 
-    fixed: struct.Struct  # of the fixed numbers alone, in a struct of the same size
-    whole: struct.Struct  # of all parts
-    parts: list[tuple[int, int] | None]  # the bytes from one open value to the next; None for an open value
+    fixed: struct.Struct  # packs the fixed numbers alone, in a struct of the same size
+    whole: struct.Struct  # packs all parts
+    parts: list[tuple[int, int] | None]  # the range of bytes between two open values; None for an open value
 
 
 @functools.lru_cache(maxsize=1024)
 def _format(size: int, leaves: tuple[tuple[int, str], ...], are_open: tuple[bool, ...]) -> _Format:
-    """The form of a struct of `size` bytes whose numbers have these offsets and codes."""
+    """Return the format of a struct of `size` bytes whose numbers have these offsets and codes."""
     text, end = "=", 0
     for (offset, code), is_open in zip(leaves, are_open, strict=True):
         if not is_open:

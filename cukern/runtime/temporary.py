@@ -1,4 +1,4 @@
-"""Temporary folders for what the user's folders cannot keep."""
+"""Temporary folders, for files that the user's folders cannot keep."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 
 
 def process_folder(prefix: str) -> str:
-    """Make a folder that this process removes at its end."""
+    """Create a folder that this process removes at its exit."""
     folder = tempfile.mkdtemp(prefix=prefix)
     atexit.register(_remove, folder, os.getpid())
     return folder

@@ -1,4 +1,4 @@
-"""Tensor maps: the descriptions of arrays by which the tensor memory accelerator (TMA) loads tiles, from Hopper on."""
+"""Tensor maps: descriptions of arrays for the loads of the tensor memory accelerator (TMA), from Hopper on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FILL_ZERO = 0
 
 
 class _Buffers(threading.local):
-    """The memory of a thread for the driver's arguments and for the map that it writes."""
+    """The memory of a thread for the driver's arguments and for the map that the driver writes."""
 
     def __init__(self) -> None:
         self.memory = ctypes.create_string_buffer(TENSOR_MAP_BYTES + _ALIGNMENT)
@@ -53,17 +53,17 @@ def encode(
     promotion: int = 256,
     swizzled: bool = True,
 ) -> bytes:
-    """A tensor map (`CUtensorMap`) of an array in global memory, for tiles with 128-byte swizzle or with none.
+    """Encode a tensor map (`CUtensorMap`) of an array in global memory, for tiles with 128-byte swizzle or none.
 
     Args:
         address: of the first element, a multiple of 16.
         dims: elements along each dimension, the innermost first.
-        strides: bytes between neighbours along the second dimension and on, multiples of 16.
+        strides: bytes between neighbours along each dimension except the innermost, multiples of 16.
         box: elements of a tile along each dimension, at most 256; swizzled, 128 bytes along the innermost.
-        promotion: the least number of bytes that L2 fetches, 128 or 256.
-        swizzled: whether a tile has the 128-byte swizzle; else its bytes lie as in memory, without gaps.
+        promotion: the bytes that L2 fetches at least, 128 or 256.
+        swizzled: whether a tile has the 128-byte swizzle; else its bytes are in the order of memory, without gaps.
 
-    Elements of a tile outside the array are 0. Raises RuntimeError where the driver refuses the sizes.
+    Elements of a tile outside the array are 0. Raises RuntimeError if the driver refuses the sizes.
     """
     rank, own = len(dims), _buffers
     own.dims[:rank], own.strides[: len(strides)], own.box[:rank] = [*dims], [*strides], [*box]

@@ -1,4 +1,4 @@
-"""How far a kernel's result may be from its twin's."""
+"""The allowed difference between a kernel's result and its twin's."""
 
 from __future__ import annotations
 

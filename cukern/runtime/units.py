@@ -1,4 +1,4 @@
-"""Units and divisors as `common/units.cuh` has them."""
+"""Units and divisors for the fields of `common/units.cuh`."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from cukern.runtime import check
 
 
 def ceil_div(number: int, divisor: int) -> int:
-    """`number / divisor`, rounded up."""
+    """Return `number / divisor`, rounded up."""
     return -(-number // divisor)
 
 
 @functools.lru_cache(maxsize=1024)
 def divisor(number: int) -> tuple[int, int]:
-    """The fields of a Divisor: `n * multiplier >> shift` is n // number for n below 2**31.
+    """Return the fields of a Divisor: `n * multiplier >> shift` is n // number for n below 2**31.
 
-    The method is that of Granlund and Montgomery (1994).
+    The method is from Granlund and Montgomery (1994).
     """
     shift = 31 + (number - 1).bit_length()
     return -(-(1 << shift) // number), shift
 
 
 def unit_width(name: str, mask: int, item_size: int) -> int:
-    """The widest unit, at most 16 bytes, that divides all addresses and distances; `mask` is their bitwise or."""
+    """Return the widest unit, at most 16 bytes, that divides all addresses and strides. `mask` is their bitwise or."""
     if mask % 16 == 0:
         return 16
     widest = mask & -mask
@@ -33,7 +33,7 @@ def unit_width(name: str, mask: int, item_size: int) -> int:
 
 
 def why_width(width: int, what: str) -> str:
-    """The reason for a kernel that loads `width` bytes at a time; `what` names the rows whose alignment decides."""
+    """Return the reason for a kernel that loads `width` bytes at a time. `what` names the rows that limit the width."""
     if width == 16:
         return f"loads of 16 bytes, to which {what} are aligned"
     return f"slower loads of {width} bytes: {what} are not multiples of 16 bytes at 16-byte aligned addresses"

@@ -1,6 +1,6 @@
-"""Memory that other ranks map: of other GPUs in this process, and of other processes on this host.
+"""Memory that other ranks map: other GPUs of this process, and other processes of this host.
 
-It comes from cudaMalloc itself, since CUDA's interprocess handles take no memory of a pool, and so none of torch's
+The memory is from cudaMalloc itself, because CUDA's interprocess handles cannot share memory of a pool, such as torch's
 expandable segments.
 """
 
@@ -17,14 +17,14 @@ from cukern.runtime.cuda import cupy, current_device, libcuda, runtime
 
 _LAZY_PEER_ACCESS = 1  # a flag of cudaIpcOpenMemHandle
 _PORTABLE_MAPPED = 1 | 2  # flags of cudaHostAlloc: for all devices, at one address
-_NON_BLOCKING = 1  # a flag of a stream: it does not wait for the default stream, whose kernel may be waiting
+_NON_BLOCKING = 1  # a flag of a stream that does not wait for the default stream, whose kernel may be waiting
 _ALREADY_ENABLED = 704  # cudaErrorPeerAccessAlreadyEnabled
 _ANY_TO_ANY = 4  # cudaMemcpyDefault
 _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 def allocate(device: int, size: int) -> int:
-    """The address of `size` bytes of a device, all 0."""
+    """Allocate `size` bytes of a device, all 0, and return the address."""
     with current_device(device):
         address = runtime.malloc(size)
         runtime.memset(address, 0, size)
@@ -33,31 +33,31 @@ def allocate(device: int, size: int) -> int:
 
 
 def free(device: int, address: int) -> None:
-    """Free what `allocate` gave."""
+    """Free memory from `allocate`."""
     with current_device(device):
         runtime.free(address)
 
 
 def allocate_on_host(size: int) -> int:
-    """The address of `size` bytes of host memory, all 0, that every device can write."""
+    """Allocate `size` bytes of host memory, all 0, that every device can write, and return the address."""
     address = runtime.hostAlloc(size, _PORTABLE_MAPPED)
     ctypes.memset(address, 0, size)
     return address
 
 
 def free_on_host(address: int) -> None:
-    """Free what `allocate_on_host` gave."""
+    """Free memory from `allocate_on_host`."""
     runtime.freeHost(address)
 
 
 def handle_of(device: int, address: int) -> bytes:
-    """The handle with which another process of this host maps what `allocate` gave."""
+    """Return a handle of memory from `allocate`, for another process of this host to map."""
     with current_device(device):
         return bytes(runtime.ipcGetMemHandle(address))
 
 
 def map_handle(device: int, handle: bytes) -> int:
-    """The address at which `device` sees another process's memory."""
+    """Map another process's memory, and return its address for `device`."""
     with current_device(device):
         return runtime.ipcOpenMemHandle(handle, _LAZY_PEER_ACCESS)
 
@@ -69,9 +69,9 @@ def unmap(device: int, address: int) -> None:
 
 
 def why_no_access(device: int, peer: int) -> str | None:
-    """Why the kernels of `device` cannot use the memory of `peer`, a GPU of this process; None if they can.
+    """Return why the kernels of `device` cannot use the memory of `peer`, a GPU of this process; None if they can.
 
-    They also add to signals there, which takes a link with atomics, such as NVLink: PCIe has none.
+    The kernels also add to signals there. That takes a link with atomics, such as NVLink; PCIe has none.
     """
     if device == peer:
         return None
@@ -86,7 +86,7 @@ def why_no_access(device: int, peer: int) -> str | None:
 def enable_peer_access(device: int, peer: int) -> None:
     """Let the kernels of `device` use the memory of `peer`, a GPU of this process.
 
-    Raises ValueError where they cannot.
+    Raises ValueError if they cannot.
     """
     if why := why_no_access(device, peer):
         raise ValueError(f"CUDA device {device} cannot use the memory of CUDA device {peer}: {why}")
@@ -101,21 +101,21 @@ def enable_peer_access(device: int, peer: int) -> None:
 
 
 def make_stream(device: int) -> int:
-    """The handle of a new stream, for `write_word`."""
+    """Create a stream for `write_word`, and return its handle."""
     with current_device(device):
         return runtime.streamCreateWithFlags(_NON_BLOCKING)
 
 
 def destroy_stream(device: int, stream: int) -> None:
-    """Destroy what `make_stream` made."""
+    """Destroy a stream from `make_stream`."""
     with current_device(device):
         runtime.streamDestroy(stream)
 
 
 def write_word(device: int, stream: int, source: int, addresses: Sequence[int], value: int) -> None:
-    """Write an int32 to each address, at once: also while a kernel of the device runs.
+    """Write an int32 to each address at once, even while a kernel of the device runs.
 
-    `source` is a word of what `allocate_on_host` gave: nothing is allocated here, which would wait for that kernel.
+    `source` is a word from `allocate_on_host`. Nothing is allocated here, because that would wait for the kernel.
     """
     ctypes.c_int.from_address(source).value = value
     with current_device(device):
@@ -125,19 +125,19 @@ def write_word(device: int, stream: int, source: int, addresses: Sequence[int], 
 
 
 def bus_id(device: int) -> str:
-    """The PCI address of a device, which is the same in all processes of its host."""
+    """Return the PCI address of a device, which is the same in all processes of its host."""
     return runtime.deviceGetPCIBusId(device)
 
 
 @functools.cache
 def host_id() -> str:
-    """A name of this host, which differs from that of any other one that runs now."""
+    """Return a name of this host that differs from the name of every other running host."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
 
 
 def array_at(device: int, address: int, size: int, owner: object) -> object:
-    """A CuPy array of `size` bytes at an address, which keeps `owner` alive."""
+    """Return a CuPy array of `size` bytes at an address. The array keeps `owner` alive."""
     memory = cupy.cuda.UnownedMemory(address, size, owner, device)
     return cupy.ndarray((size,), "uint8", cupy.cuda.MemoryPointer(memory, 0))

@@ -62,8 +62,8 @@ def _large_calls() -> list[Call]:
 
 def _at_first_use() -> Iterator[Variant]:
     for rows, most in itertools.product((16, 32), SHARED_BYTES.values()):
-        yield op.mma_variant(op.best_form("bfloat16", False, rows, (0, 0), most))
-    yield op.mma_variant(op.best_form("float16", True, 16, (576, 512), SHARED_BYTES["227 KiB"]))
+        yield op.mma_variant(op.best_mma_config("bfloat16", False, rows, (0, 0), most))
+    yield op.mma_variant(op.best_mma_config("float16", True, 16, (576, 512), SHARED_BYTES["227 KiB"]))
     yield op.wgmma_variant("float16", False, False)
     yield op.wgmma_variant("float16", False, True, 656)
     yield op.wgmma_variant("float16", True, True)
@@ -71,8 +71,8 @@ def _at_first_use() -> Iterator[Variant]:
     for rows, (dims, is_fp8) in itertools.product(
         (16, 64), (((576, 512), False), ((576, 512), True), ((512, 512), True))
     ):
-        yield op.mma_variant(op.best_form("bfloat16", is_fp8, rows, dims, SHARED_BYTES["99 KiB"], True))
-        yield op.mma_variant(op.best_form("bfloat16", is_fp8, rows, dims, SHARED_BYTES["227 KiB"], True))
+        yield op.mma_variant(op.best_mma_config("bfloat16", is_fp8, rows, dims, SHARED_BYTES["99 KiB"], True))
+        yield op.mma_variant(op.best_mma_config("bfloat16", is_fp8, rows, dims, SHARED_BYTES["227 KiB"], True))
     yield op.combine_variant("float16", 0, op.ONE_BLOCK)
 
 

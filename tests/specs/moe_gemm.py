@@ -91,11 +91,11 @@ def _at_first_use() -> Iterator[Variant]:
     yield op.stream_variant(1, "bfloat16", "FP8", False, 0)
     one = moe_gemm.stream_one
     for tokens, dtype in itertools.product(one.TOKENS, ("bfloat16", "float16")):
-        for form in one.FORMS:
-            yield one.variant_of(tokens, dtype, 65 if dtype == "bfloat16" else 0, form)
+        for tile in one.TILES:
+            yield one.variant_of(tokens, dtype, 65 if dtype == "bfloat16" else 0, tile)
     for k in (256, 512, 768, 1280, 2048, 7168):
-        yield routed.routed_variant("float16", 65, routed.form_for(k))
-        yield routed.summed_variant("float16", 64, routed.form_for(k), 2)
+        yield routed.routed_variant("float16", 65, routed.tile_for(k))
+        yield routed.summed_variant("float16", 64, routed.tile_for(k), 2)
     for weights in ("MXFP4", "NVFP4"):
         yield from (op.prepare_variant(weights), op.prepare_variant(weights, True))
         yield op.FP4_FORMS[-1].variant("float16", weights, 1, False)

@@ -64,16 +64,16 @@ def _large_calls() -> list[Call]:
 
 def _at_first_use() -> Iterator[Variant]:
     for dtype, add, width in itertools.product(DTYPES, (False, True), (8, 2048, 9000)):
-        yield op._variant(op._Form(dtype, dtype, add), width, False, False)
+        yield op._variant(op._Operation(dtype, dtype, add), width, False, False)
     for width, wide in itertools.product((8, 1024, 9000), (False, True)):
-        yield op._variant(op._Form("bfloat16", "float32", True), width, False, wide)
+        yield op._variant(op._Operation("bfloat16", "float32", True), width, False, wide)
     for dtype, (result, group) in itertools.product(DTYPES, (("BY_TENSOR", 0), ("BY_ROW", 0), ("BY_GROUP", 32))):
         for width, wide in ((64, False), (9056, True)):
-            yield op._variant(op._Form(dtype, dtype, True, result, group), width, False, wide)
+            yield op._variant(op._Operation(dtype, dtype, True, result, group), width, False, wide)
     for dtype, add, width in itertools.product(DTYPES, (False, True), (8, 2048, 9000)):
-        yield op._layer_variant(op._Form(dtype, dtype, add), width, False, False)
+        yield op._layer_variant(op._Operation(dtype, dtype, add), width, False, False)
     for width, wide in itertools.product((8, 1024, 9000), (False, True)):
-        yield op._layer_variant(op._Form("bfloat16", "float32", True), width, False, wide)
+        yield op._layer_variant(op._Operation("bfloat16", "float32", True), width, False, wide)
 
 
 SPEC = Spec(

@@ -50,7 +50,7 @@ def _large_calls() -> list[Call]:
 
 
 def _at_first_use() -> Iterator[Variant]:
-    dynamic = op.Form("bfloat16", "bfloat16", "vllm", 0, 128, 0, 2, True)
+    dynamic = op.AttendConfig("bfloat16", "bfloat16", "vllm", 0, 128, 0, 2, True)
     for dims, layout in ((64, "vllm"), (128, "flash"), (256, "vllm")):
         yield dynamic._replace(dims=dims, layout=layout).variant
     pairs, alone = op.Dealt(2, "EITHER", True, 136), op.Dealt(1, "EITHER", at_once=2)

@@ -1,8 +1,8 @@
-"""vLLM's functions as far as cukern has them: `vllm._custom_ops`, by the names and arguments of vLLM 0.33.0.
+"""vLLM's functions that cukern covers: `vllm._custom_ops`, with the names and arguments of vLLM 0.33.0.
 
-`from cukern.compat import vllm as ops` stands for `from vllm import _custom_ops as ops`; see
-`cukern.compat.vllm._custom_ops` for what is covered and what differs. `cukern.compat.vllm.moe_permute_unpermute` has
-the two functions of that module of vLLM.
+`from cukern.compat import vllm as ops` replaces `from vllm import _custom_ops as ops`. The docstring of
+`cukern.compat.vllm._custom_ops` lists the covered functions and the differences.
+`cukern.compat.vllm.moe_permute_unpermute` has the two functions of vLLM's module of that name.
 """
 
 from cukern.runtime.packages import missing

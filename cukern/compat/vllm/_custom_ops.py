@@ -21,6 +21,17 @@ import torch
 
 import cukern
 from cukern.compat._limits import not_covered, refuse, unless_default
+from cukern.compat.vllm._cache import (
+    concat_and_cache_mla,
+    copy_blocks,
+    copy_blocks_mla,
+    cp_gather_and_upconvert_fp8_kv_cache,
+    cp_gather_cache,
+    gather_and_maybe_dequant_cache,
+    reshape_and_cache,
+    reshape_and_cache_flash,
+    swap_blocks,
+)
 from cukern.runtime.arrays import AnyArray
 
 __all__ = [
@@ -498,141 +509,3 @@ def grouped_topk(
         refuse("grouped_topk", "scoring_func", "1 (sigmoid of logits)", scoring_func)
     options = num_expert_group, topk_group, topk, 0, routed_scaling_factor, True
     return cukern.moe_fused_gate(scores, bias, *options, renormalize=renormalize)
-
-
-# --- cache --------------------------------------------------------------------------------------------
-
-
-def reshape_and_cache(
-    key: AnyArray,
-    value: AnyArray,
-    key_cache: AnyArray,
-    value_cache: AnyArray,
-    slot_mapping: AnyArray,
-    kv_cache_dtype: str,
-    k_scale: AnyArray,
-    v_scale: AnyArray,
-    interleaved_v: bool = False,
-) -> None:
-    """`cukern.reshape_and_cache`. Refused: `interleaved_v`."""
-    unless_default("reshape_and_cache", False, interleaved_v=interleaved_v)
-    cukern.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
-
-
-def _over_scales_of_heads(
-    x: AnyArray, cache: AnyArray, kv_cache_dtype: str, scale: AnyArray
-) -> tuple[AnyArray, AnyArray | None]:
-    """What to store, and its scale of one element: where each head has a scale, x / scale and None.
-
-    The quotients are rounded as in the kernel, once to float32 and once to the cache's format. A cache of another
-    format than FP8 holds x itself.
-    """
-    by_heads = isinstance(scale, torch.Tensor) and scale.dim() == 1 and scale.numel() > 1
-    if not by_heads or scale.dtype != torch.float32 or scale.device != x.device or scale.shape != x.shape[1:2]:
-        return x, scale  # of one element, or none that fits, which `cukern.reshape_and_cache_flash` says
-    is_fp8 = kv_cache_dtype != "auto" or cache.dtype in (_E4M3, torch.float8_e5m2)
-    return (x / scale[:, None] if is_fp8 else x), None
-
-
-def reshape_and_cache_flash(
-    key: AnyArray,
-    value: AnyArray,
-    key_cache: AnyArray,
-    value_cache: AnyArray,
-    slot_mapping: AnyArray,
-    kv_cache_dtype: str,
-    k_scale: AnyArray,
-    v_scale: AnyArray,
-) -> None:
-    """`cukern.reshape_and_cache_flash`; with scales [kv_heads] an FP8 cache is stored from quotients in float32.
-
-    These are a copy of the keys or values.
-    """
-    are_alike = key.dtype == value.dtype
-    key, k_scale = _over_scales_of_heads(key, key_cache, kv_cache_dtype, k_scale)
-    value, v_scale = _over_scales_of_heads(value, value_cache, kv_cache_dtype, v_scale)
-    if are_alike and key.dtype != value.dtype:  # one of them alone has scales of heads
-        key, value = key.float(), value.float()
-    cukern.reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
-
-
-def concat_and_cache_mla(
-    kv_c: AnyArray,
-    k_pe: AnyArray,
-    kv_cache: AnyArray,
-    slot_mapping: AnyArray,
-    kv_cache_dtype: str,
-    scale: AnyArray,
-    skip_scale: bool = False,
-) -> None:
-    """`cukern.concat_and_cache_mla`. Refused: `skip_scale`."""
-    unless_default("concat_and_cache_mla", False, skip_scale=skip_scale)
-    cukern.concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale)
-
-
-def copy_blocks(key_caches: list[Any], value_caches: list[Any], block_mapping: AnyArray) -> None:
-    """`cukern.copy_blocks`."""
-    cukern.copy_blocks(key_caches, value_caches, block_mapping)
-
-
-def copy_blocks_mla(kv_caches: list[Any], block_mapping: AnyArray) -> None:
-    """`cukern.copy_blocks` of caches without values."""
-    cukern.copy_blocks(kv_caches, [], block_mapping)
-
-
-def swap_blocks(src: AnyArray, dst: AnyArray, block_size_in_bytes: int, block_mapping: AnyArray) -> None:
-    """`cukern.swap_blocks`."""
-    cukern.swap_blocks(src, dst, block_size_in_bytes, block_mapping)
-
-
-def gather_and_maybe_dequant_cache(
-    src_cache: AnyArray,
-    dst: AnyArray,
-    block_table: AnyArray,
-    cu_seq_lens: AnyArray,
-    token_to_seq: AnyArray,
-    num_tokens: int,
-    kv_cache_dtype: str,
-    scale: AnyArray,
-    seq_starts: AnyArray | None = None,
-) -> None:
-    """`cukern.gather_cache` of the first `num_tokens` tokens; `token_to_seq` is not needed.
-
-    As in vLLM, the host waits for a `num_tokens` that is in a tensor.
-    """
-    if isinstance(num_tokens, torch.Tensor):
-        num_tokens = int(num_tokens)
-    if not isinstance(num_tokens, int):
-        refuse("gather_and_maybe_dequant_cache", "num_tokens", "an int, as in vLLM 0.33.0", type(num_tokens).__name__)
-    batch, options = cu_seq_lens.shape[0] - 1, {"kv_cache_dtype": kv_cache_dtype, "scale": scale}
-    cukern.gather_cache(src_cache, dst[:num_tokens], block_table, cu_seq_lens, batch, seq_starts, **options)
-
-
-def cp_gather_cache(
-    src_cache: AnyArray,
-    dst: AnyArray,
-    block_table: AnyArray,
-    cu_seq_lens: AnyArray,
-    batch_size: int,
-    seq_starts: AnyArray | None = None,
-) -> None:
-    """`cukern.gather_cache` of the stored bits."""
-    cukern.gather_cache(src_cache, dst, block_table, cu_seq_lens, batch_size, seq_starts)
-
-
-def cp_gather_and_upconvert_fp8_kv_cache(
-    src_cache: AnyArray,
-    dst: AnyArray,
-    block_table: AnyArray,
-    workspace_starts: AnyArray,
-    batch_size: int,
-    seq_starts: AnyArray | None = None,
-    host_cache: AnyArray | None = None,
-    host_row_ids: AnyArray | None = None,
-    device_row_ids: AnyArray | None = None,
-) -> None:
-    """`cukern.gather_cache` of FlashMLA's FP8 cache; the last sequence ends with `dst`. Refused: rows of the host."""
-    rows = {"host_cache": host_cache, "host_row_ids": host_row_ids, "device_row_ids": device_row_ids}
-    unless_default("cp_gather_and_upconvert_fp8_kv_cache", None, **rows)
-    ends = torch.nn.functional.pad(workspace_starts[:batch_size], (0, 1), value=dst.shape[0])
-    cukern.gather_cache(src_cache, dst, block_table, ends, batch_size, seq_starts, kv_cache_dtype="fp8_ds_mla")

@@ -1,8 +1,8 @@
 """vLLM's `moe_permute` and `moe_unpermute`, of `vllm.model_executor.layers.fused_moe.moe_permute_unpermute`.
 
-The signatures are those of vLLM 0.33.0. `moe_permute` of 0.10.2, with `align_block_size`, is `cukern.moe_permute`.
-Not covered: `scratch`, which raises NotImplementedError. A pair whose expert is not here has the row -1 in
-`inv_permuted_idx`, where vLLM gives it one past the last expert's; `moe_unpermute` leaves both out.
+The signatures match vLLM 0.33.0. For `moe_permute` of vLLM 0.10.2, with `align_block_size`, use `cukern.moe_permute`.
+Not covered: `scratch`, which raises NotImplementedError. A pair whose expert is on another rank has the row -1 in
+`inv_permuted_idx`; in vLLM it has a row past the last expert's. `moe_unpermute` ignores both.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def moe_permute(
     permuted_hidden_states: AnyArray | None = None,
     scratch: Any = None,
 ) -> tuple[AnyArray, AnyArray | None, AnyArray, AnyArray, AnyArray]:
-    """`cukern.moe_permute`, and the pair of each row.
+    """Call `cukern.moe_permute`, and also return the pair of each row.
 
-    Returns rows, scales, expert_first_token_offset, inv_permuted_idx and permuted_idx int32 [tokens * topk]: the pair
-    token * topk + slot of each row, tokens * topk where it has none. Refused: `scratch`.
+    Returns rows, scales, expert_first_token_offset, inv_permuted_idx and permuted_idx int32 [tokens * topk]. The last
+    one has the pair token * topk + slot of each row, or tokens * topk for a row without a pair. Refuses `scratch`.
     """
     unless_default("moe_permute", None, scratch=scratch)
     rows, scales, offsets, inverse, _ = cukern.moe_permute(
@@ -51,7 +51,7 @@ def moe_permute(
         permuted_hidden_states=permuted_hidden_states,
     )
     pairs = inverse.numel()
-    # The element past the last row takes the pairs that have none.
+    # The extra element at the end receives all pairs without a row.
     permuted = torch.full((pairs + 1,), pairs, dtype=torch.int32, device=inverse.device)
     numbers = torch.arange(pairs, dtype=torch.int32, device=inverse.device)
     permuted.scatter_(0, torch.where(inverse < 0, pairs, inverse).long(), numbers)
@@ -65,10 +65,10 @@ def moe_unpermute(
     inv_permuted_idx: AnyArray,
     expert_first_token_offset: AnyArray | None = None,
 ) -> None:
-    """`cukern.moe_unpermute` into `out`."""
+    """Call `cukern.moe_unpermute` into `out`."""
     cukern.moe_unpermute(out, permuted_hidden_states, topk_weights, inv_permuted_idx, expert_first_token_offset)
 
 
 def moe_permute_unpermute_supported() -> bool:
-    """True: every GPU that cukern runs on has them."""
+    """Return True, because both functions run on every GPU that cukern supports."""
     return True

@@ -1,4 +1,4 @@
-"""Models of transformers on the kernels of cukern.
+"""Run models of transformers on cukern's kernels.
 
     import cukern.integrations.transformers as ck
 
@@ -7,9 +7,9 @@
     ck.generate(model, prompts, max_new_tokens=100)
     ck.disable(model)                # as it was
 
-Experts and attention go through the library's interfaces; routers, norms and rotary embeddings have none, so their
-forwards are replaced, where they compute what a kernel does. That is found by running both on random numbers: no list
-of models decides it.
+Experts and attention plug into the library's interfaces. Routers, norms and rotary embeddings have no interface, so
+their forwards are replaced if they compute a kernel's formula. `enable` finds out by running both on random numbers; it
+has no list of models.
 """
 
 from __future__ import annotations
@@ -44,12 +44,11 @@ _ENABLE = {
     "attention": _attention.enable,
     "products": _products.enable,
 }
-#: What `enable` may replace.
 PARTS = tuple(_ENABLE)
 
 
 def _check_model(model: Any) -> torch.device:
-    """The device of a model that can be enabled. Raises TypeError or ValueError for another."""
+    """Check that a model can be enabled, and return its device. Raises TypeError or ValueError."""
     if not isinstance(model, PreTrainedModel):
         check.fail("model", "a PreTrainedModel of transformers", type(model).__name__, TypeError)
     if model.training:
@@ -65,26 +64,27 @@ def _check_model(model: Any) -> torch.device:
 
 
 def enable(model: Any, *, parts: Sequence[str] = PARTS) -> Report:
-    """Let a model of transformers run on the kernels of cukern, in place.
+    """Make a model of transformers run on cukern's kernels, in place.
 
     Args:
-        model: a `PreTrainedModel` in evaluation mode, on one device. On the CPU the NumPy references do the work: a
-            warning says that it is slow.
-        parts: what to replace, of "experts", "routers", "norms", "sums" (before norms), "rotary", "attention" and
+        model: a `PreTrainedModel` in evaluation mode, on one device. On the CPU the NumPy references run, and a warning
+            says that they are slow.
+        parts: the parts to replace: "experts", "routers", "norms", "sums" (before norms), "rotary", "attention" and
             "products".
 
     Returns:
-        What was replaced, and what was not and why; of a model that is enabled already, what it was then.
+        A report of the replaced parts, and of the other parts with the reason. If the model is already enabled, this is
+        the earlier report.
 
     Raises:
-        TypeError: for what is no model of transformers.
-        ValueError: a model in training mode, on several devices, or an unknown part.
+        TypeError: not a model of transformers.
+        ValueError: a model in training mode or on several devices, or an unknown part.
 
-    Where a gradient may be asked for, which is so outside of `torch.no_grad()` and `generate`, the model's own code
-    runs. A model that is enabled should not be saved by pickle; `save_pretrained` writes what it always does.
+    If a gradient may be needed, which is the case outside of `torch.no_grad()` and `generate`, the model's own code
+    runs. Do not pickle an enabled model; `save_pretrained` writes the same files as before.
 
-    A version of transformers outside the tested range draws one warning for each class of models in which it hides
-    parts from `enable`.
+    A version of transformers outside the tested range may hide parts from `enable`. Then `enable` warns once per class
+    of models.
     """
     device = _check_model(model)
     for part in parts:
@@ -114,9 +114,9 @@ def enable(model: Any, *, parts: Sequence[str] = PARTS) -> Report:
 
 
 def disable(model: Any) -> None:
-    """Undo `enable`: the model runs as it did before. A model that is not enabled stays as it is.
+    """Undo `enable`: the model runs as it did before. A model that is not enabled is not changed.
 
-    Raises TypeError for what is no model of transformers.
+    Raises TypeError if `model` is not a model of transformers.
     """
     if not isinstance(model, PreTrainedModel):
         check.fail("model", "a PreTrainedModel of transformers", type(model).__name__, TypeError)

@@ -1,9 +1,11 @@
-"""Attention: the step of one new token over a cache's rows as pages; prefill by scaled_dot_product_attention.
+"""Attention: `paged_attention` for a step of one new token over a cache, scaled_dot_product_attention for prefill.
 
-A cache [batch, kv_heads, tokens, head_dim] is read as pages of 16 tokens that begin anywhere, one for each token that
-has 16 after it: a view whose blocks overlap. So a sequence may begin behind the padding on its left, and the cache may
-have any length. The attention of one token does not depend on the order of the others, so where the last page would
-reach past the end of the memory the incomplete page is the first 16 tokens' in place of the last.
+A cache [batch, kv_heads, tokens, head_dim] is viewed as overlapping pages of 16 tokens: a page begins at every token
+that 15 more tokens follow. A sequence may therefore begin after padding on its left, and the cache may have any length.
+
+Where the last page of a sequence would reach past the end of memory, the incomplete page of the table starts at the
+sequence's first token instead. That is allowed because the attention of one token does not depend on the order of the
+other tokens.
 """
 
 from __future__ import annotations
@@ -24,18 +26,18 @@ from cukern.integrations.transformers._state import NAME, Notes, State, active, 
 PAGE = 16
 MAX_HEAD_DIM = 256
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-#: The attribute of a mask that holds the `Rows` that it leaves visible.
+#: The attribute of a mask that holds the `Rows` it makes visible.
 _ROWS = "_cukern_rows"
-#: Forwards of transformers look their attention up in this global.
+#: The global of transformers that maps names to attention functions.
 _CHOICE = "ALL_ATTENTION_FUNCTIONS"
 
 
 class Rows(NamedTuple):
-    """The tokens of each sequence that a step sees, which are neighbours."""
+    """The tokens of each sequence that a step attends to; they are contiguous."""
 
     starts: torch.Tensor  # int64 [batch]
     lengths: torch.Tensor  # int32 [batch]
-    shortest: int | None  # None: not known on the host
+    shortest: int | None  # None: unknown on the host
 
     @classmethod
     def of_all(cls, batch: int, tokens: int, device: torch.device) -> Rows:
@@ -44,10 +46,10 @@ class Rows(NamedTuple):
 
     @classmethod
     def of_mask(cls, mask: torch.Tensor, batch: int) -> Rows | None:
-        """The rows that a mask bool [batch or 1, 1, 1, tokens] shows; None where they are known not to be neighbours.
+        """Return the visible rows of a mask bool [batch or 1, 1, 1, tokens]; None if they are not contiguous.
 
-        While nothing may be asked of the device, a sequence whose rows are no neighbours gets a length that no cache
-        has: its result is NaN.
+        During tracing or capture the host cannot read the mask. Then a sequence with non-contiguous rows gets a length
+        that exceeds every cache, which makes its result NaN.
         """
         seen = mask[:, 0, 0].expand(batch, -1)
         lengths, starts = seen.sum(-1, dtype=torch.int32), seen.int().argmax(-1)
@@ -59,7 +61,7 @@ class Rows(NamedTuple):
 
 
 def _rows(mask: torch.Tensor | None, query: torch.Tensor, tokens: int) -> Rows | None:
-    """The rows that a step sees; found once for all layers that share a mask."""
+    """Return the rows that a step attends to; computed once for all layers that share a mask."""
     batch = query.shape[0]
     if mask is None:
         return Rows.of_all(batch, tokens, query.device)
@@ -82,7 +84,7 @@ class Pages(NamedTuple):
 
 
 def _as_blocks(x: torch.Tensor) -> torch.Tensor | None:
-    """[batch, kv_heads, tokens, head_dim] as overlapping pages; None where tokens have no common distance."""
+    """Return [batch, kv_heads, tokens, head_dim] as overlapping pages; None if tokens have no common stride."""
     batch, heads, tokens, dim = x.shape
     of_batch, of_head, of_token, of_number = x.stride()
     if batch == 1:
@@ -98,14 +100,14 @@ def _sequence_distance(x: torch.Tensor) -> int:
 
 
 def tables(starts: torch.Tensor, distance: int, pages: int) -> torch.Tensor:
-    """Block tables of sequences that begin at `starts` in a cache with PAGE free tokens behind each: [batch, pages]."""
+    """Return block tables [batch, pages] of sequences from `starts` on, in a cache with PAGE free tokens after each."""
     batch = torch.arange(len(starts), device=starts.device) * distance
     first = (batch + starts)[:, None]
     return (first + torch.arange(pages, device=starts.device) * PAGE).int()
 
 
 def _tables_within(rows: Rows, distance: int, tokens: int) -> torch.Tensor:
-    """The same without free tokens: the incomplete page comes first in memory, and is the last of the table."""
+    """Return block tables for a cache without free tokens: the last entry starts at the sequence's first token."""
     batch = torch.arange(len(rows.starts), device=rows.starts.device) * distance
     first = (batch + rows.starts)[:, None]
     rest, whole = (rows.lengths % PAGE)[:, None], (rows.lengths // PAGE)[:, None]
@@ -145,9 +147,9 @@ def attention_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """The mask function of transformers' `AttentionMaskInterface`: bool, True where a token is seen, or None for all.
+    """Return the mask for transformers' `AttentionMaskInterface`: bool, True where a token is visible, or None for all.
 
-    It is that of sdpa, but for the steps of `generate`, whose session has the mask.
+    A step of `generate` uses its session's mask. All other calls return sdpa's mask.
     """
     session = active.session
     if session is not None and session.tokens and q_length == 1:
@@ -161,7 +163,7 @@ def attention_mask(
 
 
 def _why_not(query: Any, key: Any, value: Any, mask: Any, dropout: float, kwargs: dict[str, Any]) -> str:
-    """Why a call is left to sdpa; empty: it is not."""
+    """Return why a call must use sdpa; empty if `paged_attention` can run it."""
     if query.shape[2] != 1:
         return "prefill"
     if key.shape[-1] != value.shape[-1] or key.shape[-1] % 8 or key.shape[-1] > MAX_HEAD_DIM:
@@ -187,7 +189,7 @@ def attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function of transformers' `AttentionInterface`: [batch, heads, tokens, head_dim] to [batch, tokens, ...]."""
+    """Attend for transformers' `AttentionInterface`: [batch, heads, tokens, head_dim] to [batch, tokens, ...]."""
     out = None
     if not _why_not(query, key, value, attention_mask, dropout, kwargs):
         out = _step(query, key, value, attention_mask, scaling, kwargs)
@@ -205,7 +207,7 @@ def _step(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: Any,
     kwargs: dict[str, Any],
 ) -> torch.Tensor | None:  # fmt: skip
-    """Attention of one token by `paged_attention`; None where the cache's rows are no pages."""
+    """Run the attention of one token with `paged_attention`; None if the cache cannot be viewed as pages."""
     rows = _rows(mask, query, key.shape[2])
     if rows is None or (rows.shortest is not None and rows.shortest < PAGE):
         return None
@@ -220,7 +222,7 @@ def _step(
             sinks=None if sinks is None else sinks.detach().float().contiguous(),
         )  # fmt: skip
         if rows.shortest is None and mask is not None:
-            # Sequences of fewer tokens than a page may have no whole page in the memory.
+            # A sequence shorter than a page may have no whole page in memory, so torch computes its attention.
             out = torch.where(
                 (rows.lengths < PAGE)[:, None, None], _short(query, key, value, mask, scaling, kwargs), out
             )
@@ -228,7 +230,7 @@ def _step(
 
 
 def _short(query: Any, key: Any, value: Any, mask: Any, scaling: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Attention of one token as a composition, [batch, heads, head_dim]."""
+    """Return the attention of one token, [batch, heads, head_dim], composed of torch operations."""
     return _composed(None, query, key, value, mask, scaling, kwargs)[:, 0]
 
 
@@ -236,7 +238,7 @@ def _composed(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: Any,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:  # fmt: skip
-    """Attention with a softcap or sinks as a composition, which sdpa does not have."""
+    """Return attention with a softcap or sinks, which sdpa lacks, composed of torch operations."""
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -244,7 +246,7 @@ def _composed(
         scores = torch.tanh(scores / kwargs["softcap"]) * kwargs["softcap"]
     if mask is None and query.shape[2] > 1 and getattr(module, "is_causal", True):
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device)
-        # Behind the queries, a static cache has tokens that are still to come.
+        # A static cache has the tokens of later steps after the queries.
         mask = mask.tril(0 if module is not None and key.shape[2] > query.shape[2] else key.shape[2] - query.shape[2])
     if mask is not None:
         mask = mask[..., : key.shape[2]]
@@ -261,18 +263,18 @@ def _composed(
 
 
 def _classes(model: Any) -> list[Any]:
-    """The modules of a model whose forwards choose an attention by name."""
+    """Return the modules of a model whose forwards look up an attention by name."""
     return [module for module in model.modules() if _CHOICE in read_globals(module)]
 
 
 def _tells_sdpa(module: Any) -> bool:
-    """Whether the forward of a module does something else for sdpa, such as a mask of the tokens of an indexer."""
+    """Return whether a module's forward treats sdpa specially, such as by a mask of the tokens of an indexer."""
     constants = getattr(getattr(written(module), "__code__", None), "co_consts", ())
     return any(x == "sdpa" or (isinstance(x, tuple) and "sdpa" in x) for x in constants)
 
 
 def _extends_mask(module: Any) -> bool:
-    """Whether the forward of a module joins its mask with numbers, which a mask of booleans does not take."""
+    """Return whether a module's forward joins its mask with numbers, which a bool mask does not allow."""
     code = getattr(written(module), "__code__", None)
     if code is None or not {"cat", "pad", "concat"} & {*code.co_names}:
         return False
@@ -280,7 +282,7 @@ def _extends_mask(module: Any) -> bool:
 
 
 def _why_bound(module: Any) -> str:
-    """Why the configuration of a module keeps its attention; empty where it does not."""
+    """Return why a module's attention must stay; empty if it can be replaced."""
     if _tells_sdpa(module):
         return "a forward of its configuration tells sdpa from other attentions"
     if _extends_mask(module):
@@ -289,7 +291,7 @@ def _why_bound(module: Any) -> str:
 
 
 def _why_never(module: Any) -> str:
-    """Why no step of a module goes to `paged_attention`; empty where its sizes do not say."""
+    """Return why no step of a module can use `paged_attention`; empty if its sizes do not rule it out."""
     keys, values = (getattr(module, name, None) for name in ("qk_head_dim", "v_head_dim"))
     keys = getattr(module, "head_dim", None) if not isinstance(keys, int) else keys
     if isinstance(keys, int) and isinstance(values, int) and keys != values:
@@ -300,7 +302,7 @@ def _why_never(module: Any) -> str:
 
 
 def enable(model: Any, state: State, notes: Notes) -> None:
-    """Let the model attend by `attention_forward`."""
+    """Make the model attend with `attention_forward`."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
     if not getattr(model, "_supports_attention_backend", False) and not getattr(model, "_supports_sdpa", False):

@@ -1,4 +1,4 @@
-"""The cache of `generate`: static, its rows pages, and its length one number on the device for all layers."""
+"""The cache of `generate`: static, stored as pages, with one length on the device for all layers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from transformers.masking_utils import create_causal_mask
 import cukern
 from cukern.integrations.transformers._attention import PAGE
 
-#: The names of the cache among the arguments and results of forwards: from transformers 5.24 on, before, and of Mamba.
+#: Names of the cache among a forward's arguments and results: from transformers 5.24 on, earlier, and Mamba's.
 CACHE_NAMES = "cache", "past_key_values", "cache_params"
-#: The name that the installed version has for it.
+#: The name in the installed version.
 CACHE_NAME = next(name for name in inspect.signature(create_causal_mask).parameters if name in CACHE_NAMES)
 
 
 class Slots:
-    """Where the tokens of a forward go: the same in every layer and for every sequence.
+    """The slots that a forward's tokens are written to, the same in every layer.
 
-    The length, int64 [], and the slots of a step, int64 [batch], are on the device, so that one CUDA graph of a step
-    serves all steps. Who steps counts them up.
+    The length, int64 [], and a step's slots, int64 [batch], are on the device, so that one CUDA graph serves all steps.
+    The caller of a step increments them.
     """
 
     def __init__(self, tokens: int, length: torch.Tensor, of_step: torch.Tensor) -> None:
@@ -32,27 +32,27 @@ class Slots:
         self.places, self.slots = length.view(1), of_step
 
     def begin(self, count: int) -> None:
-        """Make room for `count` tokens of each sequence in an empty cache: their places in it, and their slots."""
+        """Set the places and slots for `count` tokens of each sequence in an empty cache."""
         self.places = torch.arange(count, device=self.length.device)
         self.slots = (self._first[:, None] + self.places).flatten()
 
     def follow(self, count: int) -> None:
-        """Let steps of one token follow `count` tokens of each sequence."""
+        """Set the slots for steps of one token after `count` tokens of each sequence."""
         self.length.fill_(count)
         torch.add(self._first, count, out=self._of_step)
         self.places, self.slots = self.length.view(1), self._of_step
 
 
 def _token_rows(x: torch.Tensor) -> torch.Tensor:
-    """[batch, heads, tokens, dim] of any strides as [batch * tokens, heads, dim] with contiguous rows."""
+    """Return [batch, heads, tokens, dim] of any strides as [batch * tokens, heads, dim] with contiguous rows."""
     rows = x.transpose(1, 2).flatten(0, 1)
     return rows if rows[0].is_contiguous() else rows.contiguous()
 
 
 class PagedLayer(StaticLayer):  # type: ignore[misc]
-    """Keys and values [batch, tokens, kv_heads, head_dim], written by one launch for both.
+    """Keys and values [batch, tokens, kv_heads, head_dim], both written by one launch.
 
-    Where a model keeps keys and values of different sizes, they are those of a `StaticLayer`.
+    If keys and values have different sizes, the layer stores them like a `StaticLayer`.
     """
 
     is_sliding = False
@@ -63,7 +63,7 @@ class PagedLayer(StaticLayer):  # type: ignore[misc]
         self.pages: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate the layer like the first keys and values."""
+        """Allocate the layer with the shape and dtype of the first keys and values."""
         if key_states.shape[1:] != value_states.shape[1:] and key_states.shape[-1] != value_states.shape[-1]:
             super().lazy_initialization(key_states, value_states)
             return
@@ -71,7 +71,7 @@ class PagedLayer(StaticLayer):  # type: ignore[misc]
         batch, heads, _, dim = key_states.shape
         self.batch_size, self.num_heads, self.k_head_dim, self.v_head_dim = batch, heads, dim, dim
         shape = batch * self.max_cache_len // PAGE, PAGE, heads, dim
-        # Not empty: sdpa multiplies what it has masked by zero.
+        # Zeros, not empty: sdpa multiplies masked values by zero, and NaN would survive.
         self.pages = key_states.new_zeros(shape), key_states.new_zeros(shape)
         self.keys, self.values = (x.view(batch, self.max_cache_len, heads, dim).transpose(1, 2) for x in self.pages)
         self.is_initialized = True
@@ -79,7 +79,7 @@ class PagedLayer(StaticLayer):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new keys and values to their slots; returns all."""
+        """Write the new keys and values to their slots, and return all keys and values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.pages is None:
@@ -94,15 +94,15 @@ class PagedLayer(StaticLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def get_seq_length(self) -> torch.Tensor:
-        """The tokens that were there before this forward."""
+        """Return the number of tokens in the cache before this forward."""
         return self._slots.length
 
 
 def static_cache(model: Any, tokens: int, length: torch.Tensor, of_step: torch.Tensor) -> tuple[Cache, Slots] | str:
-    """A cache for steps that can be captured, or why there is none.
+    """Return a cache for steps that can be captured, or the reason why there is none.
 
-    `tokens` is a multiple of PAGE; `length` int64 [] counts the tokens that are there, and `of_step` int64 [batch] has
-    the slots of the next ones. Layers with a sliding window keep all tokens: their masks say which are seen.
+    `tokens` is a multiple of PAGE. `length` int64 [] counts the tokens in the cache, and `of_step` int64 [batch] has
+    the slots of the next tokens. Layers with a sliding window keep all tokens, and their masks hide the old ones.
     """
     try:
         cache = StaticCache(config=model.config, max_cache_len=tokens)

@@ -1,4 +1,4 @@
-"""Tensors that are made when something else than this package asks for them: what a kernel can take in parts."""
+"""Tensors that are computed only when other code asks for them, because a kernel can take their parts instead."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 
 class Deferred(torch.Tensor):
-    """A tensor that stands for another one. Any function of torch, or attribute, makes that one and takes it.
+    """A placeholder for another tensor. Any torch function or attribute computes that tensor and uses it.
 
-    Functions of this package look for the subclass first, and take its parts.
+    Functions of this package check for the subclass first, and take its parts.
     """
 
     def made(self) -> torch.Tensor:
-        """The tensor that it stands for."""
+        """Compute the tensor."""
         raise NotImplementedError
 
     @classmethod
@@ -23,7 +23,7 @@ class Deferred(torch.Tensor):
 
 
 def _made(x: Any) -> Any:
-    """The same with all deferred tensors made, also in tuples, lists and dicts."""
+    """Return `x` with all deferred tensors computed, also in tuples, lists and dicts."""
     if isinstance(x, Deferred):
         return x.made()
     if type(x) in (tuple, list):
@@ -32,17 +32,17 @@ def _made(x: Any) -> Any:
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
-    """The tensor itself."""
+    """Return the tensor, computed if it is deferred."""
     return x.made() if isinstance(x, Deferred) else x
 
 
 class Sum(Deferred):
-    """What a layer returns while `generate` runs: `residual + hidden_states`, for the next norm to add up."""
+    """`residual + hidden_states`, which a layer returns during `generate` so that the next norm can add the two."""
 
     @staticmethod
     def of(hidden_states: torch.Tensor, residual: torch.Tensor) -> Sum:
         self = residual.as_subclass(Sum)
-        # Through __dict__: an attribute that is set, or read, is none of torch's.
+        # Use __dict__, because setting or reading an attribute would compute the sum.
         self.__dict__.update(_parts=(hidden_states, residual), _made=None)
         return self
 
@@ -54,17 +54,17 @@ class Sum(Deferred):
         return own["_made"]  # type: ignore[no-any-return]
 
     def parts(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The terms; None where the sum is there already."""
+        """Return the terms; None if the sum has been computed."""
         own = object.__getattribute__(self, "__dict__")
         return None if own["_made"] is not None else own["_parts"]
 
     def keep(self, made: torch.Tensor) -> None:
-        """Take the sum, of a kernel that has added up, and may have written it over a term."""
+        """Store the sum that a kernel has computed, perhaps over one of the terms."""
         object.__getattribute__(self, "__dict__")["_made"] = made
 
 
 class Ids(Deferred):
-    """Ids of experts in int32, as the gates write them, which stand for int64."""
+    """Expert ids in int32, as the gates write them, that become int64 when other code asks for them."""
 
     @staticmethod
     def of(ids: torch.Tensor) -> Ids:

@@ -1,4 +1,4 @@
-"""The experts of a model: `fused_experts` where it has their formula, else grouped products around their own code."""
+"""The experts of a model: `fused_experts` if it has their formula, else grouped GEMMs around the model's own code."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from cukern.integrations.transformers._regimes import difference
 from cukern.integrations.transformers._rewrite import written
 from cukern.integrations.transformers._state import NAME, Notes, State, simple_attributes, wants_gradient
 
-#: The attribute of a module of experts that holds its `Form`.
-_FORM = "_cukern_form"
-#: What the forward of experts takes: the module, tokens, ids and weights.
+#: The attribute of a module of experts that holds its `MatchedActivation`.
+_MATCHED = "_cukern_activation"
+#: The number of arguments of an experts' forward: the module, tokens, ids and weights.
 _ARGUMENTS = 4
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -31,12 +31,12 @@ _GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Form:
+class MatchedActivation:
     """How the experts of a module are computed."""
 
-    activation: str | None  # None: by the module's own code
-    options: dict[str, Any] = field(default_factory=dict)  # of the activation
-    why: str = ""  # a kernel's activation that the module's resembles, and where they differ
+    activation: str | None  # None: the module's own code
+    options: dict[str, Any] = field(default_factory=dict)  # options of the activation
+    why: str = ""  # the most similar kernel activation, and where the module differs from it
 
     @property
     def is_fused(self) -> bool:
@@ -49,7 +49,7 @@ class Form:
 
 
 def is_experts(module: torch.nn.Module) -> bool:
-    """Whether transformers dispatches the forward of the module by the name of an implementation."""
+    """Return whether transformers dispatches the module's forward by the name of an implementation."""
     return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "_apply_gate", "down_proj"))
 
 
@@ -60,7 +60,7 @@ def _first(module: Any) -> torch.Tensor:
 
 
 def _bounds(module: Any) -> Iterator[tuple[float, float]]:
-    """alpha and limit, if a module has such numbers."""
+    """Yield alpha and limit, if a module has such numbers."""
     for alpha in ("alpha", "swiglu_alpha"):
         for limit in ("limit", "swiglu_limit"):
             found = getattr(module, alpha, None), getattr(module, limit, None)
@@ -69,7 +69,7 @@ def _bounds(module: Any) -> Iterator[tuple[float, float]]:
 
 
 def _candidates(module: Any) -> Iterator[tuple[str, dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]]:
-    """Activations of the kernels: name, options, and formula on rows of gates and ups, or of sums."""
+    """Yield the kernels' activations: name, options, and formula on rows of gates and ups, or of sums."""
     if not module.has_gate:
         for name, function in _GATES.items():
             yield f"{name}_no_mul", {}, function
@@ -93,10 +93,10 @@ def _candidates(module: Any) -> Iterator[tuple[str, dict[str, Any], Callable[[to
 
 
 @torch.no_grad()
-def form_of(module: Any) -> Form:
-    """How the module is computed, found by what its activation gives for random numbers."""
+def match_activation(module: Any) -> MatchedActivation:
+    """Return how the module is computed, found by running its activation on random numbers."""
     if getattr(module, "has_post_expert_norm", False):
-        return Form(None)
+        return MatchedActivation(None)
     device = _first(module).device
 
     def own(rows: torch.Tensor) -> Any:
@@ -111,9 +111,9 @@ def form_of(module: Any) -> Form:
 
         regime = difference(own, kernel, {"": (64, 32), " of 14 numbers": (3, 14)}, spread=6.0)
         if regime == "":
-            return Form(name, options)
+            return MatchedActivation(name, options)
         found += [f", which differs from {name} for {regime}"] * (regime is not None)
-    return Form(None, why=found[0] if found else "")
+    return MatchedActivation(None, why=found[0] if found else "")
 
 
 # --- the forward ----------------------------------------------------------------------------------------
@@ -122,30 +122,30 @@ def form_of(module: Any) -> Form:
 def experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The experts of transformers' `ExpertsInterface`: tokens [tokens, hidden] to their weighted sums.
+    """Return the weighted sums of tokens [tokens, hidden], for transformers' `ExpertsInterface`.
 
-    An id that names no expert, as expert parallelism leaves behind, has no part in them. Where a gradient is asked
-    for, the module's own code runs.
+    An id that is not an expert's, as expert parallelism leaves behind, adds nothing. If a gradient is needed, the
+    module's own code runs.
     """
     first, second = _first(self), self.down_proj
     if wants_gradient(hidden_states, first, top_k_weights):
         return written(self)(self, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
     with torch.no_grad():
-        form = self.__dict__.get(_FORM)
-        if form is None:  # of another model with the same configuration
-            form = self.__dict__[_FORM] = form_of(self)
+        matched = self.__dict__.get(_MATCHED)
+        if matched is None:  # the module belongs to another model with the same configuration
+            matched = self.__dict__[_MATCHED] = match_activation(self)
         biases = None, None
         if self.has_bias:
             biases = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias), self.down_proj_bias
         x = hidden_states.to(first.dtype).contiguous()
         ids = top_k_index.raw if isinstance(top_k_index, Ids) else top_k_index
         weights, ids = top_k_weights.float().contiguous(), ids.contiguous()
-        if self.is_transposed:  # [experts, in, out]: the kernels take views, without a copy
+        if self.is_transposed:  # weights [experts, in, out]: the kernels take views, without a copy
             first, second = first.transpose(1, 2), second.transpose(1, 2)
-        if form.is_fused:
+        if matched.is_fused:
             out = cukern.fused_experts(
-                x, first, second, weights, ids, activation=form.activation, w1_bias=biases[0], w2_bias=biases[1],
-                **form.options,
+                x, first, second, weights, ids, activation=matched.activation, w1_bias=biases[0], w2_bias=biases[1],
+                **matched.options,
             )  # fmt: skip
         else:
             out = _in_pieces(self, x, weights, ids, (first, second), biases)
@@ -155,7 +155,7 @@ def experts_forward(
 def _in_pieces(
     self: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, products: Any, biases: Any
 ) -> torch.Tensor:
-    """The experts with the activation, and the norm, of the module itself."""
+    """Run the experts with grouped GEMMs, and with the module's own activation and norm."""
     rows, _, offsets, inverse, _ = cukern.moe_permute(x, None, ids, products[0].shape[0])
     sums: Any = cukern.moe_gemm(rows, products[0], offsets, bias=biases[0])
     activated = self._apply_gate(sums) if self.has_gate else self.act_fn(sums)
@@ -180,12 +180,12 @@ def _why_not(module: Any) -> str:
 
 
 def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
-    """Let all experts of the model run on the kernels."""
+    """Make all experts of the model run on the kernels."""
     ExpertsInterface.register(NAME, experts_forward)
     assert NAME in ALL_EXPERTS_FUNCTIONS
     configs: dict[int, tuple[Any, Any]] = {}
     kept = set()
-    known: dict[Any, Form] = {}
+    known: dict[Any, MatchedActivation] = {}
     for module in filter(is_experts, model.modules()):
         if reason := _why_not(module):
             notes.kept.add("experts", module, reason)
@@ -193,17 +193,17 @@ def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
             continue
         attributes = simple_attributes(module)
         if attributes not in known:
-            known[attributes] = form_of(module)
-        module.__dict__[_FORM] = form = known[attributes]
-        state.undo.append(lambda module=module: module.__dict__.pop(_FORM, None))  # type: ignore[misc]
-        notes.replaced.add("experts", module, str(form))
+            known[attributes] = match_activation(module)
+        module.__dict__[_MATCHED] = matched = known[attributes]
+        state.undo.append(lambda module=module: module.__dict__.pop(_MATCHED, None))  # type: ignore[misc]
+        notes.replaced.add("experts", module, str(matched))
         configs[id(module.config)] = module.config, module.config._experts_implementation
     for key, (config, before) in configs.items():
         if key in kept:
             raise ValueError(
                 "model has experts of one configuration that the kernels take, and others that they do not"
             )
-        # Models choose by their configuration, which a module of experts shares.
+        # A model chooses its experts by its configuration, which its modules of experts share.
         config._experts_implementation_internal = NAME
         state.undo.append(
             lambda config=config, before=before: setattr(config, "_experts_implementation_internal", before)  # type: ignore[misc]

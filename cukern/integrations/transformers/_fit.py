@@ -1,4 +1,4 @@
-"""Whether a session gives what a model gives: found by running both on random tokens, and by what the model says."""
+"""Whether a session gives the results of a model, found by running both on random tokens and by reading the model."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from cukern.integrations.transformers._rewrite import read_names
 from cukern.integrations.transformers._session import Session
 from cukern.integrations.transformers._state import ATTRIBUTE
 
-#: Kinds of rotary embeddings whose angles depend on the position alone.
+#: Kinds of rotary embeddings whose angles depend only on the position.
 _FIXED_ROPE = "default", "linear", "llama3", "proportional", "yarn"
-#: The lengths of the prompts that are run, and how many of each.
+#: The lengths of the test prompts, and the number of prompts of each length.
 _LENGTHS, _ROWS = (6, 4), 2
-#: The tokens of the session: far more than it runs, as in a generation, so that what goes by the end of a cache shows.
+#: The session's cache length: much longer than the test needs, so that a dependence on the end of the cache shows.
 _TOKENS = 1024
-#: The largest difference of a session's logits from the model's, as a share of their spread.
+#: Largest allowed difference between the session's and the model's logits, relative to the spread of the logits.
 _BOUND_OF_32_BITS = 1e-3
 _BOUND_OF_16_BITS = 0.1
-#: The least difference of a token's logits where it sees later tokens, as a share of their spread.
+#: Smallest difference of a token's logits that shows a dependence on later tokens, relative to their spread.
 _SEEN = 1e-2
-#: What a forward raises that cannot take what a session gives it.
+#: Exceptions of a forward that cannot take a session's arguments.
 _REFUSALS = (
     ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
@@ -38,16 +38,16 @@ _REFUSALS = (
 class Fit(NamedTuple):
     """What a session can do for a model."""
 
-    why: str  # why it serves none of its prompts; empty if it does
-    pads: bool  # whether it serves prompts of several lengths
-    sees_later: bool = False  # whether tokens see later ones, so that the model is an encoder
+    why: str  # why a session cannot serve the model; empty if it can
+    pads: bool  # whether a session serves prompts of several lengths
+    sees_later: bool = False  # whether tokens attend to later ones, so that the model is an encoder
 
 
 _known: weakref.WeakKeyDictionary[Any, dict[bool, Fit]] = weakref.WeakKeyDictionary()
 
 
 def fit(model: Any) -> Fit:
-    """What a session can do for a model. The answer is kept, one before `enable` and one after it."""
+    """Return what a session can do for a model. The result is cached, separately for the enabled model."""
     found = _known.setdefault(model, {})
     enabled = ATTRIBUTE in model.__dict__
     if enabled not in found:
@@ -56,15 +56,15 @@ def fit(model: Any) -> Fit:
 
 
 def _distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The median over the rows of a relative distance."""
+    """Return the median over the rows of a relative distance."""
     spread = (wanted - wanted.mean(1, keepdim=True)).norm(dim=1)
     return float(((got - wanted).norm(dim=1) / spread.clamp(min=1e-30)).nan_to_num(float("inf")).median())
 
 
 def _distance_of(model: Any, batches: list[torch.Tensor]) -> float:
-    """How far a session is from the model in the logits after prompts, and after one token more.
+    """Return the distance between a session's and the model's logits, after prompts and after one more token.
 
-    Prompts of one length are a batch of the model; the session has all of them in one.
+    The model runs each length of prompts as a batch; the session runs all prompts in one batch.
     """
     prompts = [x for batch in batches for x in batch]
     session = Session(model, len(prompts), _TOKENS, Sampling())
@@ -75,7 +75,7 @@ def _distance_of(model: Any, batches: list[torch.Tensor]) -> float:
     for i, batch in enumerate(batches):
         own = slice(i * _ROWS, (i + 1) * _ROWS)
         for got, ids in zip(logits, (batch, torch.cat([batch, drawn[own]], 1)), strict=True):
-            # Stock hands positions to a forward that takes them.
+            # transformers passes positions to a forward that takes them.
             places = {"position_ids": torch.arange(ids.shape[1], device=ids.device)[None].expand_as(ids)}
             options = places if "position_ids" in session.takes else {}
             wanted = model(input_ids=ids, use_cache=False, **options).logits[:, -1].float()
@@ -104,7 +104,7 @@ def _measured(model: Any) -> Fit:
 
 
 def _tried(model: Any, batches: list[torch.Tensor]) -> float | str:
-    """The distance, or what the forward raises that does not take what a session gives it."""
+    """Return the distance, or the error of a forward that does not take a session's arguments."""
     try:
         return _distance_of(model, batches)
     except torch.OutOfMemoryError:
@@ -114,7 +114,7 @@ def _tried(model: Any, batches: list[torch.Tensor]) -> float | str:
 
 
 def _sees_later(model: Any) -> bool:
-    """Whether the logits of a token depend on the ones after it, of a model that says it is no decoder."""
+    """Return whether a token's logits depend on later tokens, for a model whose configuration says it is no decoder."""
     if getattr(model.config, "is_decoder", None) is not False:
         return False
     device = next(model.parameters()).device
@@ -123,11 +123,11 @@ def _sees_later(model: Any) -> bool:
     return _distance(logits[:1], logits[1:]) > _SEEN
 
 
-# --- what a model says ----------------------------------------------------------------------------------
+# --- properties of a model ------------------------------------------------------------------------------
 
 
 def _named(numbers: Any, name: str) -> Iterator[int]:
-    """The values of a name in nested dicts."""
+    """Yield the values of a key in nested dicts."""
     for key, value in numbers.items() if isinstance(numbers, dict) else ():
         if key == name and isinstance(value, int):
             yield value
@@ -135,13 +135,13 @@ def _named(numbers: Any, name: str) -> Iterator[int]:
 
 
 def positions(model: Any) -> int | None:
-    """The tokens that a model has positions for; None where its configuration does not say."""
+    """Return the number of positions of a model; None if its configuration does not say."""
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def drops_seen_tokens(model: Any, tokens: int) -> bool:
-    """Whether the model's own cache drops some of `tokens` that no mask of a window hides."""
+    """Return whether the model's own cache drops some of `tokens` tokens that no window mask hides."""
     layers = StaticCache(config=model.config, max_cache_len=tokens).layers
     if all(type(x) is not StaticSlidingWindowLayer or x.max_cache_len >= tokens for x in layers):
         return False
@@ -150,7 +150,7 @@ def drops_seen_tokens(model: Any, tokens: int) -> bool:
 
 
 def rope_limit(model: Any) -> int | None:
-    """The length past which a rotary embedding depends on the length seen; None: it never does."""
+    """Return the length above which a rotary embedding depends on the sequence length; None if it never does."""
     limits: list[int] = []
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -165,7 +165,7 @@ def rope_limit(model: Any) -> int | None:
 
 
 def is_dynamic(model: Any) -> bool:
-    """Whether a rotary embedding of the model remembers the longest sequence that it has seen."""
+    """Return whether a rotary embedding of the model remembers the longest sequence so far."""
     kinds = [getattr(x, "rope_type", None) for x in model.modules()]
     return any("dynamic" in str(kind) for kind in kinds)
 
@@ -177,7 +177,7 @@ def _is_alike(one: Any, other: Any) -> bool:
 
 
 def prepares_alike(model: Any, prompt: int, most: int) -> bool:
-    """Whether the model's own `prepare_inputs_for_generation` agrees with the common one at all these lengths."""
+    """Return whether the model's own `prepare_inputs_for_generation` agrees with the common one at all lengths."""
     common = GenerationMixin.prepare_inputs_for_generation
     if type(model).prepare_inputs_for_generation is common:
         return True

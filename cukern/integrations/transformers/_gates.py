@@ -1,4 +1,4 @@
-"""Gates that routers compute: the probe that finds a router's gate, and the regimes of numbers that it covers."""
+"""Find the gate that a router computes, by comparing both in several regimes of numbers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _SCORES = {
     "sigmoid": torch.sigmoid,
     "sqrtsoftplus": lambda x: F.softplus(x).sqrt(),
 }
-#: Results of two float32 formulas differ by at most this share of the larger one: 4 roundings.
+#: Largest relative difference of two float32 formulas: 4 roundings.
 _BOUND = 4 * torch.finfo(torch.float32).eps
-#: Weights count where the scores of a token's experts sum to at least this: 1e-20 in a denominator is less than a
-#: rounding there.
+#: Weights are compared only if a token's scores sum to at least this. At this sum, a term of 1e-20 in a denominator is
+#: less than a rounding.
 _LEAST_SUM = 1e-12
 
 
 class Gate(NamedTuple):
-    """The arguments of the gate that a router is."""
+    """The arguments of the gate that a router computes."""
 
     scoring: str
     topk: int
@@ -35,8 +35,8 @@ class Gate(NamedTuple):
     topk_group: int
     renormalize: bool
     scaling: float
-    bias: str  # the name of the correction bias; empty: there is none
-    in_float32: bool  # whether the product is
+    bias: str  # the name of the correction bias; empty if there is none
+    in_float32: bool  # whether the router's product is in float32
 
     @property
     def op(self) -> str:
@@ -49,7 +49,7 @@ class Gate(NamedTuple):
         return f"{self.op}, the best {self.topk} by {self.scoring}{' and a bias' * bool(self.bias)}{groups}"
 
     def route(self, logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """weights float32 and ids int32, [tokens, topk]."""
+        """Return weights float32 and ids int32, [tokens, topk]."""
         if bias is None and self.groups == 1:
             shape = logits.shape[0], self.topk
             weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
@@ -65,7 +65,7 @@ class Gate(NamedTuple):
         )  # fmt: skip
 
     def weights_of(self, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """The weights of given experts."""
+        """Return the weights of given experts."""
         weights = scores.gather(1, ids)
         if self.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -74,17 +74,17 @@ class Gate(NamedTuple):
 
 # --- regimes --------------------------------------------------------------------------------------------
 
-#: Sizes of logits.
+#: Magnitudes of logits.
 _SIZES = (1.0, 0.1, 8.0, 14.0, 60.0)
-#: What biases are around, by their names.
+#: Mean values of biases, by name.
 _LEVELS = {"0": 0.0, "-0.5": -0.5, "-4": -4.0, "0.5": 0.5, "4": 4.0}
 _ROWS = 12
 
 
 def _logits(experts: int, hidden: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
-    """Rows [tokens, hidden], a router's weight [experts, hidden], and the name of each row's regime.
+    """Return rows [tokens, hidden], a router's weight [experts, hidden], and the name of each row's regime.
 
-    The weight of the first number is 1 for all experts: it moves all logits of a row.
+    The first column of the weight is 1, so the first number of a row shifts all of the row's logits.
     """
 
     def normal(*shape: int) -> torch.Tensor:
@@ -106,17 +106,17 @@ def _logits(experts: int, hidden: int, generator: torch.Generator) -> tuple[torc
 
 
 def _biases(experts: int, groups: int, generator: torch.Generator) -> Iterator[tuple[str, torch.Tensor]]:
-    """Correction biases [experts], and the names of their regimes."""
+    """Yield correction biases [experts], with the names of their regimes."""
     for name, level in _LEVELS.items():
         yield f"a bias around {name}", level + 0.3 * torch.randn(experts, generator=generator)
     if groups > 1:
-        # The choices of every second group are below 0, which some routers give to groups that are not kept.
+        # Every second group has choices below 0. Some routers set the choices of groups that are not kept to 0.
         levels = torch.tensor([0.5, -4.0]).repeat(groups)[:groups].repeat_interleave(experts // groups)
         yield "groups below 0 by their bias", levels + 0.3 * torch.randn(experts, generator=generator)
 
 
 class _Routing(NamedTuple):
-    """What a router gives for all rows in one regime of its bias."""
+    """A router's results for all rows with one bias."""
 
     regime: str
     bias: torch.Tensor | None
@@ -126,7 +126,7 @@ class _Routing(NamedTuple):
 
 
 def _routing(probe: Any, rows: torch.Tensor, regime: str, bias: torch.Tensor | None) -> _Routing | None:
-    """What a router gives; None where that is no logits, weights and ids."""
+    """Return a router's results; None if they are not logits, weights and ids."""
     try:
         given = type(probe).forward(probe, rows.clone())
     except (RuntimeError, TypeError, ValueError, AttributeError):
@@ -147,28 +147,28 @@ def _routing(probe: Any, rows: torch.Tensor, regime: str, bias: torch.Tensor | N
 
 
 class _Choices(NamedTuple):
-    """What a gate orders experts by, [tokens, experts]."""
+    """The values that order the experts of a gate, [tokens, experts]."""
 
     scores: torch.Tensor
-    rounding: torch.Tensor  # of scores, relative to them
+    rounding: torch.Tensor  # relative rounding error of the scores
     values: torch.Tensor
-    noise: torch.Tensor  # differences of values up to this are ties
-    decided: torch.Tensor  # [tokens]: the groups that are kept do not tie with others
+    noise: torch.Tensor  # values that differ by at most this are ties
+    decided: torch.Tensor  # [tokens]: no kept group ties with another group
 
     def of(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The values of chosen experts, the largest first, and their noise."""
+        """Return the values of chosen experts, largest first, and their noise."""
         values, order = self.values.gather(1, ids).sort(-1, descending=True)
         return values, self.noise.gather(1, ids).gather(1, order)
 
     def above(self, ids: torch.Tensor) -> torch.Tensor:
-        """Which experts are chosen, and do not tie with the last chosen one."""
+        """Return which experts are chosen without a tie with the last chosen expert."""
         values, noise = self.of(ids)
         chosen = torch.zeros_like(self.values, dtype=torch.bool).scatter(1, ids, True)
         return chosen & (self.values > values[:, -1:] + torch.maximum(self.noise, noise[:, -1:]))
 
 
 def _kept(values: torch.Tensor, noise: torch.Tensor, gate: Gate) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which experts [tokens, experts] are of groups that a token may keep, and whether [tokens] no groups tie there."""
+    """Return a mask of the experts in groups that a token may keep, and a mask of the tokens without tied groups."""
     best, order = values.view(len(values), gate.groups, -1).topk(min(2, values.shape[1] // gate.groups))
     best, noise = best.sum(-1), noise.view(len(values), gate.groups, -1).gather(-1, order).sum(-1)
     last, at = (x[:, -1:] for x in best.topk(gate.topk_group))
@@ -180,7 +180,7 @@ def _choices(gate: Gate, logits: torch.Tensor, bias: torch.Tensor | None) -> _Ch
     scores = _SCORES[gate.scoring](logits)
     values = scores if bias is None else scores + bias
     rounding = torch.full_like(scores, _BOUND)
-    if gate.scoring == "softmax":  # the difference in an exponent is rounded
+    if gate.scoring == "softmax":  # the difference in the exponent is rounded
         rounding = rounding * (1 + (logits - logits.amax(-1, keepdim=True)).abs())
     noise = scores * rounding + torch.finfo(torch.float32).tiny
     if bias is not None:
@@ -188,7 +188,7 @@ def _choices(gate: Gate, logits: torch.Tensor, bias: torch.Tensor | None) -> _Ch
     decided = torch.ones(len(logits), dtype=torch.bool)
     if gate.groups > 1:
         kept, decided = _kept(values, noise, gate)
-        # Scores are at least 0: a router that gives 0 to the experts of other groups differs in ties alone.
+        # Scores are at least 0. A router that sets other groups' choices to 0 differs from the gate only in ties.
         values = values.masked_fill(~kept, 0.0 if bias is None else -torch.inf)
     return _Choices(scores, rounding, values, noise, decided)
 
@@ -199,9 +199,9 @@ def _by_id(weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def _differences(gate: Gate, routing: _Routing, bound: float = _BOUND) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens [tokens] that a gate sends to other experts than the router, and those with other weights.
+    """Return the tokens with other experts than the router's, and the tokens with other weights, both bool [tokens].
 
-    Experts that tie with the last chosen one count by their values alone: `torch.topk` chooses any of them.
+    Experts that tie with the last chosen expert are compared by value, because `torch.topk` may choose any of them.
     """
     bias = routing.bias if gate.bias else None
     weights, ids = gate.route(routing.logits, bias)
@@ -217,7 +217,7 @@ def _differences(gate: Gate, routing: _Routing, bound: float = _BOUND) -> tuple[
     same = (ids == ids_of_theirs).all(-1, keepdim=True)
     wanted = torch.where(same, weights, gate.weights_of(choices.scores, ids_of_theirs))
     largest = torch.maximum(wanted.abs().amax(-1), theirs.abs().amax(-1))
-    # The largest weight counts. The expert with the best logit has it, unless a bias is against that expert.
+    # Compare relative to the largest weight, which the best logit has unless a bias counts against its expert.
     bounds = choices.rounding.gather(1, ids_of_theirs).amin(-1).clamp(min=bound)
     alike = (wanted - theirs).abs().amax(-1) <= bounds * largest
     counts = choices.scores.gather(1, ids_of_theirs).sum(-1) >= _LEAST_SUM
@@ -233,7 +233,7 @@ def _number(module: Any, *names: str, default: Any = None) -> Any:
 
 
 def _gates(module: Any, bias: str) -> Iterator[Gate]:
-    """The gates that a router may be, by its numbers."""
+    """Yield the gates that a router's numbers allow."""
     topk = _number(module, "top_k", "num_experts_per_tok", "topk")
     if not isinstance(topk, int) or topk < 1:
         return
@@ -250,7 +250,7 @@ def _gates(module: Any, bias: str) -> Iterator[Gate]:
 
 
 def _resembles(gate: Gate, routing: _Routing, names: list[str]) -> bool:
-    """Whether a router does what a gate does for most tokens of the first regime."""
+    """Return whether a router agrees with a gate for most tokens of the first regime."""
     rows = names.count(names[0])
     logits, weights, ids = (x[:rows] for x in routing[2:])
     try:
@@ -261,7 +261,7 @@ def _resembles(gate: Gate, routing: _Routing, names: list[str]) -> bool:
 
 
 def _disagreement(gate: Gate, routing: _Routing, names: list[str]) -> str:
-    """How a router differs from a gate, with the regime; empty: they agree."""
+    """Return how a router differs from a gate, with the regime; empty if they agree."""
     for tokens, what in zip(_differences(gate, routing), ("chooses other experts", "gives other weights"), strict=True):
         if tokens.any():
             regime = " with ".join(filter(None, (names[int(tokens.int().argmax())], routing.regime)))
@@ -271,7 +271,7 @@ def _disagreement(gate: Gate, routing: _Routing, names: list[str]) -> str:
 
 @torch.no_grad()
 def gate_of(module: Any, seed: int = 2) -> tuple[Gate | None, str]:
-    """The gate that a router is, found by where it sends random tokens; None, and why, for another formula."""
+    """Return the gate that a router computes, found with random tokens; None and the reason if there is none."""
     none = "its formula is none of the gates"
     probe, generator = copied(module), torch.Generator().manual_seed(seed)
     experts, hidden = probe.weight.shape
@@ -302,10 +302,10 @@ def gate_of(module: Any, seed: int = 2) -> tuple[Gate | None, str]:
 
 
 def _is_in_float32(module: Any, rows: torch.Tensor) -> bool:
-    """Whether the product of a router is in float32 whatever the dtype of the model."""
+    """Return whether a router computes its product in float32 for every dtype of the model."""
     halves = copied(module).to(torch.bfloat16)
     try:
         logits: torch.Tensor = type(halves).forward(halves, rows.bfloat16())[0]
     except RuntimeError:
-        return True  # it takes weights of float32 alone
+        return True  # the forward only takes float32 weights
     return logits.dtype == torch.float32

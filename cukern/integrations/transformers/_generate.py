@@ -1,6 +1,6 @@
-"""`generate`: continues prompts by a model of transformers, each step one CUDA graph where it can be one.
+"""`generate`: continue prompts with a model of transformers, with a CUDA graph per step where possible.
 
-The host sees a step's tokens while the next one runs, so that it never holds the GPU up.
+The host reads a step's tokens while the next step runs, so the GPU does not wait for the host.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from cukern.models._steps import watch
 from cukern.runtime import check
 from cukern.runtime.progress import progress as progress_bar
 
-#: Tokens by which a cache grows, so that prompts of similar lengths share their graphs.
+#: A cache length is rounded up to a multiple of this, so that prompts of similar lengths share a graph.
 _CAPACITY = 256
-#: Sessions kept of a model, each with its cache and its graph.
+#: Maximum number of sessions that a model keeps, each with a cache and a graph.
 _SESSIONS = 4
 
 
 @dataclass(frozen=True)
 class Generated:
-    """What `generate` returns."""
+    """The result of `generate`."""
 
-    tokens: list[list[int]]  # of each prompt, the new ones, a stop token included
-    steps: int  # tokens that were drawn for each prompt, the longest one's
-    ready_s: float  # until a step was captured; 0 where one of these sizes is kept
-    prefill_s: float  # from there, until the first token was there
-    decode_s: float  # for all others
+    tokens: list[list[int]]  # the new tokens of each prompt, including a stop token
+    steps: int  # number of steps, which is the largest number of new tokens of a prompt
+    ready_s: float  # seconds to capture a step; about 0 if a kept session has these sizes
+    prefill_s: float  # seconds from then to the first token
+    decode_s: float  # seconds for all other tokens
     captured: bool  # whether the steps were replays of a CUDA graph
     why: str  # why they were not; empty if they were
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of all prompts per second, from the second one of each on."""
+        """Return the tokens per second of all prompts, from the second token of each prompt on."""
         return (sum(map(len, self.tokens)) - len(self.tokens)) / self.decode_s if self.decode_s > 0 else 0.0
 
 
-# --- what is given --------------------------------------------------------------------------------------
+# --- inputs ---------------------------------------------------------------------------------------------
 
 
 def _vocabulary(model: Any, embeddings: Any) -> int:
@@ -62,7 +62,7 @@ def _vocabulary(model: Any, embeddings: Any) -> int:
 
 
 def _row(prompt: Any) -> torch.Tensor:
-    """One prompt as integers."""
+    """Return one prompt as integers."""
     if isinstance(prompt, (str, bytes)):
         check.fail("prompts", "of token ids, which a tokenizer makes of texts", type(prompt).__name__, TypeError)
     try:
@@ -75,7 +75,7 @@ def _row(prompt: Any) -> torch.Tensor:
 
 
 def _prompts(prompts: Any, attention_mask: Any, vocab: int, device: torch.device) -> list[torch.Tensor]:
-    """The tokens of each prompt, without padding, on the device."""
+    """Return the tokens of each prompt, without padding, on the device."""
     if isinstance(prompts, torch.Tensor):
         rows = _rows(prompts, attention_mask)
     else:
@@ -128,15 +128,15 @@ def _check_model(model: Any) -> State | None:
     return state  # type: ignore[no-any-return]
 
 
-# --- what runs ------------------------------------------------------------------------------------------
+# --- execution ------------------------------------------------------------------------------------------
 
 
 def _session(state: State | None, model: Any, batch: int, tokens: int, sampling: Sampling) -> Session:
-    """A session for these sizes: a kept one if there is one."""
+    """Return a session for these sizes: a kept one if possible."""
     tokens = -(-(tokens + _attention.PAGE) // _CAPACITY) * _CAPACITY
     if state is None:
         return Session(model, batch, tokens, sampling)
-    # A graph has the addresses of the weights.
+    # A graph holds the addresses of the weights, so drop the sessions if a weight has moved.
     places = hash(tuple(x.data_ptr() for x in (*model.parameters(), *model.buffers())))
     if state.places != places:
         state.sessions.clear()
@@ -150,7 +150,7 @@ def _session(state: State | None, model: Any, batch: int, tokens: int, sampling:
 
 
 def _why_growing(model: Any, lengths: list[int], options: Options) -> str:
-    """Why a generation runs over the model's own state; empty: a session serves it."""
+    """Return why a generation must use the model's own state; empty if a session can serve it."""
     if options.config.use_cache is False:
         return "use_cache is False"
     if options.processed:
@@ -195,43 +195,44 @@ def generate(
     progress: bool | None = False,
     **settings: Any,
 ) -> Generated:
-    """Decode with a model of transformers, each step one CUDA graph.
+    """Decode with a model of transformers, with one CUDA graph per step.
 
-    The model's generation_config, or the default of transformers, gives an argument that is left out.
+    An argument that is left out comes from the model's generation_config, or from the defaults of transformers.
 
     Args:
-        model: a decoder that was enabled. Its steps are captured where it gives the same over a static cache of keys
-            and values. Elsewhere, and on a CPU, a loop without a graph runs, and `Generated.why` tells why.
+        model: an enabled decoder. Its steps are captured if it gives the same results over a static cache of keys and
+            values. Otherwise, and on a CPU, a loop without a graph runs, and `Generated.why` gives the reason.
         prompts: token ids [batch, tokens], or a sequence of prompts of any lengths.
-        attention_mask: [batch, tokens] of a tensor of prompts that is padded on the left: 0 where it is.
-        max_new_tokens: of each prompt; 128 where nothing bounds them.
-        max_length: of a prompt with its new tokens, where max_new_tokens is not set.
-        min_new_tokens: of each prompt, before a stop token may come.
-        do_sample: whether tokens are drawn; otherwise the largest logit is taken.
-        temperature: of the draws; 0 takes the largest logit. Above 0 it asks for draws, unless do_sample is False.
-        top_k, top_p, min_p: as in `cukern.sample`. No limit is None, a `top_k` of 0, -1 or the vocabulary and more, a
+        attention_mask: [batch, tokens], 0 for padding, for a tensor of prompts that is padded on the left.
+        max_new_tokens: maximum new tokens of each prompt; 128 if nothing limits them.
+        max_length: maximum length of a prompt with its new tokens, if max_new_tokens is not set.
+        min_new_tokens: new tokens of each prompt before a stop token may come.
+        do_sample: whether to sample tokens; otherwise the largest logit is taken.
+        temperature: the sampling temperature; 0 takes the largest logit. A value above 0 implies sampling, unless
+            do_sample is False.
+        top_k, top_p, min_p: as in `cukern.sample`. No limit is None, a `top_k` of 0, -1 or at least the vocabulary, a
             `top_p` of 1, a `min_p` of 0.
-        repetition_penalty: divides positive logits of the tokens so far, and multiplies the others.
-        seed: of the draws.
-        eos_token_id: the tokens that end a sequence, one or several; None has none.
-        pad_token_id: what short prompts are padded with; no result depends on it.
-        on_token: called with each step's number and its tokens int64 [batch], one step after they were drawn. Once it
+        repetition_penalty: divides positive logits of the tokens so far, and multiplies negative ones.
+        seed: the seed of the samples.
+        eos_token_id: the tokens that end a sequence, one or several; None for none.
+        pad_token_id: the padding of short prompts; no result depends on it.
+        on_token: called with each step's index and its tokens int64 [batch], one step after the step has run. If it
             returns False, generation ends.
         progress: show a bar; None: on a terminal.
-        settings: a `generation_config` that replaces the model's, and other settings of a GenerationConfig. Where a
-            processor of transformers serves one, such as no_repeat_ngram_size, steps are not captured.
+        settings: a `generation_config` that replaces the model's, and other settings of a GenerationConfig. A setting
+            such as no_repeat_ngram_size needs a logits processor of transformers; then steps are not captured.
 
     Returns:
         The new tokens of each prompt, and the times.
 
     Raises:
-        TypeError: for what is no model of transformers, no prompts, or no setting.
-        ValueError: a model that cannot generate by itself or is in training mode, a setting that is not served, or
-            numbers that do not fit.
+        TypeError: not a model of transformers, not prompts, or an unknown setting.
+        ValueError: a model that cannot generate on its own or is in training mode, an unsupported setting, or invalid
+            numbers.
 
-    A session, with its cache and its graph, is kept with the model for the four latest sizes: batch, prompt with new
-    tokens in steps of 256, and numbers of the draw. `disable` frees them. Before its first generation a model runs a
-    few short random prompts, to find out whether a session gives what it gives.
+    The model keeps a session, with a cache and a graph, for each of the four latest sizes. A size is the batch, the
+    prompt with new tokens in steps of 256, and the sampling parameters. `disable` frees the sessions. Before its first
+    generation a model runs a few short random prompts, to find out whether a session gives the same results.
     """
     state = _check_model(model)
     device = next(model.parameters()).device
@@ -275,7 +276,7 @@ def _decode(
     passed()
 
     def take(found: Iterable[Any]) -> bool:
-        """Keep the tokens of steps that can be seen; whether generation ends."""
+        """Store the tokens of steps that have become visible. Return whether generation ends."""
         end = False
         for step, (tokens, finished) in found:
             columns.append(tokens[:, 0])
@@ -302,6 +303,6 @@ def _decode(
 
 
 def _until(tokens: list[int], stop: tuple[int, ...]) -> list[int]:
-    """The tokens up to the first that stops, which is kept."""
+    """Return the tokens up to and including the first stop token."""
     end = next((i for i, x in enumerate(tokens) if x in stop), len(tokens))
     return tokens[: end + 1]

@@ -1,8 +1,8 @@
-"""A decoding loop over the state that a model makes itself: its own cache, and inputs that it prepares itself.
+"""A decoding loop over the model's own cache, with inputs that the model prepares itself.
 
-Stock's `generate` prepares the first inputs, and `prepare_inputs_for_generation` of the model the inputs of a step. So
-a model that rebuilds its state, or has another state than keys and values, gives what stock gives. Prompts of one
-length run together, without padding.
+transformers' `generate` prepares the first inputs, and the model's `prepare_inputs_for_generation` the inputs of each
+step. A model that rebuilds its state, or keeps other state than keys and values, therefore gives the same results as in
+transformers. Prompts of one length run together, without padding.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def _hold(
     streamer: Any = None,
     **inputs: Any,
 ) -> dict[str, Any]:
-    """The decoding method that stock's `generate` calls: it decodes nothing, and returns what was prepared."""
+    """Return the prepared inputs without decoding. transformers' `generate` calls this as its decoding method."""
     return {"processors": logits_processor, **inputs}
 
 
 def _held(model: Any) -> dict[tuple[str, str], torch.Tensor]:
-    """The tensors that modules hold beside their parameters and buffers, by the names of both."""
+    """Return the tensors that modules hold outside their parameters and buffers, by module and attribute name."""
     return {
         (name, attribute): value
         for name, module in model.named_modules()
@@ -68,11 +68,11 @@ class Growing:
         self.rows = torch.arange(batch, device=self.device)
         self.stop = torch.tensor(self.sampling.stop, dtype=torch.int64, device=self.device)
         self.groups: list[_Group] = []
-        self.order = self.rows  # of each prompt, its place among the rows of all groups
+        self.order = self.rows  # the place of each prompt among the rows of all groups
         self.seed = self.drawn = 0
 
     def ready(self) -> None:
-        """Nothing is captured."""
+        """Do nothing, because nothing is captured."""
 
     def _prepared(self, rows: list[int], ids: torch.Tensor) -> _Group:
         config = copy.deepcopy(self.options.config)
@@ -80,14 +80,14 @@ class Growing:
             do_sample=False, max_new_tokens=self.options.most[rows[0]], max_length=None, min_length=None,
             min_new_tokens=self.options.fewest[rows[0]] or None, cache_implementation=None,
         )  # fmt: skip
-        # Without a mask, stock takes tokens of the pad id for padding.
+        # Without a mask, transformers would treat tokens with the pad id as padding.
         takes_mask = "attention_mask" in inspect.signature(written(self.model)).parameters
         mask = {"attention_mask": torch.ones_like(ids)} if takes_mask else {}
         made = self.model.generate(ids, generation_config=config, custom_generate=_hold, **mask)
         return _Group(rows, ids, made)
 
     def prefill(self, prompts: list[torch.Tensor], seed: int, fewest: list[int], pad: int = 0) -> None:
-        """Run the prompts, and draw the first token of each. `fewest` is in the options, and nothing is padded."""
+        """Run the prompts, and draw the first token of each. `fewest` and `pad` are not used."""
         self.seed = seed
         for length in dict.fromkeys(map(len, prompts)):
             rows = [i for i, x in enumerate(prompts) if len(x) == length]
@@ -102,7 +102,7 @@ class Growing:
             check.fail("prompts", f"of one length, since {holder} holds the state of its sequences", lengths)
 
     def _logits(self, group: _Group) -> torch.Tensor:
-        """The logits of a group's next tokens, float32 [rows, vocab], as the processors of stock leave them."""
+        """Return the logits of a group's next tokens, float32 [rows, vocab], after transformers' processors."""
         if not group.is_first:
             group.ids = torch.cat([group.ids, self.token[group.rows]], dim=1)
         many = None if group.is_first or not group.inputs["use_cache"] else 1
@@ -117,7 +117,7 @@ class Growing:
         return group.processors(group.ids, logits)  # type: ignore[no-any-return]
 
     def run(self) -> None:
-        """A step of all groups, and one draw."""
+        """Run a step of all groups, and draw one token per prompt."""
         found = [self._logits(group) for group in self.groups]
         logits = torch.cat(found)[self.order]
         draw(self.sampling, logits, self.token, self.finished, self.stop, self.seed, self.drawn, self.rows)

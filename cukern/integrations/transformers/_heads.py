@@ -1,7 +1,7 @@
-"""What attention does before it attends: one product for queries, keys and values, then one kernel for the rest.
+"""The part of an attention layer before the attention: one product for q, k and v, then one kernel for the rest.
 
-While `generate` of this package runs, norms of heads, the rotary embedding, and the cache's new keys and values are
-`fused_qk_norm_rope_and_cache`. The statements of a forward that it stands for are known by their text.
+During this package's `generate`, `fused_qk_norm_rope_and_cache` replaces the head norms, the rotary embedding and the
+cache update. The replaced statements of a forward are recognized by their text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAMES = ("q_proj", "k_proj", "v_proj")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _HEAD = "query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)"
 _UPDATE = "key_states, value_states = {cache}.update(key_states, value_states, self.layer_idx{more})"
-#: What forwards of several versions hand the cache besides.
+#: Further arguments of the cache update in several versions of transformers.
 _MORE = "", ", cache_kwargs", ", kwargs=kwargs"
 
 
@@ -31,7 +31,7 @@ def _product(name: str, states: str, norm: str = "") -> str:
 
 
 def _texts() -> dict[str, tuple[bool, str]]:
-    """The statements that forwards have; whether they norm heads, and their name of the cache."""
+    """Return the known statements of forwards, with whether they normalize heads and the name of the cache."""
     value = _product("v_proj", "value_states")
     plain = _product("q_proj", "query_states"), _product("k_proj", "key_states"), value
     normed = _product("q_proj", "query_states", "q_norm"), _product("k_proj", "key_states", "k_norm"), value
@@ -50,7 +50,10 @@ _TEXTS = _texts()
 
 
 def fused(body: list[ast.stmt]) -> tuple[list[ast.stmt], bool | None]:
-    """The statements with the known ones behind a call of `states`, and whether they norm heads; None: unknown."""
+    """Return the statements with the known ones behind a call of `states`, and whether those normalize heads.
+
+    The flag is None if no statement is known.
+    """
     for count in (6, 8):
         for begin in range(len(body) - count + 1):
             known = body[begin : begin + count]
@@ -70,7 +73,7 @@ def fused(body: list[ast.stmt]) -> tuple[list[ast.stmt], bool | None]:
 
 
 def _layer(module: Any, cache: Any, key: torch.Tensor) -> PagedLayer | None:
-    """The cache's layer of a module, if it has pages; allocated like `key` [batch, kv_heads, tokens, head_dim]."""
+    """Return the cache layer of a module if it has pages, allocated like `key` [batch, kv_heads, tokens, head_dim]."""
     layer = cache.layers[module.layer_idx]
     if type(layer) is not PagedLayer:
         return None
@@ -80,7 +83,7 @@ def _layer(module: Any, cache: Any, key: torch.Tensor) -> PagedLayer | None:
 
 
 def _norm_of(module: Any, norms: bool) -> tuple[Any, Any, float | None, float] | None:
-    """The weights of both norms, epsilon and weight_offset; None where they have no common form."""
+    """Return the weights of both norms, epsilon and weight_offset; None if the norms differ in form."""
     if not norms:
         return None, None, None, 0.0
     of_query, of_key = (getattr(module, name).__dict__.get(_norms.NUMBERS) for name in ("q_norm", "k_norm"))
@@ -93,9 +96,9 @@ def _norm_of(module: Any, norms: bool) -> tuple[Any, Any, float | None, float] |
 
 
 def states(
-    module: Any, hidden_states: torch.Tensor, position_embeddings: Any, cache: Any, norms: bool, form: Any
+    module: Any, hidden_states: torch.Tensor, position_embeddings: Any, cache: Any, norms: bool, formula: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """Queries [batch, heads, tokens, head_dim], and all keys and values of the cache; None: the own statements run."""
+    """Return queries [batch, heads, tokens, head_dim] and the cache's keys and values; None: run the original code."""
     session = active.session
     if torch.compiler.is_compiling() or session is None or cache is None:
         return None
@@ -108,9 +111,9 @@ def states(
     columns = cos.shape[-1]
     if hidden_states.dtype not in _DTYPES:
         return None
-    if cos.dtype != hidden_states.dtype and (cos.dtype != torch.float32 or not form.takes_float32):
+    if cos.dtype != hidden_states.dtype and (cos.dtype != torch.float32 or not formula.takes_float32):
         return None
-    rotary_dim = columns * 2 // form.halves
+    rotary_dim = columns * 2 // formula.halves
     if dim % 16 or dim > 512 or rotary_dim % 16 or rotary_dim > dim or cos.dtype != sin.dtype:
         return None
     batch, tokens, hidden = hidden_states.shape
@@ -124,13 +127,13 @@ def states(
     weights, (epsilon, offset) = numbers[:2], numbers[2:]
     cukern.fused_qk_norm_rope_and_cache(
         query, key, value, cos, sin, *layer.pages, session.slots.slots, *weights, epsilon, weight_offset=offset,
-        layout=form.layout, rotary_dim=rotary_dim,
+        layout=formula.layout, rotary_dim=rotary_dim,
     )  # fmt: skip
     assert layer.keys is not None and layer.values is not None
     return query.view(batch, tokens, -1, dim).transpose(1, 2), layer.keys, layer.values
 
 
 def prepare(module: Any, state: State) -> bool:
-    """Let the three products of a module be one; whether they can."""
+    """Join the three products of a module into one. Return whether that is possible."""
     sizes = getattr(module, "head_dim", None), getattr(module, "layer_idx", None)
     return all(isinstance(x, int) for x in sizes) and _products.join(module, _NAMES, state)

@@ -1,4 +1,4 @@
-"""RMS norms, and the sum before them where a layer has one."""
+"""RMS norms, and the sum before a norm."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _takes(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
-    """Whether the kernel takes rows as they are."""
+    """Return whether the kernel can take the rows without a copy."""
     if x.dtype not in _DTYPES or (weight is not None and weight.dtype not in (x.dtype, torch.float32)):
         return False
     return x.stride(-1) == 1 and (x.dim() <= 3 or x.is_contiguous()) and not wants_gradient(x, weight)
@@ -38,7 +38,7 @@ def _detached(weight: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def norm_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """The forward of a norm that is replaced. With more arguments, such as a gate, its own runs."""
+    """Run a replaced norm. With further arguments, such as a gate, the module's own forward runs."""
     hidden_states = alone(args, kwargs)
     if isinstance(hidden_states, Sum):
         return entry_norm(self, hidden_states)[0]
@@ -51,11 +51,11 @@ def norm_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def add_norm(norm: Any, hidden_states: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of a sum, and the sum."""
+    """Return the norm of a sum, and the sum."""
     hidden_states, residual = plain(hidden_states), plain(residual)
     weight, numbers = getattr(norm, "weight", None), norm.__dict__.get(NUMBERS)
     fits = numbers is not None and hidden_states.dtype == residual.dtype and hidden_states.shape == residual.shape
-    # Both are overwritten, which others would see who record hidden states.
+    # The kernel overwrites both, which code that records hidden states would see. So it runs only in `generate`.
     if active.session is not None and fits and _takes(hidden_states, weight) and _takes(residual, weight):
         return cukern.fused_add_rms_norm(  # type: ignore[return-value]
             hidden_states, residual, _detached(weight), numbers[0], weight_offset=numbers[1]
@@ -65,7 +65,7 @@ def add_norm(norm: Any, hidden_states: torch.Tensor, residual: torch.Tensor) -> 
 
 
 def entry_norm(norm: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm at the begin of a layer, or behind the last one, and what it was taken of."""
+    """Return the norm at the beginning of a layer, or after the last layer, and the norm's input."""
     if isinstance(hidden_states, Sum) and (parts := hidden_states.parts()) is not None:
         normed, made = add_norm(norm, *parts)
         hidden_states.keep(made)
@@ -75,7 +75,7 @@ def entry_norm(norm: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def last_sum(hidden_states: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """The sum that a layer returns: while `generate` runs, the next norm adds up."""
+    """Return a layer's sum; during `generate` it is deferred, so that the next norm can add the terms."""
     hidden_states, residual = plain(hidden_states), plain(residual)
     alike = hidden_states.dtype == residual.dtype and hidden_states.shape == residual.shape
     if alike and not torch.compiler.is_compiling() and active.session is not None:
@@ -88,7 +88,7 @@ def last_sum(hidden_states: torch.Tensor, residual: torch.Tensor) -> torch.Tenso
 
 @torch.no_grad()
 def _numbers_of(module: Any) -> tuple[tuple[float, float] | None, str]:
-    """epsilon and weight_offset of a norm, found by what it gives for random numbers; None, and why, for another."""
+    """Return epsilon and weight_offset of an RMS norm, found with random numbers; None and the reason for others."""
     other = "its formula is not that of an RMS norm alone"
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
@@ -118,7 +118,7 @@ def _numbers_of(module: Any) -> tuple[tuple[float, float] | None, str]:
 
 
 def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
-    """Let all RMS norms of the model run on `rms_norm`."""
+    """Make all RMS norms of the model run on `rms_norm`."""
     known: dict[Any, tuple[tuple[float, float] | None, str]] = {}
     for module in model.modules():
         if "RMSNorm" not in type(module).__name__ or next(module.children(), None) is not None:
@@ -150,7 +150,7 @@ def _is(statement: ast.stmt, text: str) -> bool:
 
 
 def _norm_in(statement: ast.stmt) -> str | None:
-    """The name of the norm in `hidden_states = self.NAME(hidden_states)`."""
+    """Return the name of the norm in `hidden_states = self.NAME(hidden_states)`."""
     match statement:
         case ast.Assign(
             targets=[ast.Name("hidden_states")],
@@ -165,9 +165,9 @@ def _replaced(text: str, at: ast.stmt) -> ast.stmt:
 
 
 def _fused(body: list[ast.stmt]) -> tuple[list[ast.stmt], list[str]]:
-    """The statements with each sum and the norm after it as one, and the names of these norms.
+    """Return the statements with each sum and the norm after it combined, and the names of these norms.
 
-    The sum that a layer returns, and the norm that it begins with, are one of two layers.
+    The sum that a layer returns is combined with the first norm of the next layer.
     """
     added, kept, made = "hidden_states = residual + hidden_states", "residual = hidden_states", list(body)
     names: list[str] = []
@@ -189,7 +189,7 @@ def _fused(body: list[ast.stmt]) -> tuple[list[ast.stmt], list[str]]:
 
 
 def _rewritten(module: Any) -> tuple[Callable[..., Any], list[str]] | None:
-    """A layer's forward with `add_norm` for each sum before a norm; None where it has none, or cannot be read."""
+    """Return a layer's forward with `add_norm` for each sum before a norm; None if there is none, or without source."""
     names: list[str] = []
     functions = {"_cukern_add_norm": add_norm, "_cukern_entry_norm": entry_norm, "_cukern_last_sum": last_sum}
 
@@ -203,7 +203,7 @@ def _rewritten(module: Any) -> tuple[Callable[..., Any], list[str]] | None:
 
 
 def enable_sums(model: torch.nn.Module, state: State, notes: Notes) -> None:
-    """Let the layers of the model add up and norm in one kernel, while `generate` runs."""
+    """Make the layers of the model add and normalize in one kernel during `generate`."""
     known: dict[Any, Any] = {}
     for module in model.modules():
         forward = type(module).forward

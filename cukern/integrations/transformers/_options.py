@@ -1,4 +1,4 @@
-"""What `generate` is asked for: its arguments over the model's generation_config, merged as stock does."""
+"""The options of `generate`: its arguments over the model's generation_config, merged as in transformers."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from transformers import GenerationConfig
 
 from cukern.runtime import check
 
-#: The new tokens of a prompt where neither an argument nor the generation_config bounds them.
+#: Maximum new tokens of a prompt if neither an argument nor the generation_config limits them.
 NEW_TOKENS = 128
-#: Settings that change tokens and are not served, with their values that change none.
+#: Unsupported settings that change tokens, with the values that have no effect.
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,), "num_beam_groups": (1,), "num_return_sequences": (1,), "typical_p": (1.0,), "top_h": (),
     "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,), "guidance_scale": (1.0,), "watermarking_config": (),
     "token_healing": (False,), "max_time": (), "stop_strings": (), "prompt_lookup_num_tokens": (), "use_mtp": (False,),
     "penalty_alpha": (0.0,), "dola_layers": (), "constraints": (), "force_words_ids": (), "assistant_early_exit": (),
 }  # fmt: skip
-#: Settings that a processor of stock serves, on the host, with their values that change nothing.
+#: Settings that a transformers processor implements on the host, with the values that have no effect.
 _PROCESSED: dict[str, tuple[Any, ...]] = {
     "no_repeat_ngram_size": (0,), "bad_words_ids": (), "sequence_bias": (), "suppress_tokens": (),
     "begin_suppress_tokens": (), "forced_bos_token_id": (), "forced_eos_token_id": (),
     "exponential_decay_length_penalty": (), "remove_invalid_values": (False,),
     "encoder_repetition_penalty": (1.0,), "encoder_no_repeat_ngram_size": (0,),
 }  # fmt: skip
-#: The filters of a draw, with their values that limit nothing.
+#: The sampling filters, with the values that do not limit anything.
 _UNLIMITED: dict[str, tuple[float, ...]] = {"top_k": (0, -1), "top_p": (1.0,), "min_p": (0.0,)}
-#: Further settings that an argument may have. Lengths and the draw have arguments of their own.
+#: Further settings that are accepted. Lengths and sampling parameters have their own arguments.
 _TAKEN = "min_length", "use_cache", "bos_token_id", "renormalize_logits", "early_stopping", "length_penalty"
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The numbers of a draw that are fixed in a graph."""
+    """The sampling parameters, which are fixed in a graph."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -42,18 +42,18 @@ class Sampling:
     min_p: float | None = None
     stop: tuple[int, ...] = ()
     repetition_penalty: float = 1.0
-    delays_stop: bool = False  # whether a stop token may come too early
+    delays_stop: bool = False  # whether a stop token is forbidden at first
 
 
 @dataclass
 class Options:
-    """What one generation does."""
+    """The options of one generation."""
 
     sampling: Sampling
-    most: list[int]  # new tokens of each prompt
-    fewest: list[int]
-    config: GenerationConfig  # of the processors of stock
-    processed: str  # the setting that only a processor of stock serves; empty if there is none
+    most: list[int]  # maximum new tokens of each prompt
+    fewest: list[int]  # minimum new tokens of each prompt
+    config: GenerationConfig  # for the processors of transformers
+    processed: str  # the setting that only a transformers processor implements; empty if there is none
 
 
 def _stop_tokens(given: Any) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ def _stop_tokens(given: Any) -> tuple[int, ...]:
 
 
 def _is_unlimited(name: str, value: Any, vocab: int) -> bool:
-    """Whether a filter of the draw limits nothing, in the words of vLLM, SGLang, FlashInfer or transformers."""
+    """Return whether a sampling filter has no effect, by the rules of vLLM, SGLang, FlashInfer and transformers."""
     if value is None:
         return True
     if isinstance(value, (bool, str)):
@@ -73,7 +73,7 @@ def _is_unlimited(name: str, value: Any, vocab: int) -> bool:
 
 
 def _check_known(options: dict[str, Any]) -> None:
-    """Raises TypeError for what is no setting of transformers, and ValueError for what is not served."""
+    """Raise TypeError for an unknown setting of transformers, and ValueError for an unsupported one."""
     known = GenerationConfig()
     for name, value in options.items():
         if not hasattr(known, name) or name.startswith("_"):
@@ -86,7 +86,7 @@ def _check_known(options: dict[str, Any]) -> None:
 
 
 def _merged(model: Any, generation_config: Any, options: dict[str, Any]) -> GenerationConfig:
-    """The arguments, then `generation_config`, the model's own one, and the defaults of transformers."""
+    """Merge the arguments, `generation_config`, the model's own config and the defaults, in this order of priority."""
     if generation_config is not None and not isinstance(generation_config, GenerationConfig):
         check.fail("generation_config", "a GenerationConfig", type(generation_config).__name__, TypeError)
     with warnings.catch_warnings():
@@ -109,7 +109,7 @@ def _processed(config: GenerationConfig) -> str:
 
 
 def _draw(config: GenerationConfig, given: dict[str, Any], vocab: int) -> dict[str, Any]:
-    """The numbers of the draw. A temperature without `do_sample` asks for a draw, as in `cukern.sample`."""
+    """Return the sampling parameters. A temperature without `do_sample` implies sampling, as in `cukern.sample`."""
     asked = given["temperature"]
     temperature = float(check.number("temperature", config.temperature if asked is None else asked))
     if temperature < 0:
@@ -125,7 +125,7 @@ def _draw(config: GenerationConfig, given: dict[str, Any], vocab: int) -> dict[s
 
 
 def _first(name: str, low: int, *places: Any) -> int | None:
-    """The first of the places that sets a number."""
+    """Return the first number of `places` that is not None, checked."""
     value = next((x for x in places if x is not None), None)
     return None if value is None else check.integer(name, value, low, 2**24)
 
@@ -133,7 +133,7 @@ def _first(name: str, low: int, *places: Any) -> int | None:
 def _lengths(
     model: Any, generation_config: Any, given: dict[str, Any], prompts: list[int], limit: int | None
 ) -> tuple[list[int], list[int]]:
-    """The most and the fewest new tokens of each prompt; `limit` is max_position_embeddings."""
+    """Return the maximum and the minimum new tokens of each prompt; `limit` is max_position_embeddings."""
 
     def found(name: str, low: int) -> int | None:
         places = (getattr(x, name, None) for x in (generation_config, model.generation_config))
@@ -159,11 +159,11 @@ def _lengths(
 def resolve(
     model: Any, prompts: list[int], vocab: int, limit: int | None, given: dict[str, Any], others: dict[str, Any]
 ) -> Options:
-    """The options of a generation for prompts of these lengths.
+    """Return the options of a generation for prompts of these lengths.
 
-    `given` has the arguments that are named, `others` the settings of a GenerationConfig and `generation_config`.
+    `given` has the named arguments. `others` has settings of a GenerationConfig and `generation_config`.
 
-    Raises TypeError or ValueError for what cannot be served.
+    Raises TypeError or ValueError for unsupported settings.
     """
     others = dict(others)
     generation_config = others.pop("generation_config", None)
@@ -176,7 +176,7 @@ def resolve(
             check.fail("eos_token_id", f"in the vocabulary of {vocab}", max(stop))
         merged["eos_token_id"] = list(stop) or None
     config = _merged(model, generation_config, {**others, **merged})
-    # A generation_config may name tokens that the vocabulary does not have.
+    # A generation_config may name tokens outside the vocabulary; ignore them.
     stop = tuple(x for x in _stop_tokens(config.eos_token_id) if x < vocab)
     penalty = (
         1.0

@@ -1,7 +1,7 @@
-"""Products of few rows, and products of one input as one.
+"""Products of few rows, and products that share an input.
 
-A decoding step multiplies one row, or a few, by every weight of the model: the memory's rate is its bound, of which
-`moe_gemm` with one expert reaches 50% to 80% on an H200. There the products of cuBLAS take 1.1 to 3.9 times as long.
+A decoding step multiplies one or a few rows by every weight of the model, so the memory rate bounds its time. On an
+H200, `moe_gemm` with one expert reaches 50% to 80% of that rate. cuBLAS takes 1.1 to 3.9 times as long as `moe_gemm`.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from cukern.integrations.transformers._regimes import difference
 from cukern.integrations.transformers._rewrite import NOT_ONE, alone, takes_one
 from cukern.integrations.transformers._state import Notes, State, active, simple_attributes, wants_gradient
 
-#: Rows up to which weights are streamed, and those of small weights, which cuBLAS has too few blocks for.
+#: `moe_gemm` replaces cuBLAS for up to FEW rows, or up to _FEW_OF_SMALL rows if the weight has at most _SMALL elements:
+#: for small weights cuBLAS launches too few blocks.
 FEW, _FEW_OF_SMALL, _SMALL = 2, 4, 2**21
-#: Weights above which cuBLAS reaches the memory's rate itself.
+#: Weights with more elements stay with cuBLAS, which reaches the memory rate for them.
 _LARGE = 2**26
 _HALVES = (torch.float16, torch.bfloat16)
-#: The attribute of a module whose products are one, and that of a multilayer perceptron with its activation.
+#: The attributes of a module that hold its joined weights, and the activation of a multilayer perceptron.
 _TOGETHER, _ACTIVATION = "_cukern_together", "_cukern_activation"
 _offsets: dict[tuple[int, torch.device], torch.Tensor] = {}
 
 
 def _offsets_of(rows: int, device: torch.device) -> torch.Tensor:
-    """The rows of one expert: all. Made before anything is captured, as the first step of a size is not."""
+    """Return the offsets of one expert with all rows. They are created before capture, in the uncaptured first step."""
     if (rows, device) not in _offsets:
         _offsets[rows, device] = torch.tensor([0, rows], dtype=torch.int32, device=device)
     return _offsets[rows, device]
 
 
 def _streams(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a product is one of few rows in a step, in numbers that the kernel reads in whole units."""
+    """Return whether `moe_gemm` should run a product: few rows in a step, 16 bits, sizes and addresses that fit."""
     return (
         not torch.compiler.is_compiling()
         and active.session is not None
@@ -54,7 +55,7 @@ def _streams(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
 ) -> torch.Tensor:
-    """x [rows, k] times weight [n, k], as `linear` has it; with an activation [rows, n / 2], of gates before ups."""
+    """Return x [rows, k] @ weight.T + bias for weight [n, k]; with an activation of gates and ups, [rows, n / 2]."""
     if not _streams(x, weight):
         made = F.linear(x, weight, bias)
         return made if activation is None else cukern.moe_activation(made, activation)  # type: ignore[return-value]
@@ -68,18 +69,18 @@ def product(
 
 
 class _Together(NamedTuple):
-    """The weights of several modules, one after the other in memory: their parameters are views of it."""
+    """The weights of several modules, consecutive in memory; the modules' parameters are views of them."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    places: tuple[int, ...]  # addresses of the parameters, by which it is known that they are still these
+    places: tuple[int, ...]  # addresses of the parameters, to detect that one was replaced
 
 
 def is_linear(module: Any) -> bool:
-    """Whether a module is one product and nothing else."""
+    """Return whether a module is a plain linear layer."""
     if type(module) is not torch.nn.Linear or not isinstance(module.weight, torch.nn.Parameter):
         return False
-    if "forward" in module.__dict__:  # such as that of a library that moves weights
+    if "forward" in module.__dict__:  # for example from a library that moves weights
         return False
     return not module._forward_hooks and not module._forward_pre_hooks and not hasattr(module, "parametrizations")
 
@@ -95,7 +96,7 @@ def _places(parameters: list[list[torch.Tensor | None]]) -> tuple[int, ...]:
 
 @torch.no_grad()
 def join(module: Any, names: Sequence[str], state: State) -> bool:
-    """Let the weights of these children lie one after the other; whether they can."""
+    """Make the weights of these children consecutive in memory. Return whether that is possible."""
     if not all(is_linear(getattr(module, name, None)) for name in names):
         return False
     weights, biases = _parameters(module, names)
@@ -125,7 +126,7 @@ def join(module: Any, names: Sequence[str], state: State) -> bool:
 
 
 def together(module: Any, names: Sequence[str]) -> _Together | None:
-    """What `join` made; None where parameters were replaced since."""
+    """Return the weights that `join` made; None if a parameter has been replaced."""
     found: _Together | None = module.__dict__.get(_TOGETHER)
     if found is None or torch.compiler.is_compiling() or found.places != _places(_parameters(module, names)):
         return None
@@ -136,7 +137,7 @@ def together(module: Any, names: Sequence[str]) -> _Together | None:
 
 
 def linear_forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-    """The forward of a `Linear`, of few rows in a step by `moe_gemm`."""
+    """Run a `Linear`; in a step of few rows, with `moe_gemm`."""
     if torch.compiler.is_compiling() or active.session is None:
         return F.linear(input, self.weight, self.bias)
     made = product(input.reshape(-1, input.shape[-1]), self.weight, self.bias)
@@ -147,7 +148,7 @@ _GATE_UP = ("gate_proj", "up_proj")
 
 
 def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """The forward of a gated perceptron: gates and ups in one product. With more arguments its own runs."""
+    """Run a gated perceptron with gates and ups in one product. With further arguments its own forward runs."""
     own, x = together(self, _GATE_UP), alone(args, kwargs)
     if own is None or x is None or wants_gradient(x, self.gate_proj.weight) or x.dtype != own.weight.dtype:
         return type(self).forward(self, *args, **kwargs)  # type: ignore[no-any-return]
@@ -158,7 +159,7 @@ def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _small(module: Any, inputs: int, inner: int) -> Any:
-    """A perceptron of the same class with small random products in float32."""
+    """Return a perceptron of the same class with small random float32 weights."""
     probe = copy.copy(module)
     probe.__dict__ = {k: v for k, v in module.__dict__.items() if k != "forward"}
     probe._modules = dict(module._modules)
@@ -173,7 +174,7 @@ def _small(module: Any, inputs: int, inner: int) -> Any:
 
 @torch.no_grad()
 def _activation_of(module: Any) -> tuple[str | None, str]:
-    """The activation of a perceptron, found by what small ones of its class give; None, and why, for another."""
+    """Return the activation of a perceptron, found with small ones of its class; None and the reason if unknown."""
     found: list[str] = []
     probes = {inputs: _small(module, inputs, inner) for inputs, inner in ((16, 24), (15, 25))}
 
@@ -199,7 +200,7 @@ def _activation_of(module: Any) -> tuple[str | None, str]:
 
 
 def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
-    """Let gated perceptrons run as two products, and all products of few rows on the kernel for them."""
+    """Make gated perceptrons run as two products, and make products of few rows run on `moe_gemm`."""
     known: dict[Any, tuple[str | None, str]] = {}
     for module in list(model.modules()):
         if "forward" in module.__dict__:

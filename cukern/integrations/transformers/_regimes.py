@@ -1,4 +1,4 @@
-"""Regimes of numbers: a probe compares a module with a kernel in each."""
+"""Compare a module with a kernel in several regimes of numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Regime(NamedTuple):
-    """The name of a regime, the change that makes its rows from normal numbers, and their dtype."""
+    """The name of a regime, the function that makes its rows from normal numbers, and their dtype."""
 
     name: str
     change: Callable[[torch.Tensor], torch.Tensor]
@@ -26,16 +26,16 @@ REGIMES = (
     Regime("rows of float16", lambda x: x, torch.float16),
     Regime("rows of bfloat16", lambda x: x, torch.bfloat16),
 )
-#: Rows whose squares are beyond float16.
+#: Rows whose squares overflow float16.
 LARGE_HALVES = Regime("large rows of float16", lambda x: x * 1e3, torch.float16)
-#: The roundings of the largest number of a row that two formulas may differ by. Sums of float32 have many.
+#: The allowed difference of two formulas, in roundings of a row's largest number. Float32 sums have many roundings.
 _ROUNDINGS = {torch.float32: 80, torch.float16: 4, torch.bfloat16: 4}
-#: What a forward raises that does not take such rows.
+#: Exceptions of a forward that does not take such rows.
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
 
 def are_near(got: torch.Tensor, wanted: Any) -> bool:
-    """Whether two results differ by roundings alone, relative to the largest number of each row."""
+    """Return whether two results differ only by roundings, relative to the largest number of each row."""
     if not isinstance(wanted, torch.Tensor) or got.shape != wanted.shape or got.dtype != wanted.dtype:
         return False
     bound = _ROUNDINGS[got.dtype] * torch.finfo(got.dtype).eps
@@ -53,9 +53,9 @@ def difference(
     spread: float = 1.0,
     seed: int = 3,
 ) -> str | None:
-    """The first regime where a module's own code and a kernel differ; empty: none.
+    """Return the name of the first regime where a module's own code and a kernel differ; empty if they agree.
 
-    A key of `shapes` ends the regime's name. None: the code takes no ordinary rows, or differs there already.
+    A key of `shapes` is appended to the regime's name. None: the code does not take ordinary rows, or differs for them.
     """
     generator = torch.Generator().manual_seed(seed)
     for i, ((besides, shape), regime) in enumerate(itertools.product(shapes.items(), regimes)):

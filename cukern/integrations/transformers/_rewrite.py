@@ -1,4 +1,4 @@
-"""Forwards of the modules of transformers: finds the undecorated function, and rebinds globals that it names."""
+"""Rewrite forwards of transformers' modules: find the undecorated function, and rebind globals that it names."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from typing import Any
 
 
 def written(module: Any) -> Any:
-    """The undecorated forward of a torch module's class."""
+    """Return the undecorated forward of a torch module's class."""
     return inspect.unwrap(type(module).forward)
 
 
-#: Why a module stays whose forward `takes_one` refuses.
+#: The reason for keeping a module whose forward `takes_one` refuses.
 NOT_ONE = "its forward has an argument besides the rows whose default is not None"
 
 
 def takes_one(module: Any) -> bool:
-    """Whether the forward of a module needs one argument, and all others may be None."""
+    """Return whether a module's forward requires one argument, and all other arguments default to None."""
     takes = list(inspect.signature(written(module)).parameters.values())[1:]
     named = [x for x in takes if x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL)]
     return bool(named) and named[0].default is inspect.Parameter.empty and all(x.default is None for x in named[1:])
 
 
 def alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The first argument of a call; None where another argument is not None or the first is given by name."""
+    """Return the first positional argument of a call; None if another argument is not None, or if it is missing."""
     if not args or any(x is not None for x in (*args[1:], *kwargs.values())):
         return None
     return args[0]
 
 
 def read_globals(module: Any) -> dict[str, Any]:
-    """The globals that the written forward of a module names."""
+    """Return the globals that a module's undecorated forward names."""
     forward = written(module)
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
     scope = getattr(forward, "__globals__", {})
@@ -42,7 +42,7 @@ def read_globals(module: Any) -> dict[str, Any]:
 
 
 def read_names(module: Any) -> set[str]:
-    """The names that the written forward of a module reads, also in its lambdas."""
+    """Return the names that a module's undecorated forward reads, including those in its lambdas."""
 
     def found(code: types.CodeType) -> set[str]:
         inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
@@ -57,12 +57,12 @@ def rewritten(
     names: dict[str, Any],
     change: Callable[[list[ast.stmt]], list[ast.stmt]] = lambda body: body,
 ) -> Callable[..., Any] | None:
-    """The forward of a module's class with its statements changed; `names` maps globals that it names to other values.
+    """Return the forward of a module's class with changed statements; `names` maps some of its globals to other values.
 
-    The wrappers of the forward wrap the new one as well. The result is None where the source is unknown, the written
-    function is a closure, or a wrapper does not hold the function in its closure.
+    The wrappers of the forward also wrap the new function. The result is None if the source is unknown, if the
+    undecorated function is a closure, or if a wrapper does not hold the function in its closure.
 
-    The names are free variables of the new function. It shares all other globals with the old one, so that
+    The names are free variables of the new function. It shares all other globals with the old function, so that
     torch.compile finds them in their module.
     """
     forward = written(module)
@@ -77,7 +77,7 @@ def rewritten(
         return None
     function.body = change(function.body)
     function.decorator_list = []
-    # Annotations and defaults would be evaluated again. The new function takes the old defaults below.
+    # Annotations and defaults would be evaluated again. The new function gets the old defaults below.
     arguments = function.args
     for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
         if argument is not None:
@@ -98,7 +98,7 @@ def rewritten(
 
 
 def _wrapped(forward: Any, made: Callable[..., Any]) -> Callable[..., Any] | None:
-    """`made` behind copies of the wrappers of a forward; None where a wrapper does not hold it in its closure."""
+    """Return `made` inside copies of a forward's wrappers; None if a wrapper lacks the forward in its closure."""
     if not hasattr(forward, "__wrapped__"):
         return made
     inner = _wrapped(forward.__wrapped__, made)

@@ -1,4 +1,4 @@
-"""Rotary embedding: the function that attention modules call for it."""
+"""Rotary embedding: replace the functions that attention modules call for it."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ _PREFIX = "apply_rotary_pos_emb"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class Form(NamedTuple):
-    """What a function of transformers computes."""
+class RotaryFormula(NamedTuple):
+    """The formula of a rotary function of transformers."""
 
     layout: str
-    halves: int  # of rotary_dim in cos: 2, or 1 where one half stands for both
-    takes_float32: bool  # cos and sin in float32 beside queries of 16 bits, whose dtype the results have
+    halves: int  # cos has halves * rotary_dim / 2 columns; 1: both halves share their angles
+    takes_float32: bool  # whether float32 cos and sin may come with 16-bit queries, and give 16-bit results
 
     def __str__(self) -> str:
         return f"rotary_embedding, {self.layout}"
 
 
 def _probe(
-    function: Callable[..., Any], form: Form, angles: torch.dtype | None = None
+    function: Callable[..., Any], formula: RotaryFormula, angles: torch.dtype | None = None
 ) -> tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], torch.Tensor]]:
-    """The function, and the kernel, of queries and keys together: [batch, 3 n heads, tokens, head_dim]."""
+    """Return the function and the kernel, on queries and keys in one array [batch, 3 n heads, tokens, head_dim]."""
 
     def given(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         generator = torch.Generator().manual_seed(5)
-        # Halves of cos are the same in all models, and some functions read one alone.
+        # The halves of cos are equal in all models, and some functions read only one.
         shape = rows.shape[0], rows.shape[2], rows.shape[3] // 2
-        cos, sin = (torch.randn(shape, generator=generator).repeat(1, 1, form.halves) for _ in range(2))
+        cos, sin = (torch.randn(shape, generator=generator).repeat(1, 1, formula.halves) for _ in range(2))
         query, key = rows.split([rows.shape[1] // 3 * 2, rows.shape[1] // 3], 1)
         dtype = angles or rows.dtype
         return query.contiguous(), key.contiguous(), cos.to(dtype), sin.to(dtype)
@@ -49,41 +49,41 @@ def _probe(
         return torch.cat(function(*given(rows)), 1)
 
     def kernel(rows: torch.Tensor) -> torch.Tensor:
-        made = cukern.rotary_embedding(*given(rows), layout=form.layout, rotary_dim=rows.shape[-1])
+        made = cukern.rotary_embedding(*given(rows), layout=formula.layout, rotary_dim=rows.shape[-1])
         return torch.cat(made, 1)  # type: ignore[arg-type]
 
     return own, kernel
 
 
 @torch.no_grad()
-def _form_of(function: Callable[..., Any]) -> tuple[Form | None, str]:
-    """The form of a function, found by what it gives for random numbers; None, and why, for another formula."""
+def _formula_of(function: Callable[..., Any]) -> tuple[RotaryFormula | None, str]:
+    """Return the formula of a function, found with random numbers; None and the reason for another formula."""
     found: list[str] = []
     shapes = {"": (2, 6, 5, 16), " of one head and 7 tokens": (1, 3, 7, 16)}
     for halves, layout in itertools.product((2, 1), ("half", "interleaved", "deinterleaved")):
-        form = Form(layout, halves, takes_float32=False)
-        regime = difference(*_probe(function, form), shapes)
+        formula = RotaryFormula(layout, halves, takes_float32=False)
+        regime = difference(*_probe(function, formula), shapes)
         if regime == "":
-            mixed = difference(*_probe(function, form, torch.float32), shapes, regimes=REGIMES[-2:])
-            return form._replace(takes_float32=mixed == ""), ""
+            mixed = difference(*_probe(function, formula, torch.float32), shapes, regimes=REGIMES[-2:])
+            return formula._replace(takes_float32=mixed == ""), ""
         found += [f"differs from rotary_embedding, {layout}, for {regime}"] * (regime is not None)
     return None, found[0] if found else "is none of rotary_embedding's"
 
 
-def _in_place(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
-    """The replacement of a function of transformers, which it calls for what the kernel does not take."""
+def _in_place(function: Callable[..., Any], formula: RotaryFormula) -> Callable[..., Any]:
+    """Return the replacement of a function, which calls the function for arguments that the kernel does not take."""
 
     def rotate(*args: Any, **kwargs: Any) -> Any:
         if len(args) != 4 or kwargs.keys() - {"unsqueeze_dim"}:
             return function(*args, **kwargs)
         q, k, cos, sin = args
-        dim = cos.shape[-1] * 2 // form.halves
+        dim = cos.shape[-1] * 2 // formula.halves
         fits = (
             q.dim() == k.dim() == 4
             and cos.dim() == sin.dim() == 3
             and q.dtype == k.dtype
             and q.dtype in _DTYPES
-            and (cos.dtype == q.dtype or (cos.dtype == torch.float32 and form.takes_float32))
+            and (cos.dtype == q.dtype or (cos.dtype == torch.float32 and formula.takes_float32))
             and sin.dtype == cos.dtype
             and q.stride(-1) == k.stride(-1) == cos.stride(-1) == sin.stride(-1) == 1
             and all(stride or size == 1 for x in (q, k) for size, stride in zip(x.shape, x.stride(), strict=True))
@@ -93,7 +93,7 @@ def _in_place(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
         if not fits:
             return function(*args, **kwargs)
         with torch.no_grad():
-            cukern.rotary_embedding(q, k, cos, sin, layout=form.layout, rotary_dim=dim, **kwargs)
+            cukern.rotary_embedding(q, k, cos, sin, layout=formula.layout, rotary_dim=dim, **kwargs)
         return q, k
 
     return rotate
@@ -101,12 +101,12 @@ def _in_place(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
 
 # --- angles ---------------------------------------------------------------------------------------------
 
-#: Kinds of angles that depend on the length as well.
+#: Kinds of angles that also depend on the sequence length.
 _OF_LENGTH = ("dynamic", "longrope")
 
 
 def angles_forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a module of angles: while `generate` runs, rows of a table, in place of nine small kernels."""
+    """Return cos and sin; during `generate` from a table, which replaces nine small kernels."""
     session = None if torch.compiler.is_compiling() else active.session
     if session is None or args or kwargs or not getattr(session, "tokens", 0) or position_ids.dim() != 2:
         return type(self).forward(self, x, position_ids, *args, **kwargs)
@@ -123,7 +123,7 @@ def angles_forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor, *args
 
 
 def _table(module: Any, x: torch.Tensor, tokens: int) -> torch.Tensor | None:
-    """cos and sin of all positions side by side; None where a position's depend on more than itself."""
+    """Return cos and sin of all positions side by side; None if angles depend on more than the position."""
     if getattr(module, "rope_type", "default") in _OF_LENGTH:
         return None
 
@@ -140,7 +140,7 @@ def _table(module: Any, x: torch.Tensor, tokens: int) -> torch.Tensor | None:
 
 
 def _has_angles(module: Any) -> bool:
-    """Whether the module gives angles for `x` and positions alone."""
+    """Return whether the module computes angles from `x` and positions only."""
     if not type(module).__name__.endswith("RotaryEmbedding") or "forward" in module.__dict__:
         return False
     takes = list(inspect.signature(written(module)).parameters)
@@ -150,27 +150,27 @@ def _has_angles(module: Any) -> bool:
 # --- modules --------------------------------------------------------------------------------------------
 
 
-def _rewritten(module: Any, found: dict[str, tuple[Any, Form]]) -> tuple[Callable[..., Any] | None, bool]:
-    """A forward that rotates in place, and whether it has statements that `_heads` stands for."""
-    functions = {name: _in_place(function, form) for name, (function, form) in found.items()}
-    form = found[_PREFIX][1] if _PREFIX in found else None
+def _rewritten(module: Any, found: dict[str, tuple[Any, RotaryFormula]]) -> tuple[Callable[..., Any] | None, bool]:
+    """Return a forward that rotates in place, and whether `_heads` can replace some of its statements."""
+    functions = {name: _in_place(function, formula) for name, (function, formula) in found.items()}
+    formula = found[_PREFIX][1] if _PREFIX in found else None
     knows: list[bool] = []
 
     def heads(module: Any, hidden_states: Any, angles: Any, cache: Any, norms: bool) -> Any:
-        return _heads.states(module, hidden_states, angles, cache, norms, form)
+        return _heads.states(module, hidden_states, angles, cache, norms, formula)
 
     def change(body: list[ast.stmt]) -> list[ast.stmt]:
         made, norms = _heads.fused(body)
         knows.append(norms is not None)
-        return made if form is not None else body
+        return made if formula is not None else body
 
     made = rewritten(module, functions | {"_cukern_heads": heads}, change)
-    return made, form is not None and any(knows)
+    return made, formula is not None and any(knows)
 
 
 def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
-    """Let the attention modules of the model rotate in place."""
-    forms: dict[Any, tuple[Form | None, str]] = {}
+    """Make the attention modules of the model rotate in place."""
+    formulas: dict[Any, tuple[RotaryFormula | None, str]] = {}
     made: dict[Any, Any] = {}
     for module in filter(_has_angles, list(model.modules())):
         state.replace_forward(module, angles_forward)
@@ -180,11 +180,15 @@ def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
         if not own or "forward" in module.__dict__:
             continue
         for function in own.values():
-            if function not in forms:
-                forms[function] = _form_of(function)
-        found = {name: (function, form) for name, function in own.items() if (form := forms[function][0]) is not None}
+            if function not in formulas:
+                formulas[function] = _formula_of(function)
+        found = {
+            name: (function, formula)
+            for name, function in own.items()
+            if (formula := formulas[function][0]) is not None
+        }
         for name in sorted(own.keys() - found.keys()):
-            notes.kept.add("rotary", module, f"the formula of {name} {forms[own[name]][1]}")
+            notes.kept.add("rotary", module, f"the formula of {name} {formulas[own[name]][1]}")
         if not found:
             continue
         key = type(module).forward
@@ -196,7 +200,7 @@ def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
             continue
         is_fused = is_fused and _heads.prepare(module, state)
         state.replace_forward(module, forward)
-        how = ", ".join(sorted({str(form) for _, form in found.values()}))
+        how = ", ".join(sorted({str(formula) for _, formula in found.values()}))
         notes.replaced.add(
             "rotary", module, how + "; in generate of this package one product and one kernel" * is_fused
         )

@@ -1,4 +1,4 @@
-"""Routers: those whose formula is one of the gates."""
+"""Routers: replace those that compute one of the gates."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from cukern.integrations.transformers._state import Notes, State, active, simple
 
 #: The attribute of a router that holds its `Gate`.
 _GATE = "_cukern_gate"
-#: And the one that holds its weight in float32, where its product is.
+#: The attribute of a router that holds its weight in float32, if its product is in float32.
 _WEIGHT = "_cukern_weight"
 
 
 def _in_float32(self: Any) -> torch.Tensor:
-    """The weight of a router in float32, made once: it is small, and each step would make it anew."""
+    """Return a router's weight in float32. It is small, so it is converted once instead of in each step."""
     weight: torch.Tensor = self.weight
     if weight.dtype == torch.float32 or torch.compiler.is_compiling():
         return weight.float()
@@ -30,7 +30,7 @@ def _in_float32(self: Any) -> torch.Tensor:
 
 
 def router_forward(self: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-    """The forward of a router that is replaced: logits, weights and ids. With more arguments its own runs."""
+    """Return a replaced router's logits, weights and ids. With further arguments its own forward runs."""
     hidden_states = alone(args, kwargs)
     if hidden_states is None or wants_gradient(hidden_states, self.weight):
         return type(self).forward(self, *args, **kwargs)  # type: ignore[no-any-return]
@@ -43,7 +43,7 @@ def router_forward(self: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, 
     with torch.no_grad():
         logits = product(x, weight, own_bias)
         weights, ids = gate.route(logits, bias)
-        # The experts of this package take ids of int32.
+        # This package's experts take int32 ids.
         defers = not torch.compiler.is_compiling() and active.session is not None
         return logits, weights, Ids.of(ids) if defers else ids.long()
 
@@ -59,7 +59,7 @@ def _is_router(module: Any) -> bool:
 
 
 def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
-    """Let the routers of the model run on the gates, where their formula is one."""
+    """Make the routers of the model run on the gates, if they compute one."""
     known: dict[Any, tuple[Gate | None, str]] = {}
     for module in model.modules():
         if "forward" in module.__dict__:

@@ -1,4 +1,4 @@
-"""Draws by `cukern.sample`, for our `generate` and as a `LogitsProcessor` for the one of transformers."""
+"""Sampling with `cukern.sample`, for this package's `generate` and as a `LogitsProcessor` for transformers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from cukern.integrations.transformers._options import Sampling
 
 
 class Sampler(LogitsProcessor):  # type: ignore[misc]
-    """Draw the next token by `cukern.sample`, and leave `generate` no other: pass it in `logits_processor=[...]`.
+    """Draw the next token with `cukern.sample`, and mask all other tokens: pass it in `logits_processor=[...]`.
 
-    What `generate` does then, greedy or not, chooses that token, so leave its own temperature, top_k and top_p alone.
-    One sampler is for one generation: draws depend on its seed and on how many came before.
+    transformers' `generate` then chooses that token, greedy or not, so leave its own temperature, top_k and top_p
+    alone. Use a sampler for one generation only: its samples depend on its seed and on the number of earlier samples.
 
     Args:
         temperature, top_k, top_p, min_p: as in `cukern.sample`. A temperature of 0 takes the largest logit.
-        seed: of the draws.
+        seed: the seed of the samples.
 
-    Raises ValueError where `cukern.sample` does, at the first token.
+    Raises the ValueErrors of `cukern.sample`, at the first token.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ def draw(
     own: Sampling, logits: torch.Tensor, token: torch.Tensor, finished: torch.Tensor, stop: torch.Tensor, seed: Any,
     offset: Any, rows: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Draw a token of each row into `token` int64 [batch, 1], and note in `finished` which rows end.
+    """Draw a token of each row into `token` int64 [batch, 1], and set `finished` for rows that end.
 
-    `stop` has the stop tokens int64 on the device, `rows` the numbers of the rows.
+    `stop` has the stop tokens, int64 on the device. `rows` has the indices of the rows.
     """
     ends: dict[str, Any] = {"finished": finished, "end_id": own.stop[0]} if own.stop else {}
     cukern.sample(
@@ -58,4 +58,4 @@ def draw(
         offset=offset, indices=rows, out=token.view(-1), **ends,
     )  # fmt: skip
     if len(own.stop) > 1:
-        finished |= (token == stop).any(1)  # torch.isin waits for the GPU, which no capture allows
+        finished |= (token == stop).any(1)  # torch.isin would wait for the GPU, which fails during capture

@@ -1,7 +1,7 @@
-"""A decoding loop whose whole step is one CUDA graph: the model over a static paged cache, and the draw of a token.
+"""A decoding loop with one CUDA graph for a whole step: the model over a static paged cache, and the sampling.
 
-What `generate` of transformers spends on the host, several times what the GPU works at a batch of one, happens once for
-each size here.
+In transformers' `generate` the host takes several times as long per step as the GPU at batch 1. Here the host prepares
+a step once per size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cukern.models._steps import StepGraphs
 
 
 class Session:
-    """The buffers of a batch of one size, its cache, and the graph of its step."""
+    """The buffers for one batch size, the cache, and the graph of a step."""
 
     def __init__(self, model: Any, batch: int, tokens: int, sampling: Sampling) -> None:
         device = next(model.parameters()).device
@@ -43,25 +43,26 @@ class Session:
         self.token, self.padding = zeros(batch, 1), zeros(batch, tokens)
         self.mask = zeros(batch, 1, 1, tokens, dtype=torch.bool)
         self.starts, self.finished, self.seed = zeros(batch), zeros(batch, dtype=torch.bool), zeros(1)
-        self.rows = torch.arange(batch, device=device)  # of a draw: int64, as its tokens are then
-        self.angles: dict[Any, torch.Tensor | None] = {}  # of all positions, by modules of angles and dtypes
+        self.rows = torch.arange(batch, device=device)  # int64, because sampled tokens get the dtype of the indices
+        self.angles: dict[Any, torch.Tensor | None] = {}  # cos and sin of all positions, by module and dtype
         self.stop = torch.tensor(sampling.stop, dtype=torch.int64, device=device)
-        # The cache has a page of free tokens behind each sequence.
+        # The cache has a page of free tokens after each sequence.
         self.mask.__dict__["_cukern_rows"] = _attention.Rows(self.starts, self.lengths, _attention.PAGE)
         self._tables: dict[int, torch.Tensor] = {}
         self.fewest = zeros(batch)
-        self.mentioned: torch.Tensor | None = None  # the tokens of each sequence, where they are penalized
+        self.mentioned: torch.Tensor | None = None  # the tokens of each sequence, if they are penalized
         layers: Any = SimpleNamespace(is_cuda_torch=device.type == "cuda", device=device)
         self.graphs = StepGraphs(layers)
         takes = inspect.signature(written(model)).parameters
         self.takes = {name for name in ("position_ids", "logits_to_keep") if name in takes}
-        # A forward that names no cache hands its keywords on.
+        # A forward that does not name the cache passes it on as a keyword.
         self._cache_name = next((name for name in takes if name in CACHE_NAMES), CACHE_NAME)
 
     def _count(self, batch: int, device: torch.device) -> None:
-        """Make what a step counts up, by one kernel: tokens in the cache, those drawn, positions, slots, lengths.
+        """Create the counters that a step increments with one kernel: tokens in the cache, drawn tokens, positions,
+        slots and lengths.
 
-        Only the lengths are int32. A number that is int64 is counted up in its lower half, which does not overflow.
+        The lengths are int32, the others int64. Only the lower half of an int64 is incremented; it does not overflow.
         """
         wide = 2 + 2 * batch
         counts = torch.zeros(2 * wide + batch + batch % 2, dtype=torch.int32, device=device)
@@ -75,14 +76,14 @@ class Session:
         return not self.why
 
     def block_tables(self, distance: int) -> torch.Tensor:
-        """The pages of each sequence where sequences lie `distance` tokens apart: the same in all steps."""
+        """Return the pages of each sequence if sequences are `distance` tokens apart, the same pages in all steps."""
         if distance not in self._tables:
             pages = self.tokens // _attention.PAGE
             self._tables[distance] = _attention.tables(self.starts, distance, pages)
         return self._tables[distance]
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """The logits [batch, vocab] after the last of these tokens."""
+        """Return the logits [batch, vocab] after the last of these tokens."""
         options: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 1}
         options = {name: options[name] for name in self.takes} | {self._cache_name: self.cache}
         with running(self):
@@ -91,7 +92,7 @@ class Session:
         return logits[:, -1]
 
     def _penalize(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits with what depends on the tokens so far."""
+        """Return the logits after penalties that depend on the tokens so far."""
         own = self.sampling
         if own.repetition_penalty != 1:
             self.mentioned = torch.zeros_like(logits, dtype=torch.bool) if self.mentioned is None else self.mentioned
@@ -104,14 +105,14 @@ class Session:
         return logits
 
     def _draw(self, logits: torch.Tensor) -> None:
-        """Draw a token of each sequence, and note which are finished."""
+        """Draw a token of each sequence, and update which sequences are finished."""
         logits = self._penalize(logits).contiguous()
         draw(self.sampling, logits, self.token, self.finished, self.stop, self.seed, self.drawn, self.rows)
         if self.mentioned is not None:
             self.mentioned.scatter_(1, self.token, True)
 
     def ready(self) -> None:
-        """Run two steps of an empty cache, the second one captured: kernels load, and products choose, only once."""
+        """Run two steps on an empty cache and capture the second, so that kernels load and cuBLAS chooses only once."""
         if self.device.type != "cuda" or self.is_ready:
             return
         self.is_ready = True
@@ -127,12 +128,12 @@ class Session:
         self.padding.fill_(1)
 
     def _follow(self, count: int) -> None:
-        """Let steps follow `count` tokens of each sequence: the lengths of a step have its own token in them."""
+        """Prepare for steps after `count` tokens of each sequence. A step's lengths include its own token."""
         self.slots.follow(count)
         self.lengths += 1
 
     def _begin(self, prompts: list[torch.Tensor], seed: int, fewest: list[int], pad: int) -> torch.Tensor:
-        """Fill the buffers for these prompts; returns their ids [batch, tokens], padded on the left."""
+        """Fill the buffers for these prompts. Return their ids [batch, tokens], padded on the left."""
         count = max(map(len, prompts))
         ids = torch.stack([torch.cat([x.new_full((count - len(x),), pad), x]) for x in prompts])
         lengths = torch.tensor([len(x) for x in prompts], device=self.device)
@@ -150,7 +151,7 @@ class Session:
         return ids
 
     def _mention(self, prompts: list[torch.Tensor], like: torch.Tensor) -> None:
-        """Note the tokens of the prompts, where they are penalized."""
+        """Record the tokens of the prompts, if they are penalized."""
         if self.sampling.repetition_penalty == 1:
             return
         if self.mentioned is None:
@@ -160,7 +161,7 @@ class Session:
             row[prompt] = True
 
     def prefill(self, prompts: list[torch.Tensor], seed: int, fewest: list[int], pad: int = 0) -> torch.Tensor:
-        """Begin anew: run the prompts, and draw the first token of each. Returns the logits."""
+        """Start a generation: run the prompts, and draw the first token of each. Return the logits."""
         ids = self._begin(prompts, seed, fewest, pad)
         count = ids.shape[1]
         padding = self.padding[:, :count]
@@ -173,7 +174,7 @@ class Session:
         return logits
 
     def advance(self) -> torch.Tensor:
-        """Run the token that was drawn last, and draw the next one. Returns the logits."""
+        """Run the last drawn token, and draw the next one. Return the logits."""
         self.mask.index_fill_(3, self.slots.places, True)
         logits = self._forward(self.token, self.positions, self.padding)
         self._draw(logits)
@@ -181,18 +182,18 @@ class Session:
         return logits
 
     def step(self) -> None:
-        """The step that a graph captures."""
+        """Run a step, for capture in a graph."""
         self.advance()
 
     def run(self) -> None:
-        """A step, as a graph where it can be one."""
+        """Run a step, as a graph if possible."""
         if not self.captures:
             self.step()
             return
         try:
             self.graphs.run("step", self.step)
         except RuntimeError as error:
-            # Of a capture: what it would have launched has not run.
+            # The capture failed, so none of its launches has run.
             self.why = f"its step cannot be captured ({str(error).splitlines()[0]})"
             warnings.warn(f"generate: {self.why}", stacklevel=3)
             torch.cuda.synchronize(self.device)

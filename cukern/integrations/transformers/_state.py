@@ -1,4 +1,4 @@
-"""What `enable` has changed in a model, and what it says of that."""
+"""The changes that `enable` makes to a model, and its report on them."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ import torch
 
 #: The attribute of a model that holds its `State`.
 ATTRIBUTE = "_cukern"
-#: The name by which the interfaces of transformers know the functions of this package.
+#: The name of this package's functions in the interfaces of transformers.
 NAME = "cukern"
 
 
 @dataclass(frozen=True)
 class Line:
-    """A part of the model, and what became of it."""
+    """A part of the model, and how it runs."""
 
     part: str  # such as "experts"
     what: str  # the class of the modules
     count: int
-    how: str  # the ops that run it, or why it stays as it is
+    how: str  # the ops that run it, or why it was not replaced
 
 
 @dataclass
 class Report:
-    """What `enable` has replaced, and what it has not and why. Printed, it is a table."""
+    """The parts that `enable` has replaced, and the other parts with the reason. `str` gives a table."""
 
     model: str
     replaced: list[Line] = field(default_factory=list)
     kept: list[Line] = field(default_factory=list)
 
     def parts(self) -> set[str]:
-        """The parts of which something was replaced."""
+        """Return the parts with at least one replaced module."""
         return {line.part for line in self.replaced}
 
     def __str__(self) -> str:
@@ -48,16 +48,16 @@ class Report:
 
 
 class State:
-    """The changes of a model, so that they can be taken back."""
+    """The changes of a model, so that they can be undone."""
 
     def __init__(self, report: Report) -> None:
         self.report = report
         self.undo: list[Callable[[], None]] = []
-        self.sessions: dict[Any, Any] = {}  # of `generate`, by their sizes
-        self.places = 0  # of the parameters that the sessions have read
+        self.sessions: dict[Any, Any] = {}  # the sessions of `generate`, by their sizes
+        self.places = 0  # a hash of the addresses of the weights that the sessions use
 
     def replace_forward(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
-        """Give a module, and no other of its class, another forward."""
+        """Replace the forward of one module, not of its class."""
         before = module.__dict__.get("forward")
         module.forward = types.MethodType(forward, module)
 
@@ -76,7 +76,7 @@ class State:
 
 
 class _Gathered(dict[tuple[str, str, str], int]):
-    """Lines of a report that differ in nothing but the module, counted."""
+    """Equal lines of a report, counted."""
 
     def add(self, part: str, module: Any, how: str) -> None:
         name = module if isinstance(module, str) else type(module).__name__
@@ -88,29 +88,29 @@ class _Gathered(dict[tuple[str, str, str], int]):
 
 
 class Notes:
-    """The lines of a report while it is made."""
+    """The lines of a report under construction."""
 
     def __init__(self) -> None:
         self.replaced, self.kept = _Gathered(), _Gathered()
 
 
-# --- when the kernels run -------------------------------------------------------------------------------
+# --- conditions for the kernels -------------------------------------------------------------------------
 
 
 def wants_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Whether a gradient may be asked for: the kernels have none, so the model's own code must run."""
+    """Return whether a gradient may be needed. The kernels have none, so the model's own code must run then."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def is_traced() -> bool:
-    """Whether nothing may be asked of the device: torch.compile traces, or a CUDA graph is captured."""
+    """Return whether the host must not read from the device: during torch.compile tracing or CUDA graph capture."""
     if torch.compiler.is_compiling():
         return True
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class _Active(threading.local):
-    """What `generate` of this thread runs on."""
+    """The session that this thread's `generate` runs on."""
 
     session: Any = None
 
@@ -120,7 +120,7 @@ active = _Active()
 
 @contextlib.contextmanager
 def running(session: Any) -> Iterator[None]:
-    """While `session` runs, sums may overwrite their terms: nobody else sees the hidden states."""
+    """Make `session` active. Meanwhile sums may overwrite their terms, because nobody else sees the hidden states."""
     before, active.session = active.session, session
     try:
         yield
@@ -129,7 +129,7 @@ def running(session: Any) -> Iterator[None]:
 
 
 def copied(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a small module in float32 on the CPU with random numbers, for comparisons with a formula."""
+    """Return a float32 CPU copy of a small module with random numbers, for comparison with a formula."""
     import copy
 
     generator = torch.Generator().manual_seed(1)
@@ -146,7 +146,7 @@ def copied(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def simple_attributes(module: torch.nn.Module) -> tuple[Any, ...]:
-    """What the formula of a module may depend on: its class, numbers, functions and configuration, shapes, children."""
+    """Return all that a module's formula may depend on: class, numbers, functions, configuration, shapes, children."""
     plain = (str, int, float, bool, type(None), types.FunctionType, types.BuiltinFunctionType)
     own = {k: v for k, v in vars(module).items() if isinstance(v, plain) and k not in ("layer_idx", "forward")}
     shapes = {k: tuple(x.shape) for k, x in [*module.named_parameters(), *module.named_buffers()]}

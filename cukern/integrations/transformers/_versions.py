@@ -1,4 +1,4 @@
-"""The tested versions of transformers, and the warning where an untested one leaves parts of a model as they were."""
+"""The tested versions of transformers, and the warning for an untested version that leaves parts unreplaced."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import transformers
 
 from cukern.integrations.transformers._state import Report
 
-#: The first and the last tested version.
 TESTED = "5.17", "5.24"
-#: The ends of the names of a part's classes. A model has a part if it has a class with each of these ends; cukern
-#: replaces modules of the last one.
+#: Suffixes of class names by part. A model has a part if it has a class for each suffix. cukern replaces the modules
+#: with the last suffix.
 _KINDS = {
     "experts": ("Experts",),
     "routers": ("Router",),
@@ -27,12 +26,12 @@ _warned: set[type] = set()
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The major and the minor number of a version."""
+    """Return the major and the minor number of a version."""
     return tuple(map(int, version.split(".")[:2]))
 
 
 def _left(model: Any, report: Report, parts: Sequence[str]) -> list[str]:
-    """The parts of the model that the report does not list as replaced."""
+    """Return the parts of the model that the report does not list as replaced."""
     names = {type(x).__name__ for x in model.modules()}
 
     def has(part: str) -> bool:
@@ -43,7 +42,7 @@ def _left(model: Any, report: Report, parts: Sequence[str]) -> list[str]:
 
 
 def warn(model: Any, report: Report, parts: Sequence[str]) -> None:
-    """Warn once for each class of models that an untested version of transformers leaves parts as they were."""
+    """Warn, once per class of models, if an untested version of transformers leaves parts unreplaced."""
     version = transformers.__version__
     first, last = map(numbers, TESTED)
     if first <= numbers(version) <= last or type(model) in _warned:

@@ -1,4 +1,4 @@
-"""All-to-all by stores into peers' memory: tokens to the ranks that have their experts, and the results back."""
+"""All-to-all by stores into peers' memory: tokens travel to the ranks of their experts, and the results back."""
 
 from __future__ import annotations
 
@@ -6,18 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from cukern.ops.all_to_all.memory import (
-    FEW_UNITS,
-    GROUP,
-    MANY_TOKENS,
-    MANY_UNITS,
-    RECEIVE,
-    SEND,
-    AllToAllError,
-    AllToAllState,
-    Dispatched,
-    Link,
-)
+from cukern.ops.all_to_all.layout import FEW_UNITS, GROUP, MANY_TOKENS, MANY_UNITS, RECEIVE, SEND
+from cukern.ops.all_to_all.memory import AllToAllError, AllToAllState, Dispatched, Link
 from cukern.reference import all_to_all as twin
 from cukern.runtime import arrays, check, template
 from cukern.runtime.arrays import CUDA_TYPE, AnyArray
@@ -36,8 +26,8 @@ _ID_TYPE = {"int32": "unsigned", "int64": "unsigned long long"}
 _BOTH = SEND | RECEIVE
 _DISPATCH, _COMBINE = (template.constants(f"all_to_all/{name}") for name in ("dispatch", "combine"))
 _THREADS = _DISPATCH["THREADS"]
-#: The share of a combine's blocks that send, for few tokens and for many. The others wait, and also read what this rank
-#: itself contributes, so they are more.
+#: The share of a combine's blocks that send, for few tokens and for many. The other blocks receive. They are more,
+#: because they also read this rank's own contribution.
 _SENDERS = {"SUMMED": (0.34, 0.34), "BY_SLOT": (0.34, 0.42), "APART": (0.42, 0.42)}
 _MODES = {
     "SUMMED": "rows that are added up already",
@@ -55,7 +45,7 @@ def _flag(value: Any) -> str:
 
 
 def _dispatch_variant(dtype: str, id_dtype: str, quantize: bool, phases: int) -> Variant:
-    # Rows that travel as they are have no numbers, only bytes.
+    # Rows that are sent unchanged are copied as bytes, so one instance serves all dtypes.
     own = CUDA_TYPE[dtype] if quantize else "unsigned char"
     return _dispatch_kernel.variant(own, _ID_TYPE[id_dtype], _flag(quantize), phases)
 
@@ -65,7 +55,7 @@ def _combine_variant(dtype: str, id_dtype: str, mode: str, units: int, phases: i
 
 
 def resident(mode: str, units: int) -> int:
-    """The blocks of a combine that a multiprocessor holds."""
+    """Return the resident blocks of a multiprocessor, for a combine."""
     return _COMBINE["RESIDENT_LARGE" if mode == "BY_SLOT" or units > FEW_UNITS else "RESIDENT"]
 
 
@@ -84,7 +74,7 @@ _combine_kernel.specialized = [
     for units in (FEW_UNITS, MANY_UNITS)
     for phases in (_BOTH, SEND, RECEIVE)
 ]
-# The usual ones; a state compiles all others that it may need when it is made.
+# The usual instances. A state compiles all others that it may need when it is created.
 _dispatch_kernel.at_import = [_dispatch_variant(DTYPES[0], ID_DTYPES[0], x, _BOTH).instance for x in (False, True)]
 _combine_kernel.at_import = [_combine_variant(DTYPES[0], ID_DTYPES[0], "BY_SLOT", FEW_UNITS, _BOTH).instance]
 
@@ -93,14 +83,14 @@ _combine_kernel.at_import = [_combine_variant(DTYPES[0], ID_DTYPES[0], "BY_SLOT"
 
 
 def _expect_rank(name: str, array: Array, link: Link) -> None:
-    """The array is where the rank of the state is."""
+    """Check that an array is in the memory of the state's rank."""
     if array.place.device != link.device:
         place = "in host memory" if link.device is None else f"on CUDA device {link.device}"
         check.fail(name, f"{place}, as the state is", f"one on {array.place}")
 
 
 def _expect_routing(weights: Any, ids: Any, first: Array, name: str, tokens: Any, link: Link) -> None:
-    """The top-k ids, and the weights if there are, fit the state."""
+    """Check that the top-k ids, and the weights if there are any, fit the state."""
     shape, symbols = (tokens, link.sizes.topk), "[tokens, topk]"
     expect("topk_ids", ids, first, name, ID_DTYPES, shape, symbols)
     if weights is not None:
@@ -133,7 +123,7 @@ def _dispatch(
     scales: Any = None,
     expert_load: Any = None,
 ) -> Any:
-    """The launch of a dispatch, or of a part of it. Returns the weights and ids that were received."""
+    """Launch a dispatch, or one phase of it. Return the received weights and ids."""
     name = "hidden_states"
     x = expect_array(name, hidden_states, (*DTYPES, *FP8), ("tokens", "hidden"))
     _expect_rank(name, x, link)
@@ -212,7 +202,7 @@ def _combine(
     inverse: Any = None,
     out: Any = None,
 ) -> Any:
-    """The launch of a combine, or of a part of it."""
+    """Launch a combine, or one phase of it. Return the result of the receiving phase."""
     name, sizes = "expert_output", link.sizes
     x = expect_array(name, expert_output, DTYPES)
     _expect_rank(name, x, link)
@@ -236,7 +226,7 @@ def _combine(
     _at_most(tokens, link)
     _expect_routing(topk_weights, topk_ids, x, name, tokens, link)
     result = Result((tokens, sizes.hidden), x.dtype, "[tokens, hidden]")
-    if out is not None:  # also where it is written later only: what does not fit is refused before anything is sent
+    if out is not None:  # checked in the sending phase, too: an error must be raised before anything is sent
         expect("out", out, x, name, result.dtypes, result.shape, result.symbols)
     if not phases & RECEIVE:
         out = None
@@ -247,7 +237,7 @@ def _combine(
     mode = "SUMMED" if inverse is None else "APART" if apart else "BY_SLOT"
     units = MANY_UNITS if tokens > MANY_TOKENS else FEW_UNITS
     chunks = sizes.chunks(units)
-    # All blocks must be resident, since they wait for each other.
+    # All blocks must be resident, because they wait for each other.
     most = max(2, resident(mode, units) * x.gpu.multiprocessors // link.sharing)
     share = max(1, int(most * _SENDERS[mode][units == MANY_UNITS]))
     senders = min(share, (link.ranks - 1) * sizes.max_tokens * chunks) if phases & SEND else 0
@@ -282,12 +272,12 @@ def _expect_state(state: Any) -> AllToAllState:
 
 
 def _entered(**given: Any) -> dict[str, Any]:
-    """The arguments that are not None, as arrays of libraries that are known here."""
+    """Return the arguments that are not None. Arrays with DLPack alone become arrays of a known library."""
     return {name: arrays.enter(name, value) for name, value in given.items() if value is not None}
 
 
 def _receiver(state: AllToAllState, receive: Callable[[], Any]) -> Callable[[], Any]:
-    """`receive`, which can be called once, while the state is open."""
+    """Wrap `receive` so that it can be called only once, and only while the state is open."""
     pending = [receive]
 
     def receiver() -> Any:
@@ -310,35 +300,35 @@ def all_to_all_dispatch(
     expert_load: AnyArray | None = None,
     return_receiver: bool = False,
 ) -> Any:
-    """Send each token to the ranks that have its experts, and receive those of the other ranks.
+    """Send each token to the ranks of its experts, and receive the tokens of the other ranks.
 
-    Every rank calls it, with tokens of its own, as many or few as it has. A token goes once to each rank that has
-    experts of it, with its ids and weights; its place there is (source rank, token), so nothing is counted first. One
-    launch, which ends when the rows of all sources are there. The host does not wait, and a CUDA graph can capture it.
+    Every rank calls it, with any number of tokens. A token is sent once to each rank that has experts of it, with its
+    ids and weights. Its place there is (source rank, token), so no counting is needed. The call is one launch, which
+    ends when the rows of all sources have arrived. The host does not wait, and a CUDA graph can capture the call.
 
     Args:
         state: this rank's part of the exchange.
         hidden_states: [tokens, hidden], float16, bfloat16 or FP8 (e4m3), on the device of the state.
         topk_weights: float32 [tokens, topk].
-        topk_ids: int32 or int64 [tokens, topk]; an id of no expert goes nowhere.
-        scales: float32 [tokens, columns], of rows in FP8: they travel along, at most one for 128 numbers.
-        quantize: send rows of 16 bits as FP8, with a scale for 128 numbers, as `per_token_group_quant_fp8` makes them.
-        expert_load: int32 [num_experts], to which the number of slots that came here is added, for each expert of this
-            rank.
-        return_receiver: only send, and return a function that receives and returns what this one would: work of this
-            rank in between runs while rows arrive.
+        topk_ids: int32 or int64 [tokens, topk]; ids out of range are skipped.
+        scales: float32 [tokens, columns], of FP8 rows, at most one for 128 elements; sent along.
+        quantize: send rows of 16 bits as FP8 with a scale for 128 elements, as `per_token_group_quant_fp8` makes them.
+        expert_load: int32 [num_experts]. For each expert of this rank, the number of slots that came here is added.
+        return_receiver: only send, and return a function. Call the function to receive, and to get the result. Work
+            of this rank in between overlaps with the arrival of rows.
 
     Returns:
         A named tuple (hidden_states, scales, topk_weights, topk_ids), of ranks * max_tokens rows each; see
-        `AllToAllState`. The rows lie in the state's window, valid until its next dispatch begins: from then on other
-        ranks may send. Those without an expert of this rank hold anything. scales is None where there are none.
+        `AllToAllState`. The rows are in the state's window, and valid until its next dispatch begins, because other
+        ranks may send from then on. Rows of tokens without an expert of this rank are undefined. scales is None if the
+        rows have none.
 
     Raises:
-        AllToAllError: an earlier call of this state failed; what that one gave holds ids of -1, or NaN.
-        RuntimeError: an earlier call has not been received, or this one has been.
+        AllToAllError: an earlier call of this state failed. The result of a failed call has ids of -1, or NaN.
+        RuntimeError: an earlier call has not been received, or this call has been received before.
         TypeError, ValueError: arguments that do not fit; the message names the argument.
 
-    The push without counting, with places by source and token, is that of DeepEP's low-latency kernels and of
+    The push without counting, to places by source and token, is the method of DeepEP's low-latency kernels and of
     Perplexity's pplx-kernels.
     """
     state = _expect_state(state)
@@ -383,31 +373,31 @@ def all_to_all_combine(
 ) -> Any:
     """Bring the experts' results back to the ranks of their tokens, and add them up.
 
-    Every rank calls it once after each `all_to_all_dispatch`. A rank adds up its experts' rows for a token in float32,
-    in the order of the slots, and sends one row of the dtype of `expert_output`; the source adds these in the order of
-    the ranks. So the result has the same bits whatever arrives first. One launch, which a CUDA graph can capture.
+    Every rank calls it once after each `all_to_all_dispatch`. A rank adds up its experts' rows of a token in float32,
+    in the order of the slots, and sends one row of the dtype of `expert_output`. The source adds the rows in the order
+    of the ranks, so the bits do not depend on the order of arrival. The call is one launch, which a CUDA graph can
+    capture.
 
     Args:
         state: this rank's part of the exchange.
         expert_output: the rows of this rank's experts, float16 or bfloat16 [rows, hidden], or [experts, rows, hidden].
-            Without `inverse` those of each token are added up already: [ranks * max_tokens, hidden], at the places of
-            the dispatch.
-        topk_weights: float32 [tokens, topk], those that were dispatched, by which the rows are multiplied; None: 1.
-        topk_ids: int32 or int64 [tokens, topk], those that were dispatched.
+            Without `inverse` a sum for each token, [ranks * max_tokens, hidden], at the places of the dispatch.
+        topk_weights: float32 [tokens, topk], the dispatched weights, which multiply the rows; None: 1.
+        topk_ids: int32 or int64 [tokens, topk], the dispatched ids.
         inverse: int32 [ranks * max_tokens, topk], the row of each slot that came here, as `moe_sort` and
-            `moe_sort_batched` give it. A slot whose expert is here must have one.
-        apart: send the row of each slot by itself, and let the source add them in the order of the slots: the result
-            has the same bits for any number of ranks. It takes up to topk times the bytes.
+            `moe_sort_batched` return it. A slot whose expert is here must have a row.
+        apart: send the row of each slot by itself, and add the rows in the order of the slots at the source. The
+            result then has the same bits for any number of ranks. This takes up to topk times the bytes.
         out: [tokens, hidden], written and returned.
-        return_receiver: only send, and return a function that receives and returns the result. Until then all
-            arguments must stay as they are: what this rank itself contributes is added up there.
+        return_receiver: only send, and return a function. Call the function to receive, and to get the result. Until
+            then no argument may change, because the function adds up this rank's own contribution.
 
     Returns:
-        [tokens, hidden], in the dtype of `expert_output`; 0 for a token without experts, NaN where the call failed.
+        [tokens, hidden], in the dtype of `expert_output`; 0 for a token without experts, NaN if the call failed.
 
     Raises:
         AllToAllError: an earlier call of this state failed.
-        RuntimeError: no dispatch was received since the last combine, or what was sent has been received.
+        RuntimeError: no dispatch was received since the last combine, or this call has been received before.
         TypeError, ValueError: arguments that do not fit; the message names the argument.
     """
     state = _expect_state(state)
@@ -434,11 +424,11 @@ def all_to_all_combine(
     return _receiver(state, lambda: result(_combine(*own, RECEIVE, **options)))
 
 
-# --- what `cukern.explain` explains -------------------------------------------------------------------
+# --- the launches for `cukern.explain` ----------------------------------------------------------------
 
 
 def _link_on(state: Any, on: Any) -> Link:
-    """The link of a state; on a GPU that is asked for, as if each rank had one."""
+    """Return the link of a state. For a requested GPU, a state in host memory counts as one rank for each GPU."""
     link = _expect_state(state).link
     return link if on is None or link.device is not None else replace(link, device=0, host=None, sharing=1)
 

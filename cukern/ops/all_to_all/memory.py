@@ -1,4 +1,4 @@
-"""What each rank keeps of an exchange between ranks: its window, those of the others, and how far it is."""
+"""The state of a rank in an exchange between ranks: its window, its mappings of other windows, and its progress."""
 
 from __future__ import annotations
 
@@ -12,41 +12,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cukern.ops.all_to_all.layout import ALIGNMENT, MAX_RANKS, STRUCTS, Layout, Sizes
 from cukern.reference import all_to_all as twin
-from cukern.runtime import arrays, check, compile, kernel, template, windows
+from cukern.runtime import arrays, check, kernel, template, windows
 from cukern.runtime.cuda import current_device, libcuda, runtime
 
-# Constants of the templates.
-_CONSTANTS = {**template.constants("all_to_all/dispatch"), **template.constants("all_to_all/combine")}
-MAX_RANKS: int = _CONSTANTS["MAX_RANKS"]
-GROUP: int = _CONSTANTS["GROUP"]
-UNITS_OF_LINE, UNITS_AT_ONCE, FLAG_UNITS = (_CONSTANTS[x] for x in ("UNITS_OF_LINE", "UNITS_AT_ONCE", "FLAG_UNITS"))
-LINE_BYTES: int = _CONSTANTS["LINE_BYTES"]
-FEW_UNITS, MANY_UNITS = FLAG_UNITS, 2 * FLAG_UNITS  # of a thread of a combine at a time
-#: Tokens from which on a thread of a combine takes many units.
-MANY_TOKENS = 512
-SEND, RECEIVE = _CONSTANTS["SEND"], _CONSTANTS["RECEIVE"]
-MAX_TOPK = 32
-MAX_TOKENS = 2**24
-MAX_EXPERTS = 2**24
-MAX_DEADLINE_S = 10**9
-_ALIGNMENT = 256  # of the parts of a window, in bytes
-#: Lines have an eighth more bytes than rows, but no flags: of few tokens.
-_LINE_TOKENS = 256
 _PHASES = ("dispatch", "combine")
 _WORD_BYTES = ctypes.sizeof(ctypes.c_int)
 _FAILURE_BYTES = 4 * _WORD_BYTES
-_STRUCTS = "all_to_all/dispatch"
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class AllToAllError(RuntimeError):
-    """An exchange between ranks that failed; all further calls with the state fail too.
+    """An exchange between ranks that failed. All further calls with the state fail too.
 
     Attributes:
-        rank: the rank that was waited for in vain, or that gave up.
+        rank: the rank that did not come in time, or that gave up.
         phase: "dispatch" or "combine".
-        step: the number of that call of its kind, from 0 on.
+        step: the number of the failed call among the calls of its phase, from 0 on.
     """
 
     def __init__(self, message: str, rank: int, phase: str, step: int) -> None:
@@ -58,14 +41,14 @@ class AllToAllError(RuntimeError):
 
 
 class Dispatched(NamedTuple):
-    """What a rank received; the places are by source and token, [ranks * max_tokens].
+    """The tokens that a rank received, by source rank and token: [ranks * max_tokens] places.
 
     Attributes:
         hidden_states: [ranks * max_tokens, hidden], in the window of the rank: valid until its next dispatch begins.
-            Rows of tokens without an expert here hold anything.
-        scales: float32 [ranks * max_tokens, columns], there too; None where the rows have none.
+            Rows of tokens without an expert here are undefined.
+        scales: float32 [ranks * max_tokens, columns], in the window too; None if the rows have no scales.
         topk_weights: float32 [ranks * max_tokens, topk]; 0 past the tokens of a source.
-        topk_ids: int32 [ranks * max_tokens, topk], of all experts; -1 past the tokens of a source.
+        topk_ids: int32 [ranks * max_tokens, topk], ids among all experts; -1 past the tokens of a source.
     """
 
     hidden_states: Any
@@ -74,121 +57,9 @@ class Dispatched(NamedTuple):
     topk_ids: Any
 
 
-class Sizes(NamedTuple):
-    """What all ranks of an exchange must have in common."""
-
-    max_tokens: int
-    hidden: int
-    topk: int
-    num_experts: int
-    apart: bool
-    deadline_s: float
-    expert_rank: tuple[int, ...] | None
-
-    @classmethod
-    def checked(
-        cls, ranks: int, max_tokens: Any, hidden: Any, topk: Any, num_experts: Any, apart: Any, deadline_s: Any,
-        expert_rank: Any,
-    ) -> Sizes:  # fmt: skip
-        """The sizes. Raises TypeError and ValueError, which name the argument."""
-        check.integer("the number of ranks", ranks, 1, MAX_RANKS)
-        max_tokens = check.integer("max_tokens", max_tokens, 1, MAX_TOKENS)
-        hidden = check.integer("hidden", hidden, 16)
-        if hidden % 16:
-            check.fail("hidden", "a multiple of 16", hidden)
-        topk = check.integer("topk", topk, 1, MAX_TOPK)
-        num_experts = check.integer("num_experts", num_experts, 1, MAX_EXPERTS)
-        for what, size in (("slots", topk), ("numbers", hidden)):
-            if ranks * max_tokens * size >= 2**31:
-                check.fail("max_tokens", f"such that the {what} of all ranks are less than 2**31", max_tokens)
-        deadline_s = check.number("deadline_s", deadline_s)
-        if not 0 < deadline_s <= MAX_DEADLINE_S:
-            check.fail("deadline_s", f"more than 0 and at most {MAX_DEADLINE_S}", deadline_s)
-        if expert_rank is not None:
-            if not hasattr(expert_rank, "__len__"):
-                check.fail("expert_rank", "a sequence of ranks, or None", type(expert_rank).__name__, TypeError)
-            expert_rank = tuple(check.integer("expert_rank", x, 0, ranks - 1) for x in expert_rank)
-            if len(expert_rank) != num_experts:
-                check.fail("expert_rank", f"of {num_experts} ranks, one for each expert", len(expert_rank))
-        elif num_experts % ranks:
-            check.fail("num_experts", f"a multiple of the {ranks} ranks, or expert_rank given", num_experts)
-        return cls(max_tokens, hidden, topk, num_experts, bool(apart), deadline_s, expert_rank)
-
-    @property
-    def units(self) -> int:
-        """The units of 16 bytes of a row of 16 bits."""
-        return self.hidden // 8
-
-    def chunks(self, units: int) -> int:
-        """The chunks of a row, of so many units of a thread, which a combine sends one by one."""
-        return -(-self.units // (units * UNITS_AT_ONCE))
-
-    @property
-    def flags(self) -> int:
-        """The flags of a row, of which two may be written at once."""
-        return -(-self.chunks(FLAG_UNITS) // 2) * 2
-
-    @property
-    def lines(self) -> int:
-        """The lines of a row of a few tokens' sums."""
-        return -(-self.units // UNITS_OF_LINE)
-
-    @property
-    def line_tokens(self) -> int:
-        """The most tokens of a source whose sums travel as lines."""
-        return min(self.max_tokens, _LINE_TOKENS)
-
-    def takes(self, instance: compile.Instance) -> bool:
-        """Whether calls of these sizes may launch an instance of the kernels."""
-        if instance.function != "combine_tokens":
-            return True
-        mode, units = instance.arguments[2:4]
-        return (mode != "APART" or self.apart) and (units == FEW_UNITS or self.max_tokens > MANY_TOKENS)
-
-    def owner(self, ranks: int) -> np.ndarray[Any, Any]:
-        """The rank of each expert, int32 [num_experts]."""
-        if self.expert_rank is not None:
-            return np.array(self.expert_rank, np.int32)
-        return (np.arange(self.num_experts) // (self.num_experts // ranks)).astype(np.int32)
-
-
-class Layout(NamedTuple):
-    """Offsets of the parts of a window, in bytes; pairs are of the two buffers."""
-
-    rows: tuple[int, int]
-    scales: tuple[int, int]
-    ids: tuple[int, int]
-    weights: tuple[int, int]
-    partial: int
-    flags: int
-    lines: int
-    size: int
-
-    @classmethod
-    def of(cls, sizes: Sizes, ranks: int) -> Layout:
-        places = ranks * sizes.max_tokens
-        back = sizes.max_tokens * (max(ranks, sizes.topk) if sizes.apart else ranks)
-        end = template.struct_named(_STRUCTS, "Signals").size
-
-        def part(size: int) -> int:
-            nonlocal end
-            start = -(-end // _ALIGNMENT) * _ALIGNMENT
-            end = start + size
-            return start
-
-        def two(size: int) -> tuple[int, int]:
-            return part(size), part(size)
-
-        rows, scales = two(places * sizes.hidden * 2), two(places * max(1, -(-sizes.hidden // GROUP)) * 4)
-        ids, weights = two(places * sizes.topk * 4), two(places * sizes.topk * 4)
-        partial, flags = part(back * sizes.hidden * 2), part(back * sizes.flags * 4)
-        lines = part(ranks * sizes.line_tokens * sizes.lines * LINE_BYTES)
-        return cls(rows, scales, ids, weights, partial, flags, lines, end)
-
-
 @dataclass(frozen=True, eq=False)
 class Link:
-    """All of a state that a plan depends on; its hash is its identity, which is quick."""
+    """The part of a state that a plan depends on. It is hashed by identity, which is fast."""
 
     device: int | None
     rank: int
@@ -197,14 +68,14 @@ class Link:
     progress: int
     failure: int
     rank_of: int
-    sharing: int  # ranks on this GPU
+    sharing: int  # ranks on the GPU of this rank
     sizes: Sizes
     layout: Layout
-    host: Any  # the windows in host memory
+    host: Any  # the twin's windows, for ranks in host memory
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The struct `Ranks` of the kernels."""
+        """The fields of the kernels' struct `Ranks`."""
         return {
             "windows": (*self.windows, *[0] * (MAX_RANKS - self.ranks)),
             "progress": self.progress,
@@ -219,11 +90,11 @@ class Link:
 
 
 class _Memory:
-    """The memory of one rank: its window, what it keeps for itself, and its mappings of others.
+    """The memory of one rank: its window, its private memory, and its mappings of other windows.
 
-    `release` frees it. The garbage collector frees it too, once neither a state nor an array in the window refers to
-    it. If another rank of this process has memory then, the next constructor or `release` frees it. No kernel of this
-    process may wait for another rank at these two.
+    `release` frees the memory. The garbage collector frees it, too, once neither a state nor an array in the window
+    refers to it. If another rank of this process has memory at that time, the next constructor or the next `release`
+    frees it. No kernel of this process may wait for another rank during a constructor or a `release`.
     """
 
     def __init__(self, device: int, sizes: Sizes, layout: Layout, ranks: int) -> None:
@@ -236,11 +107,11 @@ class _Memory:
         try:
             self.failure = windows.allocate_on_host(_FAILURE_BYTES + _WORD_BYTES)
             self._taken.callback(windows.free_on_host, self.failure)
-            # What gives up takes its stream and its word now: to make them waits for kernels, which wait for it.
+            # `abort` needs its stream and its word in advance. Creating them later would wait for the running kernels.
             self.stream = windows.make_stream(device)
             self._taken.callback(windows.destroy_stream, device, self.stream)
             self.window = self._allocate(layout.size)
-            progress = -(-template.struct_named(_STRUCTS, "Progress").size // _ALIGNMENT) * _ALIGNMENT
+            progress = -(-template.struct_named(STRUCTS, "Progress").size // ALIGNMENT) * ALIGNMENT
             self.progress = self._allocate(progress + sizes.num_experts * 4)
             self.rank_of = 0
             if sizes.expert_rank is not None:
@@ -253,7 +124,7 @@ class _Memory:
             raise
 
     def release(self) -> None:
-        """Free the memory now; a second call does nothing."""
+        """Free the memory now. A second call does nothing."""
         if self._collected.detach():
             _in_use.discard(self._taken)
             _abandoned.append(self._taken)
@@ -265,19 +136,19 @@ class _Memory:
         return address
 
     def map(self, handle: bytes) -> int:
-        """The address at which this rank sees the window of another process."""
+        """Map the window of another process, and return its address in this process."""
         address = windows.map_handle(self.device, handle)
         self._taken.callback(windows.unmap, self.device, address)
         return address
 
     def write_word(self, addresses: Sequence[int], value: int) -> None:
-        """Write an int32 to addresses in windows, at once: also while kernels wait."""
+        """Write an int32 to addresses in windows, without waiting for kernels."""
         windows.write_word(self.device, self.stream, self.failure + _FAILURE_BYTES, addresses, value)
 
 
 @contextlib.contextmanager
 def _in_any_capture() -> Iterator[None]:
-    """Let this thread free memory even while it captures a CUDA graph, which a free ends otherwise."""
+    """Let this thread free memory during its capture of a CUDA graph, which a free would otherwise invalidate."""
     mode = ctypes.c_int(_RELAXED)
     libcuda().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     try:
@@ -286,16 +157,17 @@ def _in_any_capture() -> Iterator[None]:
         libcuda().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
-#: What the memories of this process have taken, and what those that were collected have left to be freed.
+#: The resources of all memories of this process, and the resources of collected memories that are still to be freed.
 _in_use: set[contextlib.ExitStack] = set()
 _abandoned: list[contextlib.ExitStack] = []
 
 
 def _abandon(taken: contextlib.ExitStack) -> None:
-    """Free what a collected memory has taken; later, if another rank of this process has memory.
+    """Free the resources of a collected memory, but only later if another rank of this process has memory.
 
-    The garbage collector runs at any time, also between the launches of two ranks. cudaFree waits for the kernels of
-    its device: behind a kernel that waits for the second rank it would block the thread that launches that rank.
+    The garbage collector may run at any time, even between the launches of two ranks. cudaFree waits for the kernels of
+    its device. If the kernel of the first rank waits for the second rank, cudaFree would block the thread that launches
+    the second rank.
     """
     _in_use.discard(taken)
     _abandoned.append(taken)
@@ -307,35 +179,36 @@ def _free_abandoned() -> None:
     with contextlib.suppress(IndexError):  # another thread may free the last one
         while _abandoned:
             taken = _abandoned.pop()
-            # After a kernel that failed nothing can be freed any more, nor need be.
+            # After a kernel has failed, CUDA cannot free anything, and need not.
             with _in_any_capture(), contextlib.suppress(runtime.CUDARuntimeError, RuntimeError):
                 taken.close()
 
 
 class AllToAllState:
-    """One rank's part of an exchange: windows that all ranks map, and how far it is. `local` and `connect` make it.
+    """One rank's part of an exchange: the windows that all ranks map, and the rank's progress.
 
-    A window holds two buffers for what a dispatch brings, with room for `max_tokens` tokens of each rank, and one for
-    what a combine brings. Steps alternate between the buffers, by the calls of this process: a CUDA graph that is
-    replayed uses those that it was captured with, and all ranks must make the same calls and replays in the same order.
+    `local` and `connect` create states. A window has two buffers for received tokens, with room for `max_tokens` tokens
+    of each rank, and one buffer for the results of a combine. Calls of this process alternate between the two buffers.
+    A replayed CUDA graph uses the buffers of its capture. All ranks must make the same calls and replays in the same
+    order.
 
     Attributes:
-        rank, ranks: this one, and their number.
-        device: the CUDA device; None for ranks in host memory, which the twin plays.
-        max_tokens, hidden, topk, num_experts: the most tokens of a rank in a call, the numbers of a row, the experts of
-            a token, and those of all ranks.
+        rank, ranks: the index of this rank, and the number of ranks.
+        device: the CUDA device; None for ranks in host memory, which the NumPy twin simulates.
+        max_tokens, hidden, topk, num_experts: the largest number of tokens of a rank in a call, the elements of a row,
+            the experts of a token, and the experts of all ranks.
     """
 
     def __init__(self, link: Link, memory: _Memory | None) -> None:
-        """`local` and `connect` make the `link` to the other ranks, and the `memory` that a GPU shares with them."""
+        """Called by `local` and `connect`. `link`: all ranks' windows; `memory`: this rank's, None in host memory."""
         self.link = link
         self.rank, self.ranks, self.device, self.host = link.rank, link.ranks, link.device, link.host
         self.max_tokens, self.hidden, self.topk, self.num_experts = link.sizes[:4]
         self._failure = None if memory is None else (ctypes.c_int * 4).from_address(memory.failure)
         self._memory = memory
-        self._buffer = 1  # of the last dispatch that began
-        self._open: str | None = None  # what has been sent and not received
-        self._dispatched: int | None = None  # tokens of the dispatch that ended, if no combine followed
+        self._buffer = 1  # of the latest dispatch
+        self._open: str | None = None  # the phase that has been sent and not received
+        self._dispatched: int | None = None  # tokens of the latest dispatch, None once a combine has followed
         self._closed = self._gave_up = False
         self._views: dict[tuple[Any, ...], tuple[Any, Any]] = {}
         self._maps: dict[Any, Any] = {}
@@ -353,18 +226,18 @@ class AllToAllState:
         apart: bool = False,
         deadline_s: float = 30.0,
     ) -> list[AllToAllState]:
-        """The states of all ranks, in this process.
+        """Create the states of all ranks in this process.
 
-        Ranks that share a stream, or in host memory a thread, take turns: all send, with `return_receiver`, before one
-        of them receives. Otherwise the first would wait for those that come after it, until its deadline.
+        Ranks that share a stream, or in host memory a thread, must all send (`return_receiver`) before one of them
+        receives. Otherwise the first rank would wait until its deadline for ranks that come after it.
 
         Args:
-            devices: the CUDA device of each rank, several of them on one if wanted; or all None: ranks in host memory.
-            max_tokens: the most tokens of a rank in a call.
-            hidden: the numbers of a row, a multiple of 16.
+            devices: the CUDA device of each rank. Several ranks may share a device. All None: ranks in host memory.
+            max_tokens: the largest number of tokens of a rank in a call.
+            hidden: the elements of a row, a multiple of 16.
             topk: the experts of a token, at most 32.
             num_experts: the experts of all ranks.
-            expert_rank: the rank that has each expert, [num_experts]; None: as many each, in their order.
+            expert_rank: the rank of each expert, [num_experts]. None: an equal number for each rank, in order.
             apart: make room for the rows of a combine that is called with `apart`.
             deadline_s: seconds until a wait for another rank fails.
 
@@ -410,25 +283,25 @@ class AllToAllState:
         apart: bool = False,
         deadline_s: float = 30.0,
     ) -> AllToAllState:
-        """The state of this process's rank; every rank calls it, in a process of its own on the same host.
+        """Create the state of this process's rank. Every rank calls it, in a process of its own on the same host.
 
         Args:
-            rank, ranks: this one, and their number.
-            device: its CUDA device.
-            all_gather: gives, for an object of each rank, those of all ranks in their order, such as
-                `torch.distributed.all_gather_object` does.
+            rank, ranks: the index of this rank, and the number of ranks.
+            device: the CUDA device of this rank.
+            all_gather: a function that takes an object of this rank and returns the objects of all ranks in order, such
+                as one that calls `torch.distributed.all_gather_object`.
             max_tokens, hidden, topk, num_experts, expert_rank, apart, deadline_s: as for `local`.
 
         Raises:
             ValueError: sizes that do not fit, or that differ between the ranks; ranks on several hosts; devices that
-                cannot map each other's memory. All ranks raise an exception, if one does.
+                cannot map each other's memory. If one rank raises an exception, all ranks do.
         """
 
         def own() -> tuple[Any, ...]:
             sizes = Sizes.checked(ranks, max_tokens, hidden, topk, num_experts, apart, deadline_s, expert_rank)
             return check.integer("rank", rank, 0, ranks - 1), ranks, windows.host_id(), sizes
 
-        # What differs is found before any memory is taken.
+        # Differences between the ranks are found before any memory is allocated.
         offers = _gather(all_gather, own)
         _check_offers(offers)
         sizes: Sizes = offers[rank][-1]
@@ -438,7 +311,7 @@ class AllToAllState:
         def window() -> tuple[str, bytes]:
             nonlocal memory
             _checked_device("device", device)
-            if rank == 0:  # compiles what the others find in the cache
+            if rank == 0:  # rank 0 compiles, and the other ranks find the kernels in the cache
                 kernel.load_all(("all_to_all",), device, sizes.takes)
             memory = _Memory(device, sizes, layout, ranks)
             return windows.bus_id(device), windows.handle_of(device, memory.window)
@@ -455,7 +328,7 @@ class AllToAllState:
 
         try:
             handles = _gather(all_gather, window)
-            # No rank may begin before all have mapped its window, nor go on where another one cannot.
+            # No rank may begin before all ranks have mapped its window, or go on if another rank cannot.
             mapped = _gather(all_gather, addresses)[rank]
         except Exception:
             if memory is not None:
@@ -468,9 +341,9 @@ class AllToAllState:
     # --- the order of calls ---------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise what a call has found out since: calls do not wait for the GPU, and a CUDA graph cannot raise.
+        """Raise the failure of an earlier call. Calls do not wait for the GPU, and a CUDA graph cannot raise.
 
-        To be called now and then in a loop of replays; every call of an op does it.
+        Call this now and then in a loop of replays. Every call of an op does it.
 
         Raises AllToAllError, which names the rank, the phase and the step; ValueError if the state is closed.
         """
@@ -492,7 +365,7 @@ class AllToAllState:
         raise AllToAllError(f"{name} {step} of rank {self.rank} failed: {why}", rank, name, step)
 
     def _failed_wait(self) -> twin.Failure | None:
-        """The first wait that failed."""
+        """Return the first wait that failed, or None."""
         if self._failure is None:
             return self.host.failures[self.rank]
         return twin.Failure(*self._failure) if self._failure[0] else None
@@ -503,7 +376,7 @@ class AllToAllState:
             check.fail("state", "open", "a closed one")
 
     def begin_dispatch(self) -> int:
-        """The buffer of a dispatch that begins. Raises RuntimeError where another call has not been received."""
+        """Begin a dispatch, and return its buffer. Raises RuntimeError if an earlier call has not been received."""
         self.check()
         if self._open is not None:
             raise RuntimeError(f"the {self._open} before must be received first: call its receiver")
@@ -514,9 +387,9 @@ class AllToAllState:
         self._open, self._dispatched = None, tokens
 
     def begin_combine(self, topk_ids: Any) -> int:
-        """The buffer of the dispatch that a combine answers.
+        """Begin a combine, and return the buffer of its dispatch.
 
-        Raises RuntimeError where none has been received, ValueError where that one was of other tokens.
+        Raises RuntimeError if no dispatch has been received, ValueError if the dispatch had other tokens.
         """
         self.check()
         if self._open is not None or self._dispatched is None:
@@ -531,7 +404,7 @@ class AllToAllState:
         self._open = self._dispatched = None
 
     def undo(self) -> None:
-        """Take back a call that was refused before anything was launched."""
+        """Undo the beginning of a call that was refused before its launch."""
         if self._open == _PHASES[0]:
             self._buffer = 1 - self._buffer
         self._open = None
@@ -539,9 +412,9 @@ class AllToAllState:
     # --- arrays ---------------------------------------------------------------------------------------
 
     def received(self, like: Any, buffer: int, dtype: str, columns: int, weights: Any, ids: Any) -> Dispatched:
-        """What a dispatch into a `buffer` brought, with its `weights` and `ids`.
+        """Return the result of a dispatch into `buffer`, with its `weights` and `ids`.
 
-        The rows, of this `dtype`, and their `columns` scales are in the window, as arrays of `like`'s library.
+        The rows, of dtype `dtype`, and their `columns` scales are in the window, as arrays of `like`'s library.
         """
         library = arrays.library_of(like)
         key = library, buffer, dtype, columns
@@ -564,7 +437,7 @@ class AllToAllState:
         return library.from_bytes(windows.array_at(self.device, address, size, self._memory), shape, dtype)
 
     def expert_map(self, like: Any) -> Any:
-        """The place of each expert among those of this rank, -1 for others: int32 [num_experts], beside `like`."""
+        """Return each expert's index among this rank's experts, -1 for others: int32 [num_experts], beside `like`."""
         library = arrays.library_of(like)
         if library is None:
             check.fail("like", "an array", type(like).__name__, TypeError)
@@ -577,19 +450,19 @@ class AllToAllState:
 
     @property
     def num_local_experts(self) -> int:
-        """The experts of this rank."""
+        """The number of experts of this rank."""
         return int((self.link.sizes.owner(self.ranks) == self.rank).sum())
 
     # --- the end --------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """Give up: all waits of all ranks fail at once, and their next calls raise AllToAllError."""
+        """Give up: all waits of all ranks fail at once, and the next calls raise AllToAllError."""
         self._gave_up = True
         if self.host is not None:
             self.host.abort(self.rank)
         elif not self._closed:
             assert self._memory is not None
-            offset, _ = template.struct_named(_STRUCTS, "Signals").fields["abort"]
+            offset, _ = template.struct_named(STRUCTS, "Signals").fields["abort"]
             self._memory.write_word([x + offset for x in self.link.windows], 1 + self.rank)
 
     def close(self) -> None:
@@ -606,7 +479,7 @@ def _checked_device(name: str, device: Any) -> int:
 
 
 def _gather(all_gather: Callable[[Any], Sequence[Any]], make: Callable[[], Any]) -> list[Any]:
-    """What `make` gives on each rank. Where it raises on one, all raise: that one the same, the others ValueError."""
+    """Return the results of `make` of all ranks. If it raises on one rank, all raise: the other ranks ValueError."""
     own: Any = None
     problem: Exception | None = None
     try:
@@ -630,7 +503,7 @@ def _link(memory: _Memory, rank: int, addresses: tuple[int, ...], sharing: int, 
 
 
 def _check_offers(offers: Sequence[Any]) -> None:
-    """Raise ValueError where the ranks do not fit together: the same one on all, since all see the same offers."""
+    """Raise ValueError if the ranks do not fit together. All ranks see the same offers, so all raise the same error."""
     _, ranks, host, sizes = offers[0]
     for other, (its_rank, its_ranks, its_host, its_sizes) in enumerate(offers):
         names = ("ranks", *sizes._fields)
@@ -647,7 +520,7 @@ def _check_offers(offers: Sequence[Any]) -> None:
 
 
 def check_peer(device: int, bus: str, other: int) -> None:
-    """Raise ValueError where `device` cannot map the memory of the GPU of rank `other`."""
+    """Raise ValueError if `device` cannot map the memory of the GPU of rank `other`."""
     for peer in range(kernel.device_count()):
         if windows.bus_id(peer) == bus:
             if why := windows.why_no_access(device, peer):

@@ -1,4 +1,4 @@
-"""What a decoding step does around the choice of a token: FasterTransformer's pieces."""
+"""The parts of a decoding step around the choice of a token, after FasterTransformer."""
 
 from cukern.ops.decoding.logits import apply_penalties, update_logits
 from cukern.ops.decoding.state import decoding_init, stop_words_criterion, topp_init, update_finished

@@ -1,4 +1,4 @@
-"""What is done to the logits before a token is chosen."""
+"""Changes of the logits before a token is chosen: bias and penalties."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from cukern.runtime.units import ceil_div, why_width
 DTYPES = ("float32", "float16", "bfloat16")
 VARIANTS = ("auto", "wide", "narrow")
 _LARGEST_FLOAT = 3.4028234663852886e38
-_SMALLEST_FLOAT = 2.0**-126  # the smallest normal number: it has a finite reciprocal
-_MOST_COUNTED = 2**29 - 1  # of one token, in a mark of the kernel that has room for a mask's bit
+_SMALLEST_FLOAT = 2.0**-126  # the smallest normal float32: its reciprocal is finite
+_MOST_COUNTED = 2**29 - 1  # largest count of a token: the kernel packs it with the bit of a mask
 # Template arguments, by the names of the parameters.
 _THREADS = 256
 _PACKS = 4
@@ -30,7 +30,7 @@ _apply_penalties = Kernel("decoding/apply_penalties", "apply_penalties")
 
 
 def _wide(dtype: str) -> int:
-    """The tokens in 16 bytes."""
+    """Return the tokens in 16 bytes."""
     return 16 // arrays.ITEM_SIZE[dtype]
 
 
@@ -40,7 +40,7 @@ def _update_variant(dtype: str, width: int) -> Variant:
 
 def _penalty_variant(dtype: str, width: int, counted: bool, whole: bool) -> Variant:
     flags = ("true" if counted else "false", "true" if whole else "false")
-    # Where only marked tokens are written there are no packs.
+    # A kernel that writes only the marked tokens has no packs.
     return _apply_penalties.variant(arrays.CUDA_TYPE[dtype], width if whole else 1, _THREADS, _TOKENS, *flags)
 
 
@@ -56,7 +56,7 @@ _apply_penalties.at_import = [_penalty_variant(d, _wide(d), True, True).instance
 
 
 def _check_logits(logits: Any) -> tuple[Any, int]:
-    """The batch and the vocabulary."""
+    """Check the logits. Return the batch and the vocabulary."""
     batch, vocab = expect_array("logits", logits, DTYPES, ("batch", "vocab")).shape
     if not 1 <= vocab <= MAX_VOCAB:
         check.fail("the vocabulary of logits", f"in [1, {MAX_VOCAB}]", vocab)
@@ -65,7 +65,7 @@ def _check_logits(logits: Any) -> tuple[Any, int]:
 
 
 def _logits_out(out: Any, logits: Array) -> Array:
-    """Where the new logits go: a new array, or `out`, whose rows may be strided."""
+    """Return the array for the new logits: a new array, or `out`, whose rows may be strided."""
     if out is None:
         return outputs(None, logits, "logits", _like_logits(logits))
     expect_place("out", out, logits, "logits")
@@ -80,7 +80,7 @@ def _logits_out(out: Any, logits: Array) -> Array:
 
 
 def _width(variant: str, logits: Array, out: Array, *others: Array) -> int:
-    """The tokens per load and store."""
+    """Return the tokens per load and store."""
     if variant == "narrow":
         return 1
     width, (batch, vocab) = _wide(logits.dtype), logits.shape
@@ -102,11 +102,11 @@ def update_logits(
     logits: AnyArray, bias: AnyArray | None = None, finished: AnyArray | None = None, end_id: int | None = None,
     *, out: AnyArray | None = None, variant: str = "auto",
 ) -> AnyArray:  # fmt: skip
-    """Add the bias to the logits, and let finished sequences get `end_id` for ever.
+    """Add the bias to the logits, and force finished sequences to `end_id`.
 
-    A row that goes on becomes logits + bias, added in float32. A finished one becomes the largest finite number of the
-    dtype at `end_id` and the lowest at all other tokens, whatever its logits, which are not read. A temperature below 1
-    may then make infinities of these; `sample` still draws `end_id`.
+    The row of a running sequence becomes logits + bias, added in float32. The row of a finished sequence becomes the
+    largest finite number of the dtype at `end_id` and the lowest at all other tokens; its logits are not read. A
+    temperature below 1 may turn these numbers into infinities; `sample` still draws `end_id`.
 
     Args:
         logits: [batch, vocab], float32, float16 or bfloat16, contiguous along vocab; rows may be strided. The
@@ -123,10 +123,10 @@ def update_logits(
         through the NumPy reference.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or sizes that do not fit.
 
-    This is FasterTransformer's `update_logits_without_softmax`.
+    The function is FasterTransformer's `update_logits_without_softmax`.
     """
     batch, vocab = _check_logits(logits)
     if bias is not None:
@@ -156,7 +156,7 @@ def update_logits(
 
 
 def _why_penalties(variant: str, width: int, whole: bool) -> str:
-    """The reason for a kernel of `apply_penalties`, which writes whole rows or only some tokens of them."""
+    """Return the reason for a kernel of `apply_penalties`. `whole`: it writes whole rows, not single tokens."""
     blocks = f"a block for each {_TOKENS} tokens of a row"
     if not whole:
         asks = f"{asked(variant)}; " if variant != "auto" else ""
@@ -165,7 +165,7 @@ def _why_penalties(variant: str, width: int, whole: bool) -> str:
 
 
 def _in_range(name: str, low: float, wanted: str, value: Any) -> float:
-    """A finite float32 of at least `low`."""
+    """Check a finite float32 of at least `low`."""
     number = check.number(name, value)
     if not low <= number <= _LARGEST_FLOAT:
         check.fail(name, wanted, number)
@@ -175,9 +175,9 @@ def _in_range(name: str, low: float, wanted: str, value: Any) -> float:
 def _per_row(
     name: str, value: Any, off: float, low: float, wanted: str, logits: Array, dtype: str = "float32"
 ) -> tuple[Any, Any, int]:
-    """The fields of `PerRow` for a parameter: an array or None, a number, and the stride of the array.
+    """Return the fields of `PerRow` for a parameter: an array or None, a number, and the stride of the array.
 
-    None stands for the number `off`; a number must be at least `low`.
+    None stands for the number `off`. A number must be at least `low`.
     """
     if value is None:
         return None, off, 0
@@ -193,9 +193,9 @@ def _per_row(
 def _check_sequences(
     logits: Array, output_ids: Any, sequence_length: Any, prompt_length: Any, need_ids: str, need_length: bool
 ) -> tuple[int, int]:
-    """The columns and the row stride of the sequences, 0 where there are none; those that are needed must be given.
+    """Check the sequences. Return their columns and row stride, 0 if there are none.
 
-    `need_ids` says in words what needs `output_ids`, and is empty where nothing does.
+    `need_ids` says in words why `output_ids` must be given, and is empty if it need not be given.
     """
     batch, found = logits.shape[0], (0, 0)
     if output_ids is not None:
@@ -211,7 +211,7 @@ def _check_sequences(
 
 
 def _check_masks(logits: Array, output_ids: Any, prompt_mask: Any, output_mask: Any) -> dict[str, Array]:
-    """The masks that are given, by name."""
+    """Check the masks. Return those that are given, by name."""
     given = {name: x for name, x in zip(_MASKS, (prompt_mask, output_mask), strict=True) if x is not None}
     for name, mask in given.items():
         expect(name, mask, logits, "logits", ("bool",), logits.shape, "[batch, vocab]")
@@ -223,7 +223,7 @@ def _check_masks(logits: Array, output_ids: Any, prompt_mask: Any, output_mask: 
 
 
 def _what_needs_ids(counts: bool, frequency: bool) -> str:
-    """What needs `output_ids`, in words: tokens that no mask has, or frequencies alone; empty if nothing does."""
+    """Say in words why `output_ids` is needed: counts, or frequencies. Empty if it is not needed."""
     if counts:
         return "repetition, presence or frequency penalties or bad words"
     return "frequency penalties, whose counts no mask has" if frequency else ""
@@ -256,23 +256,23 @@ def apply_penalties(
     out: AnyArray | None = None,
     variant: str = "auto",
 ) -> AnyArray:
-    """Change the logits by what the sequence already holds, then divide them by the temperature, in one launch.
+    """Penalize logits by the tokens of the sequence so far, then divide them by the temperature, in one launch.
 
-    In vLLM's order, in float32, rounded to the dtype once at the end:
+    The steps, in vLLM's order, are in float32, and rounded to the dtype once at the end:
 
     1. tokens of the sequence, the prompt included: a logit above 0 times (1 / repetition_penalty), any other times
        repetition_penalty (CTRL, arXiv:1909.05858);
-    2. generated tokens: logit - frequency_penalty * count - presence_penalty (OpenAI's API); the count of those that
-       only `output_mask` has is 0;
+    2. generated tokens: logit - frequency_penalty * count - presence_penalty (OpenAI's API); tokens that only
+       `output_mask` has count 0 times;
     3. -inf for a token that would complete a bad word, and for `end_id` before `min_length` tokens are generated;
-    4. all tokens: logit * (1 / temperature), which is left out where the temperature is 0 (or, in an array, not a
-       positive normal number), for then the greedy choice is wanted.
+    4. all tokens: logit * (1 / temperature). This step is skipped if the temperature is 0 (or, in an array, not a
+       positive normal number), because the caller then wants the greedy choice.
 
-    A quotient beyond the dtype becomes an infinity: in float16 a temperature of 1e-5 makes one of each logit from 0.66
-    on, and the order of these is lost. The temperature of `sample` divides in float32 after the largest logit is
-    subtracted, and loses none.
+    A quotient beyond the dtype becomes an infinity. In float16 a temperature of 1e-5 makes an infinity of each logit
+    from 0.66 on, and their order is lost. The temperature of `sample` divides in float32 after it subtracts the largest
+    logit, and keeps the order.
 
-    In place (`out=logits`) and without a temperature, only the tokens concerned are read and written. Counts are exact
+    In place (`out=logits`) and without a temperature, only the affected tokens are read and written. Counts are exact
     and each token is penalized once, so that the same input gives the same bits.
 
     Args:
@@ -284,18 +284,18 @@ def apply_penalties(
         presence_penalty: 0 is none.
         frequency_penalty: 0 is none.
         output_ids: the sequences, int32 [batch, max_length], contiguous along max_length; rows may be strided. Ids
-            outside of [0, vocab) are padding: no token, but they have a place in the sequence.
-        sequence_length: how many of them there are, int32 [batch]; taken as within [0, max_length].
-        prompt_length: how many of those are the prompt, int32 [batch], or None for none.
+            outside of [0, vocab) are padding: they are no tokens, but have a place in the sequence.
+        sequence_length: the length of each sequence, int32 [batch]; clamped to [0, max_length].
+        prompt_length: the length of each prompt within the sequence, int32 [batch], or None for none.
         min_length: tokens that must be generated before `end_id`; an int, or an int32 array [batch] or [].
         end_id: the token that ends a sequence; needed with `min_length`.
         bad_words: words (of one or more tokens each) that must not be generated, int32 [2, size] for all rows or
-            [batch, 2, size], in FasterTransformer's layout: the tokens of all words one after the other, then where
-            each word ends there, then -1. The words [7], [3, 4] and [9] are [[7, 3, 4, 9], [1, 3, 4, -1]].
-        prompt_mask: bool [batch, vocab], contiguous: tokens of the prompt, beside those of `output_ids` or in their
-            place. With it or the next one, repetition and presence penalties need no `output_ids`: the repetition
-            penalty alone, in place, is vLLM's `apply_repetition_penalties`.
-        output_mask: bool [batch, vocab], contiguous: generated tokens, likewise.
+            [batch, 2, size], in FasterTransformer's layout: first the tokens of all words one after the other, then the
+            end of each word in that list, then -1. The words [7], [3, 4] and [9] are [[7, 3, 4, 9], [1, 3, 4, -1]].
+        prompt_mask: bool [batch, vocab], contiguous: tokens of the prompt, in addition to `output_ids` or without it.
+            With a mask, repetition and presence penalties need no `output_ids`. The repetition penalty alone, in place,
+            is vLLM's `apply_repetition_penalties`.
+        output_mask: bool [batch, vocab], contiguous: generated tokens, in the same way.
         out: an array like `logits` to write into and return; it may be `logits`.
         variant: "auto", or a kernel by name: "wide" (16-byte loads and stores, for aligned rows) or "narrow". Both
             return the same bits.
@@ -305,7 +305,7 @@ def apply_penalties(
         through the NumPy reference.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken; an argument without those it needs.
+        TypeError: an unsupported dtype, or a mixture of libraries; an argument without the arguments that it needs.
         ValueError: shapes, strides, devices or sizes that do not fit.
     """
     batch, vocab = _check_logits(logits)

@@ -1,4 +1,4 @@
-"""The state of the sequences: how it begins, and what ends them."""
+"""The state of the sequences: its start, and the conditions that end a sequence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cukern.runtime.units import ceil_div
 
 MAX_VOCAB = 2**20
 MAX_BATCH = 2**24
-#: Counts of tokens have 30 bits in the kernel.
+#: The kernel has 30 bits for counts of tokens.
 MAX_LENGTH = 2**30 - 1
 # Template arguments, by the names of the parameters.
 _THREADS = 256
@@ -51,13 +51,13 @@ def check_batch(name: str, batch: Any) -> Any:
 
 
 def _check_ids(name: str, ids: Any) -> Any:
-    """The batch of the first argument, int32 [batch]."""
+    """Check the first argument, int32 [batch], and return the batch."""
     expect_contiguous(name, expect_array(name, ids, ("int32",), ("batch",)))
     return check_batch(name, ids.shape[0])
 
 
 def check_words(name: str, words: Any, like: Array, like_name: str) -> int:
-    """The distance between the lists of two rows; 0 where all rows have the same list."""
+    """Check lists of words. Return the distance between the lists of two rows; 0 if all rows share one list."""
     expect_place(name, words, like, like_name)
     check.dtype(name, words.dtype, ("int32",))
     shape, batch = words.shape, like.shape[0]
@@ -70,7 +70,7 @@ def check_words(name: str, words: Any, like: Array, like_name: str) -> int:
 
 
 def check_output_ids(output_ids: Any, like: Array, like_name: str) -> tuple[int, int]:
-    """The columns and the row stride of the sequences."""
+    """Check the sequences. Return their columns and row stride."""
     expect_place("output_ids", output_ids, like, like_name)
     check.dtype("output_ids", output_ids.dtype, ("int32",))
     shape, batch = output_ids.shape, like.shape[0]
@@ -95,7 +95,7 @@ def _sort_state(start_ids: Any, vocab: int) -> list[Result]:
 
 
 def _init(start_ids: Array, vocab: int | None, out: Any) -> Any:
-    """The plan of `decoding_init`, and with a vocabulary of `topp_init`."""
+    """Check and launch `decoding_init` or, with a vocabulary, `topp_init`."""
     batch, names = start_ids.shape[0], [name for name, _ in _STATE]
     results = _state(start_ids)
     if vocab is not None:
@@ -109,7 +109,7 @@ def _init(start_ids: Array, vocab: int | None, out: Any) -> Any:
     slices, blocks = 0, ceil_div(batch, _THREADS)
     if vocab is not None:
         slices = ceil_div(vocab, _THREADS * _ITEMS)
-        blocks = max(batch, 1) * slices  # the last offset is written even where there are no rows
+        blocks = max(batch, 1) * slices  # at least one, because the last offset is written even without rows
     elif batch == 0:
         return out
     fields = {"offsets": None, "id_vals": None} | dict(zip(names, out, strict=True))
@@ -125,7 +125,7 @@ def _init(start_ids: Array, vocab: int | None, out: Any) -> Any:
 def decoding_init(
     start_ids: AnyArray, *, out: tuple[AnyArray, AnyArray, AnyArray, AnyArray] | None = None
 ) -> tuple[AnyArray, AnyArray, AnyArray, AnyArray]:
-    """The state of a batch of sequences before their first step, in one launch.
+    """Create the state of a batch of sequences before their first step, in one launch.
 
     Args:
         start_ids: the token that each sequence starts from, int32 [batch].
@@ -136,10 +136,10 @@ def decoding_init(
         cum_log_probs float32 [batch] = 0, in the library and on the device of `start_ids`.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides or devices that do not fit.
 
-    This is what FasterTransformer's decoding starts with (`init_kernel`), there with one `start_id` for all.
+    FasterTransformer's decoding starts with the same state (`init_kernel`), with one `start_id` for all sequences.
     """
     _check_ids("start_ids", start_ids)
     return _init(start_ids, None, out)
@@ -156,13 +156,13 @@ def topp_init(
     *,
     out: tuple[AnyArray, AnyArray, AnyArray, AnyArray, AnyArray, AnyArray] | None = None,
 ) -> tuple[AnyArray, AnyArray, AnyArray, AnyArray, AnyArray, AnyArray]:
-    """`decoding_init`, and what a segmented sort of [batch, vocab] probabilities starts from, in one launch.
+    """Run `decoding_init`, and create the input of a segmented sort of [batch, vocab] probabilities, in one launch.
 
-    The sampling of cukern sorts nothing and needs none of the latter.
+    The sampling functions of cukern do not sort, and do not need that input.
 
     Args:
         start_ids: the token that each sequence starts from, int32 [batch].
-        vocab: tokens in the vocabulary; batch * vocab is less than 2**31, for the offsets are int32.
+        vocab: tokens in the vocabulary; batch * vocab is less than 2**31, because the offsets are int32.
         out: six arrays to write into and return. The first may be `start_ids`.
 
     Returns:
@@ -170,10 +170,10 @@ def topp_init(
         [batch + 1] with offsets[b] = b * vocab and id_vals int32 [batch, vocab] with id_vals[b, i] = i.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or sizes that do not fit.
 
-    This is FasterTransformer's `topp_initialization_kernel`.
+    The function is FasterTransformer's `topp_initialization_kernel`.
     """
     vocab = check.integer("vocab", vocab, 1, MAX_VOCAB)
     batch = _check_ids("start_ids", start_ids)
@@ -186,23 +186,23 @@ def topp_init(
 def stop_words_criterion(
     output_ids: AnyArray, sequence_length: AnyArray, stop_words: AnyArray, finished: WrittenArray
 ) -> AnyArray:
-    """Note which sequences end with a stop word, in place: their `finished` becomes True.
+    """Mark the sequences that end with a stop word, in place: their `finished` becomes True.
 
     Args:
         output_ids: the sequences, int32 [batch, max_length], contiguous along max_length; rows may be strided.
-        sequence_length: how many tokens each holds, int32 [batch]; taken as within [0, max_length].
+        sequence_length: the length of each sequence, int32 [batch]; clamped to [0, max_length].
         stop_words: words of one or more tokens, int32 [2, size] for all rows or [batch, 2, size], in the layout of
             the `bad_words` of `apply_penalties`.
-        finished: bool [batch], which is changed.
+        finished: bool [batch], updated.
 
     Returns:
         `finished`.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides or devices that do not fit.
 
-    This is FasterTransformer's stop-words criterion.
+    The function is FasterTransformer's stop-words criterion.
     """
     expect_array("output_ids", output_ids, symbols=("batch", "max_length"))
     batch = check_batch("output_ids", output_ids.shape[0])
@@ -229,25 +229,25 @@ def stop_words_criterion(
 def update_finished(
     word_ids: AnyArray, finished: WrittenArray, sequence_length: WrittenArray, end_id: int
 ) -> tuple[AnyArray, AnyArray]:
-    """End a step, in place: count the new token of each sequence that goes on, and note which ones it ends.
+    """End a step, in place: count the new token of each running sequence, and mark the sequences that it ends.
 
     sequence_length += not finished, then finished |= word_ids == end_id.
 
     Args:
         word_ids: the new tokens, int32 [batch].
-        finished: bool [batch], which is changed.
-        sequence_length: int32 [batch], which is changed.
+        finished: bool [batch], updated.
+        sequence_length: int32 [batch], updated.
         end_id: the token that ends a sequence; -1 for none.
 
     Returns:
         `finished` and `sequence_length`.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides or devices that do not fit.
 
-    FasterTransformer does this at the end of its sampling kernels, where a finished sequence goes on if it gets another
-    token than `end_id`; here it stays finished.
+    FasterTransformer does this at the end of its sampling kernels. There a finished sequence continues if it gets
+    another token than `end_id`; here it stays finished.
     """
     batch = _check_ids("word_ids", word_ids)
     expect("finished", finished, word_ids, "word_ids", ("bool",), (batch,), "[batch]")

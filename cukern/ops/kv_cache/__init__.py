@@ -69,18 +69,19 @@ def reshape_and_cache(
 
     For slot = slot_mapping[token], block = slot // block_size and place = slot % block_size:
     key_cache[block, head, d // x, place, d % x] = key[token, head, d] and
-    value_cache[block, head, d, place] = value[token, head, d], divided by their scales in an FP8 cache.
+    value_cache[block, head, d, place] = value[token, head, d]. In an FP8 cache they are divided by their scales.
 
     Args:
         key, value: [tokens, kv_heads, head_dim], float32, float16 or bfloat16; tokens may be strided, as in slices of a
-            fused projection. Rows past the last of slot_mapping are left out.
+            fused projection. Rows past the end of slot_mapping are ignored.
         key_cache: [blocks, kv_heads, head_dim / x, block_size, x], where x elements are 16 bytes. Blocks and heads may
-            be strided. Of the dtype of `key`, or FP8: torch.float8_e4m3fn, torch.float8_e5m2, their namesakes of
+            be strided. Of the dtype of `key`, or FP8: torch.float8_e4m3fn, torch.float8_e5m2, the same dtypes of
             ml_dtypes, or uint8.
-        value_cache: [blocks, kv_heads, head_dim, block_size], of the dtype of key_cache; may be strided likewise.
-        slot_mapping: int64 [tokens]. A token whose slot is negative, or lies beyond the cache, is left out. Where two
-            tokens have the same slot, which of them each part of it then holds is undefined.
-        kv_cache_dtype: "auto" (what the cache's dtype says), "fp8_e4m3" (or "fp8") or "fp8_e5m2", which a uint8 cache
+        value_cache: [blocks, kv_heads, head_dim, block_size], of the dtype of key_cache; blocks and heads may be
+            strided.
+        slot_mapping: int64 [tokens]. A token with a negative slot, or a slot beyond the cache, is ignored. If two
+            tokens have the same slot, each part of the slot holds one of them, and which one is undefined.
+        kv_cache_dtype: "auto" (by the cache's dtype), "fp8_e4m3" (or "fp8") or "fp8_e5m2", which a uint8 cache
             needs.
         k_scale, v_scale: float32 arrays of one element on the device of `key`, read by the kernel, or floats, or None
             for 1. An FP8 cache holds key / k_scale, computed in float32, rounded to the nearest number of the format
@@ -89,11 +90,11 @@ def reshape_and_cache(
     Arrays in host memory go through the NumPy reference.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
-    The function is vLLM's `reshape_and_cache`. There each element is written by itself; here the kernel transposes 8
-    tokens whose slots follow each other in registers, and writes whole vectors of values.
+    The function is vLLM's `reshape_and_cache`. vLLM's kernel writes element by element. This kernel transposes 8 tokens
+    with consecutive slots in registers, and writes whole vectors of values.
     """
     strides, cache_format = check_keys_and_values(key, value, key_cache, kv_cache_dtype)
     _, heads, head_dim = key.shape
@@ -117,12 +118,12 @@ def reshape_and_cache(
     columns = heads * head_dim
     if slots.is_empty or columns == 0:
         return
-    # Rows are whole units in any case, since head_dim is a multiple of x.
+    # Rows are whole units in any case, because head_dim is a multiple of x.
     steps = (*strides, *key_steps, *value_steps)
     alignment = min(array.alignment for array in (key, value, key_cache, value_cache))
     aligned = alignment == 16 and not any(step % 16 for step in steps)
     parts = PARTS if slots.tokens <= FEW_TOKENS else 1
-    # The keys of an FP8 cache have longer units than the values, and fewer of them.
+    # In an FP8 cache, the units of keys are longer than the units of values, and there are fewer of them.
     units, line = columns * key.item_size // 16, constants("kv_cache/store_blocks")["LINE"]
     window = constants("kv_cache/store_blocks")["WINDOW"]
     why = why_width(16 if aligned else key.item_size, "the rows of keys, values and caches")
@@ -158,7 +159,7 @@ def reshape_and_cache_flash(
 
     Args:
         key_cache, value_cache: [blocks, block_size, kv_heads, head_dim], of one dtype as in `reshape_and_cache`.
-            Blocks, tokens and heads may be strided, so that slices of one array [blocks, 2, ...] do, and heads may come
+            Blocks, tokens and heads may be strided. Slices of one array [blocks, 2, ...] are taken, and heads may come
             before tokens in memory.
         key, value, slot_mapping, kv_cache_dtype, k_scale, v_scale: as in `reshape_and_cache`, with any head_dim; and so
             are the errors.
@@ -217,7 +218,7 @@ def _check_latents(kv_c: Any, k_pe: Any) -> None:
 
 
 def _check_latent_cache(kv_c: Array, k_pe: Array, kv_cache: Any, kv_cache_dtype: str) -> str:
-    """FORMAT of a cache of latents; SAME for FlashMLA's, which has kernels of its own."""
+    """Check a cache of latents and return its FORMAT; SAME for FlashMLA's cache, which has its own kernels."""
     rank, rope_dim = kv_c.shape[1], k_pe.shape[-1]
     expect_place("kv_cache", kv_cache, kv_c, "kv_c")
     check.one_of("kv_cache_dtype", kv_cache_dtype, MLA_CACHE_DTYPES)
@@ -261,12 +262,12 @@ def concat_and_cache_mla(
         kv_cache_dtype: as in `reshape_and_cache`, or "fp8_ds_mla", FlashMLA's FP8 cache, which takes a kv_lora_rank of
             512 and a rope_dim of 64, or of 0 for zeros, and has its own scales: `scale` is not used there.
 
-    A token in FlashMLA's FP8 cache, which `flash_mla_with_kvcache` reads with is_fp8_kvcache, takes 656 bytes: 512 of
-    float8_e4m3fn, 4 float32 scales, one for each 128 of those, and 64 bfloat16. For each 128 of kv_c, in float32,
-    scale is the smallest power of two that is at least max(max(abs(x)) / 448, 1e-4), and stored = x / scale, rounded to
-    the nearest (ties to even); k_pe is rounded to bfloat16. So scales are 2**-13 or more, and zeros stay zeros. NaN is
-    left out of the maximum and stored as NaN; an infinity makes the scale infinite, and all its 128 numbers are read as
-    NaN. The scales are those of FlashMLA's tests and of vLLM from 0.33 on; a cache with any other ones is read as well.
+    In FlashMLA's FP8 cache, which `flash_mla_with_kvcache` reads with is_fp8_kvcache, a token takes 656 bytes: 512 of
+    float8_e4m3fn, 4 float32 scales of 128 numbers each, and 64 bfloat16. For each 128 of kv_c, in float32, scale is the
+    smallest power of two that is at least max(max(abs(x)) / 448, 1e-4), and stored = x / scale, rounded to the nearest
+    (ties to even). k_pe is rounded to bfloat16. Thus scales are at least 2**-13, and zeros stay zeros. NaN is left out
+    of the maximum and stored as NaN. An infinity makes the scale infinite, and all its 128 numbers are read as NaN.
+    FlashMLA's tests, and vLLM from 0.33 on, compute the same scales. Caches with other scales can be read, too.
 
     The function is vLLM's `concat_and_cache_mla`.
     """
@@ -325,7 +326,7 @@ _FIRST_CACHE = "key_caches[0]"
 
 
 def _check_caches(key_caches: Sequence[Any], value_caches: Sequence[Any]) -> int:
-    """Bytes between blocks, which are the same in all caches."""
+    """Check the caches, and return the bytes between blocks, which must be equal in all caches."""
     first, like = key_caches[0], _FIRST_CACHE
     expect_array(like, first, CACHE_DTYPES)
     if not first.shape:
@@ -355,22 +356,22 @@ def copy_blocks(
 
     Args:
         key_caches, value_caches: lists of arrays [blocks, ...], one per layer, all of one dtype that a cache may have,
-            with equally many blocks of equally many elements, in any layout. A block must be contiguous; the distance
-            between blocks is the same in all caches. Where caches have no values of their own, as MLA caches,
-            value_caches is an empty list.
+            with the same number of blocks and of elements in a block, in any layout. A block must be contiguous, and
+            the distance between blocks must be the same in all caches. value_caches is an empty list for caches without
+            values, such as MLA caches.
         block_mapping: int64 [pairs, 2], on the device of the caches. A pair with a block that is not in the cache is
-            left out. The pairs are copied at the same time: the result is undefined for a block that one pair writes
-            and another one reads or writes.
+            skipped. The pairs are copied at the same time: the result is undefined for a block that one pair writes
+            and another pair reads or writes.
 
-    One launch copies 64 caches, 32 layers of keys and values; nothing but block_mapping has to be on the device.
-    Arrays in host memory go through the NumPy reference.
+    One launch copies 64 caches, 32 layers of keys and values. Only block_mapping has to be on the device, not the
+    caches' addresses. Arrays in host memory go through the NumPy reference.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
-    The function is vLLM's `copy_blocks`, which waits for a copy of the caches' addresses to the device; with an empty
-    list it is `copy_blocks_mla`.
+    The function is vLLM's `copy_blocks`, which waits for a copy of the caches' addresses to the device. With an empty
+    list it is vLLM's `copy_blocks_mla`.
     """
     for name, caches in (("key_caches", key_caches), ("value_caches", value_caches)):
         if not isinstance(caches, (tuple, list)):
@@ -422,7 +423,7 @@ def copy_blocks(
 
 
 def _batch(batch_size: Any, rows: int, lengths: int, starts: int | None) -> int:
-    """The checked batch_size, for so many rows of the table and elements of cu_seq_lens and seq_starts."""
+    """Check batch_size, and return it. `rows`, `lengths`, `starts`: sizes of block_table, cu_seq_lens, seq_starts."""
     batch = check.integer("batch_size", batch_size, 0, rows, "the rows of block_table")
     for name, least, found in (("cu_seq_lens", batch + 1, lengths), ("seq_starts", batch, starts)):
         if found is not None and found < least:
@@ -431,7 +432,7 @@ def _batch(batch_size: Any, rows: int, lengths: int, starts: int | None) -> int:
 
 
 def _check_gathered(src_cache: Any, dst: Any, kv_cache_dtype: str) -> str:
-    """FORMAT of the cache; SAME where `dst` gets its bits."""
+    """Check the cache and `dst`, and return FORMAT of the cache; SAME if `dst` gets its bits."""
     expect_array("src_cache", src_cache, CACHE_DTYPES)
     if len(src_cache.shape) < 2:
         check.dimensions("src_cache", src_cache.shape, ("blocks", "block_size", "..."))
@@ -462,7 +463,7 @@ def _check_gathered(src_cache: Any, dst: Any, kv_cache_dtype: str) -> str:
 
 
 def _check_sequences(src_cache: Array, block_table: Any, cu_seq_lens: Any, batch_size: Any, seq_starts: Any) -> Any:
-    """The number of sequences to gather."""
+    """Check the arrays of the sequences, and return the number of sequences."""
     expect_dimensions("block_table", block_table, src_cache, "src_cache", ("int32",), ("batch", "max_blocks"))
     vectors = [("cu_seq_lens", cu_seq_lens, "batch + 1")]
     if seq_starts is not None:
@@ -493,21 +494,21 @@ def gather_cache(
 
     Args:
         src_cache: [blocks, block_size, ...], of any dtype that a cache may have; blocks and tokens may be strided.
-        dst: [tokens, ...], with the last dimensions of src_cache; tokens may be strided. Of the same dtype, or float32,
-            float16 or bfloat16 for an FP8 cache: then it gets scale * stored, computed in float32 and rounded once.
-            From FlashMLA's FP8 cache these are rows of 576 numbers, the last 64 of them rounded from bfloat16.
+        dst: [tokens, ...], with the last dimensions of src_cache; tokens may be strided. Of the same dtype, or for an
+            FP8 cache float32, float16 or bfloat16: dst then gets scale * stored, computed in float32 and rounded once.
+            For FlashMLA's FP8 cache, rows of dst have 576 numbers. The last 64 are rounded from bfloat16.
         block_table: int32 [batch, max_blocks], with at least batch_size rows; rows may be strided.
-        cu_seq_lens: int32 [batch + 1], the tokens before each sequence, and of all. They must not fall.
-        batch_size: how many sequences to gather.
-        seq_starts: int32 [batch], how many tokens of each sequence come before those to gather. Not negative.
-        kv_cache_dtype: as in `concat_and_cache_mla`; it matters only where an FP8 cache is converted.
-        scale: as in `reshape_and_cache`; not used where bits are copied, nor for FlashMLA's FP8 cache.
+        cu_seq_lens: int32 [batch + 1], the tokens before each sequence, and the number of all tokens. Not descending.
+        batch_size: the number of sequences to gather.
+        seq_starts: int32 [batch], the number of tokens to skip at the start of each sequence. Not negative.
+        kv_cache_dtype: as in `concat_and_cache_mla`; it matters only if an FP8 cache is converted.
+        scale: as in `reshape_and_cache`; not used for copies of bits, nor for FlashMLA's FP8 cache.
 
-    Rows of dst that belong to no sequence, or to an entry outside of the block table or a block outside of the cache,
-    are left as they are. Arrays in host memory go through the NumPy reference.
+    Rows of dst without a sequence, or whose entry is outside of the block table or whose block is outside of the cache,
+    are not written. Arrays in host memory go through the NumPy reference.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
     The function is vLLM's `gather_cache`, today `cp_gather_cache`, with the conversions of
@@ -534,7 +535,7 @@ def gather_cache(
     if src_cache.on_host:
         return run_twin()
     is_empty = tokens == 0 or elements == 0 or batch_size == 0 or blocks * block_size * table_columns == 0
-    if is_empty and batch >= 0:  # the comparison makes the plan check the batch of each call
+    if is_empty and batch >= 0:
         return
     item_size = dst.item_size
     mask, dst_mask = src_cache.alignment | block_stride | token_stride, dst.alignment | dst_stride

@@ -1,4 +1,4 @@
-"""The kernels of `kv_cache`: their variants and tiles, and the checks that its functions share."""
+"""The kernels of `kv_cache`: their variants and tiles, and the checks that several functions share."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from cukern.runtime.units import divisor
 
 DTYPES = ("float32", "float16", "bfloat16")
 CACHE_DTYPES = (*DTYPES, "uint8", *fp8.DTYPES)
-#: FORMAT of the templates: SAME where the cache has the bits of T, else by the cache's dtype.
+#: FORMAT of the templates: SAME if the cache has the bits of T, else it depends on the cache's dtype.
 SAME = "SAME"
 FORMAT = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
-#: The `kv_cache_dtype` of FlashMLA's FP8 cache, which has kernels of its own.
+#: The `kv_cache_dtype` of FlashMLA's FP8 cache, which has its own kernels.
 DS_MLA = "fp8_ds_mla"
 MLA_CACHE_DTYPES = (*fp8.KV_CACHE_DTYPES, DS_MLA)
 DS_MLA_DTYPES = ("uint8", "float8_e4m3fn")
-#: T of the templates where nothing is converted, by bytes of an element.
+#: T of the templates for a copy without conversion, by bytes of an element.
 _BITS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned"}
 
-#: Most tokens, slots, and units of a row or a block: the kernels count in 31 bits, and round up to whole tiles.
+#: The largest number of tokens, slots, and units of a row or a block. Kernels count in 31 bits, and round up to tiles.
 MAX_COUNT = 2**31 - 2**12
-WIDTHS = (16, 8, 4, 2, 1)  # bytes of a unit: a call takes the widest it is aligned for
+WIDTHS = (16, 8, 4, 2, 1)  # bytes of a unit: a call takes the widest that its alignment allows
 
 _store_rows = Kernel("kv_cache/store_rows", "store_rows")
 _store_blocks = Kernel("kv_cache/store_blocks", "store_blocks")
@@ -35,11 +35,11 @@ _gather_rows = Kernel("kv_cache/gather_rows", "gather_rows")
 _store_latents = Kernel("kv_cache/store_latents", "store_latents")
 _gather_latents = Kernel("kv_cache/gather_latents", "gather_latents")
 
-#: Threads of a block and units of each.
+#: (threads of a block, units of a thread).
 THREADS_ITEMS = {"store_rows": (192, 3), "copy_blocks": (256, 4), "gather_rows": (256, 2)}
 WARPS = 2  # of a block of store_blocks
 LATENTS_WARPS = 4  # of a block of store_latents
-#: Up to FEW_TOKENS tokens, PARTS blocks share a window, so that each thread has one token.
+#: Up to FEW_TOKENS tokens, PARTS blocks share a window of tokens, so that each thread has one token.
 FEW_TOKENS, PARTS = 512, 8
 
 
@@ -70,7 +70,7 @@ def copy_variant(width: int) -> Variant:
     return _copy_blocks.variant(width, *THREADS_ITEMS["copy_blocks"])
 
 
-# Compiled at first use: FP8 caches, float32 and narrower units.
+# FP8 caches, float32 and narrower units are compiled at their first use.
 for _kernel, _variants in (
     (_store_rows, [rows_variant("bfloat16", SAME, WIDTHS[0], concat) for concat in (False, True)]),
     (_store_blocks, [blocks_variant("bfloat16", SAME, True, parts) for parts in (1, PARTS)]),
@@ -80,16 +80,16 @@ for _kernel, _variants in (
     _kernel.at_import = _kernel.specialized = [variant.instance for variant in _variants]
 
 
-# --- what the sizes decide ----------------------------------------------------------------------------
+# --- sizes --------------------------------------------------------------------------------------------
 
 
 class Tile(NamedTuple):
-    """A tile of a block: rows, or parts of long ones."""
+    """The tile of a block: several rows, or a part of a long row."""
 
     threads: int
     rows: int
     chunks: int  # tiles side by side in a row
-    fields: dict[str, Any]  # of the kernel's parameters
+    fields: dict[str, Any]  # fields of the kernel's parameters
 
 
 @functools.lru_cache(maxsize=1024)
@@ -103,7 +103,7 @@ def tile_of(kernel: str, columns: int) -> Tile:
 
 
 def format_of(dtype: str, name: str, cache: Array, kv_cache_dtype: str) -> str:
-    """FORMAT for elements of `dtype` in a cache, which is the argument `name`."""
+    """Return FORMAT for elements of `dtype` in a cache, which is the argument `name`."""
     if kv_cache_dtype == "auto":
         check.dtype(name, cache.dtype, (dtype, *fp8.DTYPES))
         return SAME if cache.dtype == dtype else FORMAT[cache.dtype]
@@ -117,16 +117,16 @@ def format_of(dtype: str, name: str, cache: Array, kv_cache_dtype: str) -> str:
 def expect_dimensions(
     name: str, array: Any, like: Array, like_name: str, dtypes: Sequence[str], symbols: tuple[str, ...]
 ) -> None:
-    """Check that `array` is where `like` is, of one of these dtypes and with the dimensions `symbols`."""
+    """Check that `array` is on the device of `like`, and has one of these dtypes and the dimensions `symbols`."""
     expect_place(name, array, like, like_name)
     expect_array(name, array, dtypes, symbols)
 
 
 def distances(name: str, array: Array, outer: int, written: bool = False) -> tuple[int, ...]:
-    """The strides of the first `outer` dimensions in bytes; 0 where a dimension has one element or none.
+    """Return the strides of the first `outer` dimensions in bytes; 0 for a dimension with at most one element.
 
-    Raises ValueError unless the other dimensions lie in C order without gaps, and unless an array that is written has
-    memory of its own for each element of the first ones.
+    Raises ValueError unless the other dimensions are contiguous, and unless a written array has its own memory for each
+    element of the first dimensions.
     """
     shape, strides = array.shape, array.strides
     if any(size == 0 for size in shape):
@@ -144,12 +144,12 @@ class Slots(NamedTuple):
     """The slots of the new tokens of a call."""
 
     tokens: Any
-    fields: dict[str, Any]  # of the kernels' parameters
+    fields: dict[str, Any]  # fields of the kernels' parameters
     is_empty: bool
 
 
 def check_slots(slot_mapping: Any, like: Array, like_name: str, name: str, blocks: int, block_size: int) -> Slots:
-    """The slots, in the cache `name`, of the first tokens of `like`, which may have more."""
+    """Check the slots, in the cache `name`, for the first tokens of `like`, which may have more tokens."""
     slots = blocks * block_size
     if slots > MAX_COUNT:
         check.fail(name, f"of at most {MAX_COUNT} slots", f"{blocks} blocks of {block_size}")
@@ -165,7 +165,7 @@ def check_slots(slot_mapping: Any, like: Array, like_name: str, name: str, block
 
 
 def check_keys_and_values(key: Any, value: Any, key_cache: Any, kv_cache_dtype: str) -> tuple[tuple[int, ...], str]:
-    """The bytes between tokens, of keys and of values, and FORMAT of their cache."""
+    """Check keys and values. Return the bytes between tokens, of both, and FORMAT of their cache."""
     symbols = ("tokens", "kv_heads", "head_dim")
     expect_array("key", key, DTYPES, symbols)
     expect_dimensions("value", value, key, "key", (key.dtype,), symbols)

@@ -1,4 +1,4 @@
-"""Blocks of a cache copied from one memory to another: by the driver, without a kernel."""
+"""`swap_blocks`: copies of cache blocks between memories, by the driver, without a kernel."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _pairs_of(block_mapping: Any, src: _Memory, dst: _Memory) -> NDArray[np.int6
 
 
 def runs_of(pairs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Pairs that follow each other in both caches as one, [runs, 3]: from, to and how many blocks."""
+    """Merge pairs that are consecutive in both caches: [runs, 3] with from, to, and the number of blocks."""
     first = np.flatnonzero(np.r_[True, (np.diff(pairs, axis=0) != 1).any(axis=1)]) if len(pairs) else np.arange(0)
     return np.column_stack([pairs[first], np.diff(np.r_[first, len(pairs)])])
 
@@ -71,18 +71,17 @@ def swap_blocks(src: Array, dst: Array, block_size_in_bytes: int, block_mapping:
     Args:
         src, dst: contiguous arrays of any dtype that a cache may have, of blocks one after the other. Each is in host
             memory or on a GPU; both may be on one GPU, but not on two. They may be of different libraries.
-        block_size_in_bytes: the bytes of a block, which divide those of src and of dst.
+        block_size_in_bytes: the bytes of a block, a divisor of the bytes of src and of dst.
         block_mapping: int64 [pairs, 2], in host memory. The result is undefined for a block that one pair writes and
-            another one reads or writes.
+            another pair reads or writes.
 
-    The copies are begun on the current stream of the GPU's library; those of blocks that follow each other in both
-    caches are one. From and to pinned memory they run by themselves, so that the host has to wait for the stream before
-    it reads dst or changes src; other host memory takes part before the call returns, and cannot be captured in a CUDA
-    graph. No kernel is launched and there is no torch operator. Arrays that are both in host memory go through the
-    NumPy reference.
+    The call starts the copies on the current stream of the GPU's library. Blocks that are consecutive in both caches
+    are one copy. With pinned memory the copies are asynchronous: the host must wait for the stream before it reads dst
+    or changes src. Other host memory is copied in part before the call returns, and cannot be captured in a CUDA graph.
+    No kernel is launched and there is no torch operator. If both arrays are in host memory, the NumPy reference runs.
 
     Raises:
-        TypeError: a dtype that is not taken, or what is no array.
+        TypeError: an unsupported dtype, or a value that is no array.
         ValueError: sizes, strides, devices or blocks that do not fit; the message names the argument.
 
     The function is vLLM's `swap_blocks`.

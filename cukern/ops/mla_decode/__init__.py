@@ -1,4 +1,4 @@
-"""Multi-head latent attention at decode time: the last tokens of each sequence over a paged cache of latents."""
+"""Multi-head latent attention (MLA) in decoding: the last tokens of each sequence over a paged cache of latents."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from cukern.runtime.plan import empty, outputs, run_twin
 __all__ = ["flash_mla_with_kvcache", "get_mla_metadata"]
 
 DTYPES = ("bfloat16", "float16")
-#: Dtypes of an 8-bit cache, of which only the bytes count.
+#: Dtypes that an 8-bit cache may have. The kernels read its bytes.
 FP8_DTYPES = ("uint8", "int8", "float8_e4m3fn")
 MAX_PAGE_SIZE = 2**16
-#: The most rows, sequences or slots: the kernels count them in 31 bits, and round up to whole tiles.
+#: The largest number of rows, sequences or slots: the kernels count them in 31 bits, and round up to whole tiles.
 MAX_COUNT = 2**31 - 2**12
 MAX_GRID = 2**16 - 1  # blocks along y or z
 _LARGEST_SCALE = 1e30
@@ -50,7 +50,7 @@ _LARGEST_SCALE = 1e30
 
 
 def _strides(name: str, array: Array) -> tuple[int, ...]:
-    """Strides of all dimensions but the last, in elements; 0 where the size is 1.
+    """Return the strides of all dimensions except the last, in elements; 0 if the size is 1.
 
     Raises ValueError unless the last dimension is contiguous.
     """
@@ -60,7 +60,7 @@ def _strides(name: str, array: Array) -> tuple[int, ...]:
 
 
 def _check_alignment(name: str, array: Array, strides: tuple[int, ...] = ()) -> None:
-    """Check that an array begins at a multiple of 16 bytes, and so do its rows at these strides."""
+    """Check that the address of an array and its rows at these strides are multiples of 16 bytes."""
     if array.alignment < 16 or any(stride * array.item_size % 16 for stride in strides):
         wanted, got = "at a multiple of 16 bytes", f"address at a multiple of {array.alignment}"
         if strides:
@@ -84,7 +84,7 @@ def _check_head(q: Array, head_dim_v: int, is_fp8: bool, is_sparse: bool) -> Non
 
 
 def _check_pages(name: str, cache: Array, q: Array, is_fp8: bool, is_sparse: bool) -> tuple[int, ...]:
-    """Check the dtype and the sizes of a cache; its strides."""
+    """Check the dtype and the sizes of a cache, and return its strides."""
     check.dtype(name, cache.dtype, FP8_DTYPES if is_fp8 else (q.dtype,))
     symbols = "pages", "page_size", "kv_heads", "slot_bytes" if is_fp8 else "head_dim"
     check.dimensions(name, cache.shape, symbols)
@@ -111,7 +111,7 @@ def _check_pages(name: str, cache: Array, q: Array, is_fp8: bool, is_sparse: boo
 
 
 def _check_cache(q: Array, k_cache: Array, head_dim_v: int, is_fp8: bool, is_sparse: bool) -> tuple[int, ...]:
-    """Check q, k_cache and head_dim_v against each other; the strides of k_cache."""
+    """Check q, k_cache and head_dim_v against each other, and return the strides of k_cache."""
     batch, query_tokens, heads, _ = q.shape
     check.dtype("k_cache", k_cache.dtype, FP8_DTYPES if is_fp8 else (q.dtype,))
     _check_head(q, head_dim_v, is_fp8, is_sparse)
@@ -125,7 +125,7 @@ def _check_cache(q: Array, k_cache: Array, head_dim_v: int, is_fp8: bool, is_spa
 
 
 def _check_indices(name: str, indices: Any, q: Array) -> int:
-    """Check indices; the number of slots that each query token names."""
+    """Check indices, and return the number of slots for each query token."""
     expect_place(name, indices, q, "q")
     check.dtype(name, indices.dtype, ("int32",))
     check.dimensions(name, indices.shape, ("batch", "query_tokens", "topk"))
@@ -137,7 +137,7 @@ def _check_indices(name: str, indices: Any, q: Array) -> int:
 
 
 class _Extra(NamedTuple):
-    """A second cache, and its tokens."""
+    """A second cache and its indices."""
 
     cache: Array
     strides: tuple[int, ...]
@@ -148,8 +148,8 @@ class _Extra(NamedTuple):
 def _check_alignments(
     q: Array, q_strides: tuple[int, ...], cache: Array, strides: tuple[int, ...], extra: _Extra | None, is_paged: bool
 ) -> None:
-    """Check where the inputs begin on a GPU, and their rows."""
-    aligned = slice(0, 1 if is_paged else 3)  # a page of two parts is contiguous
+    """Check the alignment of the inputs and their rows on a GPU."""
+    aligned = slice(0, 1 if is_paged else 3)  # pages of two parts are contiguous
     _check_alignment("q", q, q_strides)
     _check_alignment("k_cache", cache, strides[aligned])
     if extra is not None:
@@ -157,7 +157,7 @@ def _check_alignments(
 
 
 class _Tokens(NamedTuple):
-    """Where the tokens lie that the queries attend to."""
+    """The arrays that say at which slots the tokens of each query are."""
 
     block_table: Array | None  # None with indices
     lengths: Array | None
@@ -170,7 +170,7 @@ class _Tokens(NamedTuple):
 
 
 def _check_extra(cache: Any, indices: Any, length: Any, q: Array, k_cache: Array, is_fp8: bool) -> _Extra | None:
-    """Check the second cache and its indices against each other and the first; None if there is none."""
+    """Check the second cache and its indices against each other and the first cache; None if there is none."""
     if cache is None:
         for name, array in (("extra_indices_in_kvcache", indices), ("extra_topk_length", length)):
             if array is not None:
@@ -189,7 +189,7 @@ def _check_extra(cache: Any, indices: Any, length: Any, q: Array, k_cache: Array
 def _check_chosen(
     q: Array, k_cache: Array, is_fp8: bool, indices: Any, topk_length: Any, extra: tuple[Any, Any, Any]
 ) -> _Tokens | None:
-    """Check indices, and what goes with them alone: topk_length, and the second cache with its indices and lengths."""
+    """Check indices and the arguments that need them: topk_length and all arguments of the second cache."""
     named = {"topk_length": topk_length, "extra_k_cache": extra[0]}
     named |= {"extra_indices_in_kvcache": extra[1], "extra_topk_length": extra[2]}
     if indices is None:
@@ -213,7 +213,7 @@ def _check_chosen(
 def _check_tokens(
     block_table: Any, cache_seqlens: Any, chosen: _Tokens | None, causal: bool, q: Array, pages: int
 ) -> _Tokens:
-    """Check what says where tokens lie: block_table and cache_seqlens, or indices, which are checked."""
+    """Check block_table and cache_seqlens. If there are indices, return `chosen`, which is checked already."""
     if chosen is not None:
         if causal:
             check.fail("causal", "False with indices", True)
@@ -229,7 +229,7 @@ def _check_tokens(
 
 
 def _check_scale(softmax_scale: Any, head_dim: int) -> float:
-    """Check the scale; head_dim ** -0.5 by default."""
+    """Check the scale, and return it; head_dim ** -0.5 by default."""
     scale = head_dim**-0.5 if softmax_scale is None else check.number("softmax_scale", softmax_scale)
     if abs(scale) > _LARGEST_SCALE:
         check.fail("softmax_scale", f"of at most {_LARGEST_SCALE:g}", scale)
@@ -237,7 +237,7 @@ def _check_scale(softmax_scale: Any, head_dim: int) -> float:
 
 
 def _check_plan(metadata: Any, num_splits: Any, sequences: int, q: Array) -> int:
-    """Check the caller's plan; the number of its parts."""
+    """Check the caller's plan, and return the number of its parts."""
     if metadata is None or num_splits is None:
         given, missing = ("num_splits", "tile_scheduler_metadata")[:: 1 if metadata is None else -1]
         check.fail(missing, f"given, like {given} (or neither)", None, TypeError)
@@ -252,7 +252,7 @@ def _check_plan(metadata: Any, num_splits: Any, sequences: int, q: Array) -> int
 
 
 def _outputs(out: Any, q: Array, results: list[Result]) -> tuple[Array, Array]:
-    """Where the results go; `out` may be the first of them alone."""
+    """Return the arrays for the results. `out` may be the first of them alone."""
     is_single = not (out is None or isinstance(out, (tuple, list)))
     if is_single:
         out = expect("out", out, q, "q", (q.dtype,), results[0].shape, results[0].symbols), None
@@ -267,7 +267,7 @@ def _outputs(out: Any, q: Array, results: list[Result]) -> tuple[Array, Array]:
 
 
 def _multiprocessors(array: Any) -> int:
-    """Multiprocessors of the GPU of an array, or of a tensor that torch traces; those of an H200 for host memory."""
+    """Return the multiprocessors of the GPU of an array or a traced tensor; for host memory, the twin's number."""
     if isinstance(array, Array):
         return twin.MULTIPROCESSORS if array.on_host else array.gpu.multiprocessors
     return gpu.of_device(array.get_device()).multiprocessors if array.is_cuda else twin.MULTIPROCESSORS
@@ -312,47 +312,48 @@ def get_mla_metadata(
     extra_topk_length: AnyArray | None = None,
     out: tuple[AnyArray, AnyArray] | None = None,
 ) -> tuple[AnyArray, AnyArray]:
-    """Deal the tokens of all sequences out to the multiprocessors, for `flash_mla_with_kvcache`.
+    """Divide the tokens of all sequences among the multiprocessors, for `flash_mla_with_kvcache`.
 
-    The tokens of a sequence are cut into blocks of 64. A part is what one block of threads does, for one kv head and
-    up to 64 query rows of it: a run of blocks, over the end of one sequence into the next. A visit of a sequence costs
-    5 blocks beside its own. Parts are filled in order up to a load that is the smallest with which they suffice; a
-    sequence without tokens is visited too, since its rows must be written.
+    The tokens of a sequence are cut into blocks of 64. A part is the work of one thread block, for one kv head and up
+    to 64 query rows of it. It is a run of token blocks, which may continue from one sequence into the next. Each visit
+    of a sequence costs as much as 5 additional token blocks. The plan finds the smallest load per part that suffices,
+    and fills the parts in order up to this load. Sequences without tokens are visited, too, because their rows must be
+    written.
 
-    Nothing here waits for the device: the plan is made there, and a CUDA graph that captured the call makes it anew
-    from the lengths of its time. The plan holds for all layers of a decoding step.
+    The function does not wait for the device, which makes the plan. A CUDA graph that captured the call plans again in
+    each replay, from the current lengths. One plan serves all layers of a decoding step.
 
-    Without arguments it returns (FlashMLASchedMeta(), None): a plan that is still to be made. The first call of
-    `flash_mla_with_kvcache` that is given it as tile_scheduler_metadata, with num_splits None, makes the plan for its
-    sizes and lengths; later ones use it, and are refused unless their sizes are the same. Whether the lengths are the
-    same is not looked at: a plan of other lengths leaves tokens out. It is no array, so torch.compile takes it into no
-    graph.
+    Without arguments the function returns (FlashMLASchedMeta(), None): a plan that is made later. Pass it to
+    `flash_mla_with_kvcache` as tile_scheduler_metadata, with num_splits None. The first such call makes the plan for
+    its sizes and lengths. Later calls use the plan, and are refused unless their sizes are equal. Their lengths are not
+    compared: with other lengths the plan leaves tokens out. A FlashMLASchedMeta is no array, so torch.compile cannot
+    have it in a graph.
 
     Args:
-        cache_seqlens: int32 [batch], tokens in the cache; a negative number counts as 0.
+        cache_seqlens: int32 [batch], tokens in the cache; negative numbers count as 0.
         num_heads_per_head_k: query rows that share a kv head: query tokens * query heads // kv heads.
         num_heads_k: kv heads.
         num_heads_q: query heads; needed with `topk`.
-        topk: plan for `indices` of so many slots instead: each query token is then a sequence of its own, of topk
-            tokens, and cache_seqlens only says the batch.
-        topk_length: int32 [batch], with `topk`: how many of the indices count, as `flash_mla_with_kvcache` takes it.
-        extra_topk: with `topk`, the indices of a second cache, and
-        extra_topk_length: int32 [batch], how many of these count.
+        topk: plan for `indices` with this many slots for each query token. Each query token is then a sequence of topk
+            tokens, and only the size of cache_seqlens matters.
+        topk_length: int32 [batch], with `topk`: the number of valid indices, as in `flash_mla_with_kvcache`.
+        extra_topk: with `topk`: the number of indices of a second cache.
+        extra_topk_length: int32 [batch], with `topk`: the number of valid indices of the second cache.
         out: a pair of arrays like the results to write into.
 
     Returns:
         tile_scheduler_metadata, int32 [parts, 8], with parts = max(1, multiprocessors // (num_heads_k *
-        ceil(num_heads_per_head_k / 64))): for each part its first sequence and the first block of it, its last sequence
-        and the end of its blocks there, how many parts visit the first sequence before it, and zeros; a part with
-        nothing to do has the number of sequences for its first one. And num_splits, int32 [sequences + 1]: how many
-        visits there are before each sequence. For arrays in host memory as on a GPU of 132 multiprocessors.
+        ceil(num_heads_per_head_k / 64))). A part has its first sequence and first block there, its last sequence and
+        the end of its blocks there, the number of earlier parts that visit the first sequence, and zeros. The first
+        sequence of a part without work is the number of sequences. And num_splits, int32 [sequences + 1]: the number of
+        visits before each sequence. Arrays in host memory get the plan of a GPU with 132 multiprocessors.
 
     Raises:
-        TypeError: what is no array, or has the wrong dtype or library.
+        TypeError: a value that is no array, or has the wrong dtype or library.
         ValueError: sizes that do not fit each other.
 
-    The function and its results are FlashMLA's (DeepSeek, 2025), whose parts are of another load, and whose batch is
-    limited; without arguments those of its later releases.
+    The function and its results are FlashMLA's (DeepSeek, 2025). The call without arguments is from its later releases.
+    FlashMLA's parts have another load, and its batch is limited.
     """
     expect_array("cache_seqlens", cache_seqlens, ("int32",), ("batch",))
     expect_contiguous("cache_seqlens", cache_seqlens)
@@ -382,7 +383,7 @@ def get_mla_metadata(
 
 
 def _check_counts(lengths: Array, query_tokens: int, topk: Any, length: Any, extra: Any, extra_length: Any) -> Counts:
-    """Check the numbers of indices that count, of a plan for `topk` of them."""
+    """Check the numbers of valid indices for a plan of `topk` indices, and return all counts."""
     extra = check.integer("extra_topk", extra, 0, MAX_COUNT - (topk or 0))
     for name, given, array in (
         ("topk_length", topk is not None, length),
@@ -409,7 +410,7 @@ def _attention_results(
 def _work(
     q: Array, k_cache: Array, head_dim_v: int, is_fp8: bool, tokens: _Tokens, metadata: Any, num_splits: Any
 ) -> Work:
-    """What the call does, in as many parts as the caller's plan has, which is checked, or as keep the GPU busy."""
+    """Return the work of the call, with the parts of the caller's plan, or enough parts to keep the GPU busy."""
     batch, query_tokens, heads, head_dim = q.shape
     kv_heads, is_sparse = k_cache.shape[2], tokens.indices is not None
     rows, sequences = heads // kv_heads * query_tokens, batch
@@ -425,7 +426,7 @@ def _work(
 
 
 def _fields(q: Array, k_cache: Array, tokens: _Tokens, work: Work) -> dict[str, Any]:
-    """The fields of the struct Params that follow from the inputs alone."""
+    """Return the fields of struct Params that depend on the inputs alone."""
     counts, extra = tokens.counts, tokens.extra
     second = {
         "topk_lengths": counts.topk_length,
@@ -462,14 +463,14 @@ def _fields(q: Array, k_cache: Array, tokens: _Tokens, work: Work) -> dict[str, 
 
 
 def _results(work: Work, attended: Array, lse: Array) -> dict[str, Any]:
-    """The fields of the struct Params for the results, and for what several parts find of a sequence."""
+    """Return the fields of struct Params for the results and for the partial results of the parts."""
     slots = 2 * work.parts, work.kv_heads, work.rows
     partial = empty((*slots, work.dims[1]), "float32"), empty(slots, "float32")
     return {"out": attended, "lse": lse, "partial_out": partial[0], "partial_lse": partial[1]}
 
 
 def _own_plan(work: Work, tokens: _Tokens) -> tuple[Array, Array]:
-    """The plan of a call that is given none."""
+    """Make the plan of a call without a plan."""
     plan = empty((work.parts, 8), "int32"), empty((work.sequences + 1,), "int32")
     why = "no plan is given (get_mla_metadata makes one for all layers of a step); "
     launch_plan(tokens.lengths, *plan, tokens.counts, why)
@@ -498,7 +499,7 @@ def flash_mla_with_kvcache(
     out: tuple[AnyArray, AnyArray] | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
-    """Attend from the last tokens of each sequence over its latents in a paged cache, which are keys and values both.
+    """Attend from the last tokens of each sequence over its latents in a paged cache, which are both keys and values.
 
     A value is the first head_dim_v numbers of a key. With g = heads / kv_heads,
 
@@ -506,61 +507,62 @@ def flash_mla_with_kvcache(
         out[i, h] = sum of softmax(score)[t] * key[t, h // g, :head_dim_v]
         lse[h, i] = log of the sum of exp(score[t])
 
-    over all tokens t of the sequence; if `causal`, query token i of s stands at position cache_seqlens[b] - s + i and
-    sees the tokens up to it. Token t is slot t % page_size of page block_table[b, t // page_size]. Sums are in float32;
-    the probabilities are rounded to the query's dtype before they meet the values. With an 8-bit cache they are
-    multiplied by the scale of a value and rounded to float16; variant "wgmma", and every one with slots of 584 bytes,
-    rounds the values to the query's dtype instead.
+    over all tokens t of the sequence. If `causal`, query token i of s has position cache_seqlens[b] - s + i and sees
+    the tokens up to it. Token t is in slot t % page_size of page block_table[b, t // page_size]. Sums are in float32.
+    The kernels round the probabilities to the query's dtype before the product with the values. With an 8-bit cache the
+    kernels multiply the probabilities by the scale of a value and round them to float16. Variant "wgmma", and every
+    variant with slots of 584 bytes, rounds the values to the query's dtype instead.
 
     Args:
         q: [batch, query_tokens, heads, head_dim], bfloat16 or float16, contiguous along the last dimension, which is a
             multiple of 16, at most 576. On a GPU rows begin at multiples of 16 bytes.
-        k_cache: [pages, page_size, kv_heads, head_dim], of q's dtype, contiguous along the last dimension; pages,
-            tokens and heads may be strided, on a GPU by multiples of 16 bytes. page_size is a multiple of 16; with
-            `indices` any. With `is_fp8_kvcache` [pages, page_size, kv_heads, slot_bytes], of bytes (uint8, int8, or
-            float8_e4m3fn that only counts as bytes); head_dim_v is then 512.
-            For a head_dim of 576 a slot has 656: 512 numbers in float8_e4m3fn, 4 float32 scales (each for 128 of them:
-            value = number * scale) and 64 rotary numbers in bfloat16, whatever q's dtype, rounded to it.
-            For a head_dim of 512 it has 584, and contiguous pages have two parts: first page_size times 448 numbers in
-            float8_e4m3fn and 64 rotary ones in bfloat16, all key and value; then page_size times 7 scales in
-            float8_e8m0fnu, each for 64 numbers, and an unused byte. Needs `indices` and one kv head.
+        k_cache: [pages, page_size, kv_heads, head_dim], of q's dtype, contiguous along the last dimension. Pages,
+            tokens and heads may be strided, on a GPU by multiples of 16 bytes. page_size is a multiple of 16, or with
+            `indices` any number. With `is_fp8_kvcache` [pages, page_size, kv_heads, slot_bytes], of bytes (uint8, int8,
+            or the bytes of float8_e4m3fn), and head_dim_v is 512.
+            For a head_dim of 576 a slot has 656 bytes: 512 numbers in float8_e4m3fn, 4 float32 scales of 128 numbers
+            each (value = number * scale), and 64 rotary numbers in bfloat16, which are rounded to q's dtype.
+            For a head_dim of 512 a slot has 584 bytes, and contiguous pages have two parts. The first part has, for
+            each slot, 448 numbers in float8_e4m3fn and 64 rotary numbers in bfloat16, all both key and value. The
+            second part has, for each slot, 7 scales in float8_e8m0fnu of 64 numbers each, and an unused byte. Such a
+            cache needs `indices` and one kv head.
         block_table: int32 [batch, max_pages]; rows may be strided. Entries beyond the tokens of a sequence are not
             used. May be None with `indices`.
-        cache_seqlens: int32 [batch], tokens in the cache, those of q included; a negative number counts as 0. May be
-            None with `indices`.
+        cache_seqlens: int32 [batch], tokens in the cache, including the tokens of q; negative numbers count as 0. May
+            be None with `indices`.
         head_dim_v: a multiple of 16, at most head_dim.
-        tile_scheduler_metadata, num_splits: what `get_mla_metadata` gave for these lengths, or None both: then the call
-            plans by itself. Or what `get_mla_metadata` gave without arguments, and None.
-        softmax_scale: head_dim ** -0.5 by default; variant "wgmma" takes it from 1e-30 on.
+        tile_scheduler_metadata, num_splits: the results of `get_mla_metadata` for these lengths, or the results of
+            `get_mla_metadata` without arguments. None for both: the call makes a plan by itself.
+        softmax_scale: head_dim ** -0.5 by default; variant "wgmma" needs at least 1e-30.
         causal: not with `indices`.
         indices: int32 [batch, query_tokens, topk]: the slots (page * page_size + place in the page) that a query token
-            attends to, and no others; less than 0: none. block_table and cache_seqlens are then not used.
+            attends to. Negative numbers are skipped. block_table and cache_seqlens are not used.
         attn_sink: float32 [heads], logits of a token without value: out is multiplied by exp(lse) / (exp(lse) +
             exp(attn_sink)), lse is not changed.
-        extra_k_cache: a second cache, with pages of another number and size, else like k_cache, and
-        extra_indices_in_kvcache: int32 [batch, query_tokens, extra_topk], slots of it: a query token attends to these
-            tokens too, in one softmax with the others. With `indices`.
-        topk_length: int32 [batch]: of the indices of a sequence only the first topk_length[b] count, whatever the
-            others are; less than 0 counts as 0, and more than topk as topk. All by default. With `indices`.
+        extra_k_cache: a second cache like k_cache, with its own number of pages and page_size.
+        extra_indices_in_kvcache: int32 [batch, query_tokens, extra_topk], slots of the second cache. A query token
+            attends to these tokens too, in one softmax with the others. With `indices`.
+        topk_length: int32 [batch]: only the first topk_length[b] indices of a sequence are used. The number is clamped
+            to [0, topk]. None: all. With `indices`.
         extra_topk_length: the same for extra_indices_in_kvcache.
-        out: an array like the (contiguous) result to write into, at a multiple of 16 bytes, or a pair of that and one
-            for lse (under torch.compile a pair).
+        out: an array like the (contiguous) result to write into, at a multiple of 16 bytes, or a pair of such an array
+            and one for lse (under torch.compile a pair).
         variant: "auto", "wgmma" (sm_90a, heads of 576 and 512), "mma" (heads of 576 and 512) or "dynamic" (everything).
 
     Returns:
         out [batch, query_tokens, heads, head_dim_v] of q's dtype and lse float32 [batch, heads, query_tokens]. A row
-        with nothing to attend to is 0, and its lse +inf, as upstream has it. On a GPU lengths, pages and slots cannot
-        be checked ahead: where one points outside the table or the cache, nothing is read there, and the rows of that
-        sequence (with `indices` of that query token) are NaN. A token that is NaN or infinite may reach all rows that
-        share its kv head, also those that do not see it; what lies in slots of no token reaches none.
+        without tokens to attend to is 0, and its lse +inf, as in FlashMLA. On a GPU lengths, pages and slots cannot be
+        checked ahead. If one points outside the table or the cache, nothing is read there, and the rows of that
+        sequence (with `indices`: of that query token) are NaN. A NaN or infinite token may reach all rows that share
+        its kv head, even rows that do not see it. Slots without a token reach no row.
 
     Raises:
-        TypeError: what is no array, or has the wrong dtype or library.
+        TypeError: a value that is no array, or has the wrong dtype or library.
         ValueError: a shape, stride, device or option that does not fit.
 
-    Latent attention is DeepSeek-V2's (2024), the functions and the cache of 656 bytes are FlashMLA's (DeepSeek, 2025),
-    the online softmax that of Milakov and Gimelshein (2018), indices those of DeepSeek-V3.2 (2025), the second cache,
-    the numbers of indices and slots of 584 bytes those of FlashMLA's later releases (2026).
+    Sources: latent attention is from DeepSeek-V2 (2024), the functions and the cache of 656 bytes from FlashMLA
+    (DeepSeek, 2025), the online softmax from Milakov and Gimelshein (2018), indices from DeepSeek-V3.2 (2025). The
+    second cache, topk_length and slots of 584 bytes are from FlashMLA's later releases (2026).
     """
     expect_array("q", q, DTYPES, ("batch", "query_tokens", "heads", "head_dim"))
     expect_place("k_cache", k_cache, q, "q")

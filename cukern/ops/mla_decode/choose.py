@@ -1,4 +1,4 @@
-"""How the calls of latent attention run: the forms and variants of their kernels, and their launches."""
+"""Latent attention: the kernels and their configurations, how a call chooses among them, and the launches."""
 
 from __future__ import annotations
 
@@ -13,36 +13,38 @@ from cukern.runtime.plan import asked, launch, tensor_map
 
 VARIANTS = ("auto", "wgmma", "mma", "dynamic")
 MAX_DIM = 576
-THREADS = 256  # of attend_mma, and of plan_parts where it follows the sequences
-_BY_PARTS_THREADS = 384, 768  # of plan_parts where it follows the parts
-#: Sequences up to which following them takes less time than following the parts, and up to which the latter can be.
+THREADS = 256  # of attend_mma, and of plan_parts with a chain over the sequences
+_BY_PARTS_THREADS = 384, 768  # of plan_parts with a chain over the parts
+#: plan_parts: up to _FEW_SEQUENCES sequences the chain over the sequences is faster than the chain over the parts.
+#: Above _MOST_LINED_UP sequences the table of the chain over the parts does not fit.
 _FEW_SEQUENCES, _MOST_LINED_UP = 48, 4096
 _SPAN = f"from {_FEW_SEQUENCES + 1} to {_MOST_LINED_UP} sequences"
-_PLAN_SHARED_BYTES = 99 << 10  # the shared memory of `plan_parts` that every GPU has
-_TABLE_BYTES = 24 << 10, 640  # of the table of places by parts: at least, and for each sequence
+_PLAN_SHARED_BYTES = 99 << 10  # the shared memory that a block of `plan_parts` can have on every GPU
+_TABLE_BYTES = 24 << 10, 640  # of the table of the chain over the parts: the minimum, and the bytes for each sequence
 
-#: head_dim and head_dim_v that have variants of their own.
+#: Pairs (head_dim, head_dim_v) with variants of their own.
 SPECIALIZED = [
     (576, 512),  # DeepSeek-V2, V3 and R1, Kimi-K2
 ]
-#: ROWS of `attend_mma`; the most only where dimensions are specialized.
+#: ROWS of `attend_mma`. The largest needs specialized dimensions.
 _ROWS = (16, 32, 64)
 _MOST_STAGES = 4
-#: TILE of `attend_mma`, the better first. With the most rows, larger tiles of an 8-bit cache need too many registers.
+#: TILE of `attend_mma`, the fastest first. With 64 rows, larger tiles of an 8-bit cache would need too many registers.
 _TILES, _FP8_TILES = (64, 32), {16: (64, 32, 16), 32: (64, 32), 64: (32,)}
 
-#: Rows of a kv head up to which `attend_mma` is faster, measured on an H200: over a cache of 16 and of 8 bits.
+#: Up to this many rows of a kv head `attend_mma` is faster than `attend_wgmma`: with a 16-bit and an 8-bit cache
+#: (H200).
 _FEW_ROWS, _FEW_ROWS_FP8 = 16, 32
-#: `attend_wgmma` looks for the largest product of a row before it multiplies by the scale, which must then be positive.
+#: `attend_wgmma` takes the maximum of a row before it multiplies by the scale, so the scale must be positive.
 _SMALLEST_WGMMA_SCALE = 1e-30
-_LARGEST_STRIDE = 2**40  # bytes, of a tensor map
+_LARGEST_STRIDE = 2**40  # in bytes, of a tensor map
 
-#: TEAM and EACH of `combine_parts`: several blocks put a row together, or one block, or one warp.
+#: (TEAM, EACH) of `combine_parts`: a row is combined by several blocks, by one block, or by one warp.
 MANY_BLOCKS, ONE_BLOCK, ONE_WARP = (8, 1), (8, 4), (1, 4)
-#: Rows up to which it takes several blocks for each to keep the GPU busy, and those up to which it takes one.
+#: Up to the first number of rows several blocks combine a row, so that the GPU is busy; up to the second, one block.
 _FEW_COMBINED_ROWS = 64, 512
-_COMBINED_COLUMNS = 128  # of a row, that a block puts together where several do
-_COMBINING_BLOCKS = 2  # per multiprocessor, at once
+_COMBINED_COLUMNS = 128  # columns of a row that one of several blocks combines
+_COMBINING_BLOCKS = 2  # resident blocks of a multiprocessor
 
 plan_kernel = Kernel("mla_decode/plan", "plan_parts")
 attend_mma = Kernel("mla_decode/attend_mma", "attend_mma")
@@ -54,8 +56,8 @@ combine = Kernel("mla_decode/combine", "combine_parts")
 # --- variants -----------------------------------------------------------------------------------------
 
 
-class Form(NamedTuple):
-    """Template arguments of `attend_mma`."""
+class MmaConfig(NamedTuple):
+    """The template arguments of `attend_mma`."""
 
     dtype: str
     is_fp8: bool
@@ -68,14 +70,14 @@ class Form(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """The shared memory of a block, computed as in the struct `Form` of the template."""
+        """Return the shared memory of a block. The struct `Form` of the template computes the same."""
         dims = self.head_dim or MAX_DIM
-        is_fp8 = self.is_fp8 and dims == MAX_DIM  # another 8-bit cache is converted to 16 bits first
+        is_fp8 = self.is_fp8 and dims == MAX_DIM  # caches of another head_dim are converted to 16 bits first
         groups = 2 if is_fp8 or self.rows == 64 else 1
         rings = 2 if is_fp8 and self.rows == 16 else 1
         group_rows, halves = self.rows // groups * rings, 1 if is_fp8 else 2
         fragments_of_rows, depths = group_rows // 16, 8 // groups // halves
-        fragments = self.tile // halves // 8  # of a warp's tokens
+        fragments = self.tile // halves // 8  # fragments of a warp's tokens
         own = max(fragments // depths, 1)
         sent = fragments - own if fragments >= depths else fragments
         steps = dims // 16 // depths
@@ -89,39 +91,39 @@ class Form(NamedTuple):
         return tiles + queries + partial_scores + probabilities + maxima_and_sums
 
 
-def best_form(
+def best_mma_config(
     dtype: str, is_fp8: bool, group_rows: int, dims: tuple[int, int], most_shared_bytes: int, has_extra: bool = False
-) -> Form:
-    """The best form for `group_rows` rows of a kv head, with at most `most_shared_bytes` for a block.
+) -> MmaConfig:
+    """Return the fastest configuration for `group_rows` rows of a kv head, within `most_shared_bytes` a block.
 
-    `dims` are 0 where they are dynamic.
+    `dims` are (0, 0) if the dimensions are dynamic.
     """
     wanted = next((rows for rows in _ROWS if rows >= group_rows), _ROWS[-1])
     most = _ROWS[-1] if dims[0] else _ROWS[-2]
     for rows in (rows for rows in reversed(_ROWS) if rows <= min(wanted, most)):
         for tile in _FP8_TILES[rows] if is_fp8 and dims[0] == MAX_DIM else _TILES:
-            # At least two: a tile must come while another is in use.
+            # At least two stages: one is loaded while the other is in use.
             for stages in range(_MOST_STAGES, 1, -1):
-                form = Form(dtype, is_fp8, rows, tile, stages, *dims, has_extra)
-                if form.shared_bytes <= most_shared_bytes:
-                    return form
-    raise AssertionError("the smallest form fits every GPU")
+                config = MmaConfig(dtype, is_fp8, rows, tile, stages, *dims, has_extra)
+                if config.shared_bytes <= most_shared_bytes:
+                    return config
+    raise AssertionError("the smallest configuration fits every GPU")
 
 
-def mma_variant(form: Form) -> Variant:
-    sizes = form.rows, form.tile, form.stages, form.head_dim, form.head_dim_v
-    arguments: list[str | int] = [str(form.is_fp8).lower(), *sizes, *["true"] * form.has_extra]
-    launched = Launched(THREADS, form.shared_bytes)
-    return attend_mma.variant(arrays.CUDA_TYPE[form.dtype], *arguments, launched=launched)
+def mma_variant(config: MmaConfig) -> Variant:
+    sizes = config.rows, config.tile, config.stages, config.head_dim, config.head_dim_v
+    arguments: list[str | int] = [str(config.is_fp8).lower(), *sizes, *["true"] * config.has_extra]
+    launched = Launched(THREADS, config.shared_bytes)
+    return attend_mma.variant(arrays.CUDA_TYPE[config.dtype], *arguments, launched=launched)
 
 
 def _alone(kernel: Kernel, threads: str) -> Launched:
-    """What a block is launched with that has a multiprocessor for itself."""
+    """Return the `Launched` of a block that has a multiprocessor to itself."""
     return Launched(template.constants(kernel.file)[threads], gpu.BY_ARCH["90a"].shared_per_block)
 
 
 def wgmma_variant(dtype: str, is_fp8: bool, is_sparse: bool, extra_bytes: int = 0) -> Variant:
-    """The variant of `attend_wgmma`; `extra_bytes` is 0, or with EXTRA the bytes of a token of an 8-bit cache."""
+    """Return the variant of `attend_wgmma`. `extra_bytes` is 0, or with EXTRA the bytes of an 8-bit token."""
     flags: list[str | int] = [str(is_fp8).lower(), str(is_sparse).lower()]
     if extra_bytes:
         flags += ["true"] + [extra_bytes] * (extra_bytes != twin.SLOT_BYTES)
@@ -134,7 +136,7 @@ def two_loaders_variant(dtype: str, is_fp8: bool, is_sparse: bool) -> Variant:
 
 
 def plan_threads(sequences: int, parts: int) -> int:
-    """Threads of `plan_parts`: more than 256 where it follows the parts."""
+    """Return the threads of `plan_parts`: 256 for a chain over the sequences, more for a chain over the parts."""
     if parts > template.constants(plan_kernel.file)["MOST_PARTS"] or not _FEW_SEQUENCES < sequences <= _MOST_LINED_UP:
         return THREADS
     return next(n for n in _BY_PARTS_THREADS if sequences <= n or n == _BY_PARTS_THREADS[-1])
@@ -142,14 +144,14 @@ def plan_threads(sequences: int, parts: int) -> int:
 
 def plan_variant(has_extra: bool, threads: int = THREADS) -> Variant:
     flags: list[str | int] = ["true"] if has_extra else []
-    sequences = 1000  # an example of many
+    sequences = 1000  # an example
     shared_bytes, table = plan_shared_bytes(sequences, threads)
     launched = Launched(threads, shared_bytes, (sequences, table), _PLAN_SHARED_BYTES)
     return plan_kernel.variant(threads, *flags, launched=launched)
 
 
 def plan_shared_bytes(sequences: int, threads: int) -> tuple[int, int]:
-    """The shared memory of `plan_parts`, and the table of `plan_by_parts` in it; 0 where that is not taken."""
+    """Return the shared memory of `plan_parts`, and the bytes of the table in it for a chain over the parts, else 0."""
     constants = template.constants(plan_kernel.file)
     by_sequences, by_parts = constants["BY_SEQUENCES_BYTES"], constants["BY_PARTS_BYTES"]
     if threads == THREADS:
@@ -161,23 +163,23 @@ def plan_shared_bytes(sequences: int, threads: int) -> tuple[int, int]:
 
 
 def combine_variant(dtype: str, head_dim_v: int, team_each: tuple[int, int]) -> Variant:
-    """The variant of `combine_parts`; `head_dim_v` is 0 where it is dynamic."""
+    """Return the variant of `combine_parts`. `head_dim_v` is 0 if it is dynamic."""
     team, each = team_each
-    # Where a row's columns are not divided among blocks, EACH is enough for the most of them.
+    # If one block or warp combines a whole row, EACH must cover the largest head_dim_v.
     return combine.variant(arrays.CUDA_TYPE[dtype], head_dim_v, team, each if head_dim_v or each == 1 else 5)
 
 
 def mma_shared_bytes(of: gpu.Gpu) -> int:
-    """The most shared memory that a block of `attend_mma` takes."""
-    # The form that takes more than that spills on sm_100, not on sm_90.
+    """Return the largest shared memory of a block of `attend_mma`."""
+    # The configuration that takes more than 220 KiB spills registers on sm_100, but not on sm_90.
     return min(of.shared_per_block, 220 << 10) if of.arch.startswith("10") else of.shared_per_block
 
 
-# Both formats compile to the same instructions but for constants.
+# One 16-bit dtype stands for both, because they compile to the same instructions with other constants.
 attend_mma.specialize_by_arch(
     {
         arch: [
-            mma_variant(best_form("bfloat16", is_fp8, rows, dims, mma_shared_bytes(of))).instance
+            mma_variant(best_mma_config("bfloat16", is_fp8, rows, dims, mma_shared_bytes(of))).instance
             for dims in SPECIALIZED
             for is_fp8 in (False, True)
             for rows in _ROWS
@@ -196,13 +198,15 @@ attend_two_loaders.specialized = [
     two_loaders_variant("bfloat16", is_fp8, is_sparse).instance
     for is_fp8, is_sparse in ((True, False), (True, True), (False, True))
 ]
-combine.specialized = [combine_variant("bfloat16", 512, form).instance for form in (MANY_BLOCKS, ONE_BLOCK, ONE_WARP)]
+combine.specialized = [
+    combine_variant("bfloat16", 512, team_each).instance for team_each in (MANY_BLOCKS, ONE_BLOCK, ONE_WARP)
+]
 plan_kernel.specialized = [
     plan_variant(has_extra, threads).instance
     for has_extra in (False, True)
     for threads in (THREADS, *_BY_PARTS_THREADS)
 ]
-# The rest is compiled at its first use: what is best depends on the GPU.
+# Other instances are compiled at their first use, because the fastest ones depend on the GPU.
 attend_wgmma.at_import = attend_wgmma.specialized[:1]
 combine.at_import = combine.specialized
 plan_kernel.at_import = plan_kernel.specialized[:1]
@@ -212,31 +216,31 @@ plan_kernel.at_import = plan_kernel.specialized[:1]
 
 
 class Work(NamedTuple):
-    """What a call does; what depends on the lengths is left to the device."""
+    """The sizes of a call that decide how it runs. The device handles all that depends on the lengths."""
 
     dtype: str
     is_fp8: bool
-    is_sparse: bool  # with indices: each query token is a sequence of its own
-    dims: tuple[int, int]  # head_dim and head_dim_v
+    is_sparse: bool  # with indices, where each query token is a sequence of its own
+    dims: tuple[int, int]  # (head_dim, head_dim_v)
     kv_heads: int
-    rows: int  # query rows that share a kv head of a sequence
+    rows: int  # query rows of a sequence that share a kv head
     sequences: int
     parts: int
-    has_extra: bool  # a second cache, or numbers of the indices that count
+    has_extra: bool  # whether there is a second cache, or topk_length
 
     @property
     def few_rows(self) -> int:
-        """The most rows that `attend_mma` is faster with."""
+        """The largest number of rows for which `attend_mma` is faster than `attend_wgmma`."""
         return _FEW_ROWS_FP8 if self.is_fp8 else _FEW_ROWS
 
     @property
     def is_paged(self) -> bool:
-        """Whether the pages of an 8-bit cache are in two parts, as for heads of 512."""
+        """Whether the pages of an 8-bit cache have two parts, as for heads of 512."""
         return self.is_fp8 and self.dims[0] == twin.PAGED_DIMS
 
 
 def no_wgmma(work: Work, k_cache: Array, strides: tuple[int, ...], scale: float, arch: str) -> str:
-    """The reason why `attend_wgmma` cannot do it; empty where it can."""
+    """Return why `attend_wgmma` cannot compute the call; empty if it can."""
     if arch != "90a":
         return f"this GPU is of sm_{arch}, not sm_90a"
     if work.dims != (MAX_DIM, twin.LATENT_DIMS) and not work.is_paged:
@@ -251,15 +255,15 @@ def no_wgmma(work: Work, k_cache: Array, strides: tuple[int, ...], scale: float,
 
 
 def takes_two_loaders(work: Work) -> bool:
-    """Whether `attend_two_loaders` does what `attend_wgmma` could: TMA does not copy the tokens."""
-    # The rotary part of an 8-bit cache is copied as it is, in bfloat16.
+    """Return whether `attend_two_loaders` replaces `attend_wgmma`, because TMA does not copy the tokens."""
+    # The kernel copies the rotary part of an 8-bit cache unconverted, so q must be bfloat16.
     return not work.has_extra and (work.dtype == "bfloat16" if work.is_fp8 else work.is_sparse)
 
 
 def takes_wgmma(work: Work, variant: str, reason: str) -> bool:
-    """Whether `attend_wgmma` does it; `reason` says why it cannot.
+    """Return whether `attend_wgmma` computes the call. `reason` says why it cannot.
 
-    Raises ValueError for a variant that cannot do it.
+    Raises ValueError if the caller asks for a variant that cannot compute the call.
     """
     check.one_of("variant", variant, VARIANTS)
     if variant == "wgmma" and reason:
@@ -267,13 +271,13 @@ def takes_wgmma(work: Work, variant: str, reason: str) -> bool:
     if variant == "mma" and work.dims not in SPECIALIZED and not work.is_fp8:
         got = f"'mma': there is none for heads of {work.dims[0]} and {work.dims[1]}"
         check.fail("variant", "'auto' or 'dynamic' here", got)
-    # Few rows leave most of a product of 64 unused, and memory is what takes the time. `attend_mma` waits while it
-    # converts the pages of two parts, for any number of rows.
+    # With few rows, most of an MMA of 64 rows is unused and memory is the bound. With pages of two parts `attend_mma`
+    # waits for its conversion, so `attend_wgmma` is taken for any number of rows.
     return variant == "wgmma" or (variant == "auto" and not reason and (work.is_paged or work.rows > work.few_rows))
 
 
 def why_parts(work: Work, is_given: bool, multiprocessors: int) -> str:
-    """The reason for the number of parts; `is_given`: the caller's plan has them."""
+    """Return the reason for the number of parts. `is_given`: the number is from the caller's plan."""
     if is_given:
         return f"{work.parts} parts of the tokens, by the given plan"
     blocks = f"a part is a block for each kv head ({work.kv_heads}) and each {twin.ROWS} rows"
@@ -281,7 +285,7 @@ def why_parts(work: Work, is_given: bool, multiprocessors: int) -> str:
 
 
 def why_attend(work: Work, variant: str, is_wgmma: bool, reason: str) -> str:
-    """Why `attend_wgmma` or `attend_mma` does it; `reason` says why the former cannot."""
+    """Return the reason for `attend_wgmma` or `attend_mma`. `reason` says why `attend_wgmma` cannot be taken."""
     rows = f"{work.rows} query rows for each kv head of a sequence"
     if asked(variant):
         return asked(variant)
@@ -296,7 +300,7 @@ def why_attend(work: Work, variant: str, is_wgmma: bool, reason: str) -> str:
 
 
 class Counts(NamedTuple):
-    """The numbers of indices that count, of both caches."""
+    """How many indices each query token has, in both caches."""
 
     query_tokens: int
     topk: int
@@ -310,7 +314,7 @@ class Counts(NamedTuple):
 
 
 def launch_plan(lengths: Array | None, metadata: Array, splits: Array, counts: Counts, why: str = "") -> None:
-    """Make a plan of the lengths, or of a number of indices for each sequence; `why` begins the reason."""
+    """Launch the kernel that plans from lengths or from numbers of indices. `why` is prepended to the reason."""
     fields: dict[str, Any] = {"lengths": lengths, "metadata": metadata, "splits": splits}
     fields |= {"sequences": splits.shape[0] - 1, "parts": metadata.shape[0]}
     if counts.vary:
@@ -331,22 +335,22 @@ def launch_plan(lengths: Array | None, metadata: Array, splits: Array, counts: C
 def launch_attention(
     work: Work, variant: str, is_wgmma: bool, k_cache: Array, of: gpu.Gpu, why: str, fields: dict[str, Any]
 ) -> None:
-    """Attend, and put together what several parts found; `fields` are those of the struct Params."""
+    """Launch the attention kernel, and the kernel that combines the parts. `fields` are the fields of struct Params."""
     is_special = (work.dims in SPECIALIZED or work.is_paged) and variant != "dynamic"
     if is_wgmma:
         _launch_wgmma(work, k_cache, why, fields)
     else:
-        # For an 8-bit cache there are no others.
+        # An 8-bit cache has specialized dimensions only.
         dims = work.dims if is_special or work.is_fp8 else (0, 0)
         most = mma_shared_bytes(of)
-        form = best_form(work.dtype, work.is_fp8, work.rows, dims, most, work.has_extra)
-        grid = -(-work.rows // form.rows), work.kv_heads, work.parts
+        config = best_mma_config(work.dtype, work.is_fp8, work.rows, dims, most, work.has_extra)
+        grid = -(-work.rows // config.rows), work.kv_heads, work.parts
         if not (is_special or work.is_fp8 or asked(variant)):
             heads = ", ".join(f"{dim} and {dim_v}" for dim, dim_v in SPECIALIZED)
             why += f"; dynamic, the slow general kernel: heads of {heads} have a faster one"
-        why += f"; {form.rows} rows a block, tiles of {form.tile} tokens in {form.stages} stages"
+        why += f"; {config.rows} rows a block, tiles of {config.tile} tokens in {config.stages} stages"
         why += f" (the best that {most} bytes of shared memory hold)"
-        launch(mma_variant(form), grid, why=why, **fields)
+        launch(mma_variant(config), grid, why=why, **fields)
     if work.parts > 1:
         team_each, grid, why = _combining(work, of.multiprocessors)
         head_dim_v = work.dims[1] if is_special else 0
@@ -358,10 +362,10 @@ def _launch_wgmma(work: Work, k_cache: Array, why: str, fields: dict[str, Any]) 
     constants = template.constants(attend_wgmma.file)
     pages, page_size, kv_heads, head_dim = k_cache.shape
     tiles, box_tokens = None, 0
-    # TMA can copy neither tokens that must be converted nor tokens that lie anywhere.
+    # TMA can copy neither tokens that must be converted nor tokens at arbitrary slots.
     if not (work.is_fp8 or work.is_sparse):
         box_tokens = math.gcd(page_size, twin.BLOCK_TOKENS)
-        # Any stride but 0 will do along a dimension of size 1.
+        # A dimension of size 1 may have any stride except 0.
         strides = tuple(2 * (stride or head_dim) for stride in reversed(fields["cache_strides"]))
         dims, box = (head_dim, kv_heads, page_size, pages), (constants["COLUMNS"], 1, box_tokens, 1)
         tiles = tensor_map(k_cache, work.dtype, dims, strides, box)
@@ -377,7 +381,7 @@ def _launch_wgmma(work: Work, k_cache: Array, why: str, fields: dict[str, Any]) 
 
 
 def _combining(work: Work, multiprocessors: int) -> tuple[tuple[int, int], tuple[int, int, int], str]:
-    """TEAM and EACH of `combine_parts`, its grid, and why."""
+    """Return TEAM and EACH of `combine_parts`, its grid, and the reason."""
     rows = work.sequences * work.rows
     what = f"what {work.parts} parts found is put together: {rows * work.kv_heads} rows"
     if rows * work.kv_heads <= _FEW_COMBINED_ROWS[0]:
@@ -386,7 +390,7 @@ def _combining(work: Work, multiprocessors: int) -> tuple[tuple[int, int], tuple
         return MANY_BLOCKS, grid, f"{what}, {each}"
     if rows * work.kv_heads <= _FEW_COMBINED_ROWS[1]:
         return ONE_BLOCK, (rows, work.kv_heads, 1), f"{what}, a block for each (up to {_FEW_COMBINED_ROWS[1]} rows)"
-    # Where there are about as many sequences as parts, few are in several of them: most blocks have nothing to do.
+    # With about as many sequences as parts, few sequences are in several parts, so most blocks would have no work.
     most = -(-work.rows // 8)
     if 2 * work.sequences > work.parts:
         most = min(most, _COMBINING_BLOCKS * multiprocessors // (work.parts * work.kv_heads))

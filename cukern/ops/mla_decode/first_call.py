@@ -1,4 +1,4 @@
-"""Plans of latent attention that its first call makes."""
+"""Plans of latent attention that are made by the first call that uses them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from cukern.runtime.op import OPS
 
 @dataclasses.dataclass
 class FlashMLASchedMeta:
-    """A plan that the first call of `flash_mla_with_kvcache` makes and later ones use; `get_mla_metadata` gives it.
+    """A plan that the first call of `flash_mla_with_kvcache` makes and later calls use. `get_mla_metadata` returns it.
 
-    It holds for calls with the sizes of `config`, and with the same numbers in cache_seqlens, topk_length and
+    The plan is valid for calls with the sizes of `config` and with equal numbers in cache_seqlens, topk_length and
     extra_topk_length.
     """
 
@@ -24,7 +24,7 @@ class FlashMLASchedMeta:
     num_splits: Any = None
 
 
-#: What `FlashMLASchedMeta.config` holds.
+#: The sizes in `FlashMLASchedMeta.config`.
 _CONFIG = (
     *("batch", "query_tokens", "heads", "page_size", "kv_heads", "causal", "is_fp8_kvcache", "topk"),
     *("extra_page_size", "extra_topk"),
@@ -32,18 +32,18 @@ _CONFIG = (
 
 
 def plan_of_the_first_call(*args: Any, **kwargs: Any) -> Any:
-    """What `get_mla_metadata` returns without arguments."""
+    """Return the result of `get_mla_metadata` without arguments. NotImplemented with arguments."""
     return NotImplemented if args or kwargs else (FlashMLASchedMeta(), None)
 
 
 def _sizes(given: Mapping[str, Any], name: str, dimensions: int) -> tuple[Any, ...] | None:
-    """The shape of an argument; None if it is no array of so many dimensions."""
+    """Return the shape of an argument; None if it is no array of `dimensions` dimensions."""
     shape = tuple(getattr(given.get(name), "shape", ()))
     return shape if len(shape) == dimensions else None
 
 
 def _make_plan(given: Mapping[str, Any], config: tuple[Any, ...]) -> tuple[Any, Any]:
-    """The plan for a call of these sizes; none where the call will be refused."""
+    """Return the plan for a call of these sizes; (None, None) if the call will be refused."""
     batch, query_tokens, heads, _, kv_heads, _, _, topk, _, extra_topk = config
     if not kv_heads or not heads or heads % kv_heads:
         return None, None
@@ -53,7 +53,7 @@ def _make_plan(given: Mapping[str, Any], config: tuple[Any, ...]) -> tuple[Any, 
         own = q if arrays.library_of(q) else arrays.enter_all("q", q)
         library = arrays.library_of(own)
         assert library is not None
-        lengths = library.empty((batch,), "int32", own)  # only its size is read
+        lengths = library.empty((batch,), "int32", own)  # only its shape is read
         options = {"num_heads_q": heads, "topk": topk, "extra_topk": extra_topk or 0}
         options |= {name: given.get(name) for name in ("topk_length", "extra_topk_length")}
     if lengths is None:
@@ -63,7 +63,7 @@ def _make_plan(given: Mapping[str, Any], config: tuple[Any, ...]) -> tuple[Any, 
 
 
 def attend_by_a_plan(*args: Any, **kwargs: Any) -> Any:
-    """`flash_mla_with_kvcache` with a `FlashMLASchedMeta`."""
+    """Call `flash_mla_with_kvcache` with a `FlashMLASchedMeta`. NotImplemented for other plans."""
     op = OPS["flash_mla_with_kvcache"]
     given = op.signature.bind(*args, **kwargs).arguments
     meta = given["tile_scheduler_metadata"]

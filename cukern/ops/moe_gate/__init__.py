@@ -1,4 +1,4 @@
-"""The MoE gates: the experts of each token, and their weights."""
+"""The MoE gates: they choose the experts of each token, and the weights of these experts."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ __all__ = ["biased_grouped_topk", "grouped_topk", "moe_fused_gate", "topk_sigmoi
 
 
 def specialize(*, experts: int, groups: int = 1, scoring_func: str = "sigmoid", biased: bool = True) -> list[Instance]:
-    """Give these sizes variants of their own in this process and say which; see `cukern.specialize`.
+    """Give these sizes variants of their own in this process, and return them; see `cukern.specialize`.
 
-    Raises ValueError where the specialized kernel cannot lay the experts out: there must be a number of lanes (4, 8, 16
-    or 32) that is a multiple of groups, divides experts, and is at least experts / 32.
+    Raises ValueError if the specialized kernel cannot lay the experts out. It needs a number of lanes (4, 8, 16 or 32)
+    that is a multiple of groups, divides experts, and is at least experts / 32.
     """
     check.integer("experts", experts, 1, MAX_EXPERTS)
     check.integer("groups", groups, 1, experts)
@@ -48,7 +48,7 @@ def specialize(*, experts: int, groups: int = 1, scoring_func: str = "sigmoid", 
     return kernels.variants_of(config)
 
 
-#: Other defaults of `cukern.specialize` for the functions that take no bias by default.
+#: Defaults of `cukern.specialize` for the functions that usually have no bias.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "topk_softmax": {"scoring_func": "softmax", "biased": False},
     "grouped_topk": {"scoring_func": "softmax", "biased": False},
@@ -61,7 +61,7 @@ def _valid_tokens(count: Any, tokens: int) -> int:
 
 
 class _Call(NamedTuple):
-    """The arguments that all five gates have, and the names of two of them in messages."""
+    """The arguments of all five gates, and the names of two of them in messages."""
 
     name: str
     logits: Any
@@ -82,7 +82,7 @@ def _check_sizes(sizes: tuple[Any, ...]) -> kernels.Sizes:
 
 
 def _check_valid(call: _Call) -> tuple[Any, Array | None]:
-    """The first token that is padding: a number, and the array on the device that replaces it."""
+    """Return the index of the first padding token, and the array on the device that replaces this number, or None."""
     tokens, count = call.logits.shape[0], call.num_token_non_padded
     if count is None:
         return tokens, None
@@ -96,9 +96,9 @@ def _check_valid(call: _Call) -> tuple[Any, Array | None]:
 
 
 def _select(choices: kernels.Choices, call: _Call, row_stride: Any, groups: int) -> tuple[kernels.Choice, str]:
-    """The variant of a call, and why. Raises ValueError for "specialized" where there is none."""
+    """Return the variant of a call, and the reason. Raises ValueError for "specialized" if there is none."""
     logits, bias = call.logits, call.bias
-    # Wide loads need aligned rows.
+    # Loads of 16 bytes need aligned rows.
     aligned = min(logits.alignment, 16 if bias is None else bias.alignment) == 16
     if choices.specialized and aligned and (row_stride * logits.item_size % 16 == 0 or logits.shape[0] <= 1):
         if call.variant == "dynamic":
@@ -138,11 +138,10 @@ def _gate(
     out: Any = None,
     written: dict[str, Any] | None = None,
 ) -> Any:
-    """Check, choose a variant, launch.
+    """Check the arguments, choose a variant and launch it.
 
-    `sizes` are those of `kernels.Sizes`; `scaling` is the scaling factor, and whether it multiplies the weights;
-    `by_two`: a group's score is the sum of its two best choices; `written` are the results by name, where they are
-    arguments.
+    `sizes` is a `kernels.Sizes`. `scaling` is the scaling factor, and whether it multiplies the weights. `by_two`: the
+    score of a group is the sum of its two best choices. `written` are the results by name, if they are arguments.
     """
     name, logits, bias = call.name, call.logits, call.bias
     expect_array(name, logits, DTYPES, ("tokens", "experts"))
@@ -234,16 +233,16 @@ def moe_fused_gate(
 ) -> tuple[AnyArray, AnyArray]:
     """Route tokens to experts with DeepSeek-V3's biased grouped top-k, in one kernel.
 
-    The scores are `scoring_func` of the logits, in float32 whatever the dtype. The choice is score + bias. A group's
-    score is the sum of its two best choices (of its only one, if it has one expert). Each token goes to the experts of
-    its `topk_group` best groups with the best choices, best first. Their weights are the scores without the bias,
-    divided by their sum if `renormalize`. Ties go to the lower group and the lower expert. An expert whose logit or
-    bias is NaN or -inf ranks last and has weight 0; a row of such experts gets the lowest ids.
+    The scores are `scoring_func` of the logits, in float32 for all dtypes. The choice is score + bias. The score of a
+    group is the sum of its two best choices, or its only choice if it has one expert. A token goes to the `topk`
+    experts with the best choices in its `topk_group` best groups, best first. The weights are the scores without the
+    bias, and with `renormalize` are divided by their sum. Ties go to the lower group and the lower expert. An expert
+    whose logit or bias is NaN or -inf ranks last and has weight 0. A row with such experts only gets the lowest ids.
 
-    A score below float32's normal numbers (2^-126: the sigmoid of a logit below -87.3) is 0. Where all scores of the
-    chosen experts are 0, the weights are 0, renormalized or not. vLLM and DeepSeek's own code divide by sum + 1e-20:
-    they come to 0 there too, and to half of a weight at a logit of -46. SGLang's kernel divides 0 by 0, and returns
-    NaN.
+    Scores below float32's normal numbers (2^-126: the sigmoid of a logit below -87.3) become 0. If all scores of the
+    chosen experts are 0, the weights are 0, with or without `renormalize`. vLLM and DeepSeek's own code divide by sum +
+    1e-20: their weights are 0 there, too, and half of the exact weight at a logit of -46. SGLang's kernel divides 0 by
+    0, and returns NaN.
 
     Fused shared experts take the last slots of `topk`, with ids `experts + j` and, before the division, the
     weight sum(routed) / routed_scaling_factor.
@@ -251,17 +250,17 @@ def moe_fused_gate(
     Args:
         input: router logits [tokens, experts], float32, float16 or bfloat16, contiguous along experts; rows may be
             strided. At most 1024 experts.
-        bias: correction bias [experts], float32, float16, bfloat16 or float64; used as float32. The kernels of one that
-            is neither float32 nor of the dtype of `input` are compiled at their first use.
+        bias: correction bias [experts], float32, float16, bfloat16 or float64; used as float32. If its dtype is neither
+            float32 nor the dtype of `input`, the kernels are compiled at their first use.
         num_expert_group: groups of neighbouring experts; divides experts. 1 for no groups.
         topk_group: groups kept per token.
         topk: slots per token, shared experts included.
         num_fused_shared_experts: slots of shared experts.
         routed_scaling_factor: the model's scaling of the routed experts' output.
-        apply_routed_scaling_factor_on_output: multiply the weights by it.
+        apply_routed_scaling_factor_on_output: multiply the weights by routed_scaling_factor.
         renormalize: divide the weights by the sum of the routed ones.
         scoring_func: "sigmoid", "softmax" or "sqrtsoftplus".
-        num_token_non_padded: the number of tokens that are not padding; those after them get ids -1 and weights 0. An
+        num_token_non_padded: the number of tokens that are not padding. Tokens after them get ids -1 and weights 0. An
             int, or an array of one int32 or int64 on the device of `input`, which the kernel reads.
         out: a pair (weights, ids) to write into and return.
         variant: "auto", or a kernel by name: "specialized" (sizes fixed at compile time) or "dynamic". Both return
@@ -272,10 +271,10 @@ def moe_fused_gate(
         Arrays in host memory go through the NumPy reference.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
-    The function, its arguments and their order are SGLang's `sgl_kernel.moe_fused_gate`; the method is that of the
+    The function, its arguments and their order are SGLang's `sgl_kernel.moe_fused_gate`. The method is from the
     DeepSeek-V3 technical report (arXiv:2412.19437, section 2.1.2).
     """
     if bias is None:
@@ -330,11 +329,11 @@ def biased_grouped_topk(
 ) -> tuple[AnyArray, AnyArray]:
     """`moe_fused_gate` under the name and argument order of the reference function in SGLang's `topk.py`.
 
-    Of `hidden_states` [tokens, ...], which may be None, only the number of tokens is checked. Without
-    `num_expert_group` and `topk_group` there is one group; without `routed_scaling_factor` it is 1. As there,
-    `apply_routed_scaling_factor_on_output` does nothing without `renormalize`. Unlike there, where one of several
-    shared experts is drawn for the last slot, each has a slot. Other arguments, results and errors are those of
-    `moe_fused_gate`, with `gating_output` for `input` and `correction_bias` for `bias`.
+    `hidden_states` [tokens, ...] may be None; only its number of tokens is checked. Without `num_expert_group` and
+    `topk_group` there is one group. Without `routed_scaling_factor` the factor is 1. As in SGLang,
+    `apply_routed_scaling_factor_on_output` does nothing without `renormalize`. Unlike in SGLang, which draws one of
+    several shared experts for the last slot, each shared expert has a slot. Other arguments, results and errors are as
+    in `moe_fused_gate`, with `gating_output` for `input` and `correction_bias` for `bias`.
     """
     _check_hidden_states(hidden_states, gating_output)
     if correction_bias is None:
@@ -369,11 +368,11 @@ def grouped_topk(
     out: tuple[AnyArray, AnyArray] | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
-    """Grouped top-k without a bias, as DeepSeek-V2's: a group's score is its best expert's.
+    """Choose experts by grouped top-k without a bias, as DeepSeek-V2: the score of a group is its best expert's score.
 
     Groups and experts are ordered by their logits. Every scoring function preserves that order, but its rounding would
-    make ties. Arguments, results and errors are those of `biased_grouped_topk` (SGLang's `grouped_topk`); the method is
-    that of the DeepSeek-V2 paper (arXiv:2405.04434).
+    make ties. Arguments, results and errors are as in `biased_grouped_topk` (SGLang's `grouped_topk`). The method is
+    from the DeepSeek-V2 paper (arXiv:2405.04434).
     """
     _check_hidden_states(hidden_states, gating_output)
     names = "gating_output", gating_output, "", None
@@ -384,7 +383,7 @@ def grouped_topk(
 
 
 def _slots(topk_ids: Any, shared: Any) -> int:
-    """The slots of each token; `shared` of them are for shared experts."""
+    """Return the slots of each token. `shared` of them are for shared experts."""
     if len(getattr(topk_ids, "shape", ())) != 2:
         wanted = "an int32 array [tokens, topk]"
         check.fail("topk_ids", wanted, getattr(topk_ids, "shape", type_name(topk_ids)), TypeError)
@@ -423,13 +422,14 @@ def topk_softmax(
         renormalize: divide the weights by their sum.
         moe_softcapping: a cap; if not 0, the softmax is of cap * tanh(logits / cap).
         correction_bias: [experts], added to the softmax for the choice but not for the weights.
-        num_fused_shared_experts: the number of the last topk slots, which hold shared experts.
+        num_fused_shared_experts: how many of the last topk slots are for shared experts.
         routed_scaling_factor: the model's scaling of the routed experts' output.
-        apply_routed_scaling_factor_on_output: multiply the weights by it, whether they are renormalized or not; unlike
-            in `moe_fused_gate` it is on unless turned off, so that a factor acts as in vLLM's `topk_sigmoid`.
+        apply_routed_scaling_factor_on_output: multiply the weights by routed_scaling_factor, with or without
+            `renormalize`. Unlike in `moe_fused_gate` the default is True, so that a factor acts as in vLLM's
+            `topk_sigmoid`.
 
     Returns (topk_weights, topk_ids). The other arguments, shared experts, ties, NaN and the errors are as in
-    `moe_fused_gate`; without a bias the logits themselves order the experts. The function is SGLang's
+    `moe_fused_gate`. Without a bias the logits themselves order the experts. The function is SGLang's
     `sgl_kernel.topk_softmax`.
     """
     names = "gating_output", gating_output, "correction_bias", correction_bias
@@ -461,8 +461,8 @@ def topk_sigmoid(
 ) -> tuple[AnyArray, AnyArray]:
     """Route tokens by the sigmoid of their logits (Llama-4; with a bias GLM-4.5 and Kimi-K2), without groups.
 
-    Arguments, results and errors are those of `topk_softmax`. The function is SGLang's `sgl_kernel.topk_sigmoid`, with
-    the scaling of vLLM's operator of this name.
+    Arguments, results and errors are as in `topk_softmax`. The function is SGLang's `sgl_kernel.topk_sigmoid`, with the
+    scaling of vLLM's operator of the same name.
     """
     names = "gating_output", gating_output, "correction_bias", correction_bias
     call = _Call(*names, renormalize, "sigmoid", num_token_non_padded, variant)

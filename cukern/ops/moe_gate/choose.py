@@ -1,4 +1,4 @@
-"""The kernels of `moe_gate`: which there are, and which of them take a call."""
+"""The gates: their kernels, and the choice of a kernel for a call."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ from cukern.runtime.compile import Instance
 from cukern.runtime.kernel import Kernel, Launched, Variant
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: The dtypes of a bias, and the types of those that the instances of every dtype of the logits do not take: a call with
-#: one of them compiles an instance of its own.
+#: The dtypes of a bias. Instances take a float32 bias, and a bias of the dtype of their logits. A call with another
+#: dtype compiles an instance of its own.
 BIAS_DTYPES = (*DTYPES, "float64")
 _BIAS_TYPE = arrays.CUDA_TYPE | {"float64": "double"}
 SCORING = ("sigmoid", "softmax", "sqrtsoftplus")
 VARIANTS = ("auto", "specialized", "dynamic")
-#: A lane keeps one bit for each of its experts in a 32-bit word.
+#: A lane has one bit for each of its experts in a 32-bit word, and a token has 32 lanes.
 MAX_EXPERTS = 1024
 MAX_TOPK = 512
 MAX_TOKENS = 2**30
 # The shared memory that a block can have on every GPU from sm_80 on. The largest sizes of the dynamic variant need
-# nearly all.
+# nearly all of it.
 _MAX_SHARED_BYTES = 99 * 1024
-#: By lanes per token, the most tokens for which they are faster than fewer lanes (measured on an H200; the bits are the
-#: same).
+#: Largest token count for which each lane width is the fastest (H200). The bits do not depend on the width.
 UP_TO_TOKENS = {32: 4096, 16: 16384, 8: MAX_TOKENS, 4: MAX_TOKENS}
-#: The most slots that gate_by_warp deals one after the other, and the experts of which one thread chooses.
+#: The largest number of slots that gate_by_warp fills one by one; the number of experts for one thread per token.
 _BY_WARP_TOPK, _BY_THREAD_EXPERTS = 12, 8
-#: The most tokens for which gate_by_warp is faster than 32 lanes that share a token's experts (measured on an H200):
-#: each lane sorts its own, so its work grows with them. With at most so many experts it is always faster.
+#: Up to this many tokens gate_by_warp is faster than 32 lanes that share a token's experts (H200). Each lane sorts its
+#: own experts, so the time grows with their number. With at most _BY_WARP_EXPERTS experts gate_by_warp is always
+#: faster.
 _BY_WARP_TOKENS, _BY_WARP_EXPERTS = 512, 128
-#: Lanes per token and experts per lane of the dynamic variants. A call takes the first that holds its experts.
+#: (lanes per token, experts per lane) of the dynamic variants. A call takes the first that has room for its experts.
 _DYNAMIC = ((16, 16), (16, 32), (32, 32))
-#: The same of the dynamic variant that hands choices on. On an H200 that is faster where every lane is full: with 256
-#: experts in 8 groups 65536 tokens take 39 us in place of 56, with 160, of which a lane holds 10, 8192 take 16 us in
-#: place of 9.7.
+#: (lanes per token, experts per lane) of the dynamic variant WHOLE_LANES, whose lanes exchange their choices. The
+#: exchange is faster only if every lane is full. On an H200 256 experts in 8 groups and 65536 tokens take 39 us instead
+#: of 56, but 160 experts, 10 a lane, and 8192 tokens take 16 us instead of 9.7.
 _DYNAMIC_BY_LANES = (16, 16)
 
 
-#: What aligns the rows of a router whose experts do not.
+#: Advice for a router whose rows of experts are not aligned.
 PADDED = "a view [:, :experts] of rows that are padded to a multiple of 16 bytes is"
 
 
 class Config(NamedTuple):
-    """Sizes with variants of their own. With a bias the scoring decides the order, so it is fixed too."""
+    """Sizes with variants of their own. With a bias the scoring decides the order, so the scoring is fixed, too."""
 
     experts: int
     groups: int
-    scoring: str  # "any" without a bias: the logits order the experts
+    scoring: str  # "any" without a bias, because the logits alone order the experts
     biased: bool
 
 
-#: The sizes and the models that have them.
+#: The specialized sizes, and the models that have them.
 SPECIALIZED = {
     Config(256, 8, "sigmoid", biased=True): "DeepSeek-V3, DeepSeek-R1, Ling",
     Config(256, 16, "sigmoid", biased=True): "a size of SGLang's moe_fused_gate",
@@ -81,24 +81,24 @@ def of_template(name: str) -> int:
 
 
 def _threads() -> int:
-    """Threads of a block of moe_gate."""
+    """Return the threads of a block of moe_gate."""
     return of_template("WARPS_PER_BLOCK") * 32
 
 
 def _shared_bytes(lanes: int, capacity: int, row_units: int, block_units: int = 0) -> int:
-    """Bytes of shared memory per block of moe_gate, as the template lays them out in units of 16."""
+    """Return the shared memory of a block of moe_gate, which the template counts in units of 16 bytes."""
     list_units = capacity + capacity // 4 + 2
     return (block_units + (list_units + row_units) * (_threads() // lanes)) * 16
 
 
 def _staged_units(values: int, lanes: int, item_size: int) -> int:
-    """Units of a staged row (`Staging` of the template)."""
+    """Return the 16-byte units of a staged row (`Staging` of the template)."""
     chunks = values * item_size // 16
     return lanes * (chunks if chunks % 2 else chunks + 1)
 
 
 def _dynamic_sizes(lanes: int, values: int, experts: int, groups: int, routed: int) -> tuple[dict[str, int], int]:
-    """The fields that only the dynamic kernel reads, and its shared memory."""
+    """Return the fields that only the dynamic kernel reads, and its shared memory."""
     group_size, capacity = experts // groups, max(64, -(-routed // 4) * 4)
     log2_lanes_per_group = 0
     while group_size % (2 << log2_lanes_per_group) == 0 and (2 << log2_lanes_per_group) * groups <= lanes:
@@ -112,16 +112,16 @@ def _dynamic_sizes(lanes: int, values: int, experts: int, groups: int, routed: i
 
 
 def _fits(config: Config, lanes: int) -> bool:
-    """Whether `lanes` lanes per token can hold the experts in whole groups."""
+    """Return whether `lanes` lanes per token can hold the experts in whole groups."""
     return config.experts % lanes == 0 and lanes % config.groups == 0 and config.experts // lanes <= 32
 
 
 def lanes_of(config: Config) -> tuple[int, ...]:
-    """Lanes per token, from few tokens to many; none where nothing fits.
+    """Return the lane widths for few tokens to many; empty if none can hold the experts.
 
-    A whole warp per token takes the fewest steps. Several tokens per warp share the instructions of all phases but the
-    pass over the experts. Without groups the threshold comes from the lanes: fewer than 16 would let too many
-    candidates through, and more than 16 experts per lane take too many registers.
+    A whole warp per token takes the fewest steps. If several tokens share a warp, they share the instructions of all
+    phases except the pass over the experts. Without groups the threshold comes from the lanes. Fewer than 16 lanes
+    would then let too many candidates through, and more than 16 experts per lane would take too many registers.
     """
     fewest, most_experts = (8, 32) if config.groups > 1 else (16, 16)
     fitting = [n for n in (32, 16, 8, 4) if _fits(config, n)]
@@ -134,7 +134,7 @@ def _variant(dtype: str, config: Config, lanes: int, bias_types: tuple[str, ...]
     row = bias = 0
     if lanes <= of_template("STAGED_LANES") and values > 1 and values * item_size % 16 == 0:
         bias = _staged_units(values, lanes, 4) if biased else 0
-        # With a bias, scores of float32 replace the logits.
+        # With a bias, float32 scores replace the logits.
         row = _staged_units(values, lanes, 4 if biased and values <= of_template("KEPT_SCORES") else item_size)
     shared_bytes = _shared_bytes(lanes, of_template("CAPACITY"), row, bias)
     arguments = arrays.CUDA_TYPE[dtype], experts, groups, scoring.upper(), lanes, values, "true" if biased else "false"
@@ -142,7 +142,7 @@ def _variant(dtype: str, config: Config, lanes: int, bias_types: tuple[str, ...]
 
 
 def _is_by_thread(config: Config) -> bool:
-    """Whether one thread per token takes the experts, in loads of 16 bytes."""
+    """Return whether one thread per token can choose, with loads of 16 bytes."""
     return config.groups == 1 and not config.biased and config.experts == _BY_THREAD_EXPERTS
 
 
@@ -157,7 +157,7 @@ def _by_thread_variant(dtype: str, config: Config, scoring: str) -> Variant:
 
 
 def variants_of(config: Config, dtypes: tuple[str, ...] = DTYPES) -> list[Instance]:
-    """The instances of a configuration, but for those that only many slots take."""
+    """Return the instances of a configuration, except those for more than _BY_WARP_TOPK slots."""
     if _is_by_thread(config):
         forms = itertools.product(dtypes, ("softmax", "any"))
         return [_by_thread_variant(dtype, config, scoring).instance for dtype, scoring in forms]
@@ -174,7 +174,7 @@ def _dynamic(
     if by_lanes:
         shared_bytes = _shared_bytes(lanes, of_template("CAPACITY"), lanes * (values + 4) // 4)
         return _kernel.variant(*arguments, launched=Launched(_threads(), shared_bytes))
-    experts, groups, routed = lanes * values - 24, 8, 70  # an example of many
+    experts, groups, routed = lanes * values - 24, 8, 70  # an example
     fields, shared_bytes = _dynamic_sizes(lanes, values, experts, groups, routed)
     at = fields["capacity"], groups, fields["group_magic"], fields["log2_lanes_per_group"]
     return _kernel.variant(*arguments, launched=Launched(_threads(), shared_bytes, at, _MAX_SHARED_BYTES))
@@ -191,9 +191,9 @@ registered = set(SPECIALIZED)
 
 
 class Choice(NamedTuple):
-    """A variant, its lanes per token, its dynamic shared memory per block, and its threads per block.
+    """A variant and its launch: lanes per token, dynamic shared memory of a block, threads of a block.
 
-    `fields` are those of moe_gate's Params that only the dynamic variant reads.
+    `fields` has the fields of moe_gate's Params that only the dynamic variant reads.
     """
 
     variant: Variant
@@ -201,31 +201,31 @@ class Choice(NamedTuple):
     shared_bytes: int
     threads: int
     fields: Mapping[str, int] = dict.fromkeys(("capacity", "group_size", "log2_lanes_per_group", "group_magic"), 0)
-    most_tokens: int = MAX_TOKENS  # for which it is taken
+    most_tokens: int = MAX_TOKENS  # the largest token count for which the variant is taken
 
 
 class Choices(NamedTuple):
     """The variants for the scalar arguments of a call."""
 
     dynamic: Choice
-    specialized: list[Choice]  # from few tokens to many
-    why: str  # the sizes that these are specialized for, or why there are none
+    specialized: list[Choice]  # for few tokens to many
+    why: str  # the sizes of the specialized variants, or why there are none
 
 
-#: groups, topk_group, topk with shared experts, shared experts.
+#: groups, topk_group, topk including shared experts, shared experts.
 Sizes = tuple[int, int, int, int]
 
 
 def _dynamic_choice(
     dtype: str, experts: int, groups: int, routed: int, form: tuple[int, int], bias_types: tuple[str, ...]
 ) -> Choice:
-    """The dynamic kernel of a number of lanes and of experts per lane, for these sizes."""
+    """Return the dynamic kernel for these sizes. `form`: lanes per token, and experts per lane."""
     fields, shared_bytes = _dynamic_sizes(*form, experts, groups, routed)
     return Choice(_dynamic(dtype, *form, bias_types), form[0], shared_bytes, _threads(), fields)
 
 
 def _dynamic_by_lanes(dtype: str, experts: int, groups: int, routed: int, bias_types: tuple[str, ...]) -> Choice | None:
-    """The dynamic kernel for full lanes and groups of whole lanes, if these are."""
+    """Return the dynamic kernel WHOLE_LANES; None unless all lanes are full and groups are whole lanes."""
     lanes, values = _DYNAMIC_BY_LANES
     if groups == 1 or lanes % groups or experts != lanes * values or routed > lanes:
         return None
@@ -242,7 +242,7 @@ def _dynamic_by_lanes(dtype: str, experts: int, groups: int, routed: int, bias_t
 def _all_specialized(
     dtype: str, config: Config, scoring: str, routed: int, bias_types: tuple[str, ...]
 ) -> list[Choice]:
-    """The specialized kernels for a scoring and a number of routed experts, from few tokens to many."""
+    """Return the specialized kernels, for few tokens to many. `routed`: slots without shared experts."""
     if _is_by_thread(config):
         threads = template.constants(_by_thread.file)["THREADS"]
         return [Choice(_by_thread_variant(dtype, config, scoring), 1, 0, threads)]
@@ -256,7 +256,7 @@ def _all_specialized(
                 found.append(by_warp._replace(most_tokens=most))
                 continue
             found.append(by_warp._replace(most_tokens=_BY_WARP_TOKENS))
-        # Up to two ranks per lane, the order of the weights' sum is the same in all layouts.
+        # With up to two ranks per lane, the weights are summed in the same order in all layouts.
         if routed <= min(of_template("CAPACITY"), 2 * lanes):
             variant = _variant(dtype, config, lanes, bias_types)
             found.append(Choice(variant, lanes, variant.launched.shared_bytes, _threads(), most_tokens=most))
@@ -265,7 +265,7 @@ def _all_specialized(
 
 @functools.lru_cache(maxsize=1024)
 def choose(dtype: str, experts: int, sizes: Sizes, scoring: str, bias_dtype: str | None, softcap: bool) -> Choices:
-    """Check the scalar arguments against each other and choose the variants for them."""
+    """Check the scalar arguments against each other, and choose the variants for them."""
     biased = bias_dtype is not None
     bias_types = (_BIAS_TYPE[bias_dtype],) if bias_dtype and bias_dtype not in ("float32", dtype) else ()
     groups, topk_group, topk, shared = sizes
@@ -283,7 +283,7 @@ def choose(dtype: str, experts: int, sizes: Sizes, scoring: str, bias_dtype: str
     check.integer("topk", topk, 1 + shared, reachable + shared, why)
 
     routed = topk - shared
-    # With fewer lanes than ranks there is no threshold, and most rows would overflow the list.
+    # With fewer lanes than ranks there would be no threshold, and the candidate lists of most rows would overflow.
     form = next((n, v) for n, v in _DYNAMIC if n * v >= experts and (routed <= n or n == 32))
     by_lanes = _dynamic_by_lanes(dtype, experts, groups, routed, bias_types)
     dynamic = by_lanes or _dynamic_choice(dtype, experts, groups, routed, form, bias_types)
@@ -307,7 +307,7 @@ def _specialized_for(config: Config) -> str:
 
 
 def _why_dynamic(dtype: str, config: Config, routed: int, softcap: bool) -> str:
-    """Why no specialized instance takes a call, and what would compile one."""
+    """Return why no specialized instance takes a call, and what would compile one."""
     if softcap:
         return "only the dynamic kernel has a softcap"
     if not lanes_of(config):
@@ -324,7 +324,7 @@ def _why_dynamic(dtype: str, config: Config, routed: int, softcap: bool) -> str:
     return f'no specialized instance is for {_named(config)}: cukern.specialize("{op}", {sizes}) compiles one'
 
 
-#: Fields of moe_gate's Params that the other kernels do without.
+#: Fields of moe_gate's Params that the other kernels do not have.
 _OF_ANY_SIZES = (
     *("experts", "groups", "group_by_two", "softcap"),
     *("capacity", "group_size", "log2_lanes_per_group", "group_magic"),

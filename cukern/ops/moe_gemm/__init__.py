@@ -1,4 +1,4 @@
-"""Grouped products of a mixture of experts: each expert's weights times the rows of its tokens."""
+"""Grouped products of a mixture of experts: the rows of each expert's tokens times the weights of the expert."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 from cukern.formats.quantized import BLOCK, MXFP4_GROUP, NVFP4_GROUP, SMALLEST
 from cukern.formats.weights import is_prepared, rows_of_weights
 from cukern.ops.moe_gemm import fma, folded, fp8, kernels, stream_one
-from cukern.ops.moe_gemm.kernels import Product
 from cukern.ops.moe_gemm.prepare import (
     MAX_COUNT,
     MAX_EXPERTS,
@@ -17,6 +16,7 @@ from cukern.ops.moe_gemm.prepare import (
     prepared_format,
     restore_weights,
 )
+from cukern.ops.moe_gemm.product import STREAM_ROWS, UNIT_COLUMNS, Product
 from cukern.reference import moe_gemm as twin
 from cukern.runtime import activation as activations
 from cukern.runtime import check
@@ -40,22 +40,22 @@ from cukern.runtime.plan import asked, note, outputs, run_twin
 __all__ = ["moe_gemm", "moe_gemm_batched", "prepare_weights", "restore_weights"]
 
 HALF_DTYPES = ("bfloat16", "float16")
-#: float32 is for models on a CPU and for comparisons: its products have no tensor cores.
+#: float32 is for models on a CPU and for comparisons: its products do not use tensor cores.
 DTYPES = (*HALF_DTYPES, "float32")
-#: The dtypes of e4m3. CuPy has no such dtype, and gives their bytes.
+#: The dtypes of e4m3 arrays. CuPy has no such dtype: a CuPy array has the bytes.
 FP8_DTYPES = ("float8_e4m3fn", "uint8")
 E8M0_DTYPES = ("float8_e8m0fnu", "uint8")
 VARIANTS = ("auto", "wgmma", "mma", "stream", "fma")
-#: Architectures without an instruction that converts FP8: there "stream" would take too long for each weight.
+#: Architectures without an instruction that converts FP8: "stream" would spend too much time on each weight.
 _NO_FP8_ARCHS = ("80", "86", "87")
-#: What the variants are, in words.
+#: A description of each variant.
 _WORDS = {
     "stream": "which reads the weights once for a few rows",
     "wgmma": "Hopper's tensor cores",
     "mma": "tensor cores of every GPU",
     "fma": "the slow general kernel, without tensor cores",
 }
-#: Of MXFP4 in bfloat16, 8 x 1024 rows and 256 x 8 of them (moe_gemm, n 4096, k 7168, "auto" and "mma").
+#: Measured with MXFP4 and bfloat16, 8 x 1024 and 256 x 8 rows (moe_gemm, n 4096, k 7168, "auto" and "mma").
 PREPARE = (
     "weights of 4 bits that are not prepared take up to 3 times as long on Hopper: call "
     "cukern.prepare_weights(weights, scales) once, and pass its result as the weights, without their scales"
@@ -66,7 +66,7 @@ PREPARE = (
 
 
 def _why_not(variant: str, x: Product) -> str:
-    """The reason why a variant cannot do it; empty if it can."""
+    """Return why a variant cannot compute the product; empty if it can."""
     if variant == "fma":
         return ""
     if x.a.dtype == "float32":
@@ -79,10 +79,10 @@ def _why_not(variant: str, x: Product) -> str:
 
 
 def _best(x: Product) -> tuple[str, str]:
-    """The variant for "auto", and why."""
-    arch, most = x.a.gpu.arch, x.most(kernels.STREAM_ROWS)
+    """Choose the variant for "auto". Return the variant and the reason."""
+    arch, most = x.a.gpu.arch, x.most(STREAM_ROWS)
     may_stream = x.weights != "FP8" or arch not in _NO_FP8_ARCHS
-    few = may_stream and x.expects(kernels.STREAM_ROWS)
+    few = may_stream and x.expects(STREAM_ROWS)
     refused: dict[str, list[str]] = {}
     for variant in ("stream",) * few + ("wgmma", "mma", "fma"):
         reason = _why_not(variant, x)
@@ -101,17 +101,17 @@ def _best(x: Product) -> tuple[str, str]:
 
 
 def _fast(x: Product) -> str:
-    """What takes tensor cores, for a product that does not."""
+    """Say which products tensor cores take, for the reason of a product that they do not take."""
     if x.a.dtype == "float32":
         return f"tensor cores take {' and '.join(HALF_DTYPES)}"
     if not x.is_of_units:
-        sizes = f"k of multiples of {x.unit} and results of multiples of {kernels.UNIT_COLUMNS} columns"
+        sizes = f"k of multiples of {x.unit} and results of multiples of {UNIT_COLUMNS} columns"
         return f"the others take {sizes}, at multiples of 16 bytes"
     return "weights without a stride take mma"
 
 
 def _kernel(variant: str, x: Product) -> tuple[Callable[[Product], None], str]:
-    """The function that launches the variant, and why. What depends on the offsets is left to the device."""
+    """Return the function that launches the variant, and the reason. The device handles all that depends on offsets."""
     if x.is_prepared:
         for name, array in (("a", x.a), ("b", x.b), ("out", x.out)):
             if array.alignment < 16:
@@ -144,12 +144,12 @@ def _kernel(variant: str, x: Product) -> tuple[Callable[[Product], None], str]:
 
 
 def _is_better_prepared(variant: str, x: Product) -> bool:
-    """Whether there is a faster kernel for the same weights of 4 bits, once they are prepared."""
+    """Return whether the same 4-bit weights would have a faster kernel if they were prepared."""
     return variant == "mma" and x.weights in ("MXFP4", "NVFP4") and not kernels.why_not_prepared("auto", x)
 
 
 def _quantizing(x: Product, out_scale: Array, dtype: str) -> tuple[Callable[[Product], None], str]:
-    """The function that launches the product whose activation is quantized, and why."""
+    """Return the function that launches the product with a quantized activation, and the reason."""
     if reason := _why_not("wgmma", x):
         check.fail("a", "of a call that Hopper's kernel can do", reason)
     ranges = f"up to {fp8.FP8_QUANTIZED_ROWS} an expert and above {fp8.FP8_TAIL_ROWS}"
@@ -161,7 +161,7 @@ def _quantizing(x: Product, out_scale: Array, dtype: str) -> tuple[Callable[[Pro
 
 
 def _check_sizes(a: Array, b: Array, offsets: Array, row_token: Array | None, gated: bool) -> None:
-    """Check the dtypes and the shapes of all arrays but the scales and the bias."""
+    """Check the dtypes and the shapes of all arrays except the scales and the bias."""
     is_batched, is_fp8, (*_, tokens, k) = len(a.shape) == 3, a.dtype not in DTYPES, a.shape
     packed = ("uint8",) if a.dtype in HALF_DTYPES else ()
     check.dtype("b", b.dtype, FP8_DTYPES if is_fp8 else (a.dtype, *packed))
@@ -183,7 +183,7 @@ def _check_sizes(a: Array, b: Array, offsets: Array, row_token: Array | None, ga
     experts, n = b.shape[0], rows_of_weights(b)
     if not 1 <= experts <= MAX_EXPERTS:
         check.fail("b", f"of at least one and at most {MAX_EXPERTS} experts", experts)
-    # Prepared rows come in units of 16 with their gates and ups.
+    # With a gate, prepared weights need whole units of 8 gates and 8 ups.
     multiple = 1 if not gated else 16 if is_prepared(b) else 2
     if n % multiple or not 0 < n <= MAX_COUNT:
         why = f" multiple of {multiple} (with a gate)" if gated else " number"
@@ -208,7 +208,7 @@ def _check_sizes(a: Array, b: Array, offsets: Array, row_token: Array | None, ga
 
 
 def _check_strides(b: Array) -> None:
-    """Rows of weights are contiguous, or of 16 bits and 32 their columns; prepared ones have no gaps between them."""
+    """Check the strides of `b`: rows contiguous; 16 and 32 bits: or columns contiguous; prepared: no gaps."""
     if is_prepared(b):
         expect_contiguous("b", b)
     else:
@@ -222,7 +222,7 @@ def _check_bias(bias: Array, experts: int, n: int, a: Array, dtype: str) -> None
 def _formats(
     a: Array, b: Array, a_scale: Array | None, b_scale: Array | None, b_global_scale: Array | None
 ) -> tuple[str, str, str]:
-    """The format of the weights, the scales of `a` and the scales of `b`: fields of `kernels.Product`."""
+    """Return the format of the weights and the kinds of the scales of `a` and `b`: three fields of `Product`."""
     is_fp8 = a.dtype not in DTYPES
     if is_fp8 and is_prepared(b):
         _check_folded_scales(a, a_scale, b_scale, b_global_scale)
@@ -241,7 +241,7 @@ def _formats(
 
 
 def _fp8_scales(a: Array, b: Array, a_scale: Array | None, b_scale: Array | None) -> tuple[str, str]:
-    """The scales of `a` and of `b` in FP8: fields of `kernels.Product`."""
+    """Return the kinds of the FP8 scales of `a` and `b`: two fields of `Product`."""
     for name, array in (("a_scale", a_scale), ("b_scale", b_scale)):
         if array is None:
             check.fail(name, "an array with FP8", None, TypeError)
@@ -257,7 +257,7 @@ def _fp8_scales(a: Array, b: Array, a_scale: Array | None, b_scale: Array | None
     if b_scale.shape not in ((experts,), (experts, n)):
         wanted = f"of shape [experts] = {[experts]}, [experts, n] = {[experts, n]} or by blocks"
         check.fail("b_scale", wanted, list(b_scale.shape))
-    # A single token's scale counts as one by row.
+    # With one expert, a scale of shape [1] is the scale of all rows, not of the expert.
     if len(rows) == 2 and len(shape) == 1 and shape[0] == experts != 1:
         return "expert", "one" if len(b_scale.shape) == 1 else "column"
     flat = shape[:-1] if len(shape) > len(rows) and shape[-1] == 1 else shape
@@ -284,7 +284,7 @@ def _check_folded_scales(a: Array, a_scale: Array | None, b_scale: Array | None,
 
 
 def _fp4_format(a: Array, b: Array, b_scale: Array | None, b_global_scale: Array | None) -> str:
-    """The format of weights of 4 bits."""
+    """Check the scales of 4-bit weights, and return the format: "MXFP4" or "NVFP4"."""
     experts, n, k = *b.shape[:2], a.shape[-1]
     if is_prepared(b):
         weights = prepared_format(b, k)
@@ -325,7 +325,7 @@ def _expected(number: Any) -> Any:
 def _product(
     a: Any, b: Any, *_: Any, row_token: Any = None, activation: Any = None, out_dtype: Any = None, **__: Any
 ) -> Result:
-    """The result of either function."""
+    """Return the `Result` of `moe_gemm` or `moe_gemm_batched`."""
     rows = a.shape[:-1] if row_token is None else row_token.shape
     dtype, half = dtype_name(a), " / 2" if is_gated(activation) else ""
     if dtype not in DTYPES:
@@ -338,7 +338,7 @@ def _product(
 def _quantized_outputs(
     a: Array, b_scales: str, activation: str | None, activated: Result, out: Any, out_scale: Any
 ) -> Any:
-    """The arrays for a quantized result and its scales; `activated`: the result without quantization."""
+    """Return the arrays for a quantized result and its scales. `activated` is the result without quantization."""
     rows, columns = activated.shape
     if b_scales != "block":
         check.fail("b_scale", "by blocks, with a result that is quantized", f"one by {b_scales}")
@@ -367,10 +367,10 @@ def _multiply(
     variant: str,
     out_scale: Any = None,
 ) -> Any:
-    """The plan of either function, once `a` is known to have its dtype and its dimensions.
+    """Check the arguments of a product and launch it, once `a` is known to have its dtype and its dimensions.
 
-    `scales`: of `a`, of `b`, and the global ones; `form`: activation, alpha, limit and interleaved; `out_scale`: of
-    `moe_gemm_quantized`, a result beside `out`.
+    `scales` are a_scale, b_scale and b_global_scale. `form` is activation, alpha, limit and interleaved. `out_scale` is
+    the second result of `moe_gemm_quantized`.
     """
     (a_scale, b_scale, b_global_scale), (activation, alpha, limit, interleaved) = scales, form
     expect_contiguous("a", a)
@@ -405,8 +405,8 @@ def _multiply(
     rows, experts, n, k = result.shape[-2], b.shape[0], rows_of_weights(b), a.shape[-1]
     if rows == 0:
         return out if out_scale is None else (out, out_scale)
-    if len(a.shape) == 2:  # batched, only the GPU knows how many rows there are
-        note(flops=2 * rows * n * k // (2 if is_fp8 else 1))  # FP8: at twice the rate
+    if len(a.shape) == 2:  # batched: only the GPU knows the number of rows
+        note(flops=2 * rows * n * k // (2 if is_fp8 else 1))  # FP8 runs at twice the rate
     sizes = len(a.shape) == 3, rows, experts, n, k
     is_bounded = activation == "swigluoai" and (alpha, limit) != (activations.ALPHA, activations.LIMIT)
     flags = {"biased": bias is not None, "bounded": is_bounded, "scale_of_expert": formats[1] == "expert"}
@@ -449,64 +449,65 @@ def moe_gemm(
 ) -> AnyArray:
     """Multiply the rows of each expert by its weights: out[r] = a[r] b[e]^T for the rows r of expert e.
 
-    Groups may be of any sizes, none of them padded; the device alone knows them. Sums are formed in float32, and
-    rounded once; the same arguments give the same bits.
+    Groups may have any sizes, and are not padded. Only the device needs to know the sizes. Sums are formed in float32
+    and rounded once. The same arguments give the same bits.
 
     Args:
-        a: [rows, k] bfloat16, float16, float32 (always by "fma") or FP8 (e4m3; CuPy, which has no such dtype, gives its
-            bytes as uint8).
-        b: weights [experts, n, k] of the dtype of `a`; or, where that has 16 bits, uint8 [experts, n, k / 2]: numbers
-            of 4 bits (e2m1), two in a byte, the low half first; or those prepared by `cukern.prepare_weights`, for
-            Hopper; FP8 rows take MXFP4 weights prepared for them (a_dtype="float8_e4m3fn"). Rows are contiguous, and
-            may have any stride. Of the dtype of `a` in 16 bits and 32, `b` may be the view `w.transpose(1, 2)` of an
-            array [experts, k, n], which is not copied: n then is contiguous in place of k. n and k may be of any size,
-            in 4 bits whole groups of a scale; fast are n of multiples of 8 (gated, of 16), k of multiples of 8 in 16
-            bits, of 16 in 8, of 32 in 4, addresses at multiples of 16 bytes, and weights without strides or, on Hopper
-            and in 16 bits or 8, with those of such multiples.
+        a: [rows, k] bfloat16, float16, float32 (always by "fma") or FP8 (e4m3; CuPy, which has no such dtype, passes
+            the bytes as uint8).
+        b: weights [experts, n, k] of the dtype of `a`. If `a` has 16 bits, also uint8 [experts, n, k / 2], e2m1 numbers
+            of 4 bits, two in a byte, the low half first, or on Hopper weights prepared by `cukern.prepare_weights`. FP8
+            rows also take MXFP4 weights prepared for them (a_dtype="float8_e4m3fn"). Rows are contiguous, and may have
+            any stride. In 16 and 32 bits `b` may be the view `w.transpose(1, 2)` of an array [experts, k, n], which has
+            n contiguous; it is not copied. n and k may have any size, in 4 bits multiples of the group of a scale. The
+            fast kernels need n a multiple of 8 (gated: 16), k a multiple of 8 (16 bits), 16 (8 bits) or 32 (4 bits),
+            and addresses that are multiples of 16 bytes. They take no row strides, except on Hopper in 16 and 8 bits,
+            where strides must be multiples of 16 bytes.
         expert_offsets: int32 or int64 [experts + 1], ascending from 0: expert e has rows expert_offsets[e] to
-            expert_offsets[e + 1] - 1. Offsets outside of the rows count as their ends.
+            expert_offsets[e + 1] - 1. Offsets are clamped to the number of rows.
         a_scale: with FP8, float32: [rows, ceil(k / 128)], or [rows], [rows, 1] or [1].
-        b_scale: with FP8, float32: in the first case [experts, ceil(n / 128), ceil(k / 128)], one of each block of 128
-            x 128 weights, and products are added up in float32 every 128 of k; else [experts] or [experts, n]. With 4
-            bits, bytes: [experts, n, k / 32], powers of two (E8M0; of those, 2^-100 to 2^33): MXFP4; or
-            [experts, n, k / 16], numbers of e4m3: NVFP4. Prepared weights hold them; of those of MXFP4, with float16
-            rows, 2^-17 to 2^7.
-        b_global_scale: with NVFP4, float32 [experts], which multiplies all of an expert: the inverse of what
-            `dequantize_nvfp4` divides by.
-        row_token: int32 [rows]; row r is a[row_token[r]], and `a` is [tokens, k], `a_scale` by token. A number that
-            names no token is taken for the nearest that does.
+        b_scale: with FP8, float32: [experts, ceil(n / 128), ceil(k / 128)], a scale for each block of 128 x 128
+            weights, together with the first shape of a_scale; products are then added up in float32 every 128 of k.
+            With the other shapes of a_scale [experts] or [experts, n]. With 4 bits, bytes: [experts, n, k / 32] for
+            MXFP4, powers of two (E8M0, 2^-100 to 2^33), or [experts, n, k / 16] for NVFP4, e4m3. None with prepared
+            weights, which contain their scales (MXFP4 with float16 rows: 2^-17 to 2^7).
+        b_global_scale: with NVFP4, float32 [experts], a factor of all weights of an expert: the inverse of the divisor
+            of `dequantize_nvfp4`.
+        row_token: int32 [rows]; row r is a[row_token[r]], `a` is [tokens, k], and `a_scale` is by token. Numbers out of
+            range are clamped.
         bias: float32 or of the result's dtype, [experts, n], added to the sums in float32.
-        activation: of a gated layer: "silu", "gelu", "gelu_tanh", "swigluoai" or "relu2", see `cukern.moe_activation`.
-            The result has n / 2 columns, activate(gate, up) of the sums in float32; n must be even. Of a layer without
-            a gate, by vLLM's names: "silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul" or "relu2_no_mul", of each sum.
-        alpha, limit: of "swigluoai".
-        interleaved: rows 2 j and 2 j + 1 of an expert's weights (and bias) are gate j and its up, as in gpt-oss; else
-            the gates are the first half of n.
-        out_dtype: with FP8 "bfloat16", the default, or "float16"; else it is that of `a`.
+        activation: with a gate: "silu", "gelu", "gelu_tanh", "swigluoai" or "relu2", see `cukern.moe_activation`. The
+            result has n / 2 columns, activate(gate, up) of the float32 sums; n must be even. Without a gate, by vLLM's
+            names: "silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul" or "relu2_no_mul", applied to each sum.
+        alpha, limit: the constants of "swigluoai".
+        interleaved: rows 2 j and 2 j + 1 of an expert's weights (and bias) are gate j and up j, as in gpt-oss. False:
+            the first half of n are gates.
+        out_dtype: with FP8 "bfloat16", the default, or "float16"; otherwise the dtype of `a`.
         out: [rows, n] or [rows, n / 2], to write into. Rows from expert_offsets[experts] on are not written.
-        expected_m: rows that a group is expected to have at most: a hint, as in DeepGEMM, by which "auto" and the sizes
-            of tiles are chosen. None: by the mean.
-        variant: "wgmma" (Hopper; 16 bits, 8 without row_token, prepared 4 bits), "mma", "stream" (16 bits and 8;
-            reads the weights anew for every few rows), "fma" (all sizes, strides and addresses; without tensor cores)
-            or "auto": "stream" for at most 4 rows, or a mean of 2, then "wgmma", "mma" and "fma", the first that can.
-            Of these "stream" takes no view of [experts, k, n]; the others give the same bits for it.
-            Many rows are better permuted than gathered where they are of 8 bits, or n is above some 8000.
+        expected_m: a hint, as in DeepGEMM: the largest number of rows expected for an expert. "auto" and the tile
+            sizes depend on it. None: they depend on the mean.
+        variant: "wgmma" (Hopper; 16 bits, 8 bits without row_token, prepared 4 bits), "mma", "stream" (16 and 8 bits;
+            reads the weights again for every few rows), "fma" (all sizes, strides and addresses; no tensor cores) or
+            "auto". "auto" takes "stream" for at most 4 rows, or a mean of 2, and otherwise the first of "wgmma", "mma"
+            and "fma" that can compute the product. "stream" does not take a view of [experts, k, n]. For such a view
+            the other variants give the same bits as for contiguous weights. With many rows, `moe_permute` is faster
+            than row_token if the rows have 8 bits or n is above some 8000.
 
     Returns:
-        `out`, or an array like `a`, in which rows of no expert have no particular value.
+        `out`, or an array like `a`. Rows of no expert have undefined values.
 
     Raises:
-        TypeError: for what is no array, of another library, or of a wrong dtype.
-        ValueError: for another device, a wrong shape, strides, an unknown name, or a variant that cannot do it; with
-            prepared weights also for an address that is no multiple of 16.
+        TypeError: a value that is no array, or an array of another library or a wrong dtype.
+        ValueError: another device, a wrong shape, strides, an unknown name, or a variant that cannot compute the
+            product; with prepared weights also an address that is no multiple of 16.
 
-    FP8 rows and MXFP4 weights are multiplied in e4m3, and sums of 128 along k are added up in float32, times the row's
-    a_scale. The weights there are what they are, exactly, where the scales of a row of weights differ by at most 2^14
-    (see `prepare_weights`): what differs from bfloat16 rows is what FP8 takes from the rows. By the twin, of normal
-    rows and normal weights quantized to MXFP4, k = 4096, the results differ by 2.6% of their root mean square; from
-    those of numbers that are not quantized, by 11.7%, and those of bfloat16 rows by 11.4%.
+    FP8 rows and MXFP4 weights are multiplied in e4m3. Sums of 128 along k are multiplied by the row's a_scale and added
+    up in float32. If the scales of a row of weights differ by at most 2^14, the weights are exact (`prepare_weights`),
+    and the only loss against bfloat16 rows is the FP8 rounding of the rows. In the twin, with normal rows, normal
+    weights quantized to MXFP4 and k = 4096, that loss is 2.6% of the results' root mean square. Against products of
+    numbers that are not quantized at all, the results differ by 11.7%, and the results of bfloat16 rows by 11.4%.
 
-    The groups are those of DeepGEMM's contiguous layout, without its alignment, and of `torch._grouped_mm`.
+    The groups have DeepGEMM's contiguous layout, without its alignment, and the layout of `torch._grouped_mm`.
     """
     expect_array("a", a, (*DTYPES, *FP8_DTYPES), ("tokens", "k"))
     scales = a_scale, b_scale, b_global_scale
@@ -533,20 +534,20 @@ def moe_gemm_batched(
     expected_m: int | None = None,
     variant: str = "auto",
 ) -> AnyArray:
-    """Multiply the rows of each expert by its weights, where every expert has room for as many: out[e] = a[e] b[e]^T.
+    """Multiply the rows of each expert by its weights, with the same room for every expert: out[e] = a[e] b[e]^T.
 
     Args:
         a: [experts, max_tokens, k], as in `moe_gemm`.
         b, b_scale, b_global_scale, bias, activation, alpha, limit, interleaved, out_dtype, variant: as in `moe_gemm`.
-        expert_num_tokens: int32 [experts], how many rows of each expert there are; the rest is not read.
+        expert_num_tokens: int32 [experts], the number of rows of each expert. Other rows are not read.
         a_scale: with FP8, float32: [experts, max_tokens, ceil(k / 128)], or [experts, max_tokens], the same with a last
             dimension of 1, [experts] or [1].
-        out: [experts, max_tokens, n] or, with an activation, [experts, max_tokens, n / 2], to write into. Rows past the
-            count are not written.
+        out: [experts, max_tokens, n] or, with a gate, [experts, max_tokens, n / 2], to write into. Rows past the count
+            are not written.
         expected_m: as in `moe_gemm`. None: max_tokens.
 
     Returns:
-        `out`, or an array like `a`, in which rows past the count have no particular value.
+        `out`, or an array like `a`. Rows past the count have undefined values.
 
     Raises:
         TypeError, ValueError: as `moe_gemm` does.
@@ -573,20 +574,20 @@ def moe_gemm_quantized(
     out_s: WrittenArray,
     expected_m: int | None = None,
 ) -> tuple[AnyArray, AnyArray]:
-    """The first product of a gated layer in FP8 by blocks, with its activation, quantized again. For `fused_experts`.
+    """Compute the first product of a gated layer in FP8 by blocks, its activation, and its quantization.
 
-    The bits are those of `moe_gemm` and `silu_and_mul_quant` behind it: sums are rounded to `out_dtype`, and v =
-    activate(gate, up) of them is divided by max(max |v|, 1e-10) / 448 of 128 neighbours.
+    `fused_experts` calls this. The results equal, bit for bit, `moe_gemm` followed by `silu_and_mul_quant`: sums are
+    rounded to `out_dtype`, and v = activate(gate, up) is divided by max(max |v|, 1e-10) / 448 of 128 neighbours.
 
     Args:
-        a, b, expert_offsets, a_scale, b_scale, out_dtype, expected_m: as in `moe_gemm` with scales by blocks; n must be
+        a, b, expert_offsets, a_scale, b_scale, out_dtype, expected_m: as in `moe_gemm` with scales by blocks. n must be
             a multiple of 256.
         activation: one with a gate, as in `moe_gemm`.
         out_q: e4m3 [rows, n / 2], in CuPy uint8, to write into. Rows of no expert are not written.
         out_s: float32 [rows, n / 256], to write the scales into.
 
     Raises:
-        TypeError, ValueError: as `moe_gemm` does, and on other GPUs than Hopper.
+        TypeError, ValueError: as `moe_gemm` does, and on GPUs other than Hopper.
     """
     expect_array("a", a, FP8_DTYPES, ("tokens", "k"))
     scales, form = (a_scale, b_scale, None), (activation, activations.ALPHA, activations.LIMIT, False)

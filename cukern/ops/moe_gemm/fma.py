@@ -1,8 +1,9 @@
-"""Products of any sizes, addresses and strides, on every GPU, without tensor cores: their tiles and their launches."""
+"""Products without tensor cores, of any sizes, addresses and strides, on every GPU: their tiles and their launches."""
 
 from __future__ import annotations
 
-from cukern.ops.moe_gemm.kernels import Product, _flag, constant, tiles_of
+from cukern.ops.moe_gemm.kernels import _flag, constant, tiles_of
+from cukern.ops.moe_gemm.product import Product
 from cukern.runtime import arrays
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.plan import launch
@@ -17,7 +18,7 @@ def fma_variant(out_dtype: str, weights: str, is_by_blocks: bool, epilogue: int,
     return _fma.variant(arrays.CUDA_TYPE[out_dtype], weights, _flag(is_by_blocks), epilogue, tokens)
 
 
-# Compiled at its first use, as few models have such sizes.
+# These instances are compiled at their first use, because few models have such sizes.
 _fma.specialized = [fma_variant("bfloat16", "PLAIN", False, 0, tokens).instance for tokens in FMA_TOKENS]
 
 

@@ -1,4 +1,4 @@
-"""The product of FP8 rows and MXFP4 weights, on Hopper: the sizes of its tiles, and its launches."""
+"""The product of FP8 rows and MXFP4 weights on Hopper: its tile configurations, and its launches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from cukern.ops.moe_gemm.kernels import (
     _RESERVED_BYTES,
     _TOGETHER,
     _TOKENS_OF_TILES,
-    Product,
     _flag,
     _form_of,
     _prepared_map,
@@ -18,6 +17,7 @@ from cukern.ops.moe_gemm.kernels import (
     constant,
     staged_rows,
 )
+from cukern.ops.moe_gemm.product import Product
 from cukern.runtime import arrays, gpu
 from cukern.runtime.describe import Array
 from cukern.runtime.kernel import Kernel, Launched, Variant
@@ -29,16 +29,16 @@ _restore = Kernel("moe_gemm/restore_folded", "restore_folded")
 
 
 class FoldedWgmma(NamedTuple):
-    """The template arguments of `gemm_folded_wgmma` but the type, the activation and the stages: as many as fit."""
+    """The template arguments of `gemm_folded_wgmma` except the type, the activation and the stages: as many as fit."""
 
     tokens: int  # 8, 16, 32, 128 or 256
     cluster: int = 1  # 1 or 2
-    blocks: int = 1  # that fit a multiprocessor
+    blocks: int = 1  # resident blocks of a multiprocessor
     is_streamed: bool = False
 
     @property
     def units(self) -> int:
-        """Units of prepared weights along k of a stage."""
+        """Units of prepared weights along k in a stage."""
         return 1
 
     @property
@@ -47,7 +47,7 @@ class FoldedWgmma(NamedTuple):
         return constant(_folded_wgmma, "WARPGROUPS") * 64
 
     def _sizes(self) -> tuple[int, int]:
-        """Bytes of shared memory, the places of `FoldedLayout`: of a stage and its barriers, and of the rest."""
+        """Return the shared memory of one stage with its barriers, and of everything else, as `FoldedLayout` has it."""
         scaled = min(self.tokens, 128)
         scales = self.tokens // scaled * 4 * (scaled + 16)
         rows = self.tokens * constant(_folded_wgmma, "FOLDED_K")
@@ -57,8 +57,8 @@ class FoldedWgmma(NamedTuple):
             constant(_folded_wgmma, "WARPGROUPS") * 2 * staged_rows(self.tokens) * constant(_folded_wgmma, "ROW_BYTES")
         )
         kept = 16 * constant(_folded_wgmma, "WARPGROUPS") * constant(_folded_wgmma, "WARPGROUP") // 32
-        # The rings begin at a multiple of 1024 bytes, the room for results at one of 128, and the table of 256 bytes at
-        # one of these.
+        # Alignment: the rings begin at a multiple of 1024 bytes, the room for results at a multiple of 128, and the
+        # table of 256 bytes at a multiple of 256.
         return stage, 1024 + staging + 128 + 256 + 256 + kept
 
     @property
@@ -74,7 +74,7 @@ class FoldedWgmma(NamedTuple):
 
     @property
     def box(self) -> int:
-        """Rows of a box of tokens."""
+        """Rows of a TMA box of tokens."""
         return box_of(self.tokens)
 
     @property
@@ -88,7 +88,7 @@ class FoldedWgmma(NamedTuple):
         return _folded_wgmma.variant(arrays.CUDA_TYPE[out_dtype], epilogue, *arguments, launched=launched)
 
 
-#: The forms, by the most rows that a group is likely to have. One for 64 rows takes longer than that for 128.
+#: The forms, sorted by the rows of a group that they suit. A form of 64 rows is slower than the form of 128.
 FOLDED_FORMS = (
     FoldedWgmma(8, blocks=3, is_streamed=True),
     FoldedWgmma(16, blocks=2, is_streamed=True),
@@ -103,7 +103,7 @@ _folded_wgmma.specialize_by_arch({arch: _ahead if arch == "90a" else [] for arch
 def folded_wgmma(x: Product) -> None:
     count = x.a.gpu.multiprocessors
     (form, why), medium = _form_of(FOLDED_FORMS, x, count), FOLDED_FORMS[-2]
-    # The larger form gains nothing before groups have more rows than the smaller one takes.
+    # The form of 256 rows is faster only if groups have more rows than the form of 128 takes.
     if form is FOLDED_FORMS[-1] and x.expects(medium.tokens):
         form, why = medium, f"tiles of {medium.tokens} rows (up to {x.most(medium.tokens)} an expert)"
     strips = -(-x.n // (form.cluster * form.weights))
@@ -124,7 +124,7 @@ def prepare_variant(restores: bool = False) -> Variant:
 
 
 def convert(b: Array, b_scale: Array, prepared: Array, k: int, restores: bool = False) -> None:
-    """Prepare weights for FP8 rows, or restore what was prepared."""
+    """Prepare weights for FP8 rows, or restore prepared weights."""
     eights = prepared.shape[0] * prepared.shape[1]
     launch(
         prepare_variant(restores),

@@ -1,4 +1,4 @@
-"""The products of FP8 rows and weights, on Hopper: the sizes of their tiles, and their launches."""
+"""The products of FP8 rows and FP8 weights on Hopper: their tile configurations, and their launches."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from cukern.formats.quantized import BLOCK
 from cukern.ops.moe_gemm.kernels import (
     _ACTIVATIONS_AHEAD,
     _HOPPER_BYTES,
-    STREAM_ROWS,
-    Product,
     _flag,
     constant,
     why_not_wgmma,
 )
+from cukern.ops.moe_gemm.product import STREAM_ROWS, Product
 from cukern.runtime import arrays, gpu
 from cukern.runtime.describe import Array
 from cukern.runtime.kernel import Kernel, Launched, Variant
@@ -23,34 +22,36 @@ from cukern.runtime.plan import launch
 _fp8_wgmma = Kernel("moe_gemm/fp8_wgmma", "gemm_fp8_wgmma")
 _fp8_blocks = Kernel("moe_gemm/fp8_blocks", "gemm_fp8_blocks", compile_s=1)
 
-#: Stages by the rows of a tile: 192 KiB of rows and weights, 208 with a tail.
+#: Stages for each tile size: 192 KiB of rows and weights, or 208 KiB with a tail.
 _FP8_STAGES = {288: 4, 256: 4, 128: 6}
-#: Rows of a group up to which the large tiles of plain products with scales by blocks are of 288 rows, with a tail: of
-#: random routing around 256 rows, half of the groups have up to 32 more, and a tile of their own would read all weights
-#: again. On an H200 they take 6% to 13% less time there, as long around 1024 rows, and 1% to 3% more with whole tiles.
+#: Up to this many expected rows a group, large tiles have 288 rows: 256 and a tail of 32 (scales by blocks, no
+#: activation). With random routing around 256 rows, half of the groups have up to 32 rows more, and a second tile for
+#: these would read all weights again. On an H200 tails save 6% to 13% there and nothing around 1024 rows. If all tiles
+#: are full, tails cost 1% to 3%.
 FP8_TAIL_ROWS = 600
-#: The tiles without a tail, and the share of a large one's time that a small one must stay below.
+#: The tile sizes without a tail. Small tiles are chosen if their cost is below _LESS times the cost of large tiles.
 _SMALL, _LARGE, _LESS = 128, 256, 0.9
-#: The least odd number of strips for clusters: the last cluster has one.
+#: From this many strips on, clusters of two are used for odd numbers of strips, too. The last cluster then has one
+#: strip.
 _MANY_STRIPS = 16
-#: Boxes of 64 rows that a tile takes at least the time of: that of its weights' bytes.
+#: A tile costs at least as much as this many boxes of 64 rows, because the tile reads its weights.
 _FP8_LEAST_BOXES = 1.2
 
 
 def _alone(box: int = 0) -> Launched:
-    """What a block is launched with that has a multiprocessor for itself."""
+    """Return the `Launched` of a block that has a multiprocessor to itself."""
     return Launched(constant(_fp8_wgmma, "FP8_THREADS"), _HOPPER_BYTES, box=box)
 
 
 class Fp8Wgmma(NamedTuple):
-    """The template arguments of `gemm_fp8_wgmma` but the type, the stages, the scales and the activation."""
+    """The template arguments of `gemm_fp8_wgmma` except the type, the stages, the scales and the activation."""
 
-    tokens: int  # 128, 256, or 288: 256 and a tail
+    tokens: int  # 128, 256, or 288 (256 and a tail)
     cluster: int  # 1 or 2
 
     @property
     def box(self) -> int:
-        """Rows of a box of TMA."""
+        """Rows of a TMA box."""
         return constant(_fp8_wgmma, "FP8_TAIL" if self.tokens == 288 else "FP8_BOX")
 
     def variant(self, out_dtype: str, is_by_blocks: bool, activation: int) -> Variant:
@@ -65,7 +66,7 @@ _fp8_wgmma.specialized = [
 
 
 def _fp8_wgmma_cost(rows: int, form: Fp8Wgmma, experts: int, strips: int, multiprocessors: int) -> float:
-    """Boxes that a multiprocessor multiplies one after the other, for groups of so many rows."""
+    """Return the boxes of rows that a multiprocessor multiplies in sequence, for groups of `rows` rows."""
     tiles = -(-rows // form.tokens) * experts * -(-strips // form.cluster)
     boxes = -(-min(rows, form.tokens) // constant(_fp8_wgmma, "FP8_BOX"))
     return -(-tiles // max(multiprocessors // form.cluster, 1)) * max(boxes, _FP8_LEAST_BOXES)
@@ -77,12 +78,12 @@ def _is_small_cheaper(rows: int, cluster: int, *sizes: int) -> bool:
 
 
 def _fp8_wgmma_cluster(strips: int, is_one_box: bool) -> int:
-    # The blocks of a cluster have a strip each: of an odd number of strips the last leaves one without work.
+    # Each block of a cluster has a strip. With an odd number of strips, one block of the last cluster has no work.
     return 2 if (strips % 2 == 0 or strips >= _MANY_STRIPS) and not is_one_box else 1
 
 
 def _fp8_wgmma_form(x: Product, strips: int, multiprocessors: int) -> tuple[Fp8Wgmma, str]:
-    """The form that needs the least time, and why; `strips`: the columns of the result by those of a tile."""
+    """Return the cheapest form and the reason. `strips`: columns of the result divided by the columns of a tile."""
     cluster = _fp8_wgmma_cluster(strips, x.expects(constant(_fp8_wgmma, "FP8_BOX")))
 
     def is_small_cheaper(rows: int) -> bool:
@@ -99,7 +100,7 @@ def _fp8_wgmma_form(x: Product, strips: int, multiprocessors: int) -> tuple[Fp8W
 
 
 def why_not_fp8_wgmma(x: Product) -> str:
-    """The reason why `gemm_fp8_wgmma` cannot do it; empty if it can."""
+    """Return why `gemm_fp8_wgmma` cannot compute the product; empty if it can."""
     if reason := why_not_wgmma(x):
         return reason
     if x.is_gated and x.interleaved:
@@ -112,7 +113,7 @@ def why_not_fp8_wgmma(x: Product) -> str:
 
 def fp8_wgmma(x: Product) -> None:
     count = x.a.gpu.multiprocessors
-    # The columns of the result of a tile: gated, half of its rows of weights are ups.
+    # Result columns of a tile. With a gate, half of the rows of weights are ups.
     columns = constant(_fp8_wgmma, "FP8_COLUMNS") // (2 if x.is_gated else 1)
     strips = -(-x.out.shape[-1] // columns)
     form, why = _fp8_wgmma_form(x, strips, count)
@@ -130,12 +131,12 @@ def fp8_wgmma(x: Product) -> None:
 
 # --- with an activation that is quantized ---------------------------------------------------------------
 
-#: Rows of a group up to which a layer's first product quantizes its activation itself, as it does again from more than
-#: FP8_TAIL_ROWS on. Between them tiles with a tail and a kernel for the activation behind them take less time (429 us
-#: and some 20 beside 508 for 32 x 256 rows of random routing on an H200): `gemm_fp8_blocks` has no tails.
+#: Up to this many rows a group, and above FP8_TAIL_ROWS, a layer's first product quantizes its activation itself.
+#: Between the two bounds a product with tail tiles and a separate activation kernel are faster, because
+#: `gemm_fp8_blocks` has no tails: 429 us and some 20 us against 508 us (32 x 256 rows of random routing, H200).
 FP8_QUANTIZED_ROWS = 128
-#: Rows of a group up to which the blocks of `gemm_fp8_blocks` are no clusters: of random routing around 256 rows, half
-#: of the groups have a second tile of few rows.
+#: Up to this many rows a group, `gemm_fp8_blocks` runs without clusters. With random routing around 256 rows, half of
+#: the groups have a second tile of few rows.
 _FP8_ALONE = 256
 
 
@@ -148,7 +149,7 @@ _fp8_blocks.specialized = [fp8_blocks_variant("bfloat16", x, _ACTIVATIONS_AHEAD[
 
 @functools.lru_cache(1 << 12)
 def _is_wide_cheaper(rows: int, experts: int, n: int, multiprocessors: int) -> bool:
-    """Whether `gemm_fp8_blocks` needs no more time than `gemm_fp8_wgmma` does for the same product alone."""
+    """Return whether `gemm_fp8_blocks` is estimated to be no slower than `gemm_fp8_wgmma` for the product alone."""
     if FP8_QUANTIZED_ROWS < rows <= FP8_TAIL_ROWS:
         return False
     box, columns = constant(_fp8_blocks, "FP8_BOX"), constant(_fp8_blocks, "FP8_COLUMNS")
@@ -159,15 +160,15 @@ def _is_wide_cheaper(rows: int, experts: int, n: int, multiprocessors: int) -> b
     cluster = 1 if rows <= _FP8_ALONE else 2
     tiles = -(-rows // (128 * cluster)) * experts * strips // 2
     boxes = -(-min(rows, 128 * cluster) // (box * cluster))
-    # A tile has twice the weights.
+    # A tile has twice the weights of a tile of `gemm_fp8_wgmma`.
     cost = -(-tiles // max(multiprocessors // cluster, 1)) * 2 * max(boxes, _FP8_LEAST_BOXES)
     return cost <= _fp8_wgmma_cost(rows, Fp8Wgmma(tokens, narrow), *sizes)
 
 
 def quantizes(expected_rows: int, experts: int, n: int, gpu: gpu.Gpu | None) -> bool:
-    """Whether a product by blocks, of so many rows of each expert, should quantize its activation.
+    """Return whether a product with scales by blocks and `expected_rows` rows a group should quantize its activation.
 
-    It can on Hopper, where groups of columns are whole.
+    The kernel for it needs Hopper, and whole groups of columns.
     """
     if gpu is None or gpu.arch != "90a" or n % (2 * BLOCK) or expected_rows <= STREAM_ROWS:
         return False
@@ -175,7 +176,7 @@ def quantizes(expected_rows: int, experts: int, n: int, gpu: gpu.Gpu | None) -> 
 
 
 def fp8_quantized(x: Product, out_scale: Array, dtype: str, smallest: float) -> None:
-    """Launch the product whose activation is quantized, of sums that are rounded to `dtype`."""
+    """Launch the product whose activation is quantized. The sums are rounded to `dtype` before."""
     cluster = 1 if x.expects(_FP8_ALONE) else 2
     columns, box = constant(_fp8_blocks, "FP8_COLUMNS"), constant(_fp8_blocks, "FP8_BOX")
     blocks = x.tiles(128 * cluster, x.out.shape[-1] // columns * cluster)

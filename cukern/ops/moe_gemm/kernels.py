@@ -1,4 +1,4 @@
-"""The kernels of a grouped product: the sizes of their tiles, and their launches."""
+"""The kernels of a grouped product: their tile configurations ("forms"), how one is chosen, and the launches."""
 
 from __future__ import annotations
 
@@ -8,18 +8,13 @@ from typing import Any, NamedTuple
 
 from cukern.formats.quantized import MXFP4_GROUP, NVFP4_GROUP
 from cukern.formats.weights import UNIT_ROWS
+from cukern.ops.moe_gemm.product import Product
 from cukern.runtime import activation as activations
 from cukern.runtime import arrays, gpu, template
 from cukern.runtime.describe import Array
 from cukern.runtime.each import Each
 from cukern.runtime.kernel import Kernel, Launched, Variant
 from cukern.runtime.plan import launch, tensor_map
-
-#: Rows of a group up to which "stream" is taken, by `expected_m` and by the mean. It is the fastest for groups that all
-#: have two rows, and for groups of up to four, most of which have fewer.
-STREAM_ROWS, STREAM_MEAN = 4, 2
-#: Columns of a result in a unit of 16 bytes.
-UNIT_COLUMNS = 8
 
 _wgmma = Kernel("moe_gemm/wgmma", "gemm_wgmma", compile_s=1.5)
 _mma = Kernel("moe_gemm/mma", "gemm_mma")
@@ -28,182 +23,13 @@ _fp4_wgmma = Kernel("moe_gemm/fp4_wgmma", "gemm_fp4_wgmma", compile_s=2)
 _prepare = Kernel("moe_gemm/prepare", "prepare_weights")
 _restore = Kernel("moe_gemm/restore", "restore_weights")
 
-_ACTIVATIONS_AHEAD = 0, activations.number("silu")  # those compiled ahead
+_ACTIVATIONS_AHEAD = 0, activations.number("silu")  # the activations whose instances are compiled ahead of time
 _HOPPER_BYTES = gpu.BY_ARCH["90a"].shared_per_block
-_RESERVED_BYTES = 1 << 10  # of each block's shared memory, for the system
-
-
-class Product(NamedTuple):
-    """The arguments of a call, checked, and what follows from them."""
-
-    a: Array
-    b: Array
-    out: Array
-    offsets: Array
-    a_scale: Array | None
-    b_scale: Array | None
-    b_global_scale: Array | None
-    row_token: Array | None
-    is_batched: bool
-    rows: int  # of the result; batched: those that each expert has room for
-    experts: int
-    n: int
-    k: int
-    weights: str  # a `Format` of the templates; TRANSPOSED: `b` lies as [experts, k, n]
-    a_scales: str  # "", "block", "row" or "one"
-    b_scales: str  # "", "block", "column", "one" or "group"
-    epilogue: int  # ACTIVATION of the templates, by `epilogue`
-    is_gated: bool
-    expected_m: int | None  # the most rows that a group is expected to have, or None
-    is_prepared: bool  # weights of 4 bits by `prepare_weights`
-    interleaved: bool  # gated: rows 2 j and 2 j + 1 of the weights are gate j and its up; else each has a half of n
-    bias: Array | None
-    alpha: float
-    limit: float
-    why: str = ""  # the reason for the kernel
-
-    @property
-    def has_halves(self) -> bool:
-        return self.is_gated and not self.interleaved
-
-    @property
-    def is_transposed(self) -> bool:
-        """Whether the weights lie as [experts, k, n]."""
-        return self.weights == "TRANSPOSED"
-
-    @property
-    def in_memory(self) -> Array:
-        """The weights, with the dimensions in the order of memory."""
-        return self.b.transposed if self.is_transposed else self.b
-
-    @property
-    def is_strided(self) -> bool:
-        """Whether rows of weights do not follow each other without gaps; transposed, steps along k."""
-        return not self.in_memory.is_contiguous
-
-    @property
-    def b_strides(self) -> tuple[int, int]:
-        """Elements of `b` from an expert's weights, and from a row (transposed: from a step along k), to the next.
-
-        A dimension of one has any stride.
-        """
-        b = self.in_memory
-        if self.is_strided:
-            return b.strides[0], b.strides[1]
-        _, lines, line = b.shape[:3]
-        return lines * line, line
-
-    @property
-    def unit(self) -> int:
-        """Numbers along k of a unit of 16 bytes."""
-        return 32 if self.weights in ("MXFP4", "NVFP4") else 16 // self.a.item_size
-
-    @property
-    def is_of_units(self) -> bool:
-        """Whether arrays begin, and rows are made of, whole units of 16 bytes; strides of weights do not count."""
-        is_whole = self.k % self.unit == 0 == self.out.shape[-1] % UNIT_COLUMNS
-        return is_whole and all(x.alignment >= 16 for x in (self.a, self.b, self.out))
-
-    @property
-    def is_by_blocks(self) -> bool:
-        return self.b_scales == "block"
-
-    @property
-    def all_rows(self) -> int:
-        return self.rows * self.experts if self.is_batched else self.rows
-
-    def tiles(self, tokens: int, strips: int = 1) -> int:
-        """The most tiles of `tokens` rows that there can be, times `strips`: each group's last one may not be full."""
-        if self.is_batched:
-            return self.experts * -(-self.rows // tokens) * strips
-        return (self.rows + min(self.experts, self.rows) * (tokens - 1)) // tokens * strips
-
-    def most(self, rows: int) -> int:
-        """What `expects` compares with `rows`: a mean stands for groups of more rows."""
-        return STREAM_MEAN if self.expected_m is None and STREAM_MEAN < rows <= STREAM_ROWS else rows
-
-    def expects(self, rows: int) -> bool:
-        """Whether a group is expected to have at most `rows` rows; the host sees no offsets."""
-        most = self.most(rows)
-        if self.expected_m is not None:
-            return self.expected_m <= most
-        return self.rows <= (most if self.is_batched else most * self.experts)
-
-    @property
-    def expected(self) -> str:
-        """The rows that `expects` compares, in words."""
-        if self.expected_m is not None:
-            return f"{self.expected_m} rows an expert by expected_m"
-        if self.is_batched:
-            return f"room for {self.rows} rows an expert"
-        return f"{self.rows} rows for {self.experts} experts, {self.rows / self.experts:.4g} an expert"
-
-    def by_expected_rows(self, function: Any) -> Any:
-        """`function` of the rows that `expects` compares, where these are more than STREAM_ROWS."""
-        if self.expected_m is not None:
-            return function(self.expected_m)
-        return function(-(-self.rows // (1 if self.is_batched else self.experts)))
-
-    def fields(self, together: int = 0) -> dict[str, Any]:
-        """The fields of GemmParams, by name."""
-        arguments = self._asdict()
-        names = "a", "b", "out", "offsets", "a_scale", "b_scale", "b_global_scale", "row_token", "experts", "n", "k"
-        return {
-            **{name: arguments[name] for name in names},
-            "rows": self.all_rows,
-            "tokens": self.a.shape[-2],
-            "offset_words": 2 if self.offsets.dtype == "int64" else 1,
-            "max_tokens": self.rows if self.is_batched else 0,
-            "a_scale_step": int(self.a_scales == "row"),
-            "b_scale_step": int(self.b_scales == "column"),
-            "together": together,
-            "bias": self.bias,
-            "alpha": self.alpha,
-            "limit": self.limit,
-            "bias_is_float": int(self.bias is not None and self.bias.dtype == "float32"),
-        }
-
-    def maps(self, weights: int, rows: int, promotion: int = 256, is_gated: bool = False) -> dict[str, Each]:
-        """The further fields of MappedGemmParams: maps with boxes of `weights` and of `rows` rows of 128 bytes.
-
-        `is_gated`: a box of weights is 8 gates, their 8 ups, the next 8 gates, and so on.
-        """
-        size = self.a.item_size
-        dtype, line = "uint8" if size == 1 else self.a.dtype, 128 // size
-        of_expert, between = (stride * size for stride in self.b_strides)
-        if self.is_transposed:
-            # Of 64 steps along k a box has `line` weights, those of a warpgroup.
-            turned = (self.n, self.k, self.experts, 1), (between, of_expert, self.experts * of_expert)
-            b_map = tensor_map(self.b, dtype, *turned, (line, 64, 1, 1), promotion)
-            return {"b_map": b_map, "a_map": self.a_map(rows, promotion)}
-        dims: tuple[int, ...] = (self.k, self.n, self.experts, 1)
-        strides: tuple[int, ...] = (between, of_expert, self.experts * of_expert)
-        box: tuple[int, ...] = (line, weights, 1, 1)
-        if is_gated:
-            # From a gate to the next, to its up, and to the gate 8 further on.
-            rows_apart = (2, 1, 16) if self.interleaved else (1, self.n // 2, 8)
-            dims = self.k, 8, 2, self.n // 16, self.experts
-            strides = (*(apart * between for apart in rows_apart), of_expert)
-            box = line, 8, 2, weights // 16, 1
-        return {"b_map": tensor_map(self.b, dtype, dims, strides, box, promotion), "a_map": self.a_map(rows, promotion)}
-
-    def a_map(self, rows: int, promotion: int) -> Each:
-        """The map of `a` with boxes of `rows` rows of 128 bytes."""
-        size = self.a.item_size
-        between, all_rows = self.k * size, self.all_rows * self.k * size
-        dims, strides = (self.k, self.all_rows, 1, 1), (between, all_rows, all_rows)
-        dtype = "uint8" if size == 1 else self.a.dtype
-        return tensor_map(self.a, dtype, dims, strides, (128 // size, rows, 1, 1), promotion)
-
-    def row_map(self) -> Each:
-        """The map of `a`, whose rows are gathered, with boxes of 128 bytes of one row."""
-        size = self.a.item_size
-        dims, strides = (self.k, self.a.shape[-2]), (self.k * size,)
-        return tensor_map(self.a, self.a.dtype, dims, strides, (128 // size, 1), 256)
+_RESERVED_BYTES = 1 << 10  # shared memory that CUDA reserves for each block
 
 
 def constant(kernel: Kernel, name: str) -> int:
-    """The integer that a kernel's file, or what it includes, declares under this name."""
+    """Return the integer constant `name` of a kernel's file or of a file that it includes."""
     return template.constants(kernel.file)[name]
 
 
@@ -216,7 +42,7 @@ def epilogue(
     bounded: bool = False,
     scale_of_expert: bool = False,
 ) -> int:
-    """ACTIVATION of the templates: the number of an activation, with the flags of `moe_gemm/epilogue.cuh`."""
+    """Return ACTIVATION of the templates: the number of the activation plus the flags of `moe_gemm/epilogue.cuh`."""
     flags = {
         "UNGATED": activation and not is_gated,
         "INTERLEAVED": interleaved,
@@ -233,18 +59,18 @@ def _flag(value: bool) -> str:
 
 # --- 16 bits, by warpgroups -----------------------------------------------------------------------------
 
-_TOGETHER = 8  # tiles of tokens that share a tile of weights before the next
-_DEVIATIONS = 2.5  # standard deviations of random routing above the mean that few groups exceed
-_TOKENS_OF_TILES = 256  # the most tokens of a tile of the largest form, where a group has several tiles
+_TOGETHER = 8  # tiles of tokens that use a tile of weights before the block goes on to the next tile of weights
+_DEVIATIONS = 2.5  # random routing: few groups have more rows than the mean plus this many standard deviations
+_TOKENS_OF_TILES = 256  # tokens of a full tile of the largest form, if a group has several tiles
 
 
 def box_of(tokens: int) -> int:
-    """Rows of a box of the tokens of a tile."""
+    """Return the rows of a TMA box of tokens, for tiles of `tokens` rows."""
     return 32 if tokens >= 64 else max(tokens // 2, 8)
 
 
 def staged_rows(tokens: int) -> int:
-    """Rows of a round of the epilogue, for the tokens of a tile."""
+    """Return the rows that one round of the epilogue stages in shared memory, for tiles of `tokens` rows."""
     return 32 if tokens > 128 else 64 if tokens == 128 else 16 if tokens >= 16 else 8
 
 
@@ -253,17 +79,17 @@ def _wgmma_weights() -> int:
 
 
 class Wgmma(NamedTuple):
-    """The template arguments of `gemm_wgmma` but the type and the activation."""
+    """The template arguments of `gemm_wgmma` except the type and the activation."""
 
     tokens: int  # 8, 16, 32, 64, 96, 128 or 288
-    stages: int  # as many as fit
+    stages: int  # as many as shared memory holds
     cluster: int = 1  # 1 or 2
-    blocks: int = 1  # that fit a multiprocessor
+    blocks: int = 1  # resident blocks of a multiprocessor
     is_streamed: bool = False
 
     @property
     def box(self) -> int:
-        """Rows of a box of tokens."""
+        """Rows of a TMA box of tokens."""
         return box_of(self.tokens)
 
     def shared_bytes(self, gathers: bool) -> int:
@@ -271,15 +97,15 @@ class Wgmma(NamedTuple):
             self.tokens
         )
         barriers = -(-(16 * self.stages + 8) // 16) * 16 + 16 * self.stages
-        # The largest tiles have the order of experts of each warp that loads, gathered rows their sources.
+        # The largest tiles need a sorted list of experts for each producer warp. Gathered rows need their source rows.
         orders = (4 if gathers else 1) * constant(_wgmma, "MAX_SORTED") if self.tokens > 128 else 0
         sources = self.tokens // self.cluster * 4 if gathers else 0
-        # The tiles begin at a multiple of 1024 bytes.
+        # Alignment: the tiles begin at a multiple of 1024 bytes.
         return 1024 + rows * constant(_wgmma, "ROW_BYTES") + barriers + orders + sources
 
     def threads(self, gathers: bool) -> int:
-        """Threads of a block: `gather_threads` or `gemm_threads`."""
-        whole = 64 if gathers else 129  # the tokens from which on a whole warpgroup loads
+        """Return the threads of a block, as `gather_threads` and `gemm_threads` of the templates do."""
+        whole = 64 if gathers else 129  # from this many tokens on, the producer is a whole warpgroup
         loading = constant(_wgmma, "WARPGROUP") if self.tokens >= whole else 32
         return constant(_wgmma, "WARPGROUPS") * constant(_wgmma, "WARPGROUP") + loading
 
@@ -290,7 +116,7 @@ class Wgmma(NamedTuple):
         return _wgmma.variant(*arguments, launched=launched)
 
 
-#: The forms, by the most rows that a group is likely to have. With few rows weights are streamed, each read once.
+#: The forms, sorted by the rows of a group that they suit. The first ones stream the weights: each weight is read once.
 WGMMA_FORMS = (
     Wgmma(8, 4, blocks=3, is_streamed=True),
     Wgmma(16, 5, blocks=2, is_streamed=True),
@@ -300,30 +126,30 @@ WGMMA_FORMS = (
     Wgmma(128, 6, cluster=2),
     Wgmma(288, 4, cluster=2),
 )
-#: Those of weights that lie as [experts, k, n] and have gates and ups in halves: the warpgroups share out the tokens.
+#: The forms for weights [experts, k, n] with gates and ups in halves: each warpgroup computes a part of the tokens.
 _WGMMA_BY_TOKENS = *WGMMA_FORMS[1:-1], WGMMA_FORMS[-1]._replace(tokens=256)
 _wgmma.specialized = [
     *(form.variant("bfloat16", x).instance for x in _ACTIVATIONS_AHEAD for form in WGMMA_FORMS),
     *(form.variant("bfloat16", _ACTIVATIONS_AHEAD[-1], gathers=True).instance for form in WGMMA_FORMS),
 ]
-# The other forms are compiled at their first use: which are needed depends on the model and on the GPU.
+# Other instances are compiled at their first use, because the model and the GPU decide which ones are needed.
 _wgmma.at_import = [WGMMA_FORMS[-1].variant("bfloat16", x).instance for x in _ACTIVATIONS_AHEAD]
 
 
 @functools.cache
 def _mean_for(most: int) -> int:
-    """The largest mean with which few groups have more rows than `most`."""
+    """Return the largest mean with which few groups of random routing have more than `most` rows."""
     return max(rows for rows in range(1, most + 1) if rows + _DEVIATIONS * rows**0.5 <= most)
 
 
 def _form_of(forms: Sequence[Any], x: Product, multiprocessors: int) -> tuple[Any, str]:
-    """The one of `forms`, from few tokens of a tile to many, for a product, and why."""
+    """Choose one of `forms`, which are sorted by their tokens, for a product. Return the form and the reason."""
     most = 0
     for form in forms[:-1]:
         most = form.tokens if x.is_batched else _mean_for(form.tokens)
         if x.expects(most):
             return form, f"tiles of {form.tokens} rows (up to {x.most(most)} an expert)"
-    # Large tiles read least, but there may be fewer of them than multiprocessors.
+    # Large tiles read the fewest bytes, but there may be fewer large tiles than multiprocessors.
     tiles = multiprocessors // (2 * x.experts * -(-x.n // 128))
     if tiles and x.expects(tiles * _TOKENS_OF_TILES):
         few = f"larger ones would not be enough for {multiprocessors} multiprocessors"
@@ -332,9 +158,9 @@ def _form_of(forms: Sequence[Any], x: Product, multiprocessors: int) -> tuple[An
 
 
 def _wgmma_forms(x: Product, multiprocessors: int) -> Sequence[Wgmma]:
-    """The forms for a product: of 96 tokens only where every multiprocessor gets both blocks that fit it.
+    """Return the forms to choose from. The form of 96 tokens needs two resident blocks on every multiprocessor.
 
-    A block alone has half as many bytes on their way with them as with 128 tokens.
+    A single resident block of that form has half as many bytes in flight as a block of the form of 128 tokens.
     """
     forms = _WGMMA_BY_TOKENS if x.is_transposed and x.has_halves else WGMMA_FORMS
     if x.experts * -(-x.n // _wgmma_weights()) >= 2 * multiprocessors:
@@ -343,7 +169,7 @@ def _wgmma_forms(x: Product, multiprocessors: int) -> Sequence[Wgmma]:
 
 
 def why_not_wgmma(x: Product) -> str:
-    """The reason why `gemm_wgmma` cannot do it, and for FP8 neither `gemm_fp8_wgmma`; empty if one may."""
+    """Return why neither `gemm_wgmma` nor, for FP8, `gemm_fp8_wgmma` can compute the product; empty if one can."""
     if x.a.gpu.arch != "90a":
         return f"this GPU is of sm_{x.a.gpu.arch}, not sm_90a"
     if x.weights in ("MXFP4", "NVFP4"):
@@ -361,7 +187,7 @@ def wgmma(x: Product) -> None:
     (form, why), weights = _form_of(_wgmma_forms(x, count), x, count), _wgmma_weights()
     strips = -(-x.n // (form.cluster * weights))
     blocks = x.tiles(min(form.tokens, _TOKENS_OF_TILES), strips * form.cluster)
-    # Weights that are read once are fetched to L2 by 128 bytes, not 256 (3% faster on an H200).
+    # L2 promotion of 128 bytes is 3% faster than 256 for weights that are read once (H200).
     promotion = 128 if form.is_streamed and not x.is_transposed else 256
     maps: dict[str, Any] = x.maps(weights, form.box, promotion, is_gated=x.is_gated)
     if gathers:
@@ -379,15 +205,15 @@ def wgmma(x: Product) -> None:
 
 
 class Fp4Wgmma(NamedTuple):
-    """The sizes among the template arguments of `gemm_fp4_wgmma` but the stages: there are as many as fit."""
+    """The template arguments of `gemm_fp4_wgmma` except the type, the format and the stages: as many as fit."""
 
     tokens: int  # 8, 16, 32, 64, 96, 128 or 288
-    units: int  # of 64 numbers along k of a stage
+    units: int  # units of 64 elements along k in a stage
     cluster: int = 1  # 1 or 2
-    blocks: int = 1  # that fit a multiprocessor
-    sides: int = 2  # warpgroups along the weights of a tile, 64 each: 1 or 2
-    split: int = 1  # warpgroups along k of a tile: 1, 2 or 4
-    halves: int = 1  # of a unit that are converted at once, 1 or 2
+    blocks: int = 1  # resident blocks of a multiprocessor
+    sides: int = 2  # warpgroups along n of a tile, 64 rows of weights each: 1 or 2
+    split: int = 1  # warpgroups that share the k of a tile: 1, 2 or 4
+    halves: int = 1  # halves of a unit that a warpgroup converts at once: 1 or 2
     is_streamed: bool = False
 
     @property
@@ -402,16 +228,16 @@ class Fp4Wgmma(NamedTuple):
 
     @property
     def box(self) -> int:
-        """Rows of a box of tokens."""
+        """Rows of a TMA box of tokens."""
         return 8 if self.units > 1 else box_of(self.tokens)
 
     def _sizes(self, weights: str) -> tuple[int, int]:
-        """Bytes of shared memory, the places of `Fp4Layout`: of a stage and its barriers, and of the rest."""
+        """Return the shared memory of one stage with its barriers, and of everything else, as `Fp4Layout` has it."""
         row_bytes, warpgroup = constant(_fp4_wgmma, "ROW_BYTES"), constant(_fp4_wgmma, "WARPGROUP")
         unit = constant(_fp4_wgmma, f"UNIT_{weights}") * self.weights // UNIT_ROWS
         stage = self.units * (self.tokens * row_bytes + unit) + 16
         staging, sums = self.sides * 2 * staged_rows(self.tokens) * row_bytes, warpgroup * self.tokens * 2
-        # The rings begin at a multiple of 1024 bytes.
+        # Alignment: the rings begin at a multiple of 1024 bytes.
         return stage, 1024 + staging + (self.split - 1) * self.sides * sums + constant(_fp4_wgmma, "FP4_SHARED")
 
     def stages(self, weights: str) -> int:
@@ -431,7 +257,7 @@ class Fp4Wgmma(NamedTuple):
         return _fp4_wgmma.variant(*format, *arguments, launched=launched)
 
 
-#: The forms, by the most rows that a group is likely to have.
+#: The forms, sorted by the rows of a group that they suit.
 FP4_FORMS = (
     Fp4Wgmma(8, 4, blocks=3, sides=1, split=2, halves=2, is_streamed=True),
     Fp4Wgmma(16, 4, blocks=2, halves=2, is_streamed=True),
@@ -441,13 +267,13 @@ FP4_FORMS = (
     Fp4Wgmma(128, 1, cluster=2, halves=2),
     Fp4Wgmma(288, 1, cluster=2, halves=2),
 )
-#: In place of the first form where that has few tiles: a multiprocessor has one at a time, its warpgroups share the k.
+#: Replaces the first form if there are few tiles: one resident block, whose four warpgroups share the k of a tile.
 FP4_FEW_TILES = Fp4Wgmma(8, 4, sides=1, split=4, halves=2, is_streamed=True)
-#: Tiles of the first form for each multiprocessor that count as few.
+#: Up to this many tiles of the first form per multiprocessor, FP4_FEW_TILES replaces it.
 _FEW_TILES = 12
 _FP4_ALL = FP4_FEW_TILES, *FP4_FORMS
 _fp4_ahead = [form.variant("bfloat16", x, 0, False).instance for x in ("MXFP4", "NVFP4") for form in _FP4_ALL]
-#: Those of gpt-oss: gates and ups in pairs and biases of the first product, biases of the second.
+#: The epilogues of gpt-oss: interleaved gates and ups with biases in the first product, biases in the second.
 _GPT_OSS = (
     epilogue(activations.number("swigluoai"), is_gated=True, interleaved=True, biased=True),
     epilogue(0, is_gated=False, biased=True),
@@ -457,7 +283,7 @@ _fp4_wgmma.specialize_by_arch({arch: _fp4_ahead if arch == "90a" else [] for arc
 
 
 def why_not_prepared(variant: str, x: Product) -> str:
-    """The reason why prepared weights cannot be used; empty if they can."""
+    """Return why prepared weights cannot be used; empty if they can."""
     if x.a.gpu.arch != "90a":
         return f"this GPU is of sm_{x.a.gpu.arch}, not sm_90a"
     return "" if variant in ("auto", "wgmma") else f"variant {variant!r} takes others"
@@ -486,7 +312,7 @@ def fp4_wgmma(x: Product) -> None:
 
 
 def _token_map(x: Product, form: Fp4Wgmma, promotion: int) -> Each:
-    """A map of the tokens. Where k is whole units, a box has all those of a stage."""
+    """Return the tensor map of the tokens. If k is a multiple of a unit, one box holds all units of a stage."""
     unit = 128 // x.a.item_size
     if form.units == 1 or x.k % unit:
         return x.a_map(form.box, promotion)
@@ -496,7 +322,7 @@ def _token_map(x: Product, form: Fp4Wgmma, promotion: int) -> Each:
 
 
 def _prepared_map(x: Product, form: Any, promotion: int) -> Each:
-    """A map of prepared weights, with boxes of a stage, where gates of a half and their ups alternate by 8 rows."""
+    """Return the tensor map of prepared weights. A box is a stage; 8 rows of gates and of ups alternate for halves."""
     _, eights, units, unit = x.b.shape
     words, line, eight = unit // 8, form.units * (unit // 8), units * unit
     eights_of_box, of_expert = form.weights // UNIT_ROWS, eights * eight
@@ -541,12 +367,12 @@ class Mma(NamedTuple):
     weights: int  # of a tile
     token_warps: int
     weight_warps: int
-    step: int  # numbers along k
-    stages: int  # at most
-    blocks: int  # that fit a multiprocessor
+    step: int  # elements along k in a stage
+    stages: int  # an upper bound
+    blocks: int  # resident blocks of a multiprocessor
 
     def stage_bytes(self, weights: str, is_by_blocks: bool) -> int:
-        """The bytes of a stage: BYTES of `LdmatrixLayout` or `Fp4Layout`."""
+        """Return the bytes of a stage: BYTES of `LdmatrixLayout` or `Fp4Layout`."""
         a_line = b_line = self.step if weights == "FP8" else self.step * 2
         scales = (self.tokens + self.weights // 8) * 4 if is_by_blocks else 0
         if weights in ("MXFP4", "NVFP4"):
@@ -555,11 +381,11 @@ class Mma(NamedTuple):
         return -(-(self.tokens * a_line + self.weights * b_line + scales) // 128) * 128
 
     def fit(self, weights: str, is_by_blocks: bool, most: int) -> Mma:
-        """The form with as many stages as fit, where a block can have `most` bytes of shared memory."""
+        """Return the form with as many stages as fit, if a block can have `most` bytes of shared memory."""
         form, each = self, self.stage_bytes(weights, is_by_blocks)
 
         def room(blocks: int) -> int:
-            # The system's part, and as much again for the kernel's own, before stages that are aligned to 1 KiB.
+            # CUDA reserves 1 KiB of each block. The kernel's static memory and the 1 KiB alignment take another 1 KiB.
             return (most + _RESERVED_BYTES) // blocks - 2 * _RESERVED_BYTES
 
         blocks = form.blocks
@@ -582,7 +408,7 @@ _MMA_4 = (
     Mma(64, 256, 1, 8, 128, 5, 1),
     Mma(128, 128, 2, 4, 128, 5, 1),
 )
-#: The forms by the format of the weights, from few tokens to many.
+#: The forms for each format of the weights, sorted from few tokens to many.
 MMA_FORMS = {
     "PLAIN": (
         Mma(16, 128, 1, 4, 64, 4, 3),
@@ -600,7 +426,8 @@ MMA_FORMS = {
     "NVFP4": _MMA_4,
 }
 MMA_FORMS["TRANSPOSED"] = MMA_FORMS["PLAIN"]
-#: MXFP4 with float16 has sums over 32 as well, which take registers.
+#: MXFP4 with float16 also keeps sums over 32 elements in registers: its largest form divides the tile among the warps
+#: in another way.
 _MMA_MXFP4_FLOAT16 = (*_MMA_4[:3], Mma(128, 128, 4, 2, 128, 5, 1))
 
 
@@ -622,14 +449,14 @@ def mma(x: Product) -> None:
 
 
 def tiles_of(sizes: Sequence[int], tokens: int, x: Product) -> str:
-    """The reason for tiles of `tokens` rows, of all `sizes`: each is for groups of up to its own rows."""
+    """Return the reason for tiles of `tokens` rows. Each of `sizes` is used for groups of up to that many rows."""
     if tokens == sizes[-1]:
         return f"tiles of {tokens} rows (from {x.most(sizes[-2]) + 1} an expert on)"
     return f"tiles of {tokens} rows (up to {x.most(tokens)} an expert)"
 
 
 def why_not_mma(x: Product) -> str:
-    """The reason why `gemm_mma` cannot do it; empty if it can."""
+    """Return why `gemm_mma` cannot compute the product; empty if it can."""
     return "rows of b have a stride" if x.is_strided else ""
 
 
@@ -637,18 +464,18 @@ def why_not_mma(x: Product) -> str:
 
 
 class _Stream(NamedTuple):
-    """The sizes among the template arguments of `gemm_stream` but the tokens."""
+    """The sizes among the template arguments of `gemm_stream`, except the tokens."""
 
-    pairs: int  # of rows of weights that a warp has
+    pairs: int  # pairs of rows of weights that a warp multiplies
     warps: int
-    loads: int  # of each row, under way at once
-    blocks: int  # that fit a multiprocessor
+    loads: int  # 16-byte loads of each row in flight
+    blocks: int  # resident blocks of a multiprocessor
 
 
-#: Rows of a tile, which reads the weights once.
+#: Rows of a tile. A tile reads the weights once.
 _STREAM_TOKENS = (1, 2, 4, 8)
 STREAM_FORMS = {"PLAIN": _Stream(2, 4, 4, 3), "FP8": _Stream(1, 8, 2, 2)}
-#: The form in FP8 for tiles of one row (6% to 13% faster on an H200). With more rows it has too few registers.
+#: The FP8 form for tiles of one row: 6% to 13% faster on an H200. With more rows it would have too few registers.
 _STREAM_FP8_ONE = _Stream(2, 4, 2, 4)
 _MAX_GRID_Y = 2**16 - 1
 
@@ -657,7 +484,7 @@ def _stream_form(tokens: int, weights: str) -> _Stream:
     if weights == "FP8" and tokens == 1:
         return _STREAM_FP8_ONE
     form = STREAM_FORMS[weights]
-    # With one block more, tiles of many rows would have too few registers.
+    # With one more resident block, tiles of many rows would have too few registers.
     return form._replace(blocks=form.blocks - 1) if tokens == _STREAM_TOKENS[-1] else form
 
 
@@ -675,7 +502,7 @@ _of_16_bits = [_stream_ahead("PLAIN", False, x) for x in _ACTIVATIONS_AHEAD]
 _of_8_bits = _stream_ahead("FP8", True, 0)
 _stream.specialized = [*_of_16_bits[0], *_of_16_bits[1], *_of_8_bits]
 _stream.at_import = [instances[0] for instances in _of_16_bits]
-# sm_80 has no instruction that converts FP8.
+# sm_80 has no instruction that converts FP8, so these instances are not compiled for it.
 _stream.unused = {"80": _of_8_bits}
 
 
@@ -684,7 +511,7 @@ def _stream_tokens(x: Product) -> int:
 
 
 def why_not_stream(x: Product) -> str:
-    """The reason why `gemm_stream` cannot do it; empty if it can."""
+    """Return why `gemm_stream` cannot compute the product; empty if it can."""
     if x.is_transposed:
         return "b lies as [experts, k, n]"
     if x.weights not in STREAM_FORMS:
@@ -692,11 +519,11 @@ def why_not_stream(x: Product) -> str:
     if x.is_strided:
         return "rows of b have a stride"
     tokens, groups = _stream_tokens(x), x.experts if x.is_batched else 1
-    # The most rows whose tiles cannot be more than a grid has blocks along y.
+    # The largest number of rows whose tiles fit into the y dimension of a grid.
     most = _MAX_GRID_Y // groups * tokens if x.is_batched else (_MAX_GRID_Y + 1) * tokens - 1 - x.experts * (tokens - 1)
     if x.rows > most:
         return "there may be too many groups of rows"
-    # Units of 16 bytes of a row, which the kernel counts in 32 bits.
+    # The kernel counts the 16-byte units of rows in 32 bits.
     units = x.k * x.a.item_size // 16
     if x.n * units > 2**32 or x.a.shape[-2] > 2**32 // (groups * units):
         return "a, or the weights of one expert, are larger than 64 GiB"

@@ -1,4 +1,4 @@
-"""Weights of 4 bits in the order in which Hopper's kernel reads them."""
+"""`prepare_weights`, `restore_weights`: 4-bit weights in the memory layout of Hopper's kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["prepare_weights", "restore_weights"]
 
 _SYMBOLS = "[experts, n / 8, ceil(k / 64), bytes]"
 _FOLDED_SYMBOLS = "[experts, n / 8, ceil(k / 128), bytes]"
-#: The dtypes of rows that weights can be prepared for, but those of 16 bits.
+#: The values of `a_dtype`, other than None for rows of 16 bits.
 A_DTYPES = ("float8_e4m3fn",)
 SCALE_DTYPES = ("uint8", "float8_e8m0fnu", "float8_e4m3fn")
 MAX_EXPERTS = 4096
@@ -26,7 +26,7 @@ MAX_COUNT = 2**31 - 2**12
 
 
 def prepared_format(b: Array, k: int) -> str:
-    """The format of prepared weights, "MXFP4" or "NVFP4", after a check of their shape for rows of k numbers."""
+    """Check the shape of weights prepared for rows of k elements, and return their format: "MXFP4" or "NVFP4"."""
     expect_array("b", b, ("uint8",), ("experts", "n / 8", "ceil(k / 64)", "bytes"))
     sizes = tuple(UNIT_BYTES.values())
     if b.shape[2] != -(-k // UNIT_K) or b.shape[3] not in sizes:
@@ -36,7 +36,7 @@ def prepared_format(b: Array, k: int) -> str:
 
 
 def check_folded(b: Array, k: int) -> None:
-    """Check the shape of weights prepared for FP8 rows of k numbers."""
+    """Check the shape of weights prepared for FP8 rows of k elements."""
     expect_array("b", b, ("uint8",), ("experts", "n / 8", "ceil(k / 128)", "bytes"))
     units = -(-k // FOLDED_K)
     if b.shape[2:] != (units, FOLDED_BYTES):
@@ -57,40 +57,42 @@ def _prepared(b: Any, b_scale: Any, *_: Any, a_dtype: Any = None, **__: Any) -> 
 def prepare_weights(
     b: AnyArray, b_scale: AnyArray, *, a_dtype: str | None = None, out: AnyArray | None = None
 ) -> AnyArray:
-    """Put weights of 4 bits and their scales in the order in which Hopper's kernel for them reads them, once.
+    """Convert 4-bit weights and their scales, once, to the memory layout of Hopper's kernel for them.
 
-    `moe_gemm`, `moe_gemm_batched` and the layers take the result in place of the weights, with no scales but
-    b_global_scale; they know it by its four dimensions. On other GPUs than Hopper only weights as they are can be used.
-    On Hopper a product of weights that are not prepared takes longer by the benchmarks: 1.8 times as long for 256 x 8
-    rows of MXFP4 on an H200, 3.1 times for 8 x 1024. The first such call warns (`cukern.PerformanceWarning`).
+    Pass the result to `moe_gemm`, `moe_gemm_batched` and the layers as the weights, and no scales except
+    b_global_scale. These functions recognize prepared weights by their four dimensions. Only Hopper takes prepared
+    weights. On Hopper weights that are not prepared are slower: 1.8 times the time for 256 x 8 rows of MXFP4 on an
+    H200, 3.1 times for 8 x 1024 rows. The first such call warns (`cukern.PerformanceWarning`).
 
     Args:
-        b: uint8 [experts, n, k / 2], numbers of e2m1, two in a byte, the low half first; contiguous. n must be a
-            multiple of 8 and k one of 32.
-        b_scale: bytes [experts, n, k / 32], powers of two (E8M0): MXFP4; or [experts, n, k / 16], numbers of e4m3, none
-            of them NaN: NVFP4. Contiguous.
-        a_dtype: of the rows that they will be multiplied with: None, bfloat16 or float16, or "float8_e4m3fn", for which
-            weights must be MXFP4. What is prepared for one is refused with the other.
+        b: uint8 [experts, n, k / 2], contiguous: e2m1 numbers, two in a byte, the low half first. n must be a multiple
+            of 8, and k a multiple of 32.
+        b_scale: bytes [experts, n, k / 32] for MXFP4, powers of two (E8M0); or [experts, n, k / 16] for NVFP4, e4m3
+            numbers without NaN. Contiguous.
+        a_dtype: the dtype of the rows of later products. None: bfloat16 or float16. "float8_e4m3fn": FP8 rows, for
+            which the weights must be MXFP4. Products with rows of the other kind refuse the weights.
         out: uint8 [experts, n / 8, ceil(k / 64), 272 or 288], to write into; [experts, n / 8, ceil(k / 128), 544] with
             `a_dtype`.
 
     Returns:
-        `out`, or a new array: units of 8 rows and 64 numbers along k, of 272 bytes (MXFP4) or 288 (NVFP4). Bytes
-        8 l + 4 h to 8 l + 4 h + 3 of a unit are the word of lane l and half h, with numbers of row l / 4: its pair i is
-        of numbers 32 h + 16 (i / 2) + 8 (i % 2) + 2 (l % 4) and the next. `cuda_src/moe_gemm/fp4_prepared.cuh` says
-        which bits these are. From byte 256 on there are the scales of row 0, of row 1, ...: of each 2 of E8M0, at most
-        2^34, which counts as infinite, or 4 of e4m3, as 5 bits of exponent (bias 16) and 3 of mantissa. Weights with a
-        scale of 0 are 0, and those with a negative one change their sign, as the scale does. Numbers past k are 0.
+        `out`, or a new array of units. A unit has 8 rows and 64 elements along k, in 272 bytes (MXFP4) or 288 (NVFP4).
+        Bytes 8 l + 4 h to 8 l + 4 h + 3 of a unit are a word for lane l and half h. The word has elements of row l / 4:
+        its pair i has element 32 h + 16 (i / 2) + 8 (i % 2) + 2 (l % 4) and the next one.
+        `cuda_src/moe_gemm/fp4_prepared.cuh` describes the bits. The scales of rows 0, 1, ... follow from byte 256 on.
+        MXFP4 has 2 scales a row: E8M0, at most 2^34, which stands for infinity. NVFP4 has 4 scales a row: e4m3
+        converted to 5 bits of exponent (bias 16) and 3 bits of mantissa. Weights with a scale of 0 become 0. A negative
+        scale becomes positive, and its weights change their sign. Elements past k are 0.
 
-        For FP8 rows, units of 8 rows and 128 numbers along k, of 544 bytes: 512 of numbers, and a word of each row,
-        which has the largest exponent E of all scales of the row and for each 32 numbers how far theirs is below it,
-        at most 19; `cuda_src/moe_gemm/folded_prepared.cuh` says where. A number x with scale 2^e is multiplied as the
-        e4m3 number nearest to x 2^(6 + e - E), ties to even, times 2^(E - 6): exact while E - e is at most 14, else
-        off by at most 2^(E - 16), and 0 from 19 on. A row with a scale of NaN is NaN, one of E below -120 is 0.
+        For FP8 rows, a unit has 8 rows and 128 elements along k, in 544 bytes: 512 bytes of elements, then a word for
+        each row. The word has the largest exponent E of the row's scales, and E - e for each scale 2^e of 32 elements,
+        capped at 19. `cuda_src/moe_gemm/folded_prepared.cuh` describes the bits. A product uses, for an element x, the
+        e4m3 number nearest to x 2^(6 + e - E), ties to even, times 2^(E - 6). That is exact if E - e is at most 14.
+        Otherwise the error is at most 2^(E - 16), and from E - e = 19 on the result is 0. A row with a NaN scale is
+        NaN. A row with E below -120 is 0.
 
     Raises:
-        TypeError: for what is no array, of another library, or of a wrong dtype.
-        ValueError: for another device, a wrong shape, strides, or an address that is no multiple of 16.
+        TypeError: a value that is no array, or an array of another library or a wrong dtype.
+        ValueError: another device, a wrong shape, strides, or an address that is no multiple of 16.
     """
     expect_array("b", b, ("uint8",), ("experts", "n", "k / 2"))
     expect_contiguous("b", b)
@@ -138,22 +140,22 @@ def _restored(prepared: Any, k: int | None = None, *_: Any, **__: Any) -> list[R
 def restore_weights(
     prepared: AnyArray, k: int | None = None, *, out: tuple[AnyArray | None, AnyArray | None] | None = None
 ) -> tuple[AnyArray, AnyArray]:
-    """The weights and the scales of what `cukern.prepare_weights` returned.
+    """Return the 4-bit weights and the scales that `cukern.prepare_weights` converted.
 
     Args:
         prepared: uint8 [experts, n / 8, ceil(k / 64), 272 or 288] or [experts, n / 8, ceil(k / 128), 544], contiguous.
-        k: the numbers of a row, a multiple of 32. None: all that there is room for, a multiple of 64, or 128.
+        k: the elements of a row, a multiple of 32. None: the most that `prepared` can hold, a multiple of 64 or 128.
         out: a pair of arrays to write into.
 
     Returns:
-        b, uint8 [experts, n, k / 2], and b_scale, uint8 [experts, n, k / 32] or [experts, n, k / 16]. They are the
-        bytes that were prepared, but for E8M0 above 2^34, which is that, weights whose scale is 0, which are 0, and
-        negative scales, which are positive, with weights of the other sign. Of what was prepared for FP8 rows a scale
-        more than 2^19 below its row's largest is 2^19 below it.
+        b, uint8 [experts, n, k / 2], and b_scale, uint8 [experts, n, k / 32] or [experts, n, k / 16]. They equal the
+        bytes that were prepared, with these exceptions. E8M0 scales above 2^34 become 2^34. Weights with a scale of 0
+        become 0. Negative scales become positive, and their weights change their sign. For FP8 rows, a scale more than
+        2^19 below the largest scale of its row becomes 2^19 below it.
 
     Raises:
-        TypeError: for what is no array, or of a wrong dtype.
-        ValueError: for a wrong shape, strides, or an address that is no multiple of 16.
+        TypeError: a value that is no array, or an array of a wrong dtype.
+        ValueError: a wrong shape, strides, or an address that is no multiple of 16.
     """
     expect_array("prepared", prepared, ("uint8",), ("experts", "n / 8", "ceil(k / 64)", "bytes"))
     expect_contiguous("prepared", prepared)

@@ -1,4 +1,4 @@
-"""The experts of one token: both products by the router's ids, without a sort, and with the weighted sum."""
+"""The experts of one token: two products that read the router's ids, without a sort. The second adds up the slots."""
 
 from __future__ import annotations
 
@@ -19,82 +19,82 @@ _routed = Kernel("moe_gemm/stream_routed", "gemm_stream_routed")
 _summed = Kernel("moe_gemm/stream_summed", "gemm_stream_summed")
 
 DTYPES = ("bfloat16", "float16")
-#: Tokens up to which a layer takes these kernels: an expert's weights are read for each row.
+#: Up to this many tokens a layer uses these kernels: each row reads its expert's weights.
 MOST_TOKENS = 1
-#: Rows, of all tokens' slots, that a warp has lanes for.
+#: The largest number of (token, slot) rows: a warp has a lane for each.
 MOST_ROWS = 32
-_UNIT = 8  # numbers of a unit of 16 bytes
+_UNIT = 8  # elements in 16 bytes
 _MOST_LOADS = 8
 _MOST_SLOTS = 4
 
 
-class Form(NamedTuple):
-    """The sizes among the template arguments of both kernels but the slots."""
+class RoutedTile(NamedTuple):
+    """The sizes among the template arguments of both kernels, except the slots."""
 
-    pairs: int  # of rows of weights of a strip
-    loads: int  # units of each row that a lane has under way
+    pairs: int  # pairs of rows of weights in a strip
+    loads: int  # 16-byte loads of each row that a lane has in flight
     warps: int
-    blocks: int  # that fit a multiprocessor
+    blocks: int  # resident blocks of a multiprocessor
 
 
-def form_for(k: int) -> Form:
-    """The form for rows of k numbers, cut into equal parts."""
+def tile_for(k: int) -> RoutedTile:
+    """Return the tile for rows of k elements, which are cut into equal parts."""
     lines = -(-k // (32 * _UNIT))
     loads = -(-lines // -(-lines // _MOST_LOADS))
     pairs = 1 if loads > 4 else 2 if loads > 2 else 4
-    # With one block more, four pairs would have too few registers.
-    return Form(pairs, loads, 4, 3 if pairs == 4 else 4)
+    # With one more resident block, four pairs would have too few registers.
+    return RoutedTile(pairs, loads, 4, 3 if pairs == 4 else 4)
 
 
-def _words(form: Form, k: int) -> str:
-    """The form for rows of k numbers, in words."""
-    return f"rows of {k} in parts of {32 * _UNIT * form.loads}, {form.pairs} pair{'s' * (form.pairs > 1)} at once"
+def _words(tile: RoutedTile, k: int) -> str:
+    """Describe the tile for rows of k elements."""
+    return f"rows of {k} in parts of {32 * _UNIT * tile.loads}, {tile.pairs} pair{'s' * (tile.pairs > 1)} at once"
 
 
 def slots_for(topk: int, experts: int, all_experts: int) -> int:
-    """The warps that share an output: as many as there are slots whose experts are expected to be here."""
+    """Return the number of warps that share an output: about one for each slot whose expert is expected here."""
     expected = max(topk * experts // all_experts, 1)
     return min(1 << (expected.bit_length() - 1), _MOST_SLOTS)
 
 
-def routed_variant(dtype: str, epilogue: int, form: Form) -> Variant:
-    return _routed.variant(arrays.CUDA_TYPE[dtype], epilogue, *form)
+def routed_variant(dtype: str, epilogue: int, tile: RoutedTile) -> Variant:
+    return _routed.variant(arrays.CUDA_TYPE[dtype], epilogue, *tile)
 
 
-def summed_variant(dtype: str, epilogue: int, form: Form, slots: int) -> Variant:
-    sizes = form.pairs, form.loads, form.warps, slots, form.blocks
+def summed_variant(dtype: str, epilogue: int, tile: RoutedTile, slots: int) -> Variant:
+    sizes = tile.pairs, tile.loads, tile.warps, slots, tile.blocks
     return _summed.variant(arrays.CUDA_TYPE[dtype], epilogue, *sizes)
 
 
-# Those of Qwen3-30B-A3B and of Mixtral; others are compiled at their first use.
-_routed.specialized = [routed_variant("bfloat16", activations.number("silu"), form_for(2048)).instance]
+# The sizes of Qwen3-30B-A3B and of Mixtral are compiled ahead of time, all others at their first use.
+_routed.specialized = [routed_variant("bfloat16", activations.number("silu"), tile_for(2048)).instance]
 _summed.specialized = [
-    summed_variant("bfloat16", 0, form_for(k), slots).instance for k, slots in ((768, 4), (14336, 2), (2048, 4))
+    summed_variant("bfloat16", 0, tile_for(k), slots).instance for k, slots in ((768, 4), (14336, 2), (2048, 4))
 ]
 _routed.at_import, _summed.at_import = _routed.specialized, _summed.specialized[:2]
 
 
 def fits(tokens: Any, topk: int, w1: Any, w2: Any, all_experts: int) -> bool:
-    """Whether the sizes of a layer of 16 bits are those that `routed_experts` takes."""
-    # Strips, and units of an expert's weights, are counted in 32 bits.
+    """Return whether `routed_experts` takes the sizes of a layer of 16 bits."""
+    # The kernels count strips, and the 16-byte units of an expert's weights, in 32 bits.
     small = all(x.shape[1] * MOST_ROWS < 2**31 and x.shape[1] * (x.shape[2] // _UNIT) < 2**32 for x in (w1, w2))
     units = w1.shape[2] % _UNIT == 0 == w2.shape[2] % _UNIT
-    # The weights of one expert are cut into more parts by `moe_gemm`.
+    # A single expert is left to `moe_gemm`, which cuts its weights into more parts.
     several = 1 < w1.shape[0] <= MAX_EXPERTS and all_experts <= MAX_EXPERTS
     return bool(small and units and several and 0 < topk * MOST_TOKENS <= MOST_ROWS and tokens <= MOST_TOKENS)
 
 
 def _fields(
-    a: Array, b: Array, out: Array, rows: Any, bias: Array | None, form: tuple[float, float], routing: dict[str, Any]
+    a: Array, b: Array, out: Array, rows: Any, bias: Array | None, bounds: tuple[float, float], routing: dict[str, Any]
 ) -> dict[str, Any]:
-    """The fields of RoutedParams, by name."""
+    """Return the fields of the struct RoutedParams, by name."""
     experts, n, k = b.shape
     return {
         **dict.fromkeys(("a_scale", "b_scale", "offsets", "row_token", "b_global_scale")),
         **dict.fromkeys(("offset_words", "max_tokens", "a_scale_step", "b_scale_step", "together"), 0),
         **{"a": a, "b": b, "out": out, "rows": rows, "tokens": a.shape[0], "experts": experts, "n": n, "k": k},
         **{"bias": bias, "bias_is_float": int(bias is not None and bias.dtype == "float32")},
-        **{"alpha": form[0], "limit": form[1]},
+        **{"alpha": bounds[0], "limit": bounds[1]},
         **routing,
     }
 
@@ -156,24 +156,26 @@ def routed_experts(
     limit: float = activations.LIMIT,
     interleaved: bool = False,
 ) -> AnyArray:
-    """The experts of one token in 16 bits, in two launches, on a GPU. For `fused_experts`, whose twin defines it.
+    """Compute the experts of one token in 16 bits, in two launches on a GPU.
 
-    The bits are those of `moe_sort`, of `moe_gemm` by "stream" twice, and of `moe_unpermute`.
+    `fused_experts` calls this; its twin defines the result. The result equals, bit for bit, the result of `moe_sort`,
+    two `moe_gemm` with "stream", and `moe_unpermute`.
 
     Args:
         output: [tokens, hidden], written.
         hidden_states: [tokens, hidden], bfloat16 or float16.
-        w1, w2, topk_ids, activation, expert_map, w1_bias, w2_bias, alpha, limit, interleaved: as in `fused_experts`;
-            weights are contiguous, and hidden and inter multiples of 8.
-        topk_weights: float32 [tokens, topk]; None: all are 1.
-        activated: [tokens * topk, inter], for the result of the first product. Rows of no expert are not written.
+        w1, w2, topk_ids, activation, expert_map, w1_bias, w2_bias, alpha, limit, interleaved: as in `fused_experts`.
+            The weights are contiguous. hidden and inter are multiples of 8.
+        topk_weights: float32 [tokens, topk]. None: all weights are 1.
+        activated: [tokens * topk, inter], receives the result of the first product. Rows without an expert here are
+            not written.
         all_experts: the number of experts that the ids name.
 
     Returns:
         output.
 
     Raises:
-        TypeError, ValueError: arrays that do not fit; the message names the argument.
+        TypeError, ValueError: arrays that do not fit. The message names the argument.
     """
     biases = {"w1_bias": w1_bias, "w2_bias": w2_bias}
     _check(
@@ -191,25 +193,25 @@ def routed_experts(
     is_bounded = activation == "swigluoai" and bounds != (activations.ALPHA, activations.LIMIT)
     flags = {"interleaved": interleaved, "biased": w1_bias is not None, "bounded": is_bounded}
     first = kernels.epilogue(activations.function_number(activation), is_gated=gated, **flags)
-    form = form_for(hidden)
-    blocks = -(-rows * -(-n // (2 * form.pairs)) // form.warps)
-    resident = hidden_states.gpu.multiprocessors * form.blocks
+    tile = tile_for(hidden)
+    blocks = -(-rows * -(-n // (2 * tile.pairs)) // tile.warps)
+    resident = hidden_states.gpu.multiprocessors * tile.blocks
     few = f"{tokens} token, of 16 bits: both products find their experts by topk_ids, without a sort"
     few += f" (up to {MOST_TOKENS} token)"
     launch(
-        routed_variant(dtype, first, form),
+        routed_variant(dtype, first, tile),
         min(blocks, resident),
-        32 * form.warps,
-        why=f"{few}; {_words(form, hidden)}",
+        32 * tile.warps,
+        why=f"{few}; {_words(tile, hidden)}",
         **_fields(hidden_states, w1, activated, rows, w1_bias, bounds, routing),
     )
-    form, slots = form_for(inter), slots_for(topk, experts, all_experts)
+    tile, slots = tile_for(inter), slots_for(topk, experts, all_experts)
     launch(
-        summed_variant(dtype, kernels.epilogue(0, is_gated=False, biased=w2_bias is not None), form, slots),
-        (-(-hidden // (2 * form.pairs * (form.warps // slots))), tokens),
-        32 * form.warps,
+        summed_variant(dtype, kernels.epilogue(0, is_gated=False, biased=w2_bias is not None), tile, slots),
+        (-(-hidden // (2 * tile.pairs * (tile.warps // slots))), tokens),
+        32 * tile.warps,
         why=f"{few}; {slots} warps share an output, for {topk} slots with {experts} of {all_experts} experts here; "
-        + _words(form, inter),
+        + _words(tile, inter),
         **_fields(activated, w2, output, rows, w2_bias, bounds, routing),
     )
     return output

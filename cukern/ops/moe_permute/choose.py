@@ -1,4 +1,4 @@
-"""The launches of `moe_permute`: its kernels, and the split of their work over blocks and warps."""
+"""`moe_permute`: its kernels, how their work is split over blocks and warps, and the launches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SORT_VARIANTS = ("auto", "one_block", "many_blocks", "counted", "chunks", "clust
 SUM_VARIANTS = ("auto", "specialized", "dynamic")
 MAX_PAIRS = 2**30
 
-#: The topk that have unpermute kernels of their own, each with its models.
+#: topk with unpermute kernels of their own, and the models that have it.
 SPECIALIZED = {
     2: "Mixtral",
     4: "gpt-oss, Qwen1.5-MoE",
@@ -35,31 +35,31 @@ _unpermute = Kernel("moe_permute/unpermute_rows", "unpermute_rows")
 
 _MAX_SHARED_BYTES = 96 * 2**10
 _MAX_CHUNKED_BYTES = 99 * 2**10
-_STAGED_ROWS = 2**13  # most rows that a block puts together in shared memory
+_STAGED_ROWS = 2**13  # the largest number of rows that a block collects in shared memory
 # Parameters to tune on a GPU.
-_ONE_BLOCK_PAIRS = 2048  # most pairs that one block sorts
-_COUNT_AGAIN_PAIRS = 2**15  # most pairs that each of many blocks counts itself
+_ONE_BLOCK_PAIRS = 2048  # up to this many pairs, one block sorts
+_COUNT_AGAIN_PAIRS = 2**15  # up to this many pairs, each of many blocks counts all pairs itself
 _PAIRS_PER_BLOCK = 1024
-_TURNS = 2  # turns of 32 pairs that a warp ranks; more where there are not enough warps
+_TURNS = 2  # turns of 32 pairs that a warp ranks; more if there are not enough warps
 _MAX_BLOCKS = 128
 _CHUNKS = (16, 64)  # chunks of 32 pairs that a block of sort_chunks ranks
-_CLUSTER, _CLUSTER_CHUNKS = 8, 16  # blocks of a cluster, and the chunks of each
-_CLUSTERED_PAIRS = 2**16  # most pairs that clusters sort
-_ROWS_PER_BLOCK = 1024  # rows that a block of sort_chunks puts together at once
+_CLUSTER, _CLUSTER_CHUNKS = 8, 16  # blocks of a cluster, and the chunks that each block ranks
+_CLUSTERED_PAIRS = 2**16  # up to this many pairs, clusters sort
+_ROWS_PER_BLOCK = 1024  # rows that a block of sort_chunks collects at once
 _PERMUTE_ITEMS = 4  # units per thread of permute_rows
-_FEW_UNITS = 2**19  # with fewer units than these, one per thread
+_FEW_UNITS = 2**19  # below this many units in all, one unit per thread
 _UNPERMUTE_THREADS = 128
 
 _ID_TYPE = {4: "unsigned", 8: "unsigned long long"}
 _BITS = (5, 8, 12)
 _CHUNK_BITS = (5, 8, 9)
-#: sort_chunks has a thread for each expert.
+#: sort_chunks has a thread for each expert, so this many experts at most.
 _CHUNKED_EXPERTS = 512
 registered = set(SPECIALIZED)
 MAX_SPECIALIZED_TOPK = 64
 
 
-#: Experts and ids of a call at which the compiler compares the shared memory.
+#: (experts, map size) of the example for which the compiler asserts the shared memory.
 _EXAMPLE = 20, 30
 
 
@@ -83,11 +83,11 @@ def count_variant(id_bytes: int) -> Variant:
     return _count.variant(_ID_TYPE[id_bytes], launched=launched)
 
 
-# --- bytes of shared memory of a block; `mapped` is the size of the map, 0 without one -----------------
+# --- shared memory of a block, in bytes; `mapped` is the size of the expert map, 0 without one ---------
 
 
 def _sort_bytes(experts: int, mapped: int, warps: int, staged: int) -> int:
-    """`staged`: rows that a block of sort_pairs puts together, or 0."""
+    """Return the bytes of sort_pairs. `staged` is the number of rows that a block collects, or 0."""
     return 4 * ((3 + warps) * (experts + 1) + (mapped + 1 if mapped else 0) + staged)
 
 
@@ -115,7 +115,7 @@ def unpermute_variant(dtype: str, width: int, topk: int) -> Variant:
 
 
 def _list_instances() -> None:
-    # int64 ids, float32, odd widths and other topk are compiled when they are first used.
+    # int64 ids, float32, odd widths and other topk are compiled at their first use.
     _sort.at_import = [sort_variant(4, experts).instance for experts in (32, 256)]
     _sort.specialized = [sort_variant(size, 1 << bits).instance for size in (4, 8) for bits in _BITS]
     few = [chunks_variant(4, experts, chunks).instance for experts in (32, 256) for chunks in _CHUNKS]
@@ -136,7 +136,7 @@ _list_instances()
 
 
 class Split(NamedTuple):
-    """How the pairs of a sort are split over its blocks and warps."""
+    """How the pairs of a sort are split over blocks and warps."""
 
     blocks: int
     threads: int
@@ -145,14 +145,15 @@ class Split(NamedTuple):
     pairs_per_warp: int
     warps: int  # warps of a block that rank pairs
     capacity: int
-    staged: int  # 1: one block puts `rows` together in shared memory
+    staged: int  # 1: one block collects `rows` in shared memory
 
 
 @functools.lru_cache(maxsize=4096)
 def split_pairs(experts: int, mapped: int, one_block: bool, most_threads: int, pairs: int, capacity: int) -> Split:
-    """The split of `pairs` pairs.
+    """Return the split of `pairs` pairs.
 
-    `mapped` is the size of the map, 0 without one; `capacity` that of `rows`, 0 where the kernel does not write it.
+    `mapped` is the size of the expert map, 0 without one. `capacity` is the size of `rows`, 0 if the kernel does not
+    write `rows`.
     """
     fixed = _sort_bytes(experts, mapped, 0, 0)
     most_warps = min(most_threads // 32, (_MAX_SHARED_BYTES - fixed) // (4 * (experts + 1)))
@@ -183,7 +184,7 @@ class Chunked(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def split_chunks(experts: int, mapped: int, chunks: int, cluster: int, pairs: int, capacity: int) -> Chunked:
-    """The launch for `pairs` pairs in clusters of `cluster` blocks, or 1; the others are as in `split_pairs`."""
+    """Return the launch for `pairs` pairs in clusters of `cluster` blocks, or 1. See `split_pairs` for the others."""
     of_pairs = -(-pairs // 32)
     if cluster > 1:
         blocks, warps = max(1, -(-of_pairs // (chunks * cluster))) * cluster, 16
@@ -193,7 +194,7 @@ def split_chunks(experts: int, mapped: int, chunks: int, cluster: int, pairs: in
     return Chunked(blocks, 32 * warps, _shared_bytes_of_chunks(experts, mapped, chunks, cluster), capacity)
 
 
-#: The fields of sort_pairs' Params that not every function needs.
+#: Values for the fields of sort_pairs' Params that a function does not need.
 _NO_RESULTS = {
     **dict.fromkeys(("id_of", "offsets", "offsets_long", "rows", "inverse", "group_ids", "end_of_rows")),
     **dict.fromkeys(("fill", "groups", "group_fill", "max_tokens"), 0),
@@ -206,13 +207,13 @@ _NO_RESULTS = {
 def _form_of_chunks(
     topk_ids: Array, experts: int, mapped: int, variant: str, pairs: Any, results: dict[str, Any]
 ) -> tuple[int, int] | None:
-    """The chunks of a block of sort_chunks and the blocks of its clusters; None where sort_pairs sorts.
+    """Return the chunks of a block of sort_chunks, and the blocks of a cluster; None if sort_pairs sorts.
 
-    Raises ValueError where the variant asks for sort_chunks, which does not take the call.
+    Raises ValueError if the caller asks for sort_chunks, and it cannot sort these pairs.
     """
     if variant not in ("auto", "chunks", "clusters"):
         return None
-    # The groups of a permutation are rows, of which sort_chunks would write only those of pairs.
+    # The groups of a permutation are single rows, and sort_chunks would write only the groups of rows with a pair.
     fits = experts <= _CHUNKED_EXPERTS and (
         results.get("group_ids") is None or results.get("group_rows", 1) == results["block_size"]
     )
@@ -243,7 +244,7 @@ def _launch_chunks(
     results: dict[str, Any],
     asks: str,
 ) -> None:
-    """Launch sort_chunks with the chunks of a block and the blocks of a cluster in `form`; see `launch_sort`."""
+    """Launch sort_chunks. `form` is the chunks of a block and the blocks of a cluster; see `launch_sort`."""
     pairs = topk_ids.shape[0] * topk_ids.shape[1]
     mapped = 0 if expert_map is None else global_experts
     split = Chunked(*split_chunks(experts, mapped, *form, pairs, capacity))
@@ -276,7 +277,7 @@ def launch_sort(
     capacity: Any = 0,
     **results: Any,
 ) -> None:
-    """Sort pairs. `capacity` is as in `split_pairs`; `results` are fields of sort_pairs' Params."""
+    """Launch the sort of the pairs. `capacity` is as in `split_pairs`; `results` are fields of sort_pairs' Params."""
     check.one_of("variant", variant, SORT_VARIANTS)
     pairs = topk_ids.shape[0] * topk_ids.shape[1]
     mapped = 0 if expert_map is None else global_experts
@@ -325,7 +326,7 @@ def launch_sort(
 
 
 def aligned_outputs(out: Any, topk_ids: Array, results: Sequence[Result]) -> tuple[Array, ...]:
-    """The arrays of `out` for the results of `moe_align_block_size`, of which the first two may be longer than those.
+    """Check `out` for the results of `moe_align_block_size`, and return its arrays. The first two may be longer.
 
     Raises TypeError and ValueError for arrays that do not fit.
     """
@@ -351,7 +352,7 @@ def aligned_outputs(out: Any, topk_ids: Array, results: Sequence[Result]) -> tup
 
 
 class Tiles(NamedTuple):
-    """The split of rows over blocks, and the Tiling of the template."""
+    """How rows are split over blocks, and the struct Tiling of the template."""
 
     blocks: Any
     threads: tuple[int, Any]
@@ -359,7 +360,7 @@ class Tiles(NamedTuple):
 
 
 def tile_rows(tokens: Any, columns: int, threads: int, items: int) -> Tiles:
-    """Blocks of at most `threads` threads, each with `items` units of one token."""
+    """Return blocks of at most `threads` threads, each with `items` units of one token."""
     chunks = max(1, -(-columns // (threads * items)))
     tile_columns = max(1, -(-columns // chunks))
     x = -(-tile_columns // items)
@@ -372,7 +373,7 @@ def tile_rows(tokens: Any, columns: int, threads: int, items: int) -> Tiles:
 
 
 def _width(name: str, one: Array, other: Array, hidden: int, row_stride: int) -> int:
-    """The bytes of a unit of the rows of two arrays, which lie `row_stride` elements apart in the first."""
+    """Return the bytes of a unit of the rows of two arrays. In `one`, rows are `row_stride` elements apart."""
     mask = one.alignment | other.alignment | (hidden | row_stride) * one.item_size
     return unit_width(name, mask, one.item_size)
 
@@ -386,7 +387,7 @@ def launch_permute(
     scale: Array | None = None,
     out_scale: Array | None = None,
 ) -> None:
-    """Copy the rows of at least one token, of at least one slot, to where `inverse` says."""
+    """Copy the rows of tokens to the rows in `inverse`. There must be at least one token and one slot."""
     tokens, hidden = x.shape
     if not hidden and scale is None:
         return
@@ -417,8 +418,8 @@ def launch_permute(
 def launch_permute_quantized(
     x: Array, row_stride: int, inverse: Array, topk: int, out: Array, out_scale: Array, smallest: float
 ) -> None:
-    """Quantize the rows of at least one token, of at least one slot, to where `inverse` says."""
-    groups, lanes = out_scale.shape[1], 8  # of a group
+    """Quantize the rows of tokens into the rows in `inverse`. There must be at least one token and one slot."""
+    groups, lanes = out_scale.shape[1], 8  # lanes of a group
     tiles = tile_rows(x.shape[0], groups, template.constants(_permute_quantized.file)["ROW_THREADS"] // lanes, 1)
     launch(
         permute_quantized_variant(x.dtype),
@@ -447,7 +448,7 @@ def sum_variant(dtype: str, topk: int, width: int, variant: str) -> Variant:
 
 
 def _why_sum(dtype: str, topk: int, width: int, variant: str) -> str:
-    """Why `sum_variant` takes an instance."""
+    """Return why `sum_variant` chooses an instance."""
     if topk in registered and width == 16 and variant != "dynamic":
         asks = f"{asked(variant)}; " if variant != "auto" else ""
         return f"{asks}specialized for topk {topk} ({SPECIALIZED.get(topk, 'by cukern.specialize')})"
@@ -464,7 +465,7 @@ def _why_sum(dtype: str, topk: int, width: int, variant: str) -> str:
 def launch_sum(
     name: str, src: Array, rows: Any, row_stride: int, out: Array, topk: int, variant: str, **arrays: Any
 ) -> None:
-    """Sum up the rows of each token, which lie `row_stride` elements apart; `arrays` are fields of the template."""
+    """Sum up the rows of each token, which are `row_stride` elements apart. `arrays` are fields of the template."""
     check.one_of("variant", variant, SUM_VARIANTS)
     tokens, hidden = out.shape
     if not hidden or tokens == 0:

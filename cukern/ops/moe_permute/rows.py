@@ -1,4 +1,4 @@
-"""Rows of tokens in the order of their experts, and back."""
+"""Rows of tokens: the permutation to the order of the experts, and the way back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MAX_HIDDEN = 2**24
 
 
 def specialize(*, topk: int, dtype: str = "bfloat16") -> list[Instance]:
-    """Give this topk an unpermute kernel of its own in this process and say which; see `cukern.specialize`."""
+    """Give this topk an unpermute kernel of its own in this process, and return it; see `cukern.specialize`."""
     check.one_of("dtype", dtype, SUM_DTYPES)
     check.integer("topk", topk, 1, kernels.MAX_SPECIALIZED_TOPK)
     kernels.registered.add(topk)
@@ -48,12 +48,12 @@ def _check_hidden(name: str, hidden: int) -> None:
 
 
 def _slots(pairs: int, tokens: int) -> int:
-    """The slots of each token; -1 if not all tokens have the same number."""
+    """Return the slots of each token; -1 if not all tokens have the same number."""
     return pairs // tokens if tokens and pairs % tokens == 0 else -1
 
 
 def _topk_of(name: str, inverse: Any, like: Array, like_name: str) -> int:
-    """Check the rows of all pairs, [tokens, topk] or flat; returns the slots of each token of `like`."""
+    """Check the rows of all pairs, [tokens, topk] or flat, and return the slots of each token of `like`."""
     expect_place(name, inverse, like, like_name)
     shape, tokens = inverse.shape, like.shape[0]
     topk = shape[1] if len(shape) == 2 else 1
@@ -83,21 +83,21 @@ def permute_rows(
 ) -> AnyArray:
     """Copy the row of each token to the rows of its pairs: out[inverse[t, s]] = hidden_states[t].
 
-    Each row is read once, whatever topk is. Rows of `out` that no pair has are not written.
+    Each row is read once for any topk. Rows of `out` without a pair are not written.
 
     Args:
         hidden_states: [tokens, hidden] of any dtype, such as activations, or the scales of quantized ones; rows may
             be strided.
-        inverse: int32 [tokens, topk] or [tokens * topk], from `moe_sort`. An entry outside of [0, rows) is left out.
+        inverse: int32 [tokens, topk] or [tokens * topk], from `moe_sort`. An entry outside of [0, rows) is skipped.
         rows: the rows of the result; tokens * topk by default.
         out: [rows, hidden] to write into and return.
 
     Returns:
-        [rows, hidden], in the dtype and library and on the device of `hidden_states`; in host memory, rows that no pair
-        has are 0 where `out` is not given.
+        [rows, hidden], in the dtype and library and on the device of `hidden_states`. In host memory, rows without a
+        pair are 0 if `out` is not given.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
     """
     tokens, hidden = expect_array("hidden_states", hidden_states, ROW_DTYPES, ("tokens", "hidden")).shape
@@ -118,18 +118,18 @@ def permute_rows(
 def permute_quantized(
     hidden_states: AnyArray, inverse: AnyArray, *, out_q: WrittenArray, out_s: WrittenArray
 ) -> tuple[AnyArray, AnyArray]:
-    """`per_token_group_quant_fp8` in groups of 128, and `permute_rows` of what it gives, in a launch. For layers.
+    """Quantize rows in groups of 128 as `per_token_group_quant_fp8`, and permute them, in one launch. For layers.
 
     Args:
-        hidden_states: float16 or bfloat16 [tokens, hidden], of rows at multiples of 16 bytes; hidden is a multiple of
+        hidden_states: float16 or bfloat16 [tokens, hidden], with rows at multiples of 16 bytes; hidden is a multiple of
             128.
         inverse: int32 [tokens, topk], as in `permute_rows`.
-        out_q: e4m3 [rows, hidden], in CuPy uint8, at a multiple of 16 bytes, to write into. Rows that no pair has are
+        out_q: e4m3 [rows, hidden], in CuPy uint8, at a multiple of 16 bytes, to write into. Rows without a pair are
             not written.
         out_s: float32 [rows, hidden / 128], to write the scales into.
 
     Raises:
-        TypeError, ValueError: a dtype, a shape or an address that is not taken.
+        TypeError, ValueError: an unsupported dtype, shape or address.
     """
     name = "hidden_states"
     tokens, hidden = expect_array(name, hidden_states, ("float16", "bfloat16"), ("tokens", "hidden")).shape
@@ -169,7 +169,7 @@ def _permuted(
     permuted_hidden_states: Any = None,
     **_: Any,
 ) -> list[Any]:
-    """The results; those that the caller gave as they are."""
+    """Return the results. Results that the caller passed are returned as they were passed."""
     rows = pairs = topk_ids.shape[0] * topk_ids.shape[1]
     m_indices, permuted, scale = None, permuted_hidden_states, a1q_scale
     if align_block_size is not None:
@@ -184,7 +184,7 @@ def _permuted(
 
 
 def _check_scale(a1q_scale: Any, hidden_states: Array) -> bool:
-    """Check the scales of hidden_states; returns whether they have rows to permute."""
+    """Check the scales of hidden_states, and return whether they have rows to permute."""
     if a1q_scale is None:
         return False
     expect_place("a1q_scale", a1q_scale, hidden_states, "hidden_states")
@@ -221,7 +221,7 @@ def moe_permute(
     Args:
         hidden_states: [tokens, hidden] of any dtype; rows may be strided.
         a1q_scale: float32 or int32 [tokens, groups], the scales of quantized hidden_states, which are permuted like
-            them; or of fewer dimensions, for the whole tensor, and returned as it is; or None.
+            them; or of fewer dimensions, for the whole tensor, and returned unchanged; or None.
         topk_ids: int32, int64 or uint32 [tokens, topk], contiguous. An id outside of [0, n_expert), such as -1, has no
             row.
         n_expert: the number of experts that the ids name, at most 4096.
@@ -229,24 +229,24 @@ def moe_permute(
         expert_map: int32 [n_expert]: the local number of each expert. An expert with a number outside of
             [0, n_local_expert), such as -1, is not here.
         align_block_size: pad the rows of each expert to a multiple of this, as DeepGEMM's contiguous layout requires.
-        fill_invalid_expert: the value of m_indices for rows past the last expert's.
+        fill_invalid_expert: the value of m_indices for rows past the last expert's rows.
         permuted_hidden_states: [rows, hidden] to write into and return.
         variant: of the sort, as in `moe_sort`; all give the same.
 
     Returns:
         permuted_hidden_states [rows, hidden], with rows = tokens * topk; with align_block_size,
             tokens * topk + n_expert * (align_block_size - 1) rounded up to its next multiple. Rows of padding, and
-            those past the last expert's, are not written.
-        a1q_scale [rows, groups], likewise; None if it was.
+            rows past the last expert's rows, are not written.
+        a1q_scale [rows, groups], permuted in the same way; None if it was None.
         expert_first_token_offset int64 [n_local_expert + 1]: the first row of each expert, and last the end of all.
         inv_permuted_idx int32 [tokens * topk]: the row of each pair; -1 if its expert is not here.
         m_indices int32 [rows]: the expert of each row, padding included; None without align_block_size.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
-    The function is vLLM's `moe_permute`. There, pairs without an expert here have rows past the last expert's.
+    The function is vLLM's `moe_permute`. In vLLM, pairs without an expert here have rows past the last expert's rows.
     """
     tokens, hidden = expect_array("hidden_states", hidden_states, ROW_DTYPES, ("tokens", "hidden")).shape
     _check_hidden("hidden_states", hidden)
@@ -290,7 +290,7 @@ def moe_permute(
 
 
 def _check_slots(topk_weights: Any, inv_permuted_idx: Any, out: Array) -> Any:
-    """Check weights and rows of the slots, at least one of which is given; returns topk."""
+    """Check weights and rows of the slots, at least one of them, and return topk."""
     tokens = out.shape[0]
     if inv_permuted_idx is None and topk_weights is not None:
         expect_place("topk_weights", topk_weights, out, "out")
@@ -300,7 +300,7 @@ def _check_slots(topk_weights: Any, inv_permuted_idx: Any, out: Array) -> Any:
         topk = _topk_of("inv_permuted_idx", inv_permuted_idx, out, "out")
     if topk_weights is not None:
         shape: tuple[Any, ...] = getattr(topk_weights, "shape", ())
-        # Without tokens, a flat inv_permuted_idx has no elements and does not say what topk is.
+        # Without tokens, a flat inv_permuted_idx has no elements, so that topk is unknown.
         if len(shape) == 2 and shape[1] != topk and not tokens:
             topk = shape[1]
         expect("topk_weights", topk_weights, out, "out", ("float32",), (tokens, topk), "[tokens, topk]")
@@ -308,13 +308,13 @@ def _check_slots(topk_weights: Any, inv_permuted_idx: Any, out: Array) -> Any:
 
 
 def _end_of_rows(offsets: Any, out: Array) -> Array:
-    """The last number of expert_first_token_offset, [1], once that has been checked."""
+    """Check expert_first_token_offset, and return its last number as an array [1]."""
     name = "expert_first_token_offset"
     expect_place(name, offsets, out, "out")
     if len(offsets.shape) != 1 or not offsets.shape[0]:
         check.fail(name, "of shape [experts + 1]", list(offsets.shape))
     expect(name, offsets, out, "out", ("int64", "int32"), offsets.shape, "[experts + 1]")
-    # The kernel reads an int32: of an int64 the low word.
+    # The kernel reads an int32, which of an int64 is the low word.
     return offsets[offsets.shape[0] - 1 :]
 
 
@@ -332,7 +332,7 @@ def moe_unpermute(
 ) -> AnyArray:
     """Sum up the rows of each token, with weights: out[t] = sum over s of topk_weights[t, s] * row[inv[t, s]].
 
-    Each product and each sum is rounded to float32, from the first slot to the last, and the result to the dtype: the
+    Each product and each sum is rounded to float32, from the first slot to the last, and the result to the dtype. The
     bits do not depend on the variant.
 
     Args:
@@ -343,14 +343,14 @@ def moe_unpermute(
             outside of [0, rows), such as -1, adds nothing, even if its weight is NaN. None, with topk_weights: token t
             has the rows from t * topk on.
         expert_first_token_offset: int64 or int32 [experts + 1], from the same function. Rows from its last number on
-            add nothing either.
+            add nothing, either.
         variant: "auto", or a kernel by name: "specialized" (topk fixed at compile time) or "dynamic".
 
     Returns:
         out.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
     The function is vLLM's `moe_unpermute`.
@@ -372,7 +372,7 @@ def moe_unpermute(
     if out.on_host:
         run_twin(variant, SUM_VARIANTS)
         return out
-    # Without slots nothing is read, and the sum is 0.
+    # Without slots the kernel reads nothing, and the sum is 0.
     weights, inverse = (topk_weights, inv_permuted_idx) if topk else (None, None)
     kernels.launch_sum("out", src, rows, row_stride, out, topk, variant, weights=weights, inverse=inverse, offsets=end)
     return out

@@ -17,13 +17,13 @@ from cukern.runtime.units import ceil_div, divisor
 __all__ = ["moe_align_block_size", "moe_sort", "moe_sort_batched"]
 
 ID_DTYPES = ("int32", "int64", "uint32")
-#: The counts of each warp of a block, and the map, must fit into shared memory.
+#: A limit, because the counts of each warp of a block, and the map, must fit into shared memory.
 MAX_EXPERTS = 4096
 MAX_BLOCK_SIZE = 2**15
 
 
 def check_ids(topk_ids: Any) -> tuple[Any, int]:
-    """Check topk_ids; returns its tokens and topk."""
+    """Check topk_ids, and return its tokens and topk."""
     tokens, topk = expect_array("topk_ids", topk_ids, ID_DTYPES, ("tokens", "topk")).shape
     if not topk:
         check.fail("topk_ids", "of at least one expert for each token", f"shape {list(topk_ids.shape)}")
@@ -39,7 +39,7 @@ def check_map(expert_map: Any, topk_ids: Array, num_experts: int, name: str = "n
 
 
 def _check_experts(topk_ids: Array, num_experts: Any, expert_map: Any, num_local_experts: Any) -> tuple[int, int]:
-    """Check the numbers of experts; returns that of all and that of those here."""
+    """Check the numbers of experts, and return the number of all experts and the number of experts here."""
     num_experts = check.integer("num_experts", num_experts, 1, MAX_EXPERTS)
     check_map(expert_map, topk_ids, num_experts)
     if num_local_experts is not None:
@@ -69,9 +69,9 @@ def moe_sort(
     out: tuple[AnyArray, AnyArray, AnyArray] | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray, AnyArray]:
-    """Sort the pairs (token, slot) by expert, stably: pairs of one expert stay in their order.
+    """Sort the pairs (token, slot) by expert, stably: pairs of one expert keep their order.
 
-    One launch of a parallel counting sort; where there are many pairs, a launch before it that counts.
+    The sort is one launch of a parallel counting sort. With many pairs, another launch counts first.
 
     Args:
         topk_ids: int32, int64 or uint32 [tokens, topk], contiguous. An id outside of [0, num_experts), such as -1, has
@@ -81,9 +81,9 @@ def moe_sort(
             [0, num_local_experts), such as -1, is not here.
         num_local_experts: the number of experts here; required with expert_map, else num_experts.
         out: a triple to write into and return.
-        variant: "auto", or by name: "one_block", "many_blocks" (each counts all pairs itself), "counted" (by the
-            launch before), "chunks" (each block ranks all pairs, at most 2048) or "clusters" (of blocks that tell each
-            other their counts; at most 65536 pairs, on a data-center GPU from Hopper on). The last two take at most 512
+        variant: "auto", or by name: "one_block", "many_blocks" (each block counts all pairs itself), "counted" (another
+            launch counts), "chunks" (each block ranks all pairs, at most 2048) or "clusters" (of blocks that exchange
+            their counts; at most 65536 pairs, on a data-center GPU from Hopper on). The last two take at most 512
             experts. All give the same.
 
     Returns:
@@ -92,7 +92,7 @@ def moe_sort(
         inverse int32 [tokens, topk]: the row of each pair; -1 if its expert is not here.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
     """
     tokens, topk = check_ids(topk_ids)
@@ -133,16 +133,16 @@ def moe_sort_batched(
 
     Args:
         topk_ids, num_experts, expert_map, num_local_experts, variant: as in `moe_sort`.
-        max_tokens: the rows of each expert. Where an expert has more pairs, its last ones are left out.
+        max_tokens: the rows of each expert. If an expert has more pairs, its last ones are left out.
         out: a pair to write into and return.
 
     Returns:
-        expert_num_tokens int32 [experts]: the rows of each expert that pairs have.
-        positions int32 [tokens, topk]: the row of each pair in [0, experts * max_tokens), -1 if it has none; the
-            `inverse` of `permute_rows` and `moe_unpermute`.
+        expert_num_tokens int32 [experts]: the number of rows with a pair, for each expert.
+        positions int32 [tokens, topk]: the row of each pair in [0, experts * max_tokens), -1 if it has none. Pass it as
+            `inverse` to `permute_rows` and `moe_unpermute`.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
     """
     check_ids(topk_ids)
@@ -181,7 +181,7 @@ def moe_align_block_size(
     out: tuple[AnyArray, AnyArray, AnyArray] | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray, AnyArray]:
-    """Sort the pairs by expert, stably, those of each expert padded to whole blocks of block_size rows.
+    """Sort the pairs by expert, stably, and pad the pairs of each expert to whole blocks of block_size rows.
 
     Args:
         topk_ids: int32, int64 or uint32 [tokens, topk], contiguous. An id outside of [0, num_experts), such as -1, has
@@ -191,20 +191,20 @@ def moe_align_block_size(
         expert_map: int32 [num_experts]: the number of each expert in expert_ids, such as -1 for one that is not here.
         pad_sorted_ids: make sorted_token_ids a whole number of blocks.
         ignore_invalid_experts: with expert_map, leave out the pairs of experts that it maps outside of
-            [0, num_experts), instead of giving them blocks; the blocks are then ordered by mapped number.
+            [0, num_experts), and order the blocks by mapped number. By default these pairs get blocks, too.
         out: a triple to write into and return. The first two may be longer than the results and are filled to their
-            ends; the second may also be of rows // block_size elements, as SGLang's is.
+            ends. The second may also have rows // block_size elements, as in SGLang.
         variant: as in `moe_sort`; all give the same.
 
     Returns:
         sorted_token_ids int32 [rows]: the pair token * topk + slot of each row; tokens * topk for padding.
-            rows = tokens * topk + num_experts * (block_size - 1) is enough for any ids; with fewer pairs than experts,
-            tokens * topk * block_size where that is less.
+            rows = tokens * topk + num_experts * (block_size - 1) is enough for any ids. With fewer pairs than experts,
+            rows is tokens * topk * block_size if that is less.
         expert_ids int32 [ceil(rows / block_size)]: the expert of each block, -1 past the last.
         num_tokens_post_pad int32 [1]: the rows of all blocks.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
     The function is vLLM's `moe_align_block_size`, with -1 for the experts of unused blocks, and in a stable order.
@@ -220,7 +220,7 @@ def moe_align_block_size(
     if out is None:
         found = outputs(None, topk_ids, "topk_ids", *results)
     else:
-        # The rows of all blocks are whole blocks, so that no part of one follows the last.
+        # All rows are in whole blocks, so no partial block follows the last.
         fewest = Result((rows // block_size,), "int32")
         found = kernels.aligned_outputs(out, topk_ids, [results[0], fewest, results[2]])
     (rows,), (groups,), _ = (array.shape for array in found)

@@ -1,4 +1,4 @@
-"""RMS norm and layer norm of rows, with a residual added before; RMS norm with FP8 quantization after it."""
+"""RMS norm and layer norm of rows, also with a residual added first; RMS norm with FP8 quantization."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ __all__ = [
 ]
 
 FP8 = "float8_e4m3fn"
-#: Columns that share a scale: those of a few lanes of a warp.
+#: Columns that share a scale: a few lanes of a warp hold them.
 GROUPS = (32, 64, 128)
 
-#: Widths with variants of their own of RMS norm, each with its models; those of heads and latents have no residual.
+#: Widths of RMS norm with variants of their own, and their models. Heads and latents have no residual.
 SPECIALIZED_HEADS = {
     128: "the heads of q and k in Qwen3",
     512: "DeepSeek-V3's kv_a",
@@ -45,7 +45,7 @@ SPECIALIZED = {
     7168: "DeepSeek-V3, Kimi-K2",
     8192: "Llama-3-70B",
 }
-#: The same of layer norm.
+#: Widths of layer norm with variants of their own, and their models.
 SPECIALIZED_LAYER_NORM = {
     384: "all-MiniLM-L6, BGE-small, E5-small",
     512: "Marian (opus-mt), T5-small's sizes",
@@ -57,8 +57,8 @@ _kernel = Kernel("norm/rms_norm", "rms_norm", compile_s=0.8)
 _layer_kernel = Kernel("norm/layer_norm", "layer_norm")
 
 
-class _Form(NamedTuple):
-    """The dtypes of a variant, and what it computes."""
+class _Operation(NamedTuple):
+    """What a kernel computes: dtypes, residual, and quantization."""
 
     dtype: str
     weight_dtype: str
@@ -69,74 +69,76 @@ class _Form(NamedTuple):
 
     @property
     def sum(self) -> str:
-        """The template's SUM."""
+        """The template argument SUM."""
         return ("ROUNDED" if self.round_sum else "UNROUNDED") if self.add else "ALONE"
 
 
-def _tile(form: _Form, width: int, fixed: bool, wide: bool) -> parts.Tile:
-    return parts.tile(form.dtype, width, fixed, wide, form.group)
+def _tile(operation: _Operation, width: int, fixed: bool, wide: bool) -> parts.Tile:
+    return parts.tile(operation.dtype, width, fixed, wide, operation.group)
 
 
-def _variant(form: _Form, width: int, fixed: bool, wide: bool) -> Variant:
-    tile = _tile(form, width, fixed, wide)
+def _variant(operation: _Operation, width: int, fixed: bool, wide: bool) -> Variant:
+    tile = _tile(operation, width, fixed, wide)
     return _kernel.variant(
-        arrays.CUDA_TYPE[form.dtype],
-        arrays.CUDA_TYPE[form.weight_dtype],
-        form.result,
-        form.group,
-        form.sum,
+        arrays.CUDA_TYPE[operation.dtype],
+        arrays.CUDA_TYPE[operation.weight_dtype],
+        operation.result,
+        operation.group,
+        operation.sum,
         width if fixed else 0,
         tile.threads,
         tile.items,
-        16 if wide else arrays.ITEM_SIZE[form.dtype],
+        16 if wide else arrays.ITEM_SIZE[operation.dtype],
         tile.block,
     )
 
 
-def _layer_variant(form: _Form, width: int, fixed: bool, wide: bool) -> Variant:
-    tile = _tile(form, width, fixed, wide)
+def _layer_variant(operation: _Operation, width: int, fixed: bool, wide: bool) -> Variant:
+    tile = _tile(operation, width, fixed, wide)
     return _layer_kernel.variant(
-        arrays.CUDA_TYPE[form.dtype],
-        arrays.CUDA_TYPE[form.weight_dtype],
-        str(form.add).lower(),
+        arrays.CUDA_TYPE[operation.dtype],
+        arrays.CUDA_TYPE[operation.weight_dtype],
+        str(operation.add).lower(),
         width if fixed else 0,
         tile.threads,
         tile.items,
-        16 if wide else arrays.ITEM_SIZE[form.dtype],
+        16 if wide else arrays.ITEM_SIZE[operation.dtype],
         tile.block,
     )
 
 
 _registered: set[int] = set()
 _registered_layer_norm: set[int] = set()
-_BOTH = (False, True)  # without a residual, and with one
+_BOTH = (False, True)  # without and with a residual
 
 
 def _variants(width: int, dtype: str, adds: tuple[bool, ...] = _BOTH) -> list[Instance]:
-    return [_variant(_Form(dtype, dtype, add), width, True, True).instance for add in adds]
+    return [_variant(_Operation(dtype, dtype, add), width, True, True).instance for add in adds]
 
 
 def _layer_variants(width: int, dtype: str) -> list[Instance]:
-    return [_layer_variant(_Form(dtype, dtype, add), width, True, True).instance for add in _BOTH]
+    return [_layer_variant(_Operation(dtype, dtype, add), width, True, True).instance for add in _BOTH]
 
 
 def _list_instances() -> None:
     adds = dict.fromkeys(SPECIALIZED_HEADS, (False,)) | dict.fromkeys(SPECIALIZED, _BOTH)
     _registered.update(adds)
-    # Other dtypes, weights of float32, FP8 and other widths are compiled at their first use.
+    # Other dtypes, float32 weights, FP8 and other widths are compiled at their first use.
     _kernel.at_import = [x for width in adds for x in _variants(width, "bfloat16", adds[width])]
     quantized = ("BY_TENSOR", 0), ("BY_ROW", 0), ("BY_GROUP", 128)
-    fp8 = [_Form("bfloat16", "bfloat16", add, *what) for add in _BOTH for what in quantized]
-    unrounded = [_Form(x, x, True, *what, False) for x in DTYPES[1:] for what in (("PLAIN", 0), *quantized)]
-    dynamic = [(_Form(x, x, add), width, False, True) for x in DTYPES for width in (64, 8192, 65536) for add in _BOTH]
+    fp8 = [_Operation("bfloat16", "bfloat16", add, *what) for add in _BOTH for what in quantized]
+    unrounded = [_Operation(x, x, True, *what, False) for x in DTYPES[1:] for what in (("PLAIN", 0), *quantized)]
+    dynamic = [
+        (_Operation(x, x, add), width, False, True) for x in DTYPES for width in (64, 8192, 65536) for add in _BOTH
+    ]
     _kernel.specialized = [
         *(x for dtype in DTYPES for width in adds for x in _variants(width, dtype, adds[width])),
-        *(_variant(form, 7168, True, True).instance for form in (*fp8, *unrounded)),
+        *(_variant(operation, 7168, True, True).instance for operation in (*fp8, *unrounded)),
         *(_variant(*choice).instance for choice in dynamic),
-        *(_variant(form, 65536, False, True).instance for form in unrounded),
+        *(_variant(operation, 65536, False, True).instance for operation in unrounded),
     ]
     _registered_layer_norm.update(SPECIALIZED_LAYER_NORM)
-    # The two widths of most encoders, in the dtype that they run in.
+    # The two widths of most encoders, in their usual dtype.
     _layer_kernel.at_import = [x for width in (384, 768) for x in _layer_variants(width, "float16")]
     _layer_kernel.specialized = [
         *(x for dtype in DTYPES for width in SPECIALIZED_LAYER_NORM for x in _layer_variants(width, dtype)),
@@ -148,9 +150,9 @@ _list_instances()
 
 
 def specialize(*, width: int, dtype: str = "bfloat16") -> list[Instance]:
-    """Give a width variants of its own of both norms, in this process, and say which; see `cukern.specialize`.
+    """Give a width variants of its own of both norms in this process, and return them; see `cukern.specialize`.
 
-    Raises ValueError for a width that is not a multiple of 8.
+    Raises ValueError if the width is not a multiple of 8.
     """
     check.one_of("dtype", dtype, DTYPES)
     check.integer("width", width, 1, MAX_ROW)
@@ -181,20 +183,22 @@ class _Norm(NamedTuple):
     def launch(
         self, out: Array, result: str = "PLAIN", group: int = 0, scales: Array | None = None, scale: Any = (None, 0.0)
     ) -> None:
-        """Write the norm to `out` and, if quantized, its scales to `scales`; `scale` is a given one."""
+        """Write the norm to `out` and, if quantized, its scales to `scales`. `scale` is a given scale."""
         weight_dtype = self.input.dtype if self.weight is None else self.weight.dtype
-        form = _Form(self.input.dtype, weight_dtype, self.residual is not None, result, group, self.round_sum)
+        operation = _Operation(self.input.dtype, weight_dtype, self.residual is not None, result, group, self.round_sum)
         layout = parts.layout(self.width, (self.weight,), input=self.input, residual=self.residual, out=out)
         if (layout.total == 0 or self.width == 0) and result == "PLAIN":
             return
         fixed = parts.is_fixed(self.variant, self.width, layout.wide, _registered)
-        choice = form, self.width, fixed, layout.wide and self.variant != "scalar"
+        choice = operation, self.width, fixed, layout.wide and self.variant != "scalar"
         tile = _tile(*choice)
         launch(
             _variant(*choice),
             parts.blocks(layout.total, tile),
             tile.block,
-            why=parts.reason(self.variant, form.dtype, self.width, layout.wide, fixed, SPECIALIZED_HEADS | SPECIALIZED),
+            why=parts.reason(
+                self.variant, operation.dtype, self.width, layout.wide, fixed, SPECIALIZED_HEADS | SPECIALIZED
+            ),
             weight=self.weight,
             scales=scales,
             scale=scale,
@@ -209,7 +213,7 @@ def _check(
     input: Any, residual: Any, weight: Any, epsilon: float, weight_offset: float, variant: str, adds: bool,
     round_sum: bool = True,
 ) -> _Norm:  # fmt: skip
-    """Check the arguments that all RMS norms have."""
+    """Check the arguments that all RMS norms have in common."""
     expect_array("input", input, DTYPES)
     width = parts.width_of("input", input)
     if adds:
@@ -217,7 +221,7 @@ def _check(
     if weight is not None:
         expect("weight", weight, input, "input", dict.fromkeys((input.dtype, "float32")), (width,), "[width]")
     epsilon, offset = parts.expect_epsilon(epsilon), check.number("weight_offset", weight_offset)
-    # float32 is what it is rounded to: then there is one kernel for both.
+    # A float32 sum needs no rounding, so one kernel serves both values of round_sum.
     round_sum = bool(round_sum) or input.dtype == "float32"
     return _Norm(input, residual if adds else None, weight, epsilon, offset, width, variant, round_sum)
 
@@ -241,8 +245,8 @@ def rms_norm(
         out = input * (1 / sqrt(mean(input**2) + epsilon)) * (weight + weight_offset)
 
     Args:
-        input: [..., width], float32, float16 or bfloat16. Each row is contiguous; rows may have two strides, such as
-            those of tokens and heads where q is a part of the product for q, k and v.
+        input: [..., width], float32, float16 or bfloat16. Each row is contiguous. Rows may have two strides, such as
+            the strides of tokens and heads if q is a part of the product for q, k and v.
         weight: [width], in the dtype of `input` or float32; None: 1.
         epsilon: at least 0.
         weight_offset: 1 for models that store the weight minus 1, as Gemma does.
@@ -251,17 +255,17 @@ def rms_norm(
             `cukern.specialize`), "dynamic" (any multiple of 8, from aligned rows) or "scalar". All give the same bits.
 
     Returns:
-        [..., width], in the dtype and library and on the device of `input`. It is computed in float32 and rounded once,
-        at the end, as by FlashInfer and PyTorch; vLLM, and Llama in transformers, also round before the multiplication
-        by the weight. The bits of a row do not depend on the other rows. A row with NaN becomes NaN. In a row with an
-        infinity, that becomes NaN and all else 0; where the sum of squares overflows float32, all becomes 0. Arrays in
-        host memory go through the NumPy reference.
+        [..., width], in the dtype and library and on the device of `input`. The result is computed in float32 and
+        rounded once, at the end, as by FlashInfer and PyTorch. vLLM, and Llama in transformers, also round before the
+        multiplication by the weight. The bits of a row do not depend on the other rows. A row with NaN becomes NaN. In
+        a row with an infinity, the infinity becomes NaN and all other elements 0. If the sum of squares overflows
+        float32, all elements become 0. Arrays in host memory go through the NumPy reference.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or numbers that do not fit; the message names the argument.
 
-    vLLM's function of this name takes `out` first.
+    vLLM's function of the same name takes `out` first.
     """
     norm = _check(input, None, weight, epsilon, weight_offset, variant, False)
     if out is None:
@@ -289,22 +293,23 @@ def fused_add_rms_norm(
     round_sum: bool = True,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
-    """`rms_norm` of a sum, in place: `residual` becomes input + residual, and `input` the norm of that.
+    """`rms_norm` of a sum, in place: `residual` becomes input + residual, and `input` becomes the norm of the sum.
 
-    The norm is that of the rounded sum, as in vLLM and transformers: the bits are those of the two steps.
+    The kernel normalizes the rounded sum, as vLLM and transformers do. The bits equal the bits of an addition followed
+    by `rms_norm`.
 
     Args:
         input, residual: [..., width], float32, float16 or bfloat16, of one dtype; rows as `rms_norm` takes them. Both
             are written.
         weight, epsilon, weight_offset, variant: as in `rms_norm`.
-        round_sum: False: the norm is that of the sum in float32, as in FlashInfer and SGLang, which is nearer to the
-            exact one by up to half a step of the dtype; residual is the rounded sum in any case.
+        round_sum: False: normalize the float32 sum, as FlashInfer and SGLang do. The norm is then nearer to the exact
+            norm, by up to half a step of the dtype. `residual` becomes the rounded sum in any case.
 
     Returns:
         input and residual.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or numbers that do not fit; the message names the argument.
 
     The function, its arguments and their order are vLLM's `fused_add_rms_norm`.
@@ -364,9 +369,9 @@ def rms_norm_quant(
     out_s: WrittenArray | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
-    """Quantize `rms_norm` to FP8 (e4m3), without rounding it to the dtype in between.
+    """Quantize `rms_norm` to FP8 (e4m3), without rounding the norm to the dtype in between.
 
-    The norm in float32 is quantized with the scales of `cukern.silu_and_mul_quant`:
+    The float32 norm is quantized with the scales of `cukern.silu_and_mul_quant`:
 
         scale = max(max |norm|, 1e-10) / 448 over a group, or max(max |norm|, 1 / 512) / 448 over a row, or `scale`
         q     = e4m3(norm / scale), to nearest, ties to even, 448 at most; NaN stays NaN
@@ -374,8 +379,8 @@ def rms_norm_quant(
     Args:
         input, weight, epsilon, weight_offset, variant: as in `rms_norm`.
         group_size: 32, 64 or 128, a divisor of the width; None: one scale per row.
-        scale: one scale for all, in place of groups: a number, or a float32 array of one element on the device of
-            `input`.
+        scale: a given scale for all elements, which replaces the computed ones: a number, or a float32 array of one
+            element on the device of `input`.
         out_q, out_s: arrays to write into and return; out_q is float8_e4m3fn, or uint8 for its bytes.
 
     Returns:
@@ -383,7 +388,7 @@ def rms_norm_quant(
         Arrays in host memory go through the NumPy reference.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or numbers that do not fit; the message names the argument.
     """
     return _quantize(
@@ -410,10 +415,10 @@ def fused_add_rms_norm_quant(
     out_s: WrittenArray | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
-    """`rms_norm_quant` of a sum: `residual` becomes input + residual, rounded to the dtype, and q the norm of that.
+    """`rms_norm_quant` of a sum: `residual` becomes input + residual, rounded to the dtype, and q the norm of the sum.
 
-    Arguments, results and errors are those of `rms_norm_quant`. `residual` and `round_sum` are as in
-    `fused_add_rms_norm`; `input` is only read.
+    Arguments, results and errors are as in `rms_norm_quant`. `residual` and `round_sum` are as in
+    `fused_add_rms_norm`. `input` is only read.
     """
     return _quantize(
         _check(input, residual, weight, epsilon, weight_offset, variant, True, round_sum),
@@ -430,7 +435,7 @@ def fused_add_rms_norm_quant(
 def _layer_norm(
     input: Any, vectors: dict[str, Any], epsilon: float, out: Any, variant: str, residual: Any = None, kept: Any = None
 ) -> Any:
-    """Check the arguments and launch; `vectors` are weight, bias and input_bias, `kept` is where the sum goes."""
+    """Check the arguments and launch. `vectors` are weight, bias and input_bias. `kept` receives the sum."""
     expect_array("input", input, DTYPES)
     width = parts.width_of("input", input)
     adds = "input_bias" in vectors
@@ -463,15 +468,15 @@ def _layer_norm(
     )  # fmt: skip
     if layout.total == 0 or width == 0:
         return out
-    form = _Form(input.dtype, weight_dtypes[0], adds)
+    operation = _Operation(input.dtype, weight_dtypes[0], adds)
     fixed = parts.is_fixed(variant, width, layout.wide, _registered_layer_norm)
-    choice = form, width, fixed, layout.wide and variant != "scalar"
+    choice = operation, width, fixed, layout.wide and variant != "scalar"
     tile = _tile(*choice)
     launch(
         _layer_variant(*choice),
         parts.blocks(layout.total, tile),
         tile.block,
-        why=parts.reason(variant, form.dtype, width, layout.wide, fixed, SPECIALIZED_LAYER_NORM),
+        why=parts.reason(variant, operation.dtype, width, layout.wide, fixed, SPECIALIZED_LAYER_NORM),
         input_bias=input_bias,
         weight=weight,
         bias=bias,
@@ -495,14 +500,14 @@ def layer_norm(
 
         out = (input - mean(input)) / sqrt(var(input) + epsilon) * weight + bias
 
-    Layer Normalization (Ba, Kiros and Hinton, 2016). The mean and the variance, which is that of a population, are
-    found in two passes over the registers, with Chan, Golub and LeVeque's correction of the mean's rounding (1983): a
-    row whose mean is large beside its deviation keeps its digits, and one of equal numbers becomes the bias.
+    Layer Normalization (Ba, Kiros and Hinton, 2016). Two passes over registers compute the mean and the population
+    variance, with Chan, Golub and LeVeque's correction of the mean's rounding (1983). A row whose mean is large
+    compared with its deviation keeps its digits, and a row of equal elements becomes the bias.
 
     Args:
         input: [..., width], float32, float16 or bfloat16; rows as `rms_norm` takes them.
         weight, bias: [width], both in the dtype of `input` or both in float32; None: 1 and 0.
-        epsilon: at least 0. BERT has 1e-12, most others 1e-5.
+        epsilon: at least 0. BERT has 1e-12, most other models 1e-5.
         out: an array to write into and return, with strides as `input` may have them; may be `input` itself.
         variant: "auto", or a kernel by name: "specialized" (a width of `cukern.ops.norm.SPECIALIZED_LAYER_NORM` or
             added by `cukern.specialize`), "dynamic" (any multiple of 8, from aligned rows) or "scalar". All give the
@@ -510,15 +515,15 @@ def layer_norm(
 
     Returns:
         [..., width], in the dtype and library and on the device of `input`, computed in float32 and rounded once, at
-        the end. The bits of a row do not depend on the other rows. A row with NaN or an infinity becomes NaN, as does
-        one whose sum overflows float32; where only the sum of squares overflows, the row becomes the bias. Arrays in
-        host memory go through the NumPy reference.
+        the end. The bits of a row do not depend on the other rows. A row with NaN or an infinity becomes NaN, as does a
+        row whose sum overflows float32. If only the sum of squares overflows, the row becomes the bias. Arrays in host
+        memory go through the NumPy reference.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or numbers that do not fit; the message names the argument.
 
-    The arguments are those of `torch.nn.functional.layer_norm`, whose `normalized_shape` is [width] here.
+    The arguments are as in `torch.nn.functional.layer_norm`, with [width] as `normalized_shape`.
     """
     return _layer_norm(input, {"weight": weight, "bias": bias}, epsilon, out, variant)
 
@@ -542,27 +547,27 @@ def fused_add_layer_norm(
         residual_out = sum, if it is given
         out          = layer_norm(sum, weight, bias, epsilon)
 
-    The norm is that of the rounded sum, whether that is kept or not: the bits are those of the two steps.
+    The kernel normalizes the rounded sum, with or without `residual_out`. The bits equal the bits of the two steps.
 
-    A model with its norms after the sums (BERT, BART, Marian) needs the result alone: `out` is the input of the next
-    product and the residual of the next sum. One with its norms before the products (GPT-2, ViT) goes on with the sum:
-    there `residual_out` is the residual of the next sum.
+    Models with their norms after the sums (BERT, BART, Marian) need only the result: `out` is the input of the next
+    product and the residual of the next sum. Models with their norms before the products (GPT-2, ViT) continue with the
+    sum: `residual_out` is the residual of the next sum.
 
     Args:
         input, residual: [..., width], float32, float16 or bfloat16, of one dtype; rows as `rms_norm` takes them.
         weight, bias, epsilon, variant: as in `layer_norm`.
         input_bias: [width], in the dtype of `input`, such as the bias of the product that gave it; None: none.
-        residual_out: an array to write the sum into; may be `input` or `residual` itself. None: it is not kept.
+        residual_out: an array to write the sum into; may be `input` or `residual` itself. None: the sum is not kept.
         out: an array to write into and return; may be `input` or `residual` itself, but not `residual_out`.
 
     Returns:
         [..., width], as `layer_norm` does.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or numbers that do not fit; the message names the argument.
 
-    FasterTransformer's `add_bias_input_layernorm` is this with `out` in place of `input`.
+    FasterTransformer's `add_bias_input_layernorm` is this function with `input` as `out`.
     """
     vectors = {"weight": weight, "bias": bias, "input_bias": input_bias}
     return _layer_norm(input, vectors, epsilon, out, variant, residual, residual_out)

@@ -1,4 +1,4 @@
-"""What the norms share: the threads of a row, and the rows of arrays that may lie apart."""
+"""Shared by the norms: the threads of a row, and rows of strided arrays."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from cukern.runtime.rows import MAX_ROW, MAX_ROWS
 from cukern.runtime.units import divisor
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: "specialized" has a fixed width and "dynamic" takes any; both load 16 bytes at a time, "scalar" one element.
+#: "specialized" has a fixed width, "dynamic" takes any; both load 16 bytes at a time. "scalar" loads one element.
 VARIANTS = ("auto", "specialized", "dynamic", "scalar")
 
 _WARP = 32
-_NARROW_THREADS = 256  # threads of a block where a row has at most a warp
-_ITEMS = 4  # units per thread, where a row has more than a warp
+_NARROW_THREADS = 256  # threads of a block, if a row has at most a warp
+_ITEMS = 4  # units of `twin.EACH` elements per thread, if a row has more than a warp
 
 
 class Tile(NamedTuple):
-    """The threads of a variant."""
+    """The threads of a variant, and their work."""
 
     threads: int  # per row
-    items: int  # units that a thread keeps in registers
+    items: int  # units of `twin.EACH` elements that a thread keeps in registers
     block: int  # threads per block
 
 
 def tile(dtype: str, width: int, fixed: bool, wide: bool, group: int = 0) -> Tile:
-    """The threads of rows of `width` elements; a `group` of these, if any, is one of neighbouring threads."""
+    """Return the threads for rows of `width` elements. Neighbouring threads hold a `group` of elements, if any."""
     units = max(1, -(-width // twin.EACH))
     if units > twin.COLUMNS:
-        # Elements that are loaded one by one take a register each, as float32 does.
+        # An element that is loaded alone takes a register, as a float32 does.
         return Tile(twin.COLUMNS, 2 if wide and arrays.ITEM_SIZE[dtype] == 2 else 1, twin.COLUMNS)
     columns = 1 << (units - 1).bit_length()
     threads = columns // 2 if columns <= 2 * _WARP else max(columns // _ITEMS, _WARP)
@@ -50,11 +50,11 @@ class Rows(NamedTuple):
 
     total: int  # outer * inner
     inner: int
-    strides: list[tuple[int, int] | None]  # of each array, outer and inner, in elements
+    strides: list[tuple[int, int] | None]  # outer and inner stride of each array, in elements
 
 
 def _common_stride(lengths: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
-    """The stride of dimensions taken as one; None if they cannot be."""
+    """Return the stride of dimensions that are taken as one; None if they have no common stride."""
     common, span = 0, None
     for length, stride in zip(reversed(lengths), reversed(strides), strict=True):
         if length == 1:
@@ -68,7 +68,7 @@ def _common_stride(lengths: tuple[int, ...], strides: tuple[int, ...]) -> int | 
 
 
 def rows_of(**given: Array | None) -> Rows:
-    """The rows of arrays of one shape. Raises ValueError where two strides are not enough."""
+    """Return the rows of arrays of one shape. Raises ValueError if two strides are not enough."""
     first = next(array for array in given.values() if array is not None)
     lengths = first.shape[:-1]
     total = math.prod(lengths)
@@ -95,14 +95,14 @@ class Layout(NamedTuple):
     """The rows of the arrays of a launch."""
 
     total: int
-    wide: bool  # whether all can be loaded 16 bytes at a time
-    fields: dict[str, Any]  # of the struct of parameters
+    wide: bool  # whether all arrays allow loads of 16 bytes
+    fields: dict[str, Any]  # fields of the struct of parameters
 
 
 def layout(width: int, vectors: Collection[Array | None], **given: Array | None) -> Layout:
-    """How the rows of `given`, by the names of their fields, lie in memory; `vectors` are [width].
+    """Return the memory layout of the rows of `given`, which has the arrays by field name. `vectors` are [width].
 
-    Raises ValueError where two strides are not enough, or for too many rows.
+    Raises ValueError if two strides are not enough, or for too many rows.
     """
     total, inner, strides = rows_of(**given)
     name = next(iter(given))
@@ -122,12 +122,12 @@ def layout(width: int, vectors: Collection[Array | None], **given: Array | None)
 
 
 def blocks(rows: int, tile: Tile) -> int:
-    """The blocks of a launch: one at least."""
+    """Return the blocks of a launch, at least one."""
     return max(1, -(-rows // (tile.block // tile.threads)))
 
 
 def is_fixed(variant: str, width: int, wide: bool, registered: Collection[int]) -> bool:
-    """Whether the variant has a fixed width. Raises ValueError for a variant that there is not."""
+    """Return whether the variant has a fixed width. Raises ValueError for an unavailable variant."""
     known = wide and width in registered
     if variant == "specialized" and not known:
         why = f"there is none for width {width}, or rows are not 16-byte aligned (cukern.specialize adds one)"
@@ -139,7 +139,7 @@ def is_fixed(variant: str, width: int, wide: bool, registered: Collection[int]) 
 
 
 def reason(variant: str, dtype: str, width: int, wide: bool, fixed: bool, models: Mapping[int, str]) -> str:
-    """Why a launch takes its instance, where `is_fixed` says `fixed`; `models` are named by width."""
+    """Return why a launch uses its instance. `fixed` is the result of `is_fixed`; `models` are the models by width."""
     if fixed:
         asks = f"{asked(variant)}; " if variant != "auto" else ""
         return f"{asks}specialized for width {width} ({models.get(width, 'by cukern.specialize')})"
@@ -158,7 +158,7 @@ def reason(variant: str, dtype: str, width: int, wide: bool, fixed: bool, models
 
 
 def width_of(name: str, array: Array) -> int:
-    """The width of the rows of an array [..., width]. Raises ValueError for rows that no norm takes."""
+    """Return the width of the rows of an array [..., width]. Raises ValueError for rows that no norm takes."""
     if not array.shape:
         check.dimensions(name, array.shape, ("...", "width"))
     width = int(array.shape[-1])
@@ -169,17 +169,17 @@ def width_of(name: str, array: Array) -> int:
 
 
 def expect_rows(name: str, array: Array, written: bool = False) -> None:
-    """Raises ValueError unless each row is contiguous and, if they are written, no two rows overlap."""
+    """Raise ValueError unless each row is contiguous and, if `written`, no two rows overlap."""
     width, strides = array.shape[-1], array.strides
     apart = strides[-1] != 1 and width > 1
     overlap = written and any(abs(x) < width and n != 1 for x, n in zip(strides[:-1], array.shape[:-1], strict=True))
-    if (apart or overlap) and all(n != 0 for n in array.shape):  # the strides of an empty array mean nothing
+    if (apart or overlap) and all(n != 0 for n in array.shape):  # the strides of an empty array do not matter
         wanted = "contiguous along its last dimension" if apart else "of rows that do not overlap"
         check.fail(name, wanted, f"strides {strides} (in elements)")
 
 
 def expect_like(name: str, array: Any, input: Array, written: bool = True) -> Array:
-    """Check an array of the shape and dtype of `input`, which is written unless said otherwise."""
+    """Check an array of the shape and dtype of `input`, which is written unless `written` is False."""
     expect_place(name, array, input, "input")
     check.dtype(name, array.dtype, (input.dtype,))
     if not same_shape(array, input.shape):
@@ -189,7 +189,7 @@ def expect_like(name: str, array: Any, input: Array, written: bool = True) -> Ar
 
 
 def expect_epsilon(epsilon: Any) -> float:
-    """Raises TypeError or ValueError unless `epsilon` is a number of at least 0."""
+    """Raise TypeError or ValueError unless `epsilon` is a number of at least 0."""
     if check.number("epsilon", epsilon) < 0:
         check.fail("epsilon", "a number of at least 0", epsilon)
     return float(epsilon)

@@ -1,4 +1,4 @@
-"""Padding: drop it before the layers that treat each word alone, put it back before those that need whole sequences."""
+"""Padding: remove it before layers that treat each word alone, restore it before layers that need whole sequences."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _padded_rows(batch: Any, max_seq_len: Any) -> Any:
 
 
 def _words(padding_offset: Any, like: Array, like_name: str, rows: Any) -> Any:
-    """The number of words: the length of `padding_offset`, which is checked."""
+    """Check `padding_offset`, and return the number of words, which is its length."""
     expect_place("padding_offset", padding_offset, like, like_name)
     check.dimensions("padding_offset", padding_offset.shape, ("words",))
     words = padding_offset.shape[0]
@@ -78,7 +78,7 @@ def _words(padding_offset: Any, like: Array, like_name: str, rows: Any) -> Any:
 
 
 def _width(name: str, item_size: int, *sizes: int, arrays: tuple[Array, ...]) -> int:
-    """Bytes of a unit, for rows and distances of so many bytes in arrays of these alignments."""
+    """Return the bytes of a unit, for rows and strides of `sizes` bytes in `arrays`."""
     return unit_width(name, functools.reduce(operator.or_, (*sizes, *(array.alignment for array in arrays))), item_size)
 
 
@@ -86,7 +86,7 @@ def _width(name: str, item_size: int, *sizes: int, arrays: tuple[Array, ...]) ->
 
 
 def _check_lengths(sequence_length: Any, max_seq_len: Any) -> Any:
-    """The rows of the padded batch, whose arguments are checked."""
+    """Check the arguments of the padded batch, and return its rows."""
     expect_array("sequence_length", sequence_length, (), ("batch",))
     batch = sequence_length.shape[0]
     expect("sequence_length", sequence_length, sequence_length, "sequence_length", ("int32",), (batch,), "[batch]")
@@ -96,7 +96,7 @@ def _check_lengths(sequence_length: Any, max_seq_len: Any) -> Any:
 
 
 def _build_on_host(sequence_length: Any, max_seq_len: int, *, valid_word_num: int | None = None) -> Any:
-    """The twin, after checks of the lengths' values, which only host memory allows."""
+    """Run the twin after checks of the lengths' values, which are known in host memory only."""
     outside = np.flatnonzero((sequence_length < 0) | (sequence_length > max_seq_len))
     if len(outside):
         wanted = f"in [0, {max_seq_len}] (max_seq_len)"
@@ -109,7 +109,7 @@ def _build_on_host(sequence_length: Any, max_seq_len: int, *, valid_word_num: in
 
 @op(lambda sequence_length, max_seq_len: _build_on_host(sequence_length, max_seq_len)[1])
 def _count_words(sequence_length: Any, max_seq_len: Any) -> Any:
-    """cu_seqlens alone, whose last element is the number of words."""
+    """Compute cu_seqlens alone. Its last element is the number of words."""
     expect_array("sequence_length", sequence_length)
     _check_lengths(sequence_length, max_seq_len)
     cu_seqlens = outputs(None, sequence_length, "", Result((sequence_length.shape[0] + 1,), "int32"))
@@ -122,7 +122,7 @@ def _count_words(sequence_length: Any, max_seq_len: Any) -> Any:
 
 @op(_build_on_host)
 def _build_offsets(sequence_length: Any, max_seq_len: Any, *, valid_word_num: Any) -> Any:
-    """`build_sequence_length_padding_offset` of a known number of words."""
+    """`build_sequence_length_padding_offset` for a known number of words."""
     rows = _check_lengths(sequence_length, max_seq_len)
     words = _check_words(valid_word_num, rows)
     sizes = Result((words,), "int32"), Result((sequence_length.shape[0] + 1,), "int32")
@@ -150,20 +150,20 @@ def _built(sequence_length: Any, max_seq_len: Any, *, valid_word_num: Any = None
 def build_sequence_length_padding_offset(
     sequence_length: AnyArray, max_seq_len: Size, *, valid_word_num: Size | None = None
 ) -> tuple[AnyArray, AnyArray, Size]:
-    """Where each word of a padded batch lies: word w in row w + padding_offset[w], as the other functions take it.
+    """Compute where each word of a padded batch is: word w is in row w + padding_offset[w].
 
-    With `valid_word_num`, a launch and no host synchronization. Without it the host must learn how large
-    `padding_offset` is: two launches, and between them it waits for the stream and reads one number (so the call cannot
-    be captured in a CUDA graph).
+    With `valid_word_num` the call is one launch without host synchronization. Without it the host must learn the size
+    of `padding_offset`. The call then takes two launches, and waits between them for the stream to read one number, so
+    that it cannot be captured in a CUDA graph.
 
     Args:
-        sequence_length: int32 [batch], the words of each sequence, in [0, max_seq_len]. The kernel clamps those that
-            are not; in host memory they are an error.
+        sequence_length: int32 [batch], the words of each sequence, in [0, max_seq_len]. The kernel clamps other
+            lengths; in host memory they are an error.
         max_seq_len: rows per sequence of the padded batch.
-        valid_word_num: the sum of the lengths, where the caller knows it. In host memory another number is an error.
-            On a GPU it is taken as the size of `padding_offset`: words past the sum get an offset that leads past all
-            rows, and the other functions give them zeros and write them nowhere; with a number below the sum the last
-            words are missing.
+        valid_word_num: the sum of the lengths, if the caller knows it. In host memory another number is an error.
+            On a GPU it is the size of `padding_offset`. Words past the sum get an offset beyond all rows: the other
+            functions read zeros for them, and do not write them. If the number is below the sum, the last words are
+            missing.
 
     Returns:
         padding_offset int32 [valid_word_num]: for word w of sequence b, b * max_seq_len - cu_seqlens[b].
@@ -171,15 +171,15 @@ def build_sequence_length_padding_offset(
         valid_word_num: an int.
 
     Raises:
-        TypeError: a dtype, or a library, that is not taken.
+        TypeError: an unsupported dtype or library.
         ValueError: shapes, strides, lengths or sizes that do not fit; the message names the argument.
 
-    The function is FasterTransformer's `build_sequence_length_padding_offset`, the method that of ByteDance's Effective
-    Transformer; this one is a parallel scan.
+    The function is FasterTransformer's `build_sequence_length_padding_offset`, with the method of ByteDance's Effective
+    Transformer, here as a parallel scan.
     """
     if valid_word_num is None:
         counted = _count_words(sequence_length, max_seq_len)
-        if isinstance(counted, Array):  # which has no numbers to read: `cukern.explain` takes the sequences to be full
+        if isinstance(counted, Array):  # without a GPU there is no number: `cukern.explain` assumes full sequences
             valid_word_num = sequence_length.shape[0] * max_seq_len
         else:
             valid_word_num = int(counted[-1])
@@ -198,13 +198,13 @@ def _removed(src: Any, padding_offset: Any, **_: Any) -> Result:
 def remove_sequence_length_padding(
     src: AnyArray, padding_offset: AnyArray, *, out: AnyArray | None = None, variant: str = "auto"
 ) -> AnyArray:
-    """The rows of a padded batch that hold words, one after the other: out[w] = src[w + padding_offset[w]].
+    """Copy the rows of a padded batch that hold words, one after the other: out[w] = src[w + padding_offset[w]].
 
     Args:
-        src: [batch, seq, hidden], float32, float16 or bfloat16; rows may be strided, all by one distance. What it holds
-            as padding is not read.
-        padding_offset: int32 [words], from `build_sequence_length_padding_offset`. A word that it places in no row of
-            `src` becomes zeros.
+        src: [batch, seq, hidden], float32, float16 or bfloat16; rows may be strided, all by one distance. Its padding
+            is not read.
+        padding_offset: int32 [words], from `build_sequence_length_padding_offset`. A word whose row is outside of `src`
+            becomes zeros.
         out: an array to write into and return.
         variant: "auto", or a kernel by name: "specialized" (sizes fixed at compile time) or "dynamic". Both copy bits.
 
@@ -213,7 +213,7 @@ def remove_sequence_length_padding(
         NumPy reference.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
     The function is FasterTransformer's `remove_sequence_length_padding`.
@@ -238,7 +238,7 @@ def _removed_by_head(src: Any, padding_offset: Any, **_: Any) -> Result:
 def transpose_remove_padding(
     src: AnyArray, padding_offset: AnyArray, *, out: AnyArray | None = None, variant: str = "auto"
 ) -> AnyArray:
-    """Rows of words without padding, from what attention returns by heads.
+    """Copy the words of an attention result, which is by heads, to rows without padding.
 
     out[w, h * dim + d] = src[b, h, s, d], with b * seq + s = w + padding_offset[w].
 
@@ -249,7 +249,7 @@ def transpose_remove_padding(
     Returns:
         [words, heads * dim], in the dtype and library and on the device of `src`.
 
-    The function is what FasterTransformer calls `transpose_rebuild_padding`, although it removes.
+    FasterTransformer calls this function `transpose_rebuild_padding`, although it removes padding.
     """
     expect_array("src", src, DTYPES, ("batch", "heads", "seq", "dim"))
     batch, heads, seq, dim = src.shape
@@ -261,7 +261,7 @@ def transpose_remove_padding(
 def _remove_rows(
     kernel: str, src: Array, padding_offset: Any, rows: Any, row_stride: int, heads: int, out: Any, variant: str
 ) -> Any:
-    """The body of both functions that remove; `heads` is 0 where the layout is not by heads."""
+    """Check and launch both functions that remove padding. `heads` is 0 for rows without heads."""
     words = _words(padding_offset, src, "src", rows)
     result = _removed_by_head(src, padding_offset) if heads else _removed(src, padding_offset)
     out = outputs(out, src, "src", result)
@@ -304,21 +304,21 @@ def rebuild_sequence_length_padding(
     out: AnyArray | None = None,
     variant: str = "auto",
 ) -> AnyArray:
-    """Rows of words, put back into their rows of a padded batch; one launch writes every element.
+    """Copy rows of words back to their rows of a padded batch. One launch writes every element.
 
     Args:
         src: [words, hidden], float32, float16 or bfloat16; rows may be strided.
         padding_offset: int32 [words], from `build_sequence_length_padding_offset` for the same batch and max_seq_len:
-            w + padding_offset[w] grows strictly. A word that it places in no row is left out. With offsets that do not
-            grow so, which rows are filled is undefined.
+            w + padding_offset[w] must strictly ascend, or the filled rows are undefined. A word whose row is outside of
+            the batch is skipped.
         batch, max_seq_len: sizes of the padded batch.
-        fill: what the rows without a word hold, rounded to the dtype; any float, infinities and NaN included.
+        fill: the value of rows without a word, rounded to the dtype; any float, infinities and NaN included.
         out, variant: as in `remove_sequence_length_padding`, and so are the errors.
 
     Returns:
         [batch, max_seq_len, hidden], in the dtype and library and on the device of `src`.
 
-    The function is FasterTransformer's `rebuild_sequence_length_padding`, which leaves the padding as it was.
+    The function is FasterTransformer's `rebuild_sequence_length_padding`, which does not write the padding.
     """
     expect_array("src", src, DTYPES, ("words", "hidden"))
     hidden = src.shape[1]
@@ -383,7 +383,7 @@ def add_qkv_bias_rebuild_padding(
     out: tuple[AnyArray, AnyArray, AnyArray] | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray, AnyArray]:
-    """Queries, keys and values of words, with their biases, in the padded layout by heads of attention; one launch.
+    """Add biases to queries, keys and values of words, and write them by heads into padded arrays; one launch.
 
     For word w in row b * max_seq_len + s: out[b, h, s, d] = q[w, h * dim + d] + bias_q[h * dim + d], added in float32
     and rounded once. The padded positions are zero. The same for k and v.

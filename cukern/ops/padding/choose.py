@@ -1,4 +1,4 @@
-"""The kernels of `padding`: their variants, and how rows are laid out over their blocks."""
+"""The kernels of `padding`: their variants, and how rows are divided among blocks."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from cukern.runtime.units import divisor, why_width
 
 DTYPES = ("float32", "float16", "bfloat16")
 VARIANTS = ("auto", "specialized", "dynamic")
-WIDTHS = (16, 8, 4, 2)  # bytes of a unit, which a load or a store moves: a call takes the widest it is aligned for
+WIDTHS = (16, 8, 4, 2)  # bytes of a unit (one load or store): a call takes the widest that its alignment allows
 
 
 class Config(NamedTuple):
-    """Sizes of a model, fixed at compile time."""
+    """The sizes of a model, fixed at compile time."""
 
     hidden: int
     head_dim: int
 
 
-#: The sizes and the models that have them.
+#: The specialized sizes, and the models that have them.
 SPECIALIZED = {
     Config(768, 64): "BERT-base, RoBERTa-base, ViT-B",
     Config(1024, 64): "BERT-large, XLM-RoBERTa-large, BGE-M3",
@@ -40,15 +40,15 @@ _remove = Kernel("padding/remove_padding", "remove_padding")
 _rebuild = Kernel("padding/rebuild_padding", "rebuild_padding")
 _add_bias = Kernel("padding/add_bias_rebuild_padding", "add_bias_rebuild_padding")
 
-# Threads of a block and units of a thread, measured on an H200.
+# (threads of a block, units of a thread), measured on an H200.
 THREADS_ITEMS = {"remove": (256, 2), "transpose_remove": (256, 2), "rebuild": (256, 2), "add_bias": (128, 4)}
-_MAX_COLUMNS = 1024  # of a specialized row, in units of 16 bytes
-_FEW_SEQUENCES = 1024  # up to so many are one tile of a block of 256 threads
+_MAX_COLUMNS = 1024  # 16-byte units of a specialized row
+_FEW_SEQUENCES = 1024  # up to this many sequences are one tile of a block of 256 threads
 _MAX_BUILD_BLOCKS = 256
 
 
 def _shape(kernel: str, columns: int) -> tuple[int, int]:
-    """Threads of a block and units of each. A tile is at least as wide as a specialized row, of so many units."""
+    """Return the threads of a block and the units of a thread. Together they hold a specialized row of `columns`."""
     threads, items = THREADS_ITEMS[kernel]
     while threads * items < columns:
         threads *= 2
@@ -72,7 +72,7 @@ def _variants(config: Config, dtype: str) -> list[Instance]:
     return [variant_of(kernel, dtype, WIDTHS[0], columns, head_columns).instance for kernel in THREADS_ITEMS]
 
 
-#: Specialized sizes of this process, each with the bytes of an element.
+#: The specialized sizes of this process, each with the bytes of an element.
 registered: set[tuple[Config, int]] = set()
 
 
@@ -80,7 +80,7 @@ def _list_instances() -> None:
     by_function: dict[str, dict[Instance, None]] = {}
     for dtype in DTYPES:
         dynamic = [variant_of(kernel, dtype, WIDTHS[0]).instance for kernel in THREADS_ITEMS]
-        # Compiled at first use: other widths, and float32 in the models' sizes.
+        # Other widths, and float32 in the models' sizes, are compiled at their first use.
         specialized = [i for config in SPECIALIZED for i in _variants(config, dtype)]
         registered.update((config, arrays.ITEM_SIZE[dtype]) for config in SPECIALIZED)
         for instance in dynamic + (specialized if dtype != "float32" else []):
@@ -99,8 +99,8 @@ _list_instances()
 def specialize(*, hidden: int, head_dim: int = 64, dtype: str = "float16") -> list[Instance]:
     """Register variants for these sizes in this process, and return their instances; see `cukern.specialize`.
 
-    Raises ValueError where the specialized kernels cannot lay the rows out: hidden must be whole heads, a head whole
-    units of 16 bytes, and a row at most 1024 of them.
+    Raises ValueError if the specialized kernels cannot lay the rows out. hidden must be a multiple of head_dim, a head
+    a multiple of 16 bytes, and a row at most 1024 units of 16 bytes.
     """
     check.one_of("dtype", dtype, DTYPES)
     check.integer("hidden", hidden, 1)
@@ -117,7 +117,7 @@ def specialize(*, hidden: int, head_dim: int = 64, dtype: str = "float16") -> li
 
 
 def _lays_out(hidden: int, head_dim: int, item_size: int) -> bool:
-    """Whether the specialized kernels can lay these rows out."""
+    """Return whether the specialized kernels can lay these rows out."""
     fits = hidden * item_size <= _MAX_COLUMNS * WIDTHS[0]
     return fits and hidden % head_dim == 0 and head_dim * item_size % WIDTHS[0] == 0
 
@@ -126,24 +126,24 @@ def _lays_out(hidden: int, head_dim: int, item_size: int) -> bool:
 
 
 class Layout(NamedTuple):
-    """A variant, and how rows of a size are laid out over its blocks."""
+    """A variant, and how rows are divided among its blocks."""
 
     variant: Variant
     threads: int
     tile_rows: int
     chunks: int  # tiles side by side in a row
-    geometry: dict[str, Any]  # fields of the template's Geometry, but for `rows`
+    geometry: dict[str, Any]  # fields of the template's Geometry, except `rows`
     head_columns: int
     why: str
 
     def heads(self, heads: Any, max_seq_len: Any) -> dict[str, Any]:
-        """The template's Heads."""
+        """Return the fields of the template's Heads."""
         by_sizes = {"by_max_seq_len": divisor(max_seq_len), "by_head_columns": divisor(max(self.head_columns, 1))}
         return {"heads": heads, "max_seq_len": max_seq_len, "head_columns": self.head_columns} | by_sizes
 
 
 def layout_of(kernel: str, dtype: str, hidden: int, head_dim: int, width: int, variant: str) -> Layout:
-    """The variant and layout for rows of `hidden` elements; `head_dim` is 0 where they are not laid out by heads."""
+    """Return the variant and layout for rows of `hidden` elements. `head_dim` is 0 for rows without heads."""
     check.one_of("variant", variant, VARIANTS)
     item_size = arrays.ITEM_SIZE[dtype]
     columns, head_columns = hidden * item_size // width, head_dim * item_size // width
@@ -168,7 +168,7 @@ def layout_of(kernel: str, dtype: str, hidden: int, head_dim: int, width: int, v
 
 
 def _reason(dtype: str, hidden: int, head_dim: int, width: int, variant: str, fixed: bool) -> str:
-    """Why `layout_of` takes a variant, where `fixed` says whether it is specialized."""
+    """Return why `layout_of` chooses a variant. `fixed` says whether the variant is specialized."""
     sizes = f"hidden {hidden}{f' in heads of {head_dim}' if head_dim else ''}"
     if fixed:
         models = [
@@ -191,7 +191,7 @@ def _reason(dtype: str, hidden: int, head_dim: int, width: int, variant: str, fi
 
 
 def fill_bits(fill: Any, dtype: str) -> int:
-    """The bits of `fill` in this dtype, in a 32-bit word: twice where the dtype has two bytes."""
+    """Return the bits of `fill` in this dtype as a 32-bit word, which holds a 16-bit value twice."""
     try:
         fill = float(fill)
     except (TypeError, ValueError):
@@ -201,7 +201,7 @@ def fill_bits(fill: Any, dtype: str) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _element_bits(fill: float, sign: float, dtype: str) -> int:
-    """`sign` is that of `fill`: 0.0 and -0.0 are equal, so the cache would take one for the other."""
+    """Return the word. `sign` is the sign of `fill`, because -0.0 == 0.0 would share an entry of the cache."""
     with np.errstate(over="ignore"):
         element = np.full(4 // arrays.ITEM_SIZE[dtype], fill, arrays.numpy_dtype(dtype))
     return int(element.view(np.uint32)[0])
@@ -233,6 +233,6 @@ def launch_build(
 
 
 def _first_step(batch: int, tile: int) -> int:
-    """The largest power of two below the sequences of a tile."""
+    """Return the largest power of two below the number of sequences of a tile."""
     in_tile = min(batch, tile)
     return 1 << (in_tile - 1).bit_length() - 1 if in_tile > 1 else 0

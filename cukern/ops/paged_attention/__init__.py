@@ -1,19 +1,15 @@
-"""Attention of the last tokens of each sequence over a paged KV cache, and the merging of such results."""
+"""Attention of the last tokens of each sequence over a paged KV cache, and the merge of two such results."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+from cukern.ops.paged_attention.checks import DTYPES, Sparse, check_aligned, check_call, check_per_head
 from cukern.ops.paged_attention.choose import (
     CUDA_TYPE,
-    DTYPES,
     VARIANTS,
-    Sparse,
     attend,
-    check_aligned,
-    check_call,
-    check_per_head,
     specialize,  # noqa: F401  (found here by `cukern.specialize`)
     unit_tokens,
 )
@@ -30,8 +26,8 @@ __all__ = ["merge_attention_states", "paged_attention", "paged_attention_v1", "p
 
 PARTITION = twin.PARTITION
 _merge = Kernel("paged_attention/merge_states", "merge_states")
-#: Elements of a side from which a thread of `merge_states` has two vectors: with fewer, latency is the bound. Where
-#: log-sum-exps are by heads it has one: then two take 40% longer on an H200.
+#: From this many elements on, a thread of `merge_states` has two vectors. Smaller arrays are bound by latency. With
+#: lse_heads_first a thread always has one vector: two take 40% longer on an H200.
 _MANY_MERGED = 2**24
 
 
@@ -67,60 +63,59 @@ def paged_attention(
 ) -> AnyArray:
     """Attend from the last tokens of each sequence over its keys and values in a paged cache.
 
-    Query token i of a sequence stands at position = seq_len - query_tokens + i and sees the tokens t <= position, its
-    own among them. With g = heads / kv_heads,
+    Query token i of a sequence has position = seq_len - query_tokens + i and sees the tokens t <= position, including
+    itself. With g = heads / kv_heads,
 
         score[t] = scale * k_scale * query[i, h] . key[t, h // g]
                    then softcap * tanh(score / softcap), then + alibi_slopes[h] * (t - position)
         out[i, h] = v_scale * sum of softmax(score)[t] * value[t, h // g],     exp(sinks[h]) joining its denominator
         lse[i, h] = log of that denominator
 
-    in float32 (the weights are rounded to the query's dtype before the sum, over an 8-bit cache to float16, except by
-    variant "scalar"). Token t is slot t % block_size of block block_tables[s, t // block_size]. The cache is read once
-    for all heads and query tokens that share a kv head.
+    in float32. Before the sum over values the weights are rounded to the query's dtype (8-bit cache: to float16),
+    except by variant "scalar". Token t is in slot t % block_size of block block_tables[s, t // block_size]. The cache
+    is read once for all heads and query tokens that share a kv head.
 
     Args:
         query: [seqs, heads, head_dim] or [seqs, query_tokens, heads, head_dim], float32, float16 or bfloat16,
-            contiguous along the last dimension. head_dim is a multiple of 8, at most 512, and
-            on tensor cores 256.
+            contiguous along the last dimension. head_dim is a multiple of 8, at most 512, and at most 256 on tensor
+            cores.
         key_cache, value_cache: layout "vllm": [blocks, kv_heads, head_dim / x, block_size, x] with x elements in 16
             bytes, and [blocks, kv_heads, head_dim, block_size]; layout "flash": both [blocks, block_size, kv_heads,
-            head_dim]. Of the query's dtype, float8_e4m3fn or float8_e5m2, or bytes (uint8) that `kv_cache_dtype`
-            says the format of. block_size is a multiple of 8. The distance between blocks is free (and between heads;
-            in "flash", tokens too), so that slices of an array [blocks, 2, ...] do.
-        block_tables: int32 [seqs, max_blocks]; rows may be strided. Entries of tokens past a
-            sequence's length, or before its window, are not used.
-        seq_lens: int32 [seqs], tokens in the cache, those of this query included. 0 or less: no tokens.
+            head_dim]. Of the query's dtype, float8_e4m3fn or float8_e5m2, or bytes (uint8) with a `kv_cache_dtype`.
+            block_size is a multiple of 8. Blocks and heads may have any stride, in "flash" tokens too, so slices of an
+            array [blocks, 2, ...] are taken.
+        block_tables: int32 [seqs, max_blocks]; rows may be strided. Entries of tokens past a sequence's length, or
+            before its window, are not used.
+        seq_lens: int32 [seqs], tokens in the cache, including the tokens of the query. 0 or less: no tokens.
         layout: "vllm" or "flash".
         scale: head_dim ** -0.5 by default.
         alibi_slopes: float32 [heads].
-        window: how many tokens a query token sees at most, its own included.
+        window: the number of tokens that a query token sees at most, including itself.
         softcap: bounds the scores.
         sinks: float32 [heads], logits of a token without value.
         k_scale, v_scale: a number, or float32 of one element on the device of `query`.
-        kv_cache_dtype: "auto" (the arrays say), "fp8" or "fp8_e4m3", "fp8_e5m2".
+        kv_cache_dtype: "auto" (the dtype of the arrays), "fp8" or "fp8_e4m3", "fp8_e5m2".
         return_lse: return lse too: float32, of the query's shape without head_dim.
-        split: None deals the tokens out evenly, by the lengths, on the device. A multiple of 64 cuts each sequence at
-            its multiples instead: then a row has the same bits whatever else is in the batch. The workspace is then as
-            large as max_blocks asks for, about seqs * query_tokens * heads * max_blocks * block_size / split heads in
-            float32.
+        split: None divides the tokens evenly among blocks, on the device, by the lengths. A multiple of 64 cuts each
+            sequence at multiples of this number. A row then has the same bits in any batch. The workspace is then
+            sized by max_blocks: about seqs * query_tokens * heads * max_blocks * block_size / split heads in float32.
         out: a contiguous array to write the result into, at a multiple of 16 bytes; with `return_lse` a pair.
         variant: "auto", "specialized", "dynamic" (tensor cores, for 16-bit queries and block sizes that are multiples
             of 16) or "scalar" (everything).
 
     Returns:
-        out, like `query`; with `return_lse` (out, lse). A row that sees no token is 0 and -inf (its sink, if there is
-        one). On a GPU lengths and block ids cannot be checked ahead: where one points outside the table or the cache
-        (or a length is above 2**30), nothing is read there and the rows of that sequence are NaN. A value that is NaN
-        or infinite may reach all rows that share its kv head, also those that do not see its token.
+        out, like `query`; with `return_lse` (out, lse). A row that sees no token is 0, and its lse is -inf or the sink,
+        if there is one. On a GPU lengths and block ids cannot be checked ahead. If one points outside the table or the
+        cache, or a length is above 2**30, nothing is read there, and the rows of that sequence are NaN. A NaN or
+        infinite value may reach all rows that share its kv head, even rows that do not see its token.
 
     Raises:
-        TypeError: what is no array, or has the wrong dtype or library.
+        TypeError: a value that is no array, or has the wrong dtype or library.
         ValueError: a shape, stride, device or option that does not fit.
 
-    Paged attention is vLLM's (Kwon et al., 2023); cutting by equal shares is Stream-K's idea (Osama et al., 2023);
-    sinks are those of Xiao et al. (2023). A CuPy stream that captures a graph leaves the workspace to CuPy's pool: let
-    nothing else be allocated there between replays, or capture with torch, whose graphs have pools of their own.
+    Sources: paged attention is from vLLM (Kwon et al., 2023), cutting into equal shares from Stream-K (Osama et al.,
+    2023), and sinks from Xiao et al. (2023). If a CuPy stream captures a graph, the workspace stays in CuPy's pool:
+    allocate nothing else there between replays, or capture with torch, whose graphs have pools of their own.
     """
     inputs = query, key_cache, value_cache, block_tables, seq_lens
     call = check_call(inputs, (scale, k_scale, v_scale), layout, kv_cache_dtype, True)
@@ -149,7 +144,7 @@ def paged_attention(
 
 
 def _check_length(longest: float, max_seq_len: Any) -> None:
-    """Raises ValueError for a longest sequence for which exp_sums has too few partitions."""
+    """Raise ValueError if `longest`, the tokens that exp_sums has partitions for, is below max_seq_len."""
     if check.integer("max_seq_len", max_seq_len, 0) > longest:
         least = f"of at least {ceil_div(max_seq_len, PARTITION)} partitions (of {PARTITION} of max_seq_len)"
         check.fail("exp_sums", least, int(longest) // PARTITION)
@@ -165,7 +160,7 @@ def _as_vllm(
     kv_cache_dtype: str,
     sparse: Sparse,
 ) -> None:
-    """The plan of `paged_attention_v1` and, with `workspaces`, of `paged_attention_v2`."""
+    """Check and launch `paged_attention_v1` or, with `workspaces`, `paged_attention_v2`."""
     query, (num_kv_heads, block_size, max_seq_len) = inputs[0], sizes
     call = check_call(inputs, scales, "vllm", kv_cache_dtype, False)
     shape, kv_heads, of_cache = query.shape, call.sizes.kv_heads, call.sizes.block_size
@@ -186,7 +181,7 @@ def _as_vllm(
         expect_place("exp_sums", exp_sums, query, "query")
         if len(exp_sums.shape) == 3:
             max_splits, longest = exp_sums.shape[-1], exp_sums.shape[-1] * PARTITION
-    if isinstance(max_seq_len, Array):  # an operand that is an array stands for its address
+    if isinstance(max_seq_len, Array):  # refused here, because check_each_call passes the address of an array
         check.integer("max_seq_len", max_seq_len, 0)
     check_each_call(_check_length, longest, max_seq_len)
     if workspaces is not None:
@@ -225,34 +220,34 @@ def paged_attention_v1(
     blocksparse_block_size: int = 64,
     blocksparse_head_sliding_step: int = 0,
 ) -> None:
-    """Attend from the last token of each sequence, with the arguments of vLLM's operator of that name.
+    """Attend from the last token of each sequence, with the arguments of vLLM's operator of the same name.
 
-    What `paged_attention` computes in layout "vllm" for one query token, written into `out`.
+    The function writes into `out` the result of `paged_attention` in layout "vllm" for one query token.
 
     Args:
         out: [seqs, heads, head_dim], like `query`.
         query: [seqs, heads, head_dim], float32, float16 or bfloat16; its first stride is free.
         key_cache, value_cache: [blocks, kv_heads, head_dim / x, block_size, x], [blocks, kv_heads, head_dim,
             block_size].
-        num_kv_heads, block_size: those of the caches.
-        scale: of the scores.
+        num_kv_heads, block_size: must equal the sizes of the caches.
+        scale: a factor of the scores.
         block_tables: int32 [seqs, max_blocks].
         seq_lens: int32 [seqs], none above `max_seq_len`.
-        max_seq_len: the greatest length there may be.
-        alibi_slopes: float32 [heads], or None; slope * (token - seq_len + 1) joins a score.
-        kv_cache_dtype: "auto" (of the caches), "fp8" or "fp8_e4m3", "fp8_e5m2".
+        max_seq_len: an upper bound of the lengths.
+        alibi_slopes: float32 [heads], or None; slope * (token - seq_len + 1) is added to a score.
+        kv_cache_dtype: "auto" (the dtype of the caches), "fp8" or "fp8_e4m3", "fp8_e5m2".
         k_scale, v_scale: float32 of one element, a number, or None.
         tp_rank, blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size,
             blocksparse_head_sliding_step: with a vert_stride above 1 a head sees the tokens of a block b of
             blocksparse_block_size tokens if b is among the last local_blocks, or if (b + offset) % vert_stride == 0,
             with offset = (tp_rank * heads + head) * step + 1, or (tp_rank * kv_heads + kv_head) * -step + 1 for a
-            negative step. The ids of blocks that no head sees must be valid too.
+            negative step. Block ids must be valid even for blocks that no head sees.
 
     Raises:
-        TypeError: what is no array, or has the wrong dtype or library.
+        TypeError: a value that is no array, or has the wrong dtype or library.
         ValueError: a shape, stride, device or number that does not fit.
 
-    Unlike vLLM's kernel this one splits long sequences, so that there is no need to choose between v1 and v2.
+    Unlike vLLM's kernel, this function splits long sequences, so there is no need to choose between v1 and v2.
     """
     _as_vllm(
         out, None, (query, key_cache, value_cache, block_tables, seq_lens),
@@ -287,20 +282,19 @@ def paged_attention_v2(
     blocksparse_block_size: int = 64,
     blocksparse_head_sliding_step: int = 0,
 ) -> None:
-    """`paged_attention_v1` in partitions of 512 tokens, with the arguments of vLLM's operator of that name.
+    """`paged_attention_v1` in partitions of 512 tokens, with the arguments of vLLM's operator of the same name.
 
     Args:
-        out: as in `paged_attention_v1`, like all that is not named here.
-        exp_sums, max_logits: float32 [seqs, heads, max_partitions] with at least ceil(max_seq_len / 512) partitions:
-            written, for the partitions of each sequence's length, with the greatest score and the sum of
-            exp(score - greatest).
-        tmp_out: [seqs, heads, max_partitions, head_dim], like `query`: written with each partition's own attention.
+        out: as in `paged_attention_v1`, like all arguments that are not listed here.
+        exp_sums, max_logits: float32 [seqs, heads, max_partitions] with at least ceil(max_seq_len / 512) partitions.
+            Written for the partitions of each sequence's length: the sum of exp(score - maximum), and the maximum
+            score.
+        tmp_out: [seqs, heads, max_partitions, head_dim], like `query`: written with the attention of each partition.
 
     Raises:
         TypeError, ValueError: as `paged_attention_v1`.
 
-    The sums of a row are formed in the same order whatever else is in the batch. Where the workspaces are not
-    wanted, `paged_attention` is faster.
+    The sums of a row have the same order in any batch. If you do not need the workspaces, `paged_attention` is faster.
     """
     _as_vllm(
         out, (exp_sums, max_logits, tmp_out), (query, key_cache, value_cache, block_tables, seq_lens),
@@ -323,13 +317,13 @@ def _merge_blocks(rows: int, row_vectors: int, block_vectors: int) -> int:
 
 
 def merge_variant(dtype: str, vector: int, heads_first: bool, each: int = 1, has_power: bool = False) -> Variant:
-    """The variant of `merge_states`; with `each` above 1 it is `has_power`, of a power of two of vectors in a row."""
+    """Return the variant of `merge_states`. `has_power`: a row is a power of two of vectors, which `each` > 1 needs."""
     form: list[str | int] = [each, "true"]
     return _merge.variant(CUDA_TYPE[dtype], vector, str(heads_first).lower(), *form if has_power else [])
 
 
 def _not_read(written: int, *read: int) -> int:
-    """The address of an array that is written, which must not be one of those that are read."""
+    """Return the address of a written array. Raise ValueError if it is also the address of a read array."""
     if written and written in read:
         check.fail("out[1]", "another array than lse_a and lse_b, which are read while it is written", "one of them")
     return written
@@ -357,22 +351,23 @@ def merge_attention_states(
 
     Args:
         out_a, out_b: [..., heads, head_dim], float32, float16 or bfloat16, contiguous.
-        lse_a, lse_b: float32 [..., heads], natural logarithms. Where one is -inf or +inf, its side is over no tokens
-            (FlashAttention 2 and FlashMLA say so with +inf) and counts for nothing, even if it is NaN.
-        lse_heads_first: lse_a, lse_b and the lse that is returned are [..., heads, tokens], as vLLM and
+        lse_a, lse_b: float32 [..., heads], natural logarithms. -inf or +inf means a side without tokens (FlashAttention
+            2 and FlashMLA use +inf); its output is ignored, even if it is NaN.
+        lse_heads_first: lse_a, lse_b and the returned lse are [..., heads, tokens], as vLLM and
             `flash_mla_with_kvcache` have them, for out_a and out_b of [..., tokens, heads, head_dim].
-        out: a pair of arrays (out, lse) to write into; the first may be `out_a` or `out_b`, the second neither lse.
+        out: a pair of arrays (out, lse) to write into. The first may be `out_a` or `out_b`; the second may be neither
+            lse_a nor lse_b.
         variant: "auto".
 
     Returns:
-        (out, lse), like those of a side. Where both sides are over no tokens: 0 and -inf.
+        (out, lse), like the arrays of a side. If both sides are without tokens: 0 and -inf.
 
     Raises:
-        TypeError: what is no array, or has the wrong dtype or library.
+        TypeError: a value that is no array, or has the wrong dtype or library.
         ValueError: a shape, stride or device that does not fit.
 
-    The identity is that of FlashAttention's and FlashInfer's merges (Ye et al., 2024). vLLM's `merge_attn_states` and
-    SGLang's `merge_state_v2` give the same.
+    FlashAttention and FlashInfer merge by the same identity (Ye et al., 2024). vLLM's `merge_attn_states` and SGLang's
+    `merge_state_v2` give the same results.
     """
     shape = expect_array("out_a", out_a, DTYPES).shape
     heads_first = bool(lse_heads_first)

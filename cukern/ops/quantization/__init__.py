@@ -1,4 +1,4 @@
-"""Quantization to 8 bits (FP8, int8), with a scale for all, for each row or for each group; and to 4 bits."""
+"""Quantization to 8 bits (FP8, int8) with a scale per tensor, row or group, and to 4 bits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 FP8 = "float8_e4m3fn"
-#: The least eps: with smaller scales a quotient might not be rounded exactly.
+#: The smallest eps: with smaller scales a quotient might not be rounded exactly.
 MIN_EPS = 1e-20
 _ONE = "a number or a float32 array of one element"
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -68,7 +68,7 @@ def scaled_fp8_quant(
     expert_num_tokens: AnyArray | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
-    """FP8 (e4m3) with one scale, given or found, or one for each token.
+    """Quantize to FP8 (e4m3) with one scale, given or computed, or with a scale for each token.
 
         largest = min(max |input|, scale_ub), over all of it or over a token; NaN is left out
         scale   = max(largest, 1 / 512) / 448
@@ -76,23 +76,23 @@ def scaled_fp8_quant(
 
     Args:
         input: [tokens, ..., hidden], float32, float16 or bfloat16; rows may be strided, all by one distance.
-        scale: a number, or a float32 array of one element on the device of `input`, instead of the scale above.
-        num_token_padding: make `out`, and scales of tokens, of at least so many tokens; what is there is undefined.
+        scale: a number, or a float32 array of one element on the device of `input`, which replaces the scale above.
+        num_token_padding: the smallest number of tokens of `out`, and of scales of tokens. Additional rows are
+            undefined.
         scale_ub: a number, or a float32 array of one element: a bound of the largest magnitude.
-        use_per_token_if_dynamic: without a scale, find one for each token.
+        use_per_token_if_dynamic: without a scale, compute one for each token.
         output: an array to write into and return, float8_e4m3fn, or uint8 for its bytes.
         expert_num_tokens: int32 [experts], for input of [experts, max_tokens, hidden]: the tokens of each expert. Rows
-            past them are neither read nor written, and have no part in the scale.
+            past them are neither read nor written, and do not affect the scale.
         variant: "auto", or a kernel by name: "vector" (8 numbers at a time, from aligned rows) or "scalar". Both give
             the same bits.
 
     Returns:
         out [tokens, ..., hidden] in float8_e4m3fn, in CuPy uint8, and the scale, float32 [1] or [tokens, ..., 1]; a
-        given one as an array of its own. input is about out * scale. Arrays in host memory go through the NumPy
-        reference.
+        given scale as a new array. input is about out * scale. Arrays in host memory go through the NumPy reference.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
     The function, its arguments and their order are vLLM's `scaled_fp8_quant`.
@@ -181,14 +181,14 @@ def per_token_group_quant_fp8(
     out_s: WrittenArray | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
-    """FP8 (e4m3) with a scale for each group of neighbours of a token.
+    """Quantize to FP8 (e4m3) with a scale for each group of neighbours of a token.
 
         scale = max(max |x|, eps) / 448, over a group; NaN is left out
         x_q   = e4m3(x / scale), to nearest, ties to even, 448 at most; NaN stays NaN
 
     Args:
         x: [..., k], float32, float16 or bfloat16; rows may be strided, all by one distance.
-        group_size: divides k; powers of two from 8 to 256 are the fast ones.
+        group_size: divides k; powers of two from 8 to 256 are fast.
         eps: at least 1e-20.
         column_major_scales: scales with the tokens side by side in memory: x_s is a transposed view, of [..., k /
             group_size, tokens].
@@ -204,11 +204,11 @@ def per_token_group_quant_fp8(
         through the NumPy reference.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
-    The function, its arguments and their order are vLLM's `per_token_group_quant_fp8`; the scales of 1 x 128 are those
-    of the DeepSeek-V3 technical report (arXiv:2412.19437, section 3.3).
+    The function, its arguments and their order are vLLM's `per_token_group_quant_fp8`. Scales of 1 x 128 are from the
+    DeepSeek-V3 technical report (arXiv:2412.19437, section 3.3).
     """
     options = column_major_scales, use_ue8m0, expert_num_tokens, out_q, out_s, variant
     return _per_token_group_quant(x, group_size, eps, *options, "E4M3")
@@ -227,14 +227,14 @@ def per_token_group_quant_int8(
     out_s: WrittenArray | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
-    """int8 with a scale for each group of neighbours of a token: max(max |x|, eps) / 127.
+    """Quantize to int8 with a scale for each group of neighbours of a token: max(max |x|, eps) / 127.
 
-    Arguments, results and errors are those of `per_token_group_quant_fp8`, but x_q is int8, rounded to nearest, ties
+    Arguments, results and errors are as in `per_token_group_quant_fp8`, but x_q is int8, rounded to nearest, ties
     to even, and NaN becomes 0.
 
     Args:
-        truncate: x_q is rounded towards zero, as by the functions of vLLM and SGLang; its error is up to a whole scale;
-            that of rounding to nearest is up to half a scale.
+        truncate: round x_q towards zero, as the functions of vLLM and SGLang do. The error is then up to a whole scale.
+            Rounding to nearest errs by up to half a scale.
     """
     options = column_major_scales, False, expert_num_tokens, out_q, out_s, variant
     return _per_token_group_quant(x, group_size, eps, *options, "INT8_CUT" if truncate else "INT8")
@@ -261,16 +261,16 @@ def scaled_int8_quant(
     *,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray, AnyArray | None]:
-    """int8 with a given scale, or one for each token; and a zero point, unless it is symmetric.
+    """Quantize to int8 with a given scale, or a scale for each token; and with a zero point, unless symmetric.
 
         given       out = clamp(round(input / scale) + azp, -128, 127)
         symmetric   scale = max(max |input|, 1e-10) / 127
         otherwise   scale = max((max input - min input) / 255, max(max |input|, 1e-10) / 2**22),
                     azp = round(-128 - min input / scale)
 
-    The second bound keeps input / scale, where all of a token is about the same, among the integers that float32 has.
-    The range max - min may pass float32's largest number: the scale of finite numbers is finite.
-    Rounding is to the nearest, ties to even. NaN is left out of the scale, and quantized as 0 is.
+    The second bound of the scale matters if all numbers of a token are about the same: it keeps input / scale among the
+    integers that float32 represents. The range max - min may exceed float32's largest number: the scale of finite
+    numbers is finite. Rounding is to nearest, ties to even. NaN does not affect the scale, and is quantized as 0 is.
 
     Args:
         input: [..., hidden], float32, float16 or bfloat16; rows may be strided, all by one distance.
@@ -282,11 +282,11 @@ def scaled_int8_quant(
 
     Returns:
         out int8 [..., hidden], the scale, float32 [1] or [..., 1], and the zero point, int32 in the same shape, or
-        None; given ones as arrays of their own. input is about (out - azp) * scale. Arrays in host memory go through
-        the NumPy reference.
+        None. Given ones are returned as new arrays. input is about (out - azp) * scale. Arrays in host memory go
+        through the NumPy reference.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
     The function, its arguments and their order are vLLM's `scaled_int8_quant`.
@@ -343,16 +343,16 @@ def silu_and_mul_quant(
     out_s: WrittenArray | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
-    """FP8 (e4m3) of a gated activation, which is not rounded in between.
+    """Quantize a gated activation to FP8 (e4m3), without rounding it in between.
 
-    What is quantized is activate(gate, up) in float32, as `cukern.moe_activation` has it, with the scales of
-    `cukern.per_token_group_quant_fp8`, or of `cukern.scaled_fp8_quant` if there is one for each token or for all.
+    The function quantizes activate(gate, up) in float32, as in `cukern.moe_activation`. The scales are as in
+    `cukern.per_token_group_quant_fp8`, or as in `cukern.scaled_fp8_quant` for a scale per token or one scale.
 
     Args:
         x: [..., 2 * inter], float32, float16 or bfloat16, the gate half first; rows may be strided, all by one
             distance.
         activation: "silu", "gelu", "gelu_tanh", "swigluoai" or "relu2".
-        group_size: divides inter; powers of two from 8 to 256 are the fast ones. None: one scale for each token.
+        group_size: divides inter; powers of two from 8 to 256 are fast. None: one scale for each token.
         scale: a number, or a float32 array of one element on the device of `x`: the scale of all, without groups.
         expert_num_tokens: int32 [experts], for x of [experts, max_tokens, 2 * inter]: the tokens of each expert. Rows
             past them are neither read nor written.
@@ -365,7 +365,7 @@ def silu_and_mul_quant(
         Arrays in host memory go through the NumPy reference.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
     """
     number = activations.number(activation)
@@ -413,7 +413,7 @@ def _quantize_fp4(name: str, x: Any, form: str, group: int, global_scale: Any = 
 
 @op(twin.quantize_mxfp4, "packed, scale", _fp4_results(MXFP4_GROUP))
 def quantize_mxfp4(x: AnyArray) -> tuple[AnyArray, AnyArray]:
-    """MXFP4: 4-bit floats (e2m1) with a power of two as the scale of each 32 neighbours.
+    """Quantize to MXFP4: 4-bit floats (e2m1) with a power of two as the scale of each 32 neighbours.
 
         scale = 2**(floor(log2(max |x|)) - 2), between 2**-127 and 2**125, over a group
         value = e2m1(x / scale): 0, 0.5, 1, 1.5, 2, 3, 4 or 6 with a sign, the nearest, ties to the even code
@@ -427,10 +427,10 @@ def quantize_mxfp4(x: AnyArray) -> tuple[AnyArray, AnyArray]:
         NumPy reference.
 
     Raises:
-        TypeError: a dtype that is not taken.
+        TypeError: an unsupported dtype.
         ValueError: shapes, strides or sizes that do not fit; the message names the argument.
 
-    The format and the way to its scales are those of the OCP Microscaling Formats specification 1.0 (section 6.3).
+    The format and the computation of its scales are from the OCP Microscaling Formats specification 1.0 (section 6.3).
     """
     return _quantize_fp4("x", x, "MXFP4", MXFP4_GROUP)
 
@@ -441,7 +441,7 @@ def quantize_mxfp4(x: AnyArray) -> tuple[AnyArray, AnyArray]:
     _fp4_results(NVFP4_GROUP),
 )
 def scaled_fp4_quant(input: AnyArray, input_global_scale: AnyArray) -> tuple[AnyArray, AnyArray]:
-    """NVFP4: 4-bit floats (e2m1) with an FP8 scale for each 16 neighbours, and one for all.
+    """Quantize to NVFP4: 4-bit floats (e2m1) with an FP8 scale for each 16 neighbours, and one global scale.
 
         scale = e4m3(input_global_scale * (max |input| / 6)), over a group; NaN is left out
         value = e2m1(input * (input_global_scale / scale)): 0, 0.5, 1, 1.5, 2, 3, 4 or 6 with a sign, the nearest, ties
@@ -454,12 +454,11 @@ def scaled_fp4_quant(input: AnyArray, input_global_scale: AnyArray) -> tuple[Any
 
     Returns:
         packed uint8 [..., k / 2], the first number of two in the low half, and scale uint8 [..., k / 16], the bytes of
-        e4m3 numbers, row by row: not in the swizzled order that Blackwell's matrix units read, which is what vLLM's
-        function returns. input is about value * scale / input_global_scale. Arrays in host memory go through the NumPy
-        twin.
+        e4m3 numbers, row by row. vLLM's function returns the swizzled order of Blackwell's tensor cores instead. input
+        is about value * scale / input_global_scale. Arrays in host memory go through the NumPy twin.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
     The function, its arguments and their order are vLLM's `scaled_fp4_quant`.
@@ -494,7 +493,7 @@ def _dequantize_fp4(
 
 @op(twin.dequantize_mxfp4, "numbers", _read_results)
 def dequantize_mxfp4(packed: AnyArray, scale: AnyArray, dtype: str = "bfloat16") -> AnyArray:
-    """The numbers that `cukern.quantize_mxfp4` packed: value * 2**(scale - 127), rounded once.
+    """Return the numbers that `cukern.quantize_mxfp4` packed: value * 2**(scale - 127), rounded once.
 
     Args:
         packed: uint8 [..., k / 2], the first number of two in the low half; contiguous.
@@ -505,7 +504,7 @@ def dequantize_mxfp4(packed: AnyArray, scale: AnyArray, dtype: str = "bfloat16")
         [..., k]. Arrays in host memory go through the NumPy reference.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
     """
     return _dequantize_fp4(packed, scale, dtype, "MXFP4", MXFP4_GROUP, ("uint8", "float8_e8m0fnu"))
@@ -513,20 +512,20 @@ def dequantize_mxfp4(packed: AnyArray, scale: AnyArray, dtype: str = "bfloat16")
 
 @op(twin.dequantize_nvfp4, "numbers", _read_results)
 def dequantize_nvfp4(packed: AnyArray, scale: AnyArray, global_scale: AnyArray, dtype: str = "bfloat16") -> AnyArray:
-    """The numbers that `cukern.scaled_fp4_quant` packed: value * (scale / global_scale), rounded once.
+    """Return the numbers that `cukern.scaled_fp4_quant` packed: value * (scale / global_scale), rounded once.
 
     Args:
         packed: uint8 [..., k / 2], the first number of two in the low half; contiguous.
         scale: float8_e4m3fn, or uint8 for its bytes, [..., k / 16]; contiguous.
-        global_scale: the one that the numbers were quantized with, a number or a float32 array of one element. It
-            divides; what multiplies in a product, such as the b_global_scale of `cukern.moe_gemm`, is its inverse.
+        global_scale: the input_global_scale of the quantization, a number or a float32 array of one element. It divides
+            the numbers. A factor in a product, such as the b_global_scale of `cukern.moe_gemm`, is its inverse.
         dtype: "float32", "float16" or "bfloat16".
 
     Returns:
         [..., k]. Arrays in host memory go through the NumPy reference.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
     """
     if global_scale is None:

@@ -1,4 +1,4 @@
-"""The kernels of `quantization`: their variants, and their launches on rows that are checked."""
+"""The kernels of `quantization`: their variants, and their launches on checked rows."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from cukern.runtime.rows import MAX_ROWS, Rows, tile
 from cukern.runtime.units import ceil_div, divisor
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: "vector": 8 numbers at a time; "scalar": one.
+#: "vector" handles 8 numbers at a time, "scalar" one.
 VARIANTS = ("auto", "vector", "scalar")
-#: Groups that a few lanes of a warp quantize; a block takes one of any other size.
+#: Groups that a few lanes of a warp quantize. A group of any other size takes a block.
 GROUPS = (8, 16, 32, 64, 128, 256)
 
 _groups = Kernel("quantization/quantize_groups", "quantize_groups")
@@ -26,9 +26,9 @@ _tensor = Kernel("quantization/quantize_tensor", "quantize_tensor")
 _fp4 = Kernel("quantization/quantize_fp4", "quantize_fp4")
 _read_fp4 = Kernel("quantization/dequantize_fp4", "dequantize_fp4")
 
-_EACH = 8  # numbers of a unit, where sizes and addresses allow it; else 1
-_GROUP_UNITS = 2  # most units of a group to a thread, which computes their scale once
-_FP4_ITEMS = 4  # units of a thread; a unit has 16 numbers or, of float32, 8
+_EACH = 8  # numbers of a unit, if sizes and addresses allow it; else 1
+_GROUP_UNITS = 2  # the largest number of units of a group for a thread, which computes the group's scale once
+_FP4_ITEMS = 4  # units of a thread; a unit has 16 numbers, or 8 of float32
 _BLOCKS_PER_MULTIPROCESSOR, _MAGNITUDE_THREADS = 2, 1024
 _READ_THREADS, _READ_ITEMS = 256, 4
 #: A scale: an array, or None and a number.
@@ -37,12 +37,12 @@ _NO_BOUND: Scale = (None, float("inf"))
 
 
 def _items(dtype: str, activation: int, each: int) -> int:
-    """Units of a thread: as many as are 64 bytes to load."""
+    """Return the units of a thread, which add up to 64 loaded bytes."""
     return 4 if each == 1 else max(1, 64 // (each * arrays.ITEM_SIZE[dtype] * (2 if activation else 1)))
 
 
 def _group_units(dtype: str, activation: int, group: int) -> int:
-    """Units of a group to a thread: few enough that eight neighbours load whole lines of 128 bytes."""
+    """Return the units of a group for a thread: so that eight neighbouring threads load whole lines of 128 bytes."""
     return max(1, min(_GROUP_UNITS, group // (8 * _EACH), _items(dtype, activation, _EACH)))
 
 
@@ -79,7 +79,7 @@ def _read_fp4_variant(dtype: str, form: str, aligned: bool) -> Variant:
 
 
 def _list_instances() -> None:
-    # At import: what FP8 layers call. All else is compiled at its first use.
+    # The instances of FP8 layers are compiled at import, all others at their first use.
     silu, bfloat16 = activations.number("silu"), "bfloat16"
     _groups.at_import = [_groups_variant(bfloat16, "E4M3", activation, 128).instance for activation in (0, silu)]
     _rows.at_import = [_rows_variant(bfloat16, "E4M3", activation, _EACH).instance for activation in (0, silu)]
@@ -103,7 +103,7 @@ _list_instances()
 
 
 class Input(NamedTuple):
-    """Rows to quantize, of the argument `name`; with an activation they are twice as long as what is quantized."""
+    """The rows to quantize, from the argument `name`. An activation halves their length."""
 
     name: str
     x: Array
@@ -117,13 +117,13 @@ class Input(NamedTuple):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The template's Rows."""
+        """The fields of the template's Rows."""
         rows, batch = self.rows, max(self.rows.batch, 1)
         distance = rows.distance * self.x.item_size
         return {"in": (self.x, rows.counts, distance, rows.total, batch, divisor(batch))}
 
     def each(self, q: Array, group: int) -> tuple[int, str]:
-        """Numbers of a unit, 8 or 1, and why. Raises ValueError for a variant that does not take these arrays."""
+        """Return the numbers of a unit, 8 or 1, and the reason. Raises ValueError for a variant that cannot be used."""
         x, name = self.x, self.name
         wide = x.alignment == 16 and q.alignment >= _EACH and self.rows.distance * x.item_size % 16 == 0
         wide = wide and (self.k | group) % _EACH == 0
@@ -142,7 +142,7 @@ def quantize_groups(
     of: Input, form: str, group: int, q: Array, s: Array, smallest: float, *, power_of_two: bool = False,
     column_major: bool = False, upper: Scale | None = None, azp: Array | None = None,
 ) -> None:  # fmt: skip
-    """Quantize with a scale for each `group` neighbours of a row or, where `group` is 0, for each row."""
+    """Quantize with a scale for each `group` neighbours of a row, or for each row if `group` is 0."""
     dtype, activation, k, total = of.x.dtype, of.activation, of.k, of.rows.total
     if total == 0 or (group and k == 0):
         check.one_of("variant", of.variant, VARIANTS)
@@ -175,7 +175,7 @@ def quantize_tensor(
     of: Input, form: str, q: Array, s: Array, scale: Scale | None, *, upper: Scale | None = None,
     azp: Array | None = None, azp_out: Array | None = None,
 ) -> None:  # fmt: skip
-    """Quantize with one scale: `scale` or, where it is None, that of the largest magnitude."""
+    """Quantize with one scale: `scale`, or the scale of the largest magnitude if `scale` is None."""
     dtype, activation, k, total, fields = of.x.dtype, of.activation, of.k, of.rows.total, of.fields
     each, why = of.each(q, 0)
     items, columns = _items(dtype, activation, each), k // each
@@ -193,7 +193,7 @@ def quantize_tensor(
     fields |= {"q": q, "scale_out": s, "azp_out": azp_out, "scale": scale or (None, 1.0), "azp": azp}
     fields |= {"upper": upper or _NO_BOUND, "partial": partial, "partials": partials, "tile": plan.fields}
     variant = _tensor_variant(dtype, form, activation, each, scale is None)
-    # The scale is written also where there is nothing to quantize.
+    # The scale is written even if there is nothing to quantize.
     grid = ceil_div(total, plan.rows) if total > 0 else 1, plan.chunks
     launch(variant, grid, plan.threads, why=why, **fields, smallest=float(SMALLEST_FP8))
 
@@ -215,7 +215,7 @@ def quantize_fp4(of: Input, form: str, group: int, packed: Array, scales: Array,
 
 
 def dequantize_fp4(packed: Array, scales: Array, form: str, out: Array, global_scale: Scale) -> None:
-    """Write to `out` the numbers that are packed in 4 bits."""
+    """Unpack 4-bit numbers, and write their values to `out`."""
     units = packed.size // (_EACH // 2)
     if units == 0:
         return

@@ -44,7 +44,7 @@ _NUMBERS = "seed", "offset", "generator"
 def _declare(names: str, results: Callable[..., Any] = ids_of) -> Callable[[_F], _F]:
     """Declare an op by the names of its results.
 
-    The operators return the ids alone; their parameters are tensors of [batch] or no dimension.
+    The torch operators return the ids alone. Their parameters are tensors of [batch] or without dimensions.
     """
 
     def declare(function: _F) -> _F:
@@ -73,40 +73,39 @@ def sampling_from_logits(
     Args:
         logits: [rows, vocab], float32, float16 or bfloat16, contiguous along the vocabulary, of at most 2^20 tokens;
             rows may be strided. +inf counts as the largest finite number.
-        seed: the stream of random numbers: an int, or an int32 or int64 array, [batch] or of one element. One seed for
-            the batch: the index of a row in the batch enters its draw, so that equal rows draw apart (as FlashInfer's
-            rows, by the subsequence of Philox); index 0 is as if it did not. A seed per row, [batch]: the index does
-            not enter, so that a row draws alike at any place of any batch. A token depends on this, the offset, the
-            values and the parameters of its own row, and on nothing else: not on the batch size or the variant. None:
-            `generator` gives one seed for the batch and the offset.
-        offset: the place in the stream, likewise an int or an array; take another at each step. None is 0. With `seed`
-            only.
-        generator: what gives the seed if there is none: a `torch.Generator` of the device for tensors, a `Generator` or
-            a `RandomState` of their library's `random` for NumPy's and CuPy's arrays. None is the library's own, of
-            `torch.manual_seed`, `numpy.random.seed` or `cupy.random.seed`. No call waits for the GPU. For CUDA tensors
-            the host reads seed and offset, and the offset grows by 4, so that a call is the one with
-            `seed=generator.initial_seed(), offset=generator.get_offset()`. While a stream is captured torch refuses
-            that: it then draws an int64 as the seed, by one more kernel, so that each replay draws anew. CuPy draws it
-            on the device always, and cannot while a stream is captured.
-        indices: int32 or int64 [batch]: the row that each token is drawn from, if not its own; out of range they are
-            clamped.
+        seed: the stream of random numbers: an int, or an int32 or int64 array, [batch] or of one element. With one seed
+            for the batch, the index of a row in the batch enters its draw, so that equal rows draw independently (as in
+            FlashInfer, by the subsequence of Philox); index 0 has no effect. With a seed per row, [batch], the index
+            does not enter, so that a row draws the same token at any index of any batch. A token depends on the seed,
+            the index if it enters, the offset, and the values and parameters of its own row. It does not depend on the
+            batch size or the variant. None: `generator` gives one seed for the batch, and the offset.
+        offset: the place in the stream, an int or an array like `seed`; pass another one at each step. None is 0. With
+            `seed` only.
+        generator: the source of the seed if there is none: a `torch.Generator` of the device for tensors, a `Generator`
+            or a `RandomState` of their library's `random` for NumPy's and CuPy's arrays. None: the library's own
+            generator, which `torch.manual_seed`, `numpy.random.seed` or `cupy.random.seed` set. No call waits for the
+            GPU. For CUDA tensors the host reads seed and offset, and the offset grows by 4: the call equals one with
+            `seed=generator.initial_seed(), offset=generator.get_offset()`. Torch refuses that during a capture. Then
+            one more kernel draws an int64 as the seed, so that each replay draws anew. CuPy always draws the seed on
+            the device, and cannot during a capture.
+        indices: int32 or int64 [batch]: the row that each token is drawn from, if not its own; clamped to the rows.
         return_valid: also return bool [batch]: False for a row that holds NaN, or nothing that can be drawn. Its id
             is 0.
         return_logprobs: also return float32 [batch]: the logarithm of the token's probability in its row before any
             filter, after the temperature.
-        out: the array, or the tuple of them, to write into and return.
+        out: the array, or the tuple of arrays, to write into and return.
         variant: "auto", or a kernel by name: "cluster" (8 blocks per row, sm_90 and later) or "block". Both return
             the same tokens.
 
     Returns:
-        ids [batch], int32 or of the dtype of `indices`, in the library and on the device of the first argument; a tuple
-        with what else was asked for. Arrays in host memory go through the NumPy reference.
+        ids [batch], int32 or of the dtype of `indices`, in the library and on the device of the first argument; with
+        return_valid or return_logprobs a tuple. Arrays in host memory go through the NumPy reference.
 
     Raises:
-        TypeError: a dtype, or a mixture of libraries, that is not taken.
+        TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or numbers that do not fit; the message names the argument. Parameters in
             arrays on a device are clamped instead.
-        RuntimeError: no seed for CuPy's arrays while a stream is captured.
+        RuntimeError: no seed for CuPy's arrays during a capture.
 
     The functions and the order of their arguments are FlashInfer's. The draw is a race of groups of 32 tokens,
     the exponential form of the Gumbel-max trick, with random numbers from Philox (Salmon et al., 2011).
@@ -129,7 +128,7 @@ def sampling_from_probs(
 ) -> AnyArray:
     """Draw a token from each row of `probs`, probabilities [rows, vocab].
 
-    They need not sum to 1, but to a finite float32; what is below 0 counts as 0. The other arguments, results and
+    A row need not sum to 1, but to a finite float32. Numbers below 0 count as 0. The other arguments, results and
     errors are as in `sampling_from_logits`.
     """
     return draw("probs", probs, (seed, offset, generator), indices, return_valid, return_logprobs, out, variant)
@@ -149,12 +148,12 @@ def top_k_sampling_from_probs(
     out: AnyArray | None = None,
     variant: str = "auto",
 ) -> AnyArray:
-    """Draw a token from the `top_k` most probable of each row.
+    """Draw a token from the `top_k` most probable tokens of each row.
 
     Args:
         probs: [rows, vocab], as in `sampling_from_probs`.
-        top_k: how many tokens are kept, an int in [1, vocab] or an int32 or int64 array [batch]; ties go to the lower
-            id. None keeps all.
+        top_k: the number of tokens to keep, an int in [1, vocab] or an int32 or int64 array [batch]; ties go to the
+            lower id. None keeps all.
 
     The other arguments, results and errors are as in `sampling_from_logits`.
     """
@@ -180,11 +179,11 @@ def top_p_sampling_from_probs(
     """Draw a token from the nucleus of each row: the fewest most probable tokens whose sum reaches `top_p`.
 
     Args:
-        probs: [rows, vocab], as in `sampling_from_probs`; the sum is compared with `top_p` times that of the row.
+        probs: [rows, vocab], as in `sampling_from_probs`; the sum is compared with `top_p` times the sum of the row.
         top_p: a float in [0, 1] or an array [batch], float32, int32 or int64. The token whose probability reaches it is
             kept, and always the most probable one; ties go to the lower id. None keeps all.
 
-    The other arguments, results and errors are as in `sampling_from_logits`. The method is that of "The curious case of
+    The other arguments, results and errors are as in `sampling_from_logits`. The method is from "The curious case of
     neural text degeneration" (arXiv:1904.09751), by rejection as in FlashInfer.
     """
     return draw(
@@ -206,13 +205,13 @@ def min_p_sampling_from_probs(
     out: AnyArray | None = None,
     variant: str = "auto",
 ) -> AnyArray:
-    """Draw a token from those at least `min_p` times as probable as the most probable one.
+    """Draw a token from the tokens that are at least `min_p` times as probable as the most probable one.
 
     Args:
         probs: [rows, vocab], as in `sampling_from_probs`.
         min_p: a float in [0, 1] or an array [batch], float32, int32 or int64. None keeps all.
 
-    The other arguments, results and errors are as in `sampling_from_logits`. The method is that of "Turning up the
+    The other arguments, results and errors are as in `sampling_from_logits`. The method is from "Turning up the
     heat: min-p sampling" (arXiv:2407.01082).
     """
     return draw(
@@ -236,14 +235,14 @@ def top_k_top_p_sampling_from_logits(
     out: AnyArray | None = None,
     variant: str = "auto",
 ) -> AnyArray:
-    """Draw a token from what both top-k and top-p leave of the softmax of each row.
+    """Draw a token from the tokens that both top-k and top-p keep of the softmax of each row.
 
     Args:
         logits: [rows, vocab], as in `sampling_from_logits`.
         top_k: as in `top_k_sampling_from_probs`.
         top_p: as in `top_p_sampling_from_probs`.
-        filter_apply_order: "top_k_first" compares with `top_p` the share of the `top_k` tokens' sum, "joint" that of
-            the whole row's.
+        filter_apply_order: "top_k_first" compares `top_p` with shares of the sum of the `top_k` tokens, "joint" with
+            shares of the sum of the whole row.
 
     The other arguments, results and errors are as in `sampling_from_logits`.
     """
@@ -294,21 +293,21 @@ def sample(
     out: AnyArray | None = None,
     variant: str = "auto",
 ) -> AnyArray:
-    """A decoding step's sampling, in one kernel: bias, temperature, top-k, top-p, min-p, the draw, the bookkeeping.
+    """Run a decoding step's sampling in one kernel: bias, temperature, top-k, top-p, min-p, draw, and bookkeeping.
 
     Args:
         logits: [rows, vocab], as in `sampling_from_logits`.
         temperature: divides the logits; a float of at least 0 or an array [batch], float32, int32 or int64. 0 takes the
             largest logit, the lower id on ties; infinity makes all finite logits equally probable.
-        top_k: as in `top_k_sampling_from_probs`, after the temperature. -1, 0, and more than the vocabulary keep all
-            too, also in an array, so that no limit may be said as in vLLM, SGLang, FlashInfer or transformers.
+        top_k: as in `top_k_sampling_from_probs`, after the temperature. -1, 0, and more than the vocabulary keep all,
+            also in an array: these are the values without a limit in vLLM, SGLang, FlashInfer and transformers.
         top_p, filter_apply_order: as in `top_k_top_p_sampling_from_logits`, after the temperature.
         min_p: as in `min_p_sampling_from_probs`, after the temperature.
         bias: [vocab] of the dtype of `logits`, added to each row in float32.
-        finished: bool [batch]. A row that is finished gets `end_id` (and the log-probability 0); one that draws
-            `end_id` becomes so, in place.
+        finished: bool [batch]. A finished row gets `end_id` (and the log-probability 0). A row that draws `end_id`
+            becomes finished, in place.
         end_id: the id of the end, with `finished` only.
-        sequence_length: int32 [batch], increased in place where a row was not finished.
+        sequence_length: int32 [batch], increased in place for rows that were not finished.
 
     The other arguments, results and errors are as in `sampling_from_logits`. The step is FasterTransformer's (its
     sampling kernels), with the filters of today's servers.
@@ -323,17 +322,17 @@ def sample(
 def softmax(
     logits: AnyArray, temperature: AnyArray | float | None = None, *, out: AnyArray | None = None, variant: str = "auto"
 ) -> AnyArray:
-    """The softmax of logits / temperature, as FlashInfer's.
+    """Compute the softmax of logits / temperature, as FlashInfer does.
 
     Args:
         logits: [batch, vocab], as in `sampling_from_logits`.
-        temperature: a float of at least 0 or an array [batch], float32, int32 or int64; None is 1. 0 puts all on the
-            largest logit, the lower id on ties; infinity gives all finite logits the same probability.
+        temperature: a float of at least 0 or an array [batch], float32, int32 or int64; None is 1. 0 gives the largest
+            logit probability 1, the lower id on ties; infinity gives all finite logits the same probability.
         out: float32 [batch, vocab] to write into and return.
         variant: as in `sampling_from_logits`.
 
-    Returns probabilities float32 [batch, vocab]. A row that holds NaN becomes NaN, one of -inf alone 0. Raises what
-    `sampling_from_logits` does.
+    Returns probabilities float32 [batch, vocab]. A row that holds NaN becomes NaN. A row of -inf only becomes 0. The
+    errors are as in `sampling_from_logits`.
     """
     return whole_rows("SOFTMAX", "logits", logits, "temperature", temperature, out, variant)
 
@@ -342,16 +341,16 @@ def softmax(
 def top_k_renorm_probs(
     probs: AnyArray, top_k: AnyArray | int | None, *, out: AnyArray | None = None, variant: str = "auto"
 ) -> AnyArray:
-    """The `top_k` largest probabilities of each row divided by their sum, 0 elsewhere, as FlashInfer's.
+    """Divide the `top_k` largest probabilities of each row by their sum, and set all others to 0, as FlashInfer does.
 
     Args:
         probs: [batch, vocab], as in `sampling_from_probs`.
         top_k: an int in [1, vocab] or an int32 or int64 array [batch]; ties go to the lower id. None keeps all.
-        out: an array like `probs` to write into and return; `probs` itself will do.
+        out: an array like `probs` to write into and return; may be `probs` itself.
         variant: as in `sampling_from_logits`.
 
-    Returns an array like `probs`. A row that holds NaN becomes NaN, one without anything above 0 becomes 0. Raises what
-    `sampling_from_logits` does.
+    Returns an array like `probs`. A row that holds NaN becomes NaN. A row without a number above 0 becomes 0. The
+    errors are as in `sampling_from_logits`.
     """
     return whole_rows("TOP_K_RENORM", "probs", probs, "top_k", top_k, out, variant)
 
@@ -360,11 +359,11 @@ def top_k_renorm_probs(
 def top_p_renorm_probs(
     probs: AnyArray, top_p: AnyArray | float | None, *, out: AnyArray | None = None, variant: str = "auto"
 ) -> AnyArray:
-    """The nucleus of each row divided by its sum, 0 elsewhere, as FlashInfer's.
+    """Divide the nucleus of each row by its sum, and set all other probabilities to 0, as FlashInfer does.
 
     Args:
         probs: [batch, vocab], as in `sampling_from_probs`.
-        top_p: a float in [0, 1] or an array [batch], float32, int32 or int64, with the meaning it has in
+        top_p: a float in [0, 1] or an array [batch], float32, int32 or int64, with the same meaning as in
             `top_p_sampling_from_probs`.
 
     The other arguments, results and errors are as in `top_k_renorm_probs`.
@@ -376,10 +375,10 @@ def top_p_renorm_probs(
 def top_k_mask_logits(
     logits: AnyArray, top_k: AnyArray | int | None, *, out: AnyArray | None = None, variant: str = "auto"
 ) -> AnyArray:
-    """The `top_k` largest logits of each row, -inf elsewhere, as FlashInfer's.
+    """Keep the `top_k` largest logits of each row, and set all others to -inf, as FlashInfer does.
 
     `logits` [batch, vocab] is as in `sampling_from_logits`, the other arguments and the errors are as in
-    `top_k_renorm_probs`. Returns an array like `logits`; a row that holds NaN is returned as it is.
+    `top_k_renorm_probs`. Returns an array like `logits`. A row that holds NaN is returned unchanged.
     """
     return whole_rows("TOP_K_MASK", "logits", logits, "top_k", top_k, out, variant)
 
@@ -396,24 +395,24 @@ def chain_speculative_sampling(
     out: tuple[AnyArray, AnyArray, AnyArray] | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray, AnyArray]:
-    """Verify a chain of draft tokens, so that what is emitted is distributed as the target model's own tokens.
+    """Verify a chain of draft tokens, so that the emitted tokens have the distribution of the target model.
 
-    Draft n is accepted with probability min(1, target / draft) of its token. At the first refusal a token is drawn
-    from max(target - draft, 0), renormalized; where all are accepted, from the target's last row.
+    Draft n is accepted with probability min(1, target / draft) of its token. At the first rejection a token is drawn
+    from max(target - draft, 0), renormalized. If all drafts are accepted, it is drawn from the target's last row.
 
     Args:
         draft_probs: the draft model's probabilities [batch, drafts, vocab], float32, float16 or bfloat16, contiguous.
-        draft_token_ids: int32 [batch, drafts]; one out of the vocabulary is refused.
+        draft_token_ids: int32 [batch, drafts]; an id out of the vocabulary is rejected.
         target_probs: the target model's probabilities [batch, drafts + 1, vocab], of the same dtype, contiguous.
         seed, offset, generator, variant: as in `sampling_from_logits`.
         out: the three arrays to write into and return.
 
     Returns:
-        ids int32 [batch, drafts + 1]: the accepted drafts, the token drawn, then -1;
-        accepted int32 [batch]: how many drafts would be accepted, each for itself;
-        emitted int32 [batch]: how many were, before the first refusal.
+        ids int32 [batch, drafts + 1]: the accepted drafts, the drawn token, then -1;
+        accepted int32 [batch]: the number of drafts that would be accepted one by one;
+        emitted int32 [batch]: the number of drafts before the first rejection.
 
-    Raises TypeError and ValueError as `sampling_from_logits` does. The function is FlashInfer's; the method is that of
+    Raises TypeError and ValueError as `sampling_from_logits` does. The function is FlashInfer's. The method is from
     "Accelerating large language model decoding with speculative sampling" (arXiv:2302.01318).
     """
     return verify(draft_probs, draft_token_ids, target_probs, (seed, offset, generator), out, variant)

@@ -1,4 +1,4 @@
-"""The plans of the functions of `cukern.ops.sampling`."""
+"""Sampling: the kernels, how the blocks of a row share it, the checks, and the launches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ORDERS = ("top_k_first", "joint")
 MAX_VOCAB = 2**20
 MAX_BATCH = 2**24
 CLUSTER = 8
-#: Shared memory of a block: what every GPU from sm_80 on grants, and with how much an H200 runs five blocks at once.
+#: Shared memory of a block: the limit on every GPU from sm_80 on, and the size for five resident blocks on an H200.
 _MAX_SHARED_BYTES = 96 * 1024
 _SHARED_BYTES_OF_MANY = 44 * 1024
 
@@ -43,7 +43,7 @@ _renormalize = Kernel("sampling/renormalize", "renormalize", compile_s=0.6)
 
 
 def _shared_bytes(tiles: int, cached_tiles: int, topped_tiles: int, tops_per_tile: int) -> int:
-    """The shared memory of a block, as the sizes of its layout have it."""
+    """Return the shared memory of a block, from the sizes of its layout."""
     constants = template.constants(_sample.file)
     kept = 2 * tiles * 16 + constants["CAPACITY"] * 8 + tiles * tops_per_tile * 4
     return kept + topped_tiles * 128 + cached_tiles * constants["TILE"] * 4
@@ -66,8 +66,8 @@ def renormalizer(dtype: str, mode: str, cluster: int) -> Variant:
     return _renormalize.variant(arrays.CUDA_TYPE[dtype], mode, cluster, launched=_launched())
 
 
-# The common ones, with clusters: logits in float32 and bfloat16, probabilities in float32. All else is compiled at its
-# first use.
+# The usual instances, with clusters: logits in float32 and bfloat16, probabilities in float32. All others are compiled
+# at their first use.
 _sample.at_import = [
     sampler(dtype, probs, CLUSTER).instance
     for dtype, probs in (("float32", False), ("bfloat16", False), ("float32", True))
@@ -83,12 +83,12 @@ class Plan(NamedTuple):
     threads: int
     shared_bytes: int
     layout: dict[str, int]
-    why: str  # of the cluster
+    why: str  # the reason for the cluster
     why_threads: str
 
 
 def plan_of(values: Array, batch: Any, variant: str, cache: bool) -> Plan:
-    """The plan for `batch` rows; `cache`: blocks keep as much of a row in shared memory as fits, to read it again."""
+    """Return the plan for `batch` rows. `cache`: blocks keep a part of the row in shared memory, to read it again."""
     check.one_of("variant", variant, VARIANTS)
     gpu, constants = values.gpu, template.constants(_sample.file)
     clusters = gpu.compute_capability >= 90
@@ -96,10 +96,10 @@ def plan_of(values: Array, batch: Any, variant: str, cache: bool) -> Plan:
         check.fail("variant", "'auto' or 'block' on a GPU without clusters (before sm_90)", "'cluster'")
     most_warps, least_warps, tile = constants["MAX_WARPS"], constants["MIN_WARPS"], constants["TILE"]
     tiles = -(-values.shape[-1] // tile)
-    # Of so few tiles one block can give each a warp.
+    # If there are few tiles, one block has a warp for each.
     cluster = 1 if variant == "block" or not clusters or (variant == "auto" and tiles <= most_warps) else CLUSTER
     tiles_per_block = -(-tiles // cluster)
-    # A warp per tile, or nearly, as long as all blocks run at once, two per multiprocessor.
+    # About a warp per tile, as long as all blocks are resident, two per multiprocessor.
     most_few = 2 * gpu.multiprocessors // cluster
     few = batch <= most_few
     warps = most_warps if few else least_warps if not cache or batch <= 5 * gpu.multiprocessors // cluster else 8
@@ -107,7 +107,7 @@ def plan_of(values: Array, batch: Any, variant: str, cache: bool) -> Plan:
     tops_per_tile = 32
     while tops_per_tile > 1 and tiles * tops_per_tile > constants["MAX_TOPS"]:
         tops_per_tile //= 2
-    # Of many rows only a part is cached, so that enough blocks run at once; the rest is read again from L2.
+    # With many rows only a part of a row is cached, so that enough blocks are resident. The rest is read again from L2.
     limit = _MAX_SHARED_BYTES if few else _SHARED_BYTES_OF_MANY
     topped = min(tiles_per_block, (_MAX_SHARED_BYTES - _shared_bytes(tiles, 0, 0, tops_per_tile)) // 128)
     used = _shared_bytes(tiles, 0, topped, tops_per_tile)
@@ -127,7 +127,7 @@ def plan_of(values: Array, batch: Any, variant: str, cache: bool) -> Plan:
 
 
 def _within(low: float, high: float, wanted: str) -> Callable[[str, Any], float]:
-    """The check of a number in [low, high], by its name and value."""
+    """Return a function that checks a number in [low, high], from its name and value."""
 
     def convert(name: str, value: Any) -> float:
         found = check.number(name, value)
@@ -139,32 +139,32 @@ def _within(low: float, high: float, wanted: str) -> Callable[[str, Any], float]
 
 
 def _word(name: str, value: Any) -> int:
-    """The 64 bits of an integer, signed or unsigned."""
+    """Check an integer, signed or unsigned, and return its 64 bits."""
     return check.integer(name, value, -(2**63), 2**64 - 1) & (2**64 - 1)
 
 
 def _temperature(name: str, value: Any) -> float:
-    """A number of at least 0, which may be infinite."""
+    """Check a number of at least 0, which may be infinite."""
     if isinstance(value, (float, np.floating)) and value == np.inf:
         return np.inf
     return _within(0, np.inf, "at least 0")(name, value)
 
 
 def _count(name: str, value: Any, vocab: int) -> int:
-    """How many tokens top-k keeps."""
+    """Check the number of tokens that top-k keeps."""
     return check.integer(name, value, 1, vocab, "the vocabulary; None for no limit")
 
 
 def any_count(name: str, value: Any, vocab: int) -> int:
-    """How many tokens top-k keeps; with -1, 0, and more than the vocabulary, all of it."""
+    """Check the number of tokens that top-k keeps. -1, 0, and more than the vocabulary mean the whole vocabulary."""
     count = check.integer(name, value, -1, why="-1, 0 and None for no limit")
     return count if 1 <= count < vocab else vocab
 
 
 _share = _within(0, 1, "in [0, 1] (None for no limit)")
-#: Of a parameter: its dtypes as an array, its check as a number, and the number that None stands for.
+#: The rule of a parameter: its dtypes as an array, the check of a number, and the number that None means.
 _Rule = tuple[tuple[str, ...], Callable[[str, Any], Any], Any]
-#: Each parameter but top_k.
+#: The rules of all parameters except top_k.
 _RULES: dict[str, _Rule] = {
     "seed": (INTEGERS, _word, 0),
     "offset": (INTEGERS, _word, 0),
@@ -175,14 +175,14 @@ _RULES: dict[str, _Rule] = {
 PARAMETERS = ("top_k", *_RULES)
 
 
-#: The check of a number for top_k, by its name, its value and the vocabulary.
+#: The check of a number for top_k, from its name, its value and the vocabulary.
 _Count = Callable[[str, Any, int], int]
 
 
 def _parameters(
     first_name: str, first: Array, batch: Any, given: dict[str, Any], count: _Count = _count
 ) -> dict[str, Any]:
-    """The fields of the parameters: an array [batch], or of one element or a number for all rows."""
+    """Return the fields of the parameters: an array [batch], or one element or a number for all rows."""
     vocab, bits = first.shape[-1], template.constants(_sample.file)
     rules: dict[str, _Rule] = {"top_k": (INTEGERS, lambda name, value: count(name, value, vocab), vocab), **_RULES}
     fields: dict[str, Any] = {"wide": 0, "integral": 0, "single": 0}
@@ -202,18 +202,18 @@ def _parameters(
 
 
 def _checked(convert: Callable[[Any], Any], value: Any) -> Any:
-    """A checked number, at each call where the value differs at each call."""
+    """Check a number. If it differs at each call, each call checks it."""
     return check_each_call(convert, value) if isinstance(value, Each) else convert(value)
 
 
-#: The arguments of `_stream`, as functions have them.
+#: The arguments seed, offset and generator.
 Randomness = tuple[Any, Any, Any]
 
 
 def _stream(
     name: str, first: Array, batch: Any, randomness: Randomness, filters: dict[str, Any], count: _Count = _count
 ) -> dict[str, Any]:
-    """The fields of the parameters, with seed and offset; without a seed, a generator gives both at each call."""
+    """Return the fields of the parameters, seed and offset. Without a seed, a generator draws both at each call."""
     seed, offset, generator = randomness
     fields = _parameters(name, first, batch, {"seed": seed, "offset": offset, **filters}, count)
     bits = template.constants(_sample.file)
@@ -232,7 +232,7 @@ def _stream(
 
 
 def _generator(first: Array, generator: Any) -> tuple[Callable[..., generators.Drawn], tuple[Any, ...]]:
-    """What draws a seed, and its arguments: the generator if the call gives one."""
+    """Return the function that draws a seed, and its arguments: the caller's generator, if there is one."""
     library, device = first.place.library, first.place.device
     draw = functools.partial(generators.draw, library, device)
     if generator is None:
@@ -241,7 +241,7 @@ def _generator(first: Array, generator: Any) -> tuple[Callable[..., generators.D
 
 
 def _leave_to_twin(first: Array, randomness: Randomness, variant: str) -> Any:
-    """Leave a draw to the twin: without a seed, with one from the generator."""
+    """Leave a draw to the twin. Without a seed, the generator draws one."""
     seed, _, generator = randomness
     if seed is not None:
         return run_twin(variant, VARIANTS)
@@ -251,7 +251,7 @@ def _leave_to_twin(first: Array, randomness: Randomness, variant: str) -> Any:
 
 
 def _check_rows(name: str, values: Any, symbol: str = "batch") -> tuple[Any, int, Any]:
-    """Rows, vocabulary and row stride of a matrix [rows, vocab]."""
+    """Return rows, vocabulary and row stride of a matrix [rows, vocab]."""
     rows, vocab = expect_array(name, values, DTYPES, (symbol, "vocab")).shape
     if not 1 <= vocab <= MAX_VOCAB:
         check.fail(name, f"of a vocabulary in [1, {MAX_VOCAB}]", vocab)
@@ -260,13 +260,13 @@ def _check_rows(name: str, values: Any, symbol: str = "batch") -> tuple[Any, int
     return rows, vocab, expect_row_stride(name, values)
 
 
-#: The fields that only some samplers give.
+#: Fields that only some samplers set.
 _OPTIONAL: tuple[str, ...] = ("second", "valid", "logprobs", "indices", "finished", "sequence_length", "joint")
 _OPTIONAL += ("draft_ids", "accepted", "emitted", "drafts")
 
 
 def _launch_sampler(values: Array, probs: bool, batch: Any, variant: str, again: bool, **fields: Any) -> None:
-    """Launch the kernel that draws; `again`: it reads rows more than once."""
+    """Launch the kernel that draws. `again`: it reads rows more than once."""
     plan = plan_of(values, batch, variant, again)
     if not batch:
         return
@@ -284,7 +284,7 @@ def _launch_sampler(values: Array, probs: bool, batch: Any, variant: str, again:
 
 
 def _launch_argmax(values: Array, batch: Any, variant: str, **fields: Any) -> None:
-    """Launch the kernel that takes the largest value of each row."""
+    """Launch the kernel that finds the largest value of each row."""
     plan = plan_of(values, batch, variant, False)
     cluster = plan.cluster
     if not batch:
@@ -303,13 +303,13 @@ def _launch_argmax(values: Array, batch: Any, variant: str, **fields: Any) -> No
 
 
 def _is_greedy(filters: dict[str, Any], seed: Any) -> bool:
-    """Whether the largest logit is all that is asked for. Without a seed, a draw moves a generator on."""
+    """Return whether the largest logit suffices. A draw without a seed must advance a generator, so it never does."""
     temperature = filters.get("temperature")
     return not (temperature is None or isinstance(temperature, Array) or seed is None) and bool(temperature == 0)
 
 
 def _batch_of(name: str, values: Array, rows: Any, indices: Any) -> Any:
-    """The batch: the rows, or with `indices` as many as these."""
+    """Return the batch: the rows, or the length of `indices`."""
     if indices is None:
         return rows
     shape = getattr(indices, "shape", type(indices).__name__)
@@ -324,7 +324,7 @@ def _batch_of(name: str, values: Array, rows: Any, indices: Any) -> Any:
 def _check_step(
     name: str, values: Array, batch: Any, bias: Any, finished: Any, end_id: int | None, sequence_length: Any
 ) -> int:
-    """Check what `sample` takes beside the parameters; the id of the end, -1 for none."""
+    """Check the arguments of `sample` other than the parameters. Return the id of the end, -1 for none."""
     vocab = values.shape[-1]
     if bias is not None:
         expect("bias", bias, values, name, (values.dtype,), (vocab,), "[vocab]")
@@ -342,7 +342,7 @@ _RESULTS = {"ids": "int32", "valid": "bool", "logprobs": "float32"}
 
 
 def _results(name: str, values: Array, batch: Any, indices: Any, wanted: list[str], out: Any) -> list[Array]:
-    """The arrays of the `wanted` results [batch]: new ones, or those of `out`, which is one array or several."""
+    """Return arrays for the `wanted` results [batch]: new ones, or from `out`, which is one array or several."""
     given = out if out is None or isinstance(out, (tuple, list)) else [out]
     if given is not None and len(given) != len(wanted):
         check.fail("out", " and ".join(wanted), f"{len(given)} arrays")
@@ -353,7 +353,7 @@ def _results(name: str, values: Array, batch: Any, indices: Any, wanted: list[st
 
 
 def _reads_again(fields: dict[str, Any], vocab: int) -> bool:
-    """Whether a draw reads rows more than once: not without filters, and hardly with a small k, whose list is short."""
+    """Return whether a draw reads rows more than once: with filters, except a small k, whose list is short."""
     top_k, top_p, min_p = (fields[f"scalar_{x}"] for x in ("top_k", "top_p", "min_p"))
     by_row = any(fields[x] is not None for x in ("top_k", "top_p", "min_p"))
     is_large = fields["top_k"] is not None or top_k > template.constants(_sample.file)["MAX_LISTED"]
@@ -377,7 +377,7 @@ def draw(
     count: _Count = _count,
     **filters: Any,
 ) -> Any:
-    """The plan of all functions that draw one token per row; `count` checks top_k."""
+    """Check and launch a function that draws one token per row. `count` checks top_k."""
     rows, vocab, stride = _check_rows(name, values, "batch" if indices is None else "rows")
     joint = check.one_of("filter_apply_order", filter_apply_order, ORDERS) == "joint"
     batch = _batch_of(name, values, rows, indices)
@@ -421,7 +421,7 @@ def probabilities_of(values: Any, *_: Any, **__: Any) -> Result:
 
 
 def whole_rows(mode: str, name: str, values: Any, parameter: str, value: Any, out: Any, variant: str) -> Any:
-    """The plan of all functions that return rows."""
+    """Check and launch a function that returns rows."""
     batch, vocab, stride = _check_rows(name, values)
     fields = _parameters(name, values, batch, {parameter: value})
     out = outputs(out, values, name, probabilities_of(values) if mode == "SOFTMAX" else like_rows(values))
@@ -459,7 +459,7 @@ def verified(draft_probs: Any, *_: Any, **__: Any) -> list[Result]:
 def verify(
     draft_probs: Any, draft_token_ids: Any, target_probs: Any, randomness: Randomness, out: Any, variant: str
 ) -> Any:
-    """The plan of `chain_speculative_sampling`."""
+    """Check and launch `chain_speculative_sampling`."""
     first, like = expect_array("draft_probs", draft_probs, DTYPES, ("batch", "drafts", "vocab")), "draft_probs"
     batch, drafts, vocab = first.shape
     if not 1 <= vocab <= MAX_VOCAB:
@@ -483,7 +483,7 @@ def verify(
         False,
         second=first,
         ids=ids,
-        # Non-null even without drafts: null means that no drafts are verified.
+        # Non-null even without drafts, because null means that no drafts are verified.
         draft_ids=draft_token_ids if drafts else ids,
         accepted=accepted,
         emitted=emitted,

@@ -1,0 +1,141 @@
+"""The sizes of an exchange between ranks, and the memory layout of the windows."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cukern.runtime import check, compile, template
+
+# Constants of the kernels' templates.
+_CONSTANTS = {**template.constants("all_to_all/dispatch"), **template.constants("all_to_all/combine")}
+MAX_RANKS: int = _CONSTANTS["MAX_RANKS"]
+GROUP: int = _CONSTANTS["GROUP"]
+UNITS_OF_LINE, UNITS_AT_ONCE, FLAG_UNITS = (_CONSTANTS[x] for x in ("UNITS_OF_LINE", "UNITS_AT_ONCE", "FLAG_UNITS"))
+LINE_BYTES: int = _CONSTANTS["LINE_BYTES"]
+FEW_UNITS, MANY_UNITS = FLAG_UNITS, 2 * FLAG_UNITS  # 16-byte units that a thread of a combine handles at a time
+#: Above this many tokens a thread of a combine handles MANY_UNITS.
+MANY_TOKENS = 512
+SEND, RECEIVE = _CONSTANTS["SEND"], _CONSTANTS["RECEIVE"]
+MAX_TOPK = 32
+MAX_TOKENS = 2**24
+MAX_EXPERTS = 2**24
+MAX_DEADLINE_S = 10**9
+ALIGNMENT = 256  # of the parts of a window, in bytes
+#: Up to this many tokens of a source, sums are sent as lines of 128 bytes: 7 units of data, and one with the epoch of
+#: the call. Lines have an eighth more bytes than rows, but need no separate flags.
+_LINE_TOKENS = 256
+STRUCTS = "all_to_all/dispatch"
+
+
+class Sizes(NamedTuple):
+    """The sizes of an exchange, which must be equal on all ranks."""
+
+    max_tokens: int
+    hidden: int
+    topk: int
+    num_experts: int
+    apart: bool
+    deadline_s: float
+    expert_rank: tuple[int, ...] | None
+
+    @classmethod
+    def checked(
+        cls, ranks: int, max_tokens: Any, hidden: Any, topk: Any, num_experts: Any, apart: Any, deadline_s: Any,
+        expert_rank: Any,
+    ) -> Sizes:  # fmt: skip
+        """Check the sizes, and return them. Raises TypeError and ValueError, which name the argument."""
+        check.integer("the number of ranks", ranks, 1, MAX_RANKS)
+        max_tokens = check.integer("max_tokens", max_tokens, 1, MAX_TOKENS)
+        hidden = check.integer("hidden", hidden, 16)
+        if hidden % 16:
+            check.fail("hidden", "a multiple of 16", hidden)
+        topk = check.integer("topk", topk, 1, MAX_TOPK)
+        num_experts = check.integer("num_experts", num_experts, 1, MAX_EXPERTS)
+        for what, size in (("slots", topk), ("numbers", hidden)):
+            if ranks * max_tokens * size >= 2**31:
+                check.fail("max_tokens", f"such that the {what} of all ranks are less than 2**31", max_tokens)
+        deadline_s = check.number("deadline_s", deadline_s)
+        if not 0 < deadline_s <= MAX_DEADLINE_S:
+            check.fail("deadline_s", f"more than 0 and at most {MAX_DEADLINE_S}", deadline_s)
+        if expert_rank is not None:
+            if not hasattr(expert_rank, "__len__"):
+                check.fail("expert_rank", "a sequence of ranks, or None", type(expert_rank).__name__, TypeError)
+            expert_rank = tuple(check.integer("expert_rank", x, 0, ranks - 1) for x in expert_rank)
+            if len(expert_rank) != num_experts:
+                check.fail("expert_rank", f"of {num_experts} ranks, one for each expert", len(expert_rank))
+        elif num_experts % ranks:
+            check.fail("num_experts", f"a multiple of the {ranks} ranks, or expert_rank given", num_experts)
+        return cls(max_tokens, hidden, topk, num_experts, bool(apart), deadline_s, expert_rank)
+
+    @property
+    def units(self) -> int:
+        """16-byte units of a row of 16-bit elements."""
+        return self.hidden // 8
+
+    def chunks(self, units: int) -> int:
+        """Return the chunks of a row, if a thread has `units` units of a chunk. A combine sends chunks one by one."""
+        return -(-self.units // (units * UNITS_AT_ONCE))
+
+    @property
+    def flags(self) -> int:
+        """Flags of a row, an even number because a thread may write two at once."""
+        return -(-self.chunks(FLAG_UNITS) // 2) * 2
+
+    @property
+    def lines(self) -> int:
+        """Lines of a row, for sums that are sent as lines."""
+        return -(-self.units // UNITS_OF_LINE)
+
+    @property
+    def line_tokens(self) -> int:
+        """The largest number of tokens of a source whose sums are sent as lines."""
+        return min(self.max_tokens, _LINE_TOKENS)
+
+    def takes(self, instance: compile.Instance) -> bool:
+        """Return whether calls of these sizes may launch an instance of the kernels."""
+        if instance.function != "combine_tokens":
+            return True
+        mode, units = instance.arguments[2:4]
+        return (mode != "APART" or self.apart) and (units == FEW_UNITS or self.max_tokens > MANY_TOKENS)
+
+    def owner(self, ranks: int) -> np.ndarray[Any, Any]:
+        """Return the rank of each expert, int32 [num_experts]."""
+        if self.expert_rank is not None:
+            return np.array(self.expert_rank, np.int32)
+        return (np.arange(self.num_experts) // (self.num_experts // ranks)).astype(np.int32)
+
+
+class Layout(NamedTuple):
+    """Offsets of the parts of a window, in bytes. A pair has an offset for each of the two buffers."""
+
+    rows: tuple[int, int]
+    scales: tuple[int, int]
+    ids: tuple[int, int]
+    weights: tuple[int, int]
+    partial: int
+    flags: int
+    lines: int
+    size: int
+
+    @classmethod
+    def of(cls, sizes: Sizes, ranks: int) -> Layout:
+        places = ranks * sizes.max_tokens
+        back = sizes.max_tokens * (max(ranks, sizes.topk) if sizes.apart else ranks)
+        end = template.struct_named(STRUCTS, "Signals").size
+
+        def part(size: int) -> int:
+            nonlocal end
+            start = -(-end // ALIGNMENT) * ALIGNMENT
+            end = start + size
+            return start
+
+        def two(size: int) -> tuple[int, int]:
+            return part(size), part(size)
+
+        rows, scales = two(places * sizes.hidden * 2), two(places * max(1, -(-sizes.hidden // GROUP)) * 4)
+        ids, weights = two(places * sizes.topk * 4), two(places * sizes.topk * 4)
+        partial, flags = part(back * sizes.hidden * 2), part(back * sizes.flags * 4)
+        lines = part(ranks * sizes.line_tokens * sizes.lines * LINE_BYTES)
+        return cls(rows, scales, ids, weights, partial, flags, lines, end)
