@@ -1,4 +1,4 @@
-"""`cukern.explain`: what a call of an op would do, in words."""
+"""`cukern.explain`: describe a call of an op without running it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Ceilings(NamedTuple):
     """The rates that a GPU reached in the benchmarks, as `benchmarks/harness.py` measures them."""
 
     gpu: str
-    kernel_us: float  # an empty kernel
+    kernel_us: float  # time of an empty kernel
     copy_tb_s: float
-    matmul_tflop_s: float | None  # in 16 bits
+    matmul_tflop_s: float | None  # for 16-bit dtypes
 
     def floor(self, bytes: float, flops: float) -> tuple[float, str]:
-        """The least time in microseconds, and the rate that sets it, in words."""
+        """Return the minimum time in microseconds, and a description of the rate that limits it."""
         copied = f"{self.copy_tb_s:.2f} TB/s, a copy on an {self.gpu}"
         floors = [(self.kernel_us, f"an empty kernel on an {self.gpu}"), (bytes / self.copy_tb_s / 1e6, copied)]
         if flops and self.matmul_tflop_s:
@@ -44,17 +44,17 @@ class Ceilings(NamedTuple):
         return max(floors)
 
 
-#: Ceilings for the installed package, which has no results of the benchmarks.
+#: Ceilings for the installed package, which does not contain the benchmark results.
 CEILINGS = {"NVIDIA H200": Ceilings("NVIDIA H200", 0.53, 4.26, 801.0)}
-#: The GPU whose ceilings stand for an architecture.
+#: The GPU whose ceilings are used for an architecture.
 _STANDS_FOR = {"90a": "NVIDIA H200"}
 
 
 class Launch(NamedTuple):
-    """A launch of a kernel; or a clearing of bytes, which has no grid."""
+    """A launch of a kernel, or a clearing of bytes, which has no grid."""
 
     kernel: str  # its name, with its template arguments by name
-    why: str = ""  # the rule that chose this kernel and this instance of it, with the numbers
+    why: str = ""  # the rule that chose this kernel and this instance, with the numbers
     grid: tuple[int, ...] = ()
     block: tuple[int, ...] = ()
     shared_bytes: int = 0
@@ -78,12 +78,12 @@ class Launch(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """What a call of an op would do; `str` says it in words.
+    """The description of a call of an op; `str` gives it as text.
 
-    On arrays in host memory there is no `gpu`; `twin` is the function that runs. `bytes` and `flops` are those that
-    the op cannot avoid; they give the floor, in microseconds, for a GPU that was measured: `floor_by` is the rate that
-    sets it, or the card whose rates are not known. With `moves_all` the op does not say its bytes: each argument and
-    result counts once, also one that is read in part.
+    `gpu` is None for arrays in host memory; then `twin` is the function that runs. `bytes` and `flops` are the minimum
+    that the op must move and compute. For a measured GPU they give the floor, `floor_us`. `floor_by` is the rate that
+    sets the floor, or the card whose rates are unknown. If `moves_all` is set, the op does not report its bytes. Then
+    each argument and each result counts once, even if only a part is read.
     """
 
     op: str
@@ -102,7 +102,7 @@ class Explanation(NamedTuple):
         return self.text()
 
     def text(self, width: int = WIDTH) -> str:
-        """Return the words, in lines of at most `width` characters; a longer word is not broken."""
+        """Return the text, in lines of at most `width` characters; a longer word is not broken."""
         if self.gpu is None:
             words = f'the NumPy reference, {self.twin} (arch="90a" and the like ask what a GPU would do)'
             return f"{self.op} on arrays in host memory\n{_wrapped('runs', words, width)}"
@@ -137,7 +137,7 @@ def _wrapped(word: str, text: str, width: int) -> str:
 
 
 def _trimmed(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Sizes without the ones at their end."""
+    """Remove trailing sizes of 1."""
     while len(sizes) > 1 and sizes[-1] == 1:
         sizes = sizes[:-1]
     return sizes
@@ -151,30 +151,30 @@ def _bytes(count: float) -> str:
 
 
 def explain(function: Callable[..., Any], /, *args: Any, arch: str | None = None, **kwargs: Any) -> Explanation:
-    """What a call of a function of cukern would launch, allocate and move, and why. Nothing runs.
+    """Return what a call of a function of cukern would launch, allocate and move, and why. Nothing runs.
 
     Args:
         function: a public function of cukern, such as `cukern.moe_gemm`.
         args: the arguments of the call.
-        arch: explain it as if the arrays were on this GPU, without a GPU and with arrays in host memory: an
-            architecture, as "90a", "sm_90a" or "90", or a card, as "H200", "L40S" or "A100". By default, for where the
-            arrays are.
+        arch: explain the call as if the arrays were on this GPU; a GPU is not needed, and the arrays may be in host
+            memory. An architecture such as "90a", "sm_90a" or "90", or a card such as "H200", "L40S" or "A100". By
+            default, the place of the arrays.
         kwargs: the arguments of the call by name.
 
     Returns:
-        an `Explanation`, to print: the kernels with their template arguments, the grid, the block, the fields of the
-        struct of parameters, the registers if it is compiled, what is allocated, and the floor: the time that the GPU
-        needs to move the bytes and to compute the flops that the op cannot avoid, by the rates that were measured on
-        the card that the floor names; an architecture without a card takes its card in the benchmarks.
+        An `Explanation`, to print: the kernels with their template arguments, the grid, the block, the fields of the
+        parameter struct, the registers if the kernel is compiled, the allocations, and the floor. The floor is the
+        minimum time to move the bytes and to compute the flops that the op needs, at the rates measured on the card
+        that the floor names. An architecture without a card uses its card in the benchmarks.
 
     Raises:
-        TypeError: `function` is no op of cukern.
+        TypeError: `function` is not an op of cukern.
         ValueError: an unknown architecture or card.
-        What the function itself raises for these arguments.
+        The function's own errors for these arguments.
     """
     name = getattr(function, "__name__", "")
     on = None if arch is None else gpu.of_arch(arch)
-    # A function that changes a state names the op that it calls, and the arguments of this op.
+    # A function that changes a state names the op that it calls, and that op's arguments.
     if told := getattr(function, "launched_op", None):
         function, args, kwargs = told(on, *args, **kwargs)
     elif not name or function not in [getattr(OPS.get(name), "call", None), OPERATORS.get(name, (None,))[0]]:
@@ -210,7 +210,7 @@ def explain(function: Callable[..., Any], /, *args: Any, arch: str | None = None
 
 
 class _Call:
-    """A call whose arrays are replaced by descriptions, so that its function may be an op or call several."""
+    """A call whose arrays are replaced by descriptions, so that its function may be an op or call several ops."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = [*inspect.signature(function).parameters]
@@ -227,7 +227,7 @@ class _Call:
             _replaced(value, name, lambda path, array: self.arrays.setdefault(path, array))
 
     def trace(self, on: gpu.Gpu | None) -> tuple[Trace, Any]:
-        """The trace of the call, and what it returns."""
+        """Return the trace of the call, and the call's result."""
 
         def plan(**described: Any) -> Any:
             values = {
@@ -237,7 +237,7 @@ class _Call:
             try:
                 return self.function(*positional, **values)
             except TypeError:
-                if current().is_host_call:  # the first of several ops was left to its twin and returned None
+                if current().is_host_call:  # the first of several ops ran its NumPy reference and returned None
                     return None
                 raise
 
@@ -246,7 +246,7 @@ class _Call:
         return trace, returned
 
     def names_of(self, trace: Trace, returned: Any) -> dict[int, str]:
-        """The names of arrays, by their source."""
+        """Return the names of arrays, by their source."""
         names = dict(enumerate(self.arrays))
         found = list(_returned(returned))
         called = _result_names(self.function.__name__, len(found)) or [f"result {i}" for i in range(len(found))]
@@ -258,7 +258,7 @@ class _Call:
         return names
 
     def bytes_of(self, trace: Trace, returned: Any) -> int:
-        """The bytes of all arguments and results, each counted once."""
+        """Return the bytes of all arguments and results, each counted once."""
         given = [(tuple(x.shape), _library(x).dtype(x)) for x in self.arrays.values()]
         made = [(x.shape, x.dtype) for x in _returned(returned) if x.source >= trace.first_made]
         return sum(_size(*each) for each in [*given, *made])
@@ -273,7 +273,7 @@ def _flat(values: Any) -> Iterator[Any]:
 
 
 def _replaced(value: Any, path: str, change: Callable[[str, Any], Any]) -> Any:
-    """`value` with each array replaced by `change(path, array)`, also in lists and in dataclasses."""
+    """Return `value` with each array replaced by `change(path, array)`, also in lists and in dataclasses."""
     if arrays.library_of(value) is not None:
         return change(path, value)
     if type(value) in (tuple, list):
@@ -301,7 +301,7 @@ def _returned(returned: Any) -> Iterator[Array]:
 
 
 def _result_names(name: str, count: int) -> list[str] | None:
-    """The names of the results in the schema that has `count` of them."""
+    """Return the names of the results in the schema with `count` results."""
     declared = OPERATORS.get(name)
     for schema in schemas(declared.function, declared.names) if declared else ():
         names = [x.name for x in schema.results if x.type == "Tensor"]
@@ -318,7 +318,7 @@ def _launch(step: Any, arch: str, names: dict[int, str]) -> Launch:
     layout = template.params(instance.file, instance.function)
     fields = {}
     for _, code, value, path in template.named_leaves(layout, step.fields):
-        # Left out: null pointers, and the multiplier and shift that stand for a division by another field.
+        # Leave out null pointers, and the multiplier and shift that encode a division by another field.
         if (code == "Q" and type(value) is int and value == 0) or path.endswith((".multiplier", ".shift")):
             continue
         text = _field(value, names)
@@ -336,7 +336,7 @@ def _launch(step: Any, arch: str, names: dict[int, str]) -> Launch:
 
 
 def _field(value: Any, names: dict[int, str]) -> Any:
-    """A field as it is shown; an empty string for bytes that are all 0."""
+    """Return a field for display; an empty string for bytes that are all 0."""
     if isinstance(value, Array):
         return names[value.source] + (f"+{value.offset}" if value.offset else "")
     if isinstance(value, Each):
@@ -349,7 +349,7 @@ def _field(value: Any, names: dict[int, str]) -> Any:
 
 
 def _expression(instance: compile.Instance) -> str:
-    """An instance with its template arguments by name; the last parameters may have their defaults."""
+    """Return an instance with its template arguments by name; trailing parameters may keep their defaults."""
     names = _parameter_names(instance.file, instance.function)
     given = ", ".join(f"{name}={value}" for name, value in zip(names, instance.arguments, strict=False))
     return f"{instance.function}<{given}>"
@@ -373,7 +373,7 @@ def _resources(instance: compile.Instance, arch: str) -> Resources | None:
 
 
 def _card_of(asked: str, arch: str) -> str | None:
-    """The card that `arch` names, or that stands for the architecture."""
+    """Return the card that `arch` names, or the card used for the architecture."""
     name = asked.strip().upper().removeprefix("NVIDIA ")
     return f"NVIDIA {name}" if name in gpu.CARDS else _STANDS_FOR.get(arch)
 
@@ -383,7 +383,7 @@ def _name_of(device: int | None) -> str:
 
 
 def _ceilings(name: str | None, op: str) -> Ceilings | None:
-    """The ceilings of a GPU: from the results of the benchmarks in a clone, else from `CEILINGS`."""
+    """Return the ceilings of a GPU: from the benchmark results in a clone, else from `CEILINGS`."""
     kept = CEILINGS.get(name or "")
     measured = _measured(name) if name else None
     if name is None or measured is None:

@@ -1,4 +1,4 @@
-"""The comparison of a result with the twin's, by the tolerances that stand with each twin."""
+"""Compare a result with the NumPy reference's, with the tolerances that each reference module defines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cukern.runtime.tolerance import Tolerance
 
 
 def tolerances(stem: str) -> Mapping[str, Mapping[str, Tolerance]]:
-    """The tolerances of a family, by result, then by the result's dtype: `TOLERANCES` beside its twin."""
+    """Return the `TOLERANCES` of a family's reference module, by result and by the result's dtype."""
     room = "cukern.reference" if importlib.util.find_spec(f"cukern.reference.{stem}") else "cukern"
     return getattr(importlib.import_module(f"{room}.{stem}"), "TOLERANCES", {})
 
@@ -27,13 +27,12 @@ def _to_numpy(name: str, array: Any) -> np.ndarray[Any, Any]:
 
 
 def assert_matches(name: str, got: Any, want: Any) -> None:
-    """The arrays `got` and `want`, of any library, are of one dtype and shape and hold the same values.
+    """Assert that `got` and `want`, arrays of any library, have the same dtype, shape and values.
 
-    Floats may differ by what the table allows for their dtype; NaN and infinities must be in the same places.
-    All else is exact. `name` is `stem.result`, such as "moe_gate.weights", for `tolerances("moe_gate")["weights"]`.
+    Floats may differ by the tolerance for their dtype. NaN and infinities must be in the same places. All other dtypes
+    must match exactly. `name` is `stem.result`: "moe_gate.weights" uses `tolerances("moe_gate")["weights"]`.
 
-    Raises AssertionError, which says where the largest difference is and how large; KeyError for floats that the table
-    has no entry for.
+    Raises AssertionError with the place and size of the largest difference; KeyError for floats without a tolerance.
     """
     __tracebackhide__ = True
     got, want = _to_numpy(name, got), _to_numpy(name, want)
@@ -48,7 +47,7 @@ def assert_matches(name: str, got: Any, want: Any) -> None:
         stem, _, result = name.partition(".")
         tolerance = tolerances(stem)[result][want.dtype.name]
         allowed = f"{tolerance.absolute} + {tolerance.relative} of the wanted value"
-        # Where both are the same infinity or both NaN the difference is NaN, but there is none.
+        # Equal infinities and two NaN have a difference of NaN, but count as equal.
         x, y = got.astype(np.float64), want.astype(np.float64)
         same = (x == y) | (np.isnan(x) & np.isnan(y))
         bound = tolerance.absolute + tolerance.relative * np.where(np.isfinite(y), np.abs(y), 0)

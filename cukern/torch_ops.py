@@ -1,31 +1,31 @@
 """PyTorch operators: `import cukern.torch_ops` registers the functions of cukern as `torch.ops.cukern.*`.
 
-An operator is its function in torch's dispatcher, for `torch.compile(fullgraph=True)`, `torch.export` and programs that
-find an operator by its name. It has the same arguments, results and errors, on CUDA tensors and on CPU tensors, which
-run the NumPy reference. The differences:
+An operator is a function in torch's dispatcher, for `torch.compile(fullgraph=True)`, `torch.export` and programs that
+look up an operator by name. It has the arguments, results and errors of the function. It takes CUDA tensors, and CPU
+tensors, which run the NumPy reference. The differences:
 
-- An argument that may be an array must be a tensor, also if the function takes a number too. Where numbers are the
-  rule, they are what the operator takes, and an overload by the name of the argument takes a tensor:
+- An argument that may be an array must be a tensor, even if the function also takes a number. If the argument is
+  usually a number, the operator takes a number, and an overload with the argument's name takes a tensor:
   `torch.ops.cukern.masked_attention.step` (with `out=`: `.step_out`).
-- In place of `out=` there is a second overload, which takes the results one by one and returns nothing:
-  `torch.ops.cukern.moe_fused_gate.out(..., weights=weights, ids=ids)`. A function that returns only arguments it
-  writes into returns nothing either.
-- A function that writes only into optional arguments, such as `sample`, also has an overload without these,
-  `torch.ops.cukern.sample.functional`: the one that inductor can compile where none of them is given.
-- In place of a flag such as `return_lse` there is an overload with the additional result,
+- A second overload replaces `out=`. It takes the results one by one and returns nothing:
+  `torch.ops.cukern.moe_fused_gate.out(..., weights=weights, ids=ids)`. An operator for a function that only returns
+  arguments it writes to also returns nothing.
+- A function that only writes to optional arguments, such as `sample`, also has an overload without them,
+  `torch.ops.cukern.sample.functional`. Inductor compiles this overload if none of the arguments is given.
+- An overload with the additional result replaces a flag such as `return_lse`:
   `torch.ops.cukern.paged_attention.lse` (with `out=`: `.lse_out`).
-- A sampler without a seed draws one from torch's generator when the operator runs, in a compiled graph too: two draws
-  differ, and so do two runs. torch.compile takes no `generator=` into a graph, and refuses it: there it is torch's
-  default one, or `torch.compiler.disable(cukern.sample)`.
-- There is no backward. In grad mode a tensor that requires grad raises RuntimeError, in a call and in tracing: without
-  its gradient a model would train wrongly. `torch.no_grad()` or `.detach()` say that no gradient is wanted. For
-  forward-mode differentiation and the transforms of `torch.func` the results are constants.
+- A sampler without a seed draws a seed from torch's generator each time the operator runs, also in a compiled graph.
+  Two calls therefore differ, and so do two runs. torch.compile refuses `generator=`, because a graph cannot hold it.
+  Use torch's default generator there, or `torch.compiler.disable(cukern.sample)`.
+- There is no backward. In grad mode a tensor that requires grad raises RuntimeError, in a call and in tracing, because
+  a missing gradient would train a model wrongly. Use `torch.no_grad()` or `.detach()` if no gradient is needed. The
+  results are constants for forward-mode differentiation and for the transforms of `torch.func`.
 
-The functions take tensors without this module too, but only with it does `torch.compile` keep a call such as
+The functions take tensors without this module too. With this module, `torch.compile` keeps a call such as
 `cukern.moe_fused_gate(...)` in the graph, as its operator.
 
-The schemas follow from the signatures, by `cukern.runtime.schema`. The declarations of the functions name the results,
-and so the arguments of `.out`.
+`cukern.runtime.schema` derives the schemas from the signatures. The declarations of the functions name the results, and
+therefore the arguments of `.out`.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ try:
 except ModuleNotFoundError as error:
     raise missing(error, __name__, "torch") from None
 
-#: The module of torch.compile that takes graphs.
+#: The module of torch.compile that captures graphs.
 _COMPILER = "torch._dynamo"
 
-# Kept over a reload of the module: the operators live as long as this object, and others may hold them.
+# Keep the library when the module is reloaded, because the operators live only as long as this object.
 if "_library" not in globals():
     _library = torch.library.Library("cukern", "FRAGMENT")
 
 
 def _draws(function: Callable[..., Any]) -> bool:
-    """Whether a function may draw from a generator, so that two calls with the same arguments are not one."""
+    """Return whether a function may draw from a generator, so that two equal calls must not be merged."""
     return "generator" in inspect.signature(function).parameters
 
 
 def _keep_draws_apart(packets: Sequence[Any]) -> None:
-    """Keep the common subexpressions of training graphs apart that draw: torch knows them by a list, not by the tag."""
+    """Keep torch from merging equal draws in training graphs: it uses a list of operators there, not the tag."""
     try:
         from torch._functorch.compile_utils import rand_ops
     except ImportError:
@@ -83,12 +83,12 @@ def _check_gradients(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _written(schema: Schema) -> list[tuple[int, str]]:
-    """Position and name of each argument that an operator writes."""
+    """Return the position and name of each argument that an operator writes."""
     return [(i, argument.name) for i, argument in enumerate(schema.arguments) if argument.is_written]
 
 
 def _empty(like: torch.Tensor, result: Any) -> Any:
-    """An empty tensor for a result, on the device of `like`; a result that is no `Result` is returned as it is."""
+    """Return an empty tensor for a `Result`, on the device of `like`; return anything else unchanged."""
     if not isinstance(result, Result):
         return result
     shape, dtype = result.shape, getattr(torch, result.dtype)
@@ -102,7 +102,7 @@ def _one_or_all(values: list[Any]) -> Any:
 
 
 def _register(function: Callable[..., Any], schema: Schema, declared: Operator, out_names: Sequence[str] = ()) -> None:
-    """Make `schema` an operator that calls `function`, with the arguments `out_names` as its `out`."""
+    """Register `schema` as an operator that calls `function`, with the arguments `out_names` as its `out`."""
     tags = [torch.Tag.pt2_compliant_tag]
     if _draws(function):
         tags.append(torch.Tag.nondeterministic_seeded)
@@ -121,7 +121,7 @@ def _register(function: Callable[..., Any], schema: Schema, declared: Operator, 
         if out_names:
             kwargs["out"] = _one_or_all([kwargs.pop(name) for name in out_names])
         returned = function(*args, **kwargs)
-        # Autograd may have saved these tensors: it must see that they were written.
+        # Autograd may have saved these tensors, so tell it that they have been written.
         for tensor in tensors:
             if tensor is not None:
                 torch.autograd.graph.increment_version(tensor)
@@ -139,21 +139,21 @@ def _register(function: Callable[..., Any], schema: Schema, declared: Operator, 
 
     for device in ("CPU", "CUDA"):
         _library.impl(schema.name, write if written else call, device)
-    # Instead of autograd's own kernel for operators without a backward, which takes time to warn of refused calls.
+    # Replace autograd's default kernel for operators without a backward, which spends time on a warning.
     _library.impl(schema.name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"cukern::{schema.name}", fake, lib=_library)
 
 
 def _keep_in_graph(declared: Operator, packet: Any, out_names: dict[str, list[str]]) -> None:
-    """Make torch.compile replace a call of a function by one of its operator.
+    """Make torch.compile replace a call of a function by a call of its operator.
 
-    `out_names` are the names of the results in `out`, by overload ("" is the default one).
+    `out_names` are the names of the results in `out`, by overload ("" is the default overload).
     """
     function, default = declared.function, next(schemas(declared.function, declared.names))
     written, returns = _written(default), bool(default.results)
     returns_nothing = function.__annotations__.get("return") == "None"
     parameters = [*inspect.signature(function).parameters]
-    # Positions of the arguments that may be tensors where the default overload takes numbers.
+    # Positions of the arguments that may be tensors although the default overload takes numbers.
     numbers = [(parameters.index(name), name) for name in out_names if name in parameters]
     functional = getattr(packet, "functional", None)
 
@@ -219,7 +219,7 @@ def _register_all() -> None:
             _keep_in_graph(declared, getattr(torch.ops.cukern, name), out_names[name])
         _keep_draws_apart([getattr(torch.ops.cukern, name) for name, x in new.items() if _draws(x.function)])
 
-    # torch.compile and torch.export alone import the compiler, which takes over a second.
+    # Wait for torch.compile or torch.export to import the compiler, because that import takes over a second.
     if sys.modules.get(_COMPILER) is not None:
         keep_in_graph()
     elif new:
@@ -227,10 +227,7 @@ def _register_all() -> None:
 
 
 def _register_op(declared: Operator) -> dict[str, list[str]]:
-    """Register an operator with all its overloads.
-
-    Returns the names of the results in `out`, by overload.
-    """
+    """Register an operator with all its overloads. Return the names of the results in `out`, by overload."""
     out_names = {}
     function = declared.function
     parameters = inspect.signature(function).parameters

@@ -21,14 +21,14 @@ INSTALL = 'pip install "cukern[cuda13]"'
 
 
 class UserError(Exception):
-    """Input that cannot be used; the message fits on one line."""
+    """Invalid input; the message fits on one line."""
 
 
 def console(width: int | None = None) -> Any:
-    """Return a console on stdout, which breaks no cell of a table.
+    """Return a console on stdout that does not break the cells of a table.
 
-    A table that is too wide is cut between its columns, and each part begins with the first column. A table with a
-    column that may fold has prose in it, which wraps between words.
+    A table that is too wide is split between its columns, and each part begins with the first column. A table with a
+    folding column contains prose and wraps between words instead.
     """
     from rich.console import Console
     from rich.table import Table
@@ -47,7 +47,7 @@ def console(width: int | None = None) -> Any:
 
 
 def _parts(console: Any, table: Any) -> Iterator[Any]:
-    """The table, or tables of some of its columns each, that fit on the console."""
+    """Yield the table, or tables with some of its columns each, that fit on the console."""
     if not table.columns or any(column.overflow == "fold" for column in table.columns):
         yield table
         return
@@ -69,11 +69,11 @@ def _parts(console: Any, table: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[Path]:
-    """Give a temporary path, which becomes `path` at the end and is removed after an exception.
+    """Yield a temporary path, which is renamed to `path` at the end, or removed after an exception.
 
-    Raises UserError for what keeps the file from being written.
+    Raises UserError if the file cannot be written.
     """
-    # A device or a pipe cannot be replaced.
+    # A device or a pipe cannot be replaced, so it is written directly.
     whole = not path.exists() or path.is_file()
     target = path.resolve()
     temporary = target.with_name(f".{os.getpid()}-{target.name}") if whole else path
@@ -89,12 +89,12 @@ def writing(path: Path) -> Iterator[Path]:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether Hugging Face may have a model of this name."""
+    """Return whether this may be the name of a model on Hugging Face."""
     return re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) is not None
 
 
 def no_directory(option: str, path: Path) -> UserError:
-    """The error for a model's directory that is not here."""
+    """Return the error for a model's directory that does not exist."""
     if is_hub_id(str(path)):
         fetch = f"hf download {path} --local-dir {path.name}"
         return UserError(f"{option}: {path} is no directory here; download it first: `{fetch}`")
@@ -102,7 +102,7 @@ def no_directory(option: str, path: Path) -> UserError:
 
 
 def check_device(device: str | None) -> None:
-    """Raises UserError for a device that torch does not have here, or cukern does not run on."""
+    """Raise UserError for a device that torch does not have here, or that cukern does not support."""
     import torch
 
     try:
@@ -116,7 +116,7 @@ def check_device(device: str | None) -> None:
 
 
 def refusal(arch: str) -> str | None:
-    """Why NVRTC cannot compile for `arch`, or None when it can."""
+    """Return why NVRTC cannot compile for `arch`, or None if it can."""
     try:
         nvrtc.compile_cubin("template <int N> __global__ void probe() {}", "probe.cu", "probe<0>", [f"-arch=sm_{arch}"])
     except RuntimeError as error:
@@ -125,7 +125,7 @@ def refusal(arch: str) -> str | None:
 
 
 def require_nvrtc() -> None:
-    """Raises UserError where nothing can be compiled."""
+    """Raise UserError if nothing can be compiled."""
     if reason := compiler.available():
         raise UserError(f"NVRTC cannot be used ({reason.splitlines()[0]}): {INSTALL}")
     try:

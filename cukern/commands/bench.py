@@ -1,4 +1,4 @@
-"""`cukern bench`: measure the ops on this GPU, or on several together. The benchmarks are in the repository only."""
+"""`cukern bench`: measure the ops on one GPU or several. The benchmarks are in the repository only."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _functions_by_stem() -> dict[str, list[str]]:
-    """The public functions of each family that has a bench file, and its classes, which may be measured as well."""
+    """Return the public functions and classes of each family that has a bench file."""
     functions = {}
     for stem in sorted(path.stem.removeprefix("bench_") for path in (_ROOT / "benchmarks").glob("bench_*.py")):
-        # A composition of ops is a package beside `cukern.ops`.
+        # A family that composes ops is a package next to `cukern.ops`.
         names = (f"cukern.{room}{stem}" for room in ("ops.", "", "integrations."))
         name = next(name for name in names if importlib.util.find_spec(name) is not None)
         if name.startswith("cukern.integrations.") and importlib.util.find_spec(stem) is None:
@@ -85,7 +85,7 @@ def _functions_by_stem() -> dict[str, list[str]]:
 
 
 def _chosen(wanted: Sequence[str], families: dict[str, list[str]]) -> dict[str, list[str]]:
-    """The functions asked for, by family."""
+    """Return the requested functions, by family."""
     if not wanted:
         return families
     chosen: dict[str, list[str]] = {}
@@ -100,7 +100,7 @@ def _chosen(wanted: Sequence[str], families: dict[str, list[str]]) -> dict[str, 
 
 
 def _require(args: argparse.Namespace) -> None:
-    """Raises UserError where there is no GPU to measure on, and for arguments that would fail only after measuring."""
+    """Raise UserError if there is no GPU to measure on, and for arguments that would only fail after measuring."""
     if args.quick and args.results:
         raise UserError("--results keeps figures, and --quick takes them with too few replays for that")
     if args.results and (args.case or args.seconds is not None):
@@ -121,7 +121,7 @@ def _require(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print the tables, write the files asked for; 1 if an op failed."""
+    """Measure, print the tables and write the requested files. Return 1 if an op failed."""
     if not (_ROOT / "benchmarks" / "harness.py").is_file():
         raise UserError("the benchmarks are in the repository, not in the installed package: run this in a clone of it")
     begin = time.monotonic()
@@ -129,10 +129,10 @@ def run(args: argparse.Namespace) -> int:
     chosen = _chosen(args.ops, families)
     _require(args)
 
-    # First on the path, on which another package may have a folder `benchmarks`.
+    # Put the clone first on the path, because another package may have a folder `benchmarks`.
     sys.path.insert(0, str(_ROOT))
     report: Any = importlib.import_module("benchmarks.report")
-    # First, because a GPU in use would slow the import.
+    # Measure the import before anything else, because a GPU in use would slow it.
     of_import = importlib.import_module("benchmarks.start_up").rows() if chosen.pop(_IMPORT, None) else []
     cases = []
     for stem, functions in chosen.items():
@@ -181,7 +181,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lacking(gpus: int) -> str | None:
-    """Why nothing can be measured on so many GPUs together; None: it can."""
+    """Return why nothing can be measured on `gpus` GPUs together; None if it can."""
     count = kernel.device_count()
     if gpus > count:
         return f"they take {gpus} GPUs, and there {'is' if count == 1 else 'are'} {count}"
@@ -192,14 +192,14 @@ def _lacking(gpus: int) -> str | None:
 
 
 def _paths(path: Path, count: int) -> list[Path]:
-    """The files of so many documents: `path`, then "-several" behind its stem."""
+    """Return the files of `count` documents: `path`, then a path with "-several" after its stem."""
     return [path, path.with_stem(f"{path.stem}-several")][:count]
 
 
 def _measured(
     cases: Sequence[Any], gpus: int, args: argparse.Namespace, begin: float, problems: list[str], failed: list[str]
 ) -> tuple[dict[str, Any], list[Any]]:
-    """The ceilings and the rows of cases that all take so many GPUs; adds to the lines of what went wrong."""
+    """Return the ceilings and the rows of cases that all use `gpus` GPUs, and append errors to the two lists."""
     harness: Any = importlib.import_module("benchmarks.harness")
     options: dict[str, Any] = {"baselines": not args.no_baselines, "slow": not args.quick}
     if args.seconds is not None and gpus == 1:
@@ -211,7 +211,7 @@ def _measured(
         several: Any = importlib.import_module("benchmarks.several")
         clock, measure = several.Clock(replays, gpus), several.measure
     rows = {}
-    # Cases with host times come first: torch.compile, for a baseline, starts threads and processes that slow the host.
+    # Cases with host times come first, because torch.compile, used for baselines, starts threads that slow the host.
     order = sorted(range(len(cases)), key=lambda i: (not cases[i].host, cases[i].has_baselines))
     with progress("measuring", len(cases)) as advance:
         advance(0, "ceilings")

@@ -1,8 +1,8 @@
 """`cukern compile`: fill the cache ahead of use.
 
-It compiles the instances that `import cukern` compiles. `--for` adds the instances that serving a model reaches, as
-`cukern.commands.serving` finds them. `--all` compiles all instances that the families list, and what `--for` of every
-name reaches.
+Compiles the instances that `import cukern` compiles. `--for` adds the instances that serving a model reaches, as
+`cukern.commands.serving` finds them. `--all` compiles all instances that the families list, and the instances that
+`--for` adds for every named model.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _archs(given: list[str] | None) -> list[str]:
             wanted = "like 80, 90a or sm_100a, or a card such as H200, L40S or A100"
             raise UserError(f"--arch must be {wanted}, got {text.strip()!r}")
         number, suffix = int(match[1]), match[2]
-        # From 90 on GPUs load the target with the suffix "a", which has their own instructions.
+        # From 90 on, GPUs load the target with the suffix "a", which has architecture-specific instructions.
         archs[f"{number}{suffix}" if suffix else compile.arch_of(divmod(number, 10))] = None
     for arch in archs:
         if reason := refusal(arch):
@@ -105,13 +105,13 @@ def _archs(given: list[str] | None) -> list[str]:
 
 
 def _stems(given: list[str] | None) -> dict[str, list[str]]:
-    """The families to compile, each with the functions whose kernels alone are wanted; none: all of the family."""
+    """Return the families to compile, with the functions whose kernels are wanted; an empty list means all kernels."""
     stems: dict[str, list[str]] = {}
     wholes = set()
     for op in given or kernel.KERNELS:
         function = getattr(sys.modules["cukern"], op, None)
         module = getattr(function, "__module__", "")
-        # A stem is a module or a package of several.
+        # A family is a module, or a package of several modules.
         stem = module.split(".")[2] if module.startswith("cukern.ops.") else op
         if stem not in kernel.KERNELS:
             raise UserError(f"--op must be one of {', '.join(kernel.KERNELS)} or a function of cukern, got {op!r}")
@@ -126,7 +126,7 @@ def _stem_of(instance: Instance) -> str:
 
 
 def _wanted(args: argparse.Namespace, arch: str) -> list[Instance]:
-    """The instances to compile for an architecture, the instances of the import first."""
+    """Return the instances to compile for an architecture, beginning with the instances of the import."""
     from cukern.commands.serving import instances_of
 
     found = list(kernel.instances())
@@ -140,7 +140,7 @@ def _wanted(args: argparse.Namespace, arch: str) -> list[Instance]:
 
 
 def _specialized(text: str) -> list[Instance]:
-    """The instances of `cukern.specialize` for a function and sizes, such as "topk_softmax,experts=60"."""
+    """Return the instances of `cukern.specialize` for a function and sizes, such as "topk_softmax,experts=60"."""
     op, *pairs = text.split(",")
     values: dict[str, Any] = {}
     for pair in pairs:
@@ -153,7 +153,7 @@ def _specialized(text: str) -> list[Instance]:
 
 
 def _of_functions(names: list[str], instances: list[Instance], arch: str) -> list[Instance]:
-    """The instances that calls of these functions reach; all where none is found, or the architecture is not known."""
+    """Return the instances that calls of these functions reach; all of them if none is found or `arch` is unknown."""
     from cukern.commands.explain import reached_by
 
     if not names or arch not in gpu.BY_ARCH:
@@ -163,7 +163,7 @@ def _of_functions(names: list[str], instances: list[Instance], arch: str) -> lis
 
 
 def _rest(names: list[str], own: list[Instance], family: list[Instance], row: list[str]) -> str:
-    """The kernels of a family that the named functions do not reach, and an estimate of their time."""
+    """Return a line on the family's kernels that the named functions do not reach, with an estimate of their time."""
     stem, arch, _, compiled, _, seconds, *_ = row
     others = [i for i in family if i not in own]
     left = len(compile.missing(others, arch.removeprefix("sm_")))
@@ -177,7 +177,7 @@ def _rest(names: list[str], own: list[Instance], family: list[Instance], row: li
 
 
 def _row(stem: str, arch: str, instances: list[Instance], absent: list[Instance], seconds: float) -> list[str]:
-    """The row of a family in the table, after the instances that were absent have been compiled."""
+    """Return the row of a family in the table, after the missing instances have been compiled."""
     notes = [compile.read_note(compile.cached_path(instance, arch)) for instance in instances]
     used = [resources(note) for note in notes if note]
     registers = sorted({r.registers for r in used} or {0})
@@ -207,10 +207,10 @@ def _table(*numbers: str) -> Any:
 
 
 def _check(wanted: dict[tuple[str, str], list[Instance]]) -> int:
-    """Count the kernels that the cache has; 1 where some are missing."""
+    """Count the kernels that the cache has. Return 1 if some are missing."""
     table, total, absent = _table("kernels", "cached", "missing"), 0, 0
     for (stem, arch), instances in wanted.items():
-        # Also what is in the cache and is not loaded: a file that is cut, or another user's.
+        # A cached file that cannot be loaded counts as missing: a truncated file, or another user's.
         missing = sum(not compile.is_intact(compile.cached_path(i, arch)) for i in instances)
         table.add_row(stem, f"sm_{arch}", *map(str, (len(instances), len(instances) - missing, missing)))
         total += len(instances)
@@ -226,7 +226,7 @@ def _check(wanted: dict[tuple[str, str], list[Instance]]) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile the kernels that the cache lacks, and show what it has then."""
+    """Compile the kernels that the cache lacks, and show the contents of the cache."""
     stems = _stems(args.op)
     require_nvrtc()
     archs = _archs(args.arch)

@@ -1,4 +1,4 @@
-"""`cukern demo`: route tokens through a model's gate and show where they go; then encode texts without padding."""
+"""`cukern demo`: route tokens through a model's gate and show the experts' load; then encode texts without padding."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ MODELS = {
 }
 _DTYPES = f"{', '.join(gate_kernels.DTYPES)} or float64"
 _TOKENS = 8192
-_MOST_TOKENS = 1 << 20  # whose logits of 256 experts take 1 GiB
+_MOST_TOKENS = 1 << 20  # logits of 256 experts then take 1 GiB
 _HIDDEN = 512
 _TOPICS = 16
 _BALANCED_ON = 4096
 _SHOWN = 5
-# Tokens that the twin takes at once, which bounds its memory, and that are compared with the kernel.
+# The reference routes this many tokens at a time, to bound its memory. The kernel is compared on as many tokens.
 _CHUNK = 8192
 
 
@@ -84,10 +84,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _made_up(model: Model, rng: np.random.Generator) -> Callable[[int], Array]:
-    """A source of logits [n, experts] as a router sees them.
+    """Return a source of logits [n, experts] like a router's.
 
-    Hidden states of unit variance, each a topic plus noise, times a router weight. Some topics are more frequent than
-    others and all have a common part, so that some experts get more tokens.
+    A hidden state has unit variance: a topic plus noise. It is multiplied by a router weight. Some topics are more
+    frequent, and all topics share a common part, so that some experts get more tokens.
     """
     common = rng.standard_normal(_HIDDEN, np.float32)
     topics = 0.8 * rng.standard_normal((_TOPICS, _HIDDEN), np.float32) + 0.6 * common
@@ -107,11 +107,11 @@ def _made_up(model: Model, rng: np.random.Generator) -> Callable[[int], Array]:
 
 
 def balancing_bias(model: Model, logits: Array, steps: int = 30) -> Array:
-    """A correction bias [experts] that evens out the load, found on the sample `logits`.
+    """Return a correction bias [experts] that balances the load on the sample `logits`.
 
-    DeepSeek-V3's load balancing without an auxiliary loss (arXiv:2408.15664): route, then raise the bias of each
-    expert below the mean load by a step and lower the others'. The step is fixed there, over a long training; it
-    shrinks here.
+    DeepSeek-V3's load balancing without an auxiliary loss (arXiv:2408.15664): route, then raise the bias of each expert
+    below the mean load by a step, and lower the others. In the paper's long training the step is fixed. Here it
+    shrinks.
     """
     bias = np.zeros(model.experts, np.float32)
     here = _place(logits)
@@ -130,14 +130,14 @@ def _named(names: Sequence[str], get: Callable[[str], Any]) -> tuple[Any, Any]:
 
 
 def _read(path: Path) -> tuple[Any, Any]:
-    """The logits of a file and its bias, which may be None."""
+    """Return the logits of a file, and its bias or None."""
     suffix = path.suffix.lower()
     if suffix in (".npy", ".npz"):
-        # Mapped into memory: with --tokens only the first rows are read.
+        # Map the file into memory, so that --tokens reads only the first rows.
         try:
             loaded = np.load(path, mmap_mode="r", allow_pickle=False)
         except ValueError as error:
-            # NumPy takes any other file for Python objects, and advises to load them unsafely.
+            # NumPy takes any other file for pickled objects, and its message advises loading them unsafely.
             if "pickle" in str(error):
                 raise ValueError("not a file of NumPy, or one of Python objects, which are not loaded") from None
             raise
@@ -166,9 +166,9 @@ def _read(path: Path) -> tuple[Any, Any]:
 
 
 def _regular(name: str, array: Any, notes: list[str]) -> Array:
-    """The array as the gate takes it: contiguous, in native byte order, of one of its dtypes."""
+    """Return the array as the gate takes it: contiguous, in native byte order, with a supported dtype."""
     if array.dtype.kind == "V" and array.dtype.itemsize == 2 and array.dtype.fields is None:
-        # NumPy's own files keep the bits of bfloat16 but not its name.
+        # NumPy's own files store the bits of bfloat16 without the name of the dtype.
         array = array.view(arrays.numpy_dtype("bfloat16"))
     if array.dtype.name == "float64":
         notes.append(f"{name} converted from float64 to float32")
@@ -179,9 +179,9 @@ def _regular(name: str, array: Any, notes: list[str]) -> Array:
 
 
 def _load_file(path: Path, tokens: int | None) -> tuple[Array, Array | None, str]:
-    """Logits [tokens, experts], the bias if there is one, and a description of both.
+    """Return logits [tokens, experts], the bias if there is one, and a description of both.
 
-    Raises UserError for a file that has no such arrays.
+    Raises UserError for a file without such arrays.
     """
     notes: list[str] = []
     try:
@@ -209,7 +209,7 @@ def _load_file(path: Path, tokens: int | None) -> tuple[Array, Array | None, str
 
 
 def _model_for(experts: int, biased: bool) -> Model:
-    """The router for logits of which only the number of experts is known, and whether there is a bias."""
+    """Return a router for logits with this number of experts, with or without a bias."""
     for model in MODELS.values():
         if model.experts == experts and (model.biased or not biased):
             return model
@@ -220,7 +220,7 @@ def _model_for(experts: int, biased: bool) -> Model:
 
 
 def _place(array: Array) -> Any:
-    """The array where the work runs: on the GPU if there is one."""
+    """Return the array on the GPU if there is one, else unchanged."""
     if not kernel.device_count():
         return array
     import cupy
@@ -229,14 +229,14 @@ def _place(array: Array) -> Any:
 
 
 def _outputs(model: Model, logits: Any) -> tuple[Any, Any]:
-    """Arrays for weights and ids, where the logits are."""
+    """Return arrays for weights and ids, in the library and on the device of the logits."""
     library, shape = arrays.library_of(logits), (len(logits), model.topk)
     assert library is not None
     return library.empty(shape, "float32", logits), library.empty(shape, "int32", logits)
 
 
 def route(model: Model, logits: Any, bias: Any, out: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
-    """(weights, ids) of the model's router, where the logits are."""
+    """Return (weights, ids) of the model's router, in the library and on the device of the logits."""
     out = out or _outputs(model, logits)
     if model.scoring == "softmax":
         return cukern.topk_softmax(*out, logits, renormalize=True)
@@ -250,7 +250,7 @@ def _route_on_host(model: Model, logits: Array, bias: Array | None) -> tuple[Arr
 
 
 def _load(ids: Any, experts: int) -> Array:
-    """Tokens per expert."""
+    """Return the number of tokens per expert."""
     library = arrays.library_of(ids)
     assert library is not None
     return np.bincount(library.to_numpy(ids).ravel(), minlength=experts)
@@ -277,7 +277,7 @@ def _first_tokens(model: Model, weights: Array, ids: Array) -> Any:
 
 
 def _bar(share: float, glyphs: str) -> Any:
-    """One expert's load as a glyph; `share` is its part of the mean."""
+    """Return an expert's load as a glyph; `share` is the load relative to the mean."""
     from rich.text import Text
 
     level = 0 if share == 0 else min(max(round(share / 2 * (len(glyphs) - 1)), 1), len(glyphs) - 1)
@@ -285,7 +285,7 @@ def _bar(share: float, glyphs: str) -> Any:
 
 
 def _load_chart(model: Model, loads: dict[str, Array], utf8: bool) -> Any:
-    """The load per expert, a column of the table for each of `loads`."""
+    """Return a table of the load per expert, with a column for each of `loads`."""
     from rich import box
     from rich.console import Group
     from rich.table import Table
@@ -329,7 +329,7 @@ _ARCH = "90a"
 
 
 def _call(model: Model, logits: Any, bias: Any) -> tuple[str, dict[str, Any]]:
-    """The function that routes for the model, and its arguments."""
+    """Return the name of the function that routes for the model, and its arguments."""
     if model.scoring == "softmax":
         weights, ids = _outputs(model, logits)
         return "topk_softmax", {
@@ -340,13 +340,13 @@ def _call(model: Model, logits: Any, bias: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _kernels(model: Model, logits: Any, bias: Any, arch: str | None) -> Sequence[Launch]:
-    """The launches of the model's call, as `cukern.explain` has them."""
+    """Return the launches of the model's call, from `cukern.explain`."""
     name, arguments = _call(model, logits, bias)
     return cukern.explain(getattr(cukern, name), **arguments, arch=arch).launches
 
 
 def _build(model: Model, logits: Array, bias: Array | None) -> str:
-    """Compile the kernel of the model's call. Returns its time, registers and spills in words."""
+    """Compile the kernel of the model's call. Return a description of its time, registers and spills."""
     if reason := compile.available():
         return f"Nor can a kernel be compiled here ({reason.splitlines()[0]}): {INSTALL}"
     instances = [*launched(*_call(model, logits, bias), gpu.BY_ARCH[_ARCH])]
@@ -365,12 +365,12 @@ def _build(model: Model, logits: Array, bias: Array | None) -> str:
 
 
 def _microseconds(calls: Sequence[Callable[[], object]]) -> float:
-    """The time of one of `calls`: the median over replays of a CUDA graph of all of them."""
+    """Return the time per call in microseconds: the median over replays of a CUDA graph of all calls."""
     import cupy
 
     stream = cupy.cuda.Stream(non_blocking=True)
     start, stop = cupy.cuda.Event(), cupy.cuda.Event()
-    # The arguments were made on another stream.
+    # Wait, because the arguments were made on another stream.
     cupy.cuda.runtime.deviceSynchronize()
     with stream:
         for call in calls:
@@ -386,12 +386,12 @@ def _microseconds(calls: Sequence[Callable[[], object]]) -> float:
             stop.record(stream)
             stop.synchronize()
             times.append(cupy.cuda.get_elapsed_time(start, stop))
-    # Without the first replays, in which the graph is uploaded and the clocks rise.
+    # Ignore the first replays, during which the graph is uploaded and the clocks rise.
     return float(np.median(times[3:])) / len(calls) * 1000
 
 
 def _measure(model: Model, logits: Any, bias: Any) -> list[tuple[str, str]]:
-    """Time and floor of the kernel on this GPU, in words."""
+    """Return descriptions of the kernel's time and floor on this GPU."""
     import cupy
 
     runtime = cupy.cuda.runtime
@@ -399,7 +399,7 @@ def _measure(model: Model, logits: Any, bias: Any) -> list[tuple[str, str]]:
     l2 = runtime.deviceGetAttribute(runtime.cudaDevAttrL2CacheSize, device)
     free, _ = runtime.memGetInfo()
 
-    # Inputs that together exceed the L2 cache, as far as memory allows.
+    # Use inputs that together exceed the L2 cache, if memory allows.
     count = max(1, min(-(-2 * l2 // logits.nbytes), 1024, free // (4 * logits.nbytes)))
     shape = (len(logits), model.topk)
     sets = [(logits.copy(), (cupy.empty(shape, np.float32), cupy.empty(shape, np.int32))) for _ in range(count)]
@@ -407,7 +407,7 @@ def _measure(model: Model, logits: Any, bias: Any) -> list[tuple[str, str]]:
 
     size = min(1 << 30, free // 8)
     source, target = cupy.zeros(size, np.uint8), cupy.empty(size, np.uint8)
-    # Not in a graph, whose memory nodes are slower. So large that the launch does not matter.
+    # Copy without a graph, because memory nodes of a graph are slower. The size makes the launch time negligible.
     start, stop = cupy.cuda.Event(), cupy.cuda.Event()
     times = []
     for _ in range(8):
@@ -435,7 +435,7 @@ def _measure(model: Model, logits: Any, bias: Any) -> list[tuple[str, str]]:
 
 
 def _choice(model: Model, logits: Array, bias: Array | None) -> Array:
-    """The numbers by which the experts of each token are ordered."""
+    """Return the values that order each token's experts."""
     x = logits.astype(np.float64)
     return x if bias is None else 1 / (1 + np.exp(-x)) + bias.astype(np.float64)
 
@@ -443,7 +443,7 @@ def _choice(model: Model, logits: Array, bias: Array | None) -> Array:
 def agreement(
     model: Model, logits: Array, bias: Array | None, weights: Array, ids: Array, twin: tuple[Array, Array]
 ) -> str:
-    """The difference between the kernel's (weights, ids) and the twin's, in words."""
+    """Describe the difference between the kernel's (weights, ids) and the reference's."""
     twin_weights, twin_ids = twin
     equal = (ids == twin_ids).all(axis=1)
     difference = np.abs(weights - twin_weights)[equal].max(initial=0)
@@ -456,7 +456,7 @@ def agreement(
 
 
 def _input(args: argparse.Namespace) -> tuple[Model, Array, Array | None, str]:
-    """The router, logits, the bias if there is one, and a description of them."""
+    """Return the router, the logits, the bias if there is one, and a description of them."""
     if args.tokens is not None and args.tokens < 1:
         raise UserError(f"--tokens must be at least 1, got {args.tokens}")
     if not args.logits and (args.tokens or 0) > _MOST_TOKENS:
@@ -486,7 +486,7 @@ def _input(args: argparse.Namespace) -> tuple[Model, Array, Array | None, str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Route the tokens and show where they went; then, unless they are a file's, encode texts."""
+    """Route the tokens and show the experts' load; then, unless the logits are from a file, encode texts."""
     screen = console()
     _show_routing(args, screen)
     if not args.logits:
@@ -501,7 +501,7 @@ def _show_routing(args: argparse.Namespace, screen: Any) -> None:
 
     model, logits, bias, words = _input(args)
     zeros = np.zeros(model.experts, np.float32)
-    # Without a bias in the file, a biased router routes by the scores alone.
+    # Without a bias in the file, a biased router uses the scores only.
     used = zeros if model.biased and bias is None else bias
     placed, placed_bias = _place(logits), None if used is None else _place(used)
     on_gpu = kernel.device_count() > 0

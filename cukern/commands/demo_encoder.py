@@ -1,4 +1,4 @@
-"""The end of `cukern demo`: a tiny encoder built at random, before and after the padding is removed."""
+"""The end of `cukern demo`: a tiny encoder with random weights, with and without the padding."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from cukern.runtime.progress import progress
 
 _HIDDEN, _LAYERS, _HEADS, _INTER = 128, 2, 2, 512
 _MOST_WORDS = 128
-#: Copies of the texts on a GPU, which is done with one before the host has launched the kernels. The NumPy references
-#: take the texts of one function in three.
+#: Copies of the texts on a GPU, which would otherwise finish before the host has launched the kernels. The NumPy
+#: references use only every third text.
 _COPIES = 32
 _STEP_ON_HOST = 3
 _REPEATS = 5
@@ -28,21 +28,21 @@ _SHOWN = 4
 
 
 def descriptions() -> dict[str, str]:
-    """The texts: what each function of cukern says of itself, up to its arguments, by its name."""
+    """Return the texts by name: the docstring of each function of cukern, up to its arguments."""
     functions = {name: getattr(cukern, name) for name in cukern.__all__}
     documented = {name: inspect.getdoc(x) for name, x in functions.items() if inspect.isfunction(x)}
     return {name: text.split("\n\nArgs:")[0] for name, text in documented.items() if text}
 
 
 def tokenized(texts: list[str]) -> tuple[list[list[int]], int]:
-    """The ids of the words of each text, up to `_MOST_WORDS`, and the size of the vocabulary, in which 0 is padding."""
+    """Return the word ids of each text, up to `_MOST_WORDS`, and the size of the vocabulary, where 0 is padding."""
     vocabulary: dict[str, int] = {}
     words = [re.findall(r"\w+|[^\w\s]", text.lower())[:_MOST_WORDS] for text in texts]
     return [[vocabulary.setdefault(word, len(vocabulary) + 1) for word in own] for own in words], len(vocabulary) + 1
 
 
 def random_state(config: EncoderConfig, rng: np.random.Generator) -> dict[str, NDArray[Any]]:
-    """Weights by the names of a BERT's state dict."""
+    """Return random weights by the names of a BERT's state dict."""
     hidden, inter = config.hidden_size, config.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.word_embeddings.weight": (config.vocab_size, hidden),
@@ -76,9 +76,9 @@ class Batch(NamedTuple):
     mask: NDArray[np.bool_]  # [batch, seq]
 
     def with_padding(self) -> Batch:
-        """The batch whose padding is not removed: [2 * batch, seq], behind each text its padding as another text.
+        """Return a batch [2 * batch, seq] that keeps the padding: each text is followed by its padding as another text.
 
-        No word attends to it, as under a mask, but each of its rows goes through every product.
+        No word attends to the padding, as under a mask, but the padding goes through every product.
         """
         both = np.stack([self.mask, ~self.mask], 1)
         return Batch(np.repeat(self.ids, 2, 0), both.reshape(-1, self.mask.shape[1]))
@@ -93,9 +93,9 @@ def padded(tokens: list[list[int]]) -> Batch:
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """The result of a call, and its time in milliseconds, with that of the host.
+    """Return the result of a call, and its time in milliseconds, including the host's.
 
-    On a GPU it is the median of several calls, after one that compiles the kernels.
+    On a GPU the time is the median of several calls, after a first call that compiles the kernels.
     """
     times = []
     for _ in range(1 + _REPEATS if kernel.device_count() else 1):
@@ -114,8 +114,8 @@ def _on_host(array: Any) -> NDArray[Any]:
 
 
 def _neighbours(names: list[str], vectors: NDArray[Any]) -> str:
-    """The texts that are nearest to each other, in words: with random weights, those that share words."""
-    # What all vectors have in common would hide what they have not.
+    """Describe the pairs of texts nearest to each other. With random weights, these share words."""
+    # Subtract the mean, because the common part of all vectors would hide the differences.
     own = vectors - vectors.mean(0)
     own /= np.linalg.norm(own, axis=1, keepdims=True)
     cosines = np.triu(own @ own.T, 1)
@@ -125,7 +125,7 @@ def _neighbours(names: list[str], vectors: NDArray[Any]) -> str:
 
 
 def show(console: Any) -> None:
-    """Encode the texts with and without their padding, and print what that takes and what comes out."""
+    """Encode the texts with and without their padding, and print the work, the times and the results."""
     from rich import box
     from rich.table import Table
 
@@ -135,7 +135,7 @@ def show(console: Any) -> None:
     tokens, vocabulary = tokenized([found[name] for name in names])
     batch = padded(tokens * (_COPIES if on_gpu else 1))
     sizes = _HIDDEN, _LAYERS, _HEADS, _INTER, _MOST_WORDS
-    # GELU by tanh, which NumPy has, and not by the error function, of which it is much slower.
+    # Use GELU with tanh, because NumPy's error function is much slower.
     config = EncoderConfig("bert", vocabulary, *sizes, hidden_act="gelu_new")
     place = cupy.asarray if on_gpu else np.asarray
     state = {name: place(x) for name, x in random_state(config, np.random.default_rng(0)).items()}

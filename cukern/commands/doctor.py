@@ -1,6 +1,7 @@
-"""`cukern doctor`: what works on this machine, what does not, and the command that mends it. Makes no CUDA context.
+"""`cukern doctor`: what works on this machine, what does not, and the command that fixes it. Creates no CUDA context.
 
-It compiles one instance of each kernel into the cache. So a template that NVRTC refuses shows before its first use.
+It compiles one instance of each kernel into the cache, so that a template that NVRTC refuses shows before its first
+use.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from cukern.runtime import compile, kernel
 from cukern.runtime.compile import Instance
 from cukern.runtime.gpu import BY_ARCH
 
-#: The first columns of the subject and of the state in the report.
+#: The columns at which the subject and the state begin in the report.
 _SUBJECT, _STATE = 9, 23
 _OLDEST = (8, 0)
 _OLDEST_NVRTC = (12, 8)
-#: The architecture that kernels are tried for on a machine without a GPU.
+#: The architecture that kernels are compiled for on a machine without a GPU.
 _TRIED = "90a"
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
-#: The command that installs the NVRTC that the kernels are tested with.
+#: The command that installs the NVRTC version that the kernels are tested with.
 _TESTED = 'pip install "cuda-toolkit[cudart,nvrtc]==13.0.*"'
 _PACKAGE_OF_CUDA = {12: "cukern[cuda12]", 13: "cukern[cuda13]"}
 
 
 class Finding(NamedTuple):
-    """One line of the report. `fix` is a command or advice; a problem has one, a note may have none."""
+    """A line of the report. `fix` is a command or advice; a problem always has one, a note may have one."""
 
     subject: str
     state: str
@@ -55,7 +56,7 @@ class Gpu(NamedTuple):
 
 
 class Driver(NamedTuple):
-    """The NVIDIA driver: its CUDA version (None: there is no driver), its GPUs, and why it cannot be used, if so."""
+    """The NVIDIA driver: its CUDA version (None without a driver), its GPUs, and why it cannot be used, if so."""
 
     cuda: tuple[int, int] | None
     gpus: list[Gpu]
@@ -63,7 +64,7 @@ class Driver(NamedTuple):
 
 
 def driver() -> Driver:
-    """The driver's own answers, for which neither CuPy nor a context is needed."""
+    """Ask the driver directly, which needs neither CuPy nor a context."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -92,7 +93,7 @@ def driver() -> Driver:
     return Driver(version, gpus)
 
 
-#: The variables that decide how cukern, CuPy and the driver behave.
+#: The environment variables that affect cukern, CuPy and the driver.
 _VARIABLES = (
     "CUKERN_COMPILE", "CUKERN_CACHE_DIR", "CUDA_VISIBLE_DEVICES", "CUDA_PATH", "CUDA_HOME", "CUDA_LAUNCH_BLOCKING",
     "CUPY_CACHE_DIR", "LD_LIBRARY_PATH",
@@ -100,7 +101,7 @@ _VARIABLES = (
 
 
 def look_at_software() -> list[Finding]:
-    """The versions of cukern and of what it always needs, the system, and the variables that are set."""
+    """Report the versions of cukern and its required packages, the system, and the variables that are set."""
     import cukern
 
     place = Path(cukern.__file__).parent
@@ -129,7 +130,7 @@ def _text(version: tuple[int, int]) -> str:
 
 
 def _extra_for(found: Driver) -> str:
-    """The extra whose CuPy the driver can run."""
+    """Return the command for the extra whose CuPy the driver can run."""
     major = 13 if found.cuda is None or found.cuda[0] >= 13 else 12
     return f'pip install "{_PACKAGE_OF_CUDA[major]}"'
 
@@ -159,7 +160,7 @@ def look_at_driver(found: Driver) -> list[Finding]:
 
 
 def cupy_packages() -> list[tuple[str, str]]:
-    """Name and version of each installed distribution of CuPy."""
+    """Return name and version of each installed distribution of CuPy."""
     found = set()
     for distribution in importlib.metadata.distributions():
         name = (distribution.metadata["Name"] or "").lower()
@@ -169,13 +170,13 @@ def cupy_packages() -> list[tuple[str, str]]:
 
 
 def look_at_cupy(found: Driver, packages: list[tuple[str, str]], failure: Exception | None) -> list[Finding]:
-    """Findings on CuPy; `failure` is the error of its import, None where it can be imported."""
+    """Report on CuPy; `failure` is the error of its import, or None."""
     words = ", ".join(f"{name} {version}" for name, version in packages)
     if not packages and failure:
         kind = "problem" if found.gpus else "note"
         return [Finding("CuPy", "not installed: kernels can neither compile nor run", kind, _extra_for(found))]
     if failure:
-        # An OSError comes from the cache folder that CuPy makes when it is imported.
+        # An OSError comes from the cache folder that CuPy creates when it is imported.
         fix = "export CUPY_CACHE_DIR=/a/folder/of/yours" if isinstance(failure, OSError) else _extra_for(found)
         reason = " ".join(str(failure).split()) or repr(failure)
         return [Finding("CuPy", f"{words} does not import: {reason}", "problem", fix)]
@@ -212,7 +213,7 @@ def look_at_nvrtc(found: Driver) -> list[Finding]:
 
 
 def torch_build() -> tuple[str, str | None] | None:
-    """The version of the installed torch and the CUDA that it was built for, read without importing it."""
+    """Return the version of the installed torch and its CUDA version, without importing torch."""
     try:
         version = importlib.metadata.version("torch")
         spec = importlib.util.find_spec("torch")
@@ -257,18 +258,18 @@ def look_at_cache() -> list[Finding]:
 
 
 class Row(NamedTuple):
-    """The kernels of a family that the cache has for an architecture."""
+    """The cached kernels of a family for an architecture."""
 
     stem: str
     arch: str
-    present: int  # of the kernels of the import
-    total: int  # the kernels of the import
-    first_use: int  # others of these sources
-    others: int  # of other sources
+    present: int  # cached kernels of the import
+    total: int  # all kernels of the import
+    first_use: int  # cached kernels of the installed sources that the import does not compile
+    others: int  # cached kernels of other sources
 
 
 def _cached() -> tuple[dict[tuple[str, str], set[str]], Counter[tuple[str, str]]]:
-    """The instances of these sources in the cache, and the number of cubins of other sources, by (stem, arch)."""
+    """Return the cached instances of these sources, and the number of cubins of other sources, by (stem, arch)."""
     kernel_of = {k.function: k for kernels in kernel.KERNELS.values() for k in kernels}
     current: dict[tuple[str, str], set[str]] = defaultdict(set)
     others: Counter[tuple[str, str]] = Counter()
@@ -289,7 +290,7 @@ def _cached() -> tuple[dict[tuple[str, str], set[str]], Counter[tuple[str, str]]
 
 
 def look_at_kernels(found: Driver) -> tuple[list[Row], list[Finding]]:
-    """What the cache has, by family and architecture, and the findings on the kernels of the import that it lacks."""
+    """Return the cached kernels by family and architecture, and the findings on missing kernels of the import."""
     current, others = _cached()
     here = _archs_of(found)
     rows: list[Row] = []
@@ -314,12 +315,12 @@ def look_at_kernels(found: Driver) -> tuple[list[Row], list[Finding]]:
 
 
 def _archs_of(found: Driver) -> list[str]:
-    """The architectures of the GPUs that kernels run on."""
+    """Return the architectures of the GPUs that can run the kernels."""
     return sorted({gpu.arch for gpu in found.gpus if gpu.compute_capability >= _OLDEST})
 
 
 def _sum_of(rows: list[Row], arch: str) -> Finding:
-    """The kernels that are compiled for an architecture, of all families."""
+    """Report the number of compiled kernels of all families for an architecture."""
     own = [row for row in rows if row.arch == arch]
     present, total, first_use, others = (sum(column) for column in zip(*(row[2:] for row in own), strict=True))
     words = f"; {others} of other versions" if others else ""
@@ -332,9 +333,9 @@ def _sum_of(rows: list[Row], arch: str) -> Finding:
 
 
 def one_of_each(arch: str) -> list[Instance]:
-    """An instance of each kernel, where possible one that the cache has.
+    """Return an instance of each kernel, preferably one that the cache has.
 
-    The candidates are the instances that the families list, and what the smallest calls of the named models reach.
+    The candidates are the instances that the families list, and the instances of the named models' smallest calls.
     """
     from cukern.commands.serving import smallest_of
 
@@ -348,7 +349,7 @@ def one_of_each(arch: str) -> list[Instance]:
 
 
 def try_kernels(arch: str) -> list[Finding]:
-    """Compile an instance of each kernel that has none in the cache; a problem for each family that NVRTC refuses."""
+    """Compile an instance of each kernel that has none in the cache; report a problem for each family that fails."""
     tried = one_of_each(arch)
     with contextlib.suppress(compile.CompileError):
         kernel.compile_with_progress([(i, arch) for i in compile.missing(tried, arch)], f"trying kernels for sm_{arch}")
@@ -365,7 +366,7 @@ def try_kernels(arch: str) -> list[Finding]:
 
 
 def look_at_templates(found: Driver) -> list[Finding]:
-    """The trial for the GPUs of this machine; none where nothing could be compiled or kept."""
+    """Try the kernels for the GPUs of this machine; report nothing if nothing can be compiled or stored."""
     archs = [arch for arch in _archs_of(found) or [_TRIED] if refusal(arch) is None]
     try:
         compile.cuda_include_directory()
@@ -379,7 +380,7 @@ def _names(instances: list[Instance]) -> str:
 
 
 def _why(instance: Instance, arch: str) -> str:
-    """The first error in NVRTC's message."""
+    """Return the first error in NVRTC's message."""
     try:
         compile.cubin(instance, arch)
     except compile.CompileError as error:
@@ -401,7 +402,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _show_combinations() -> None:
-    """The pairs of classes that make a mixture-of-experts layer, and why the others do not."""
+    """Print the pairs of classes that make a mixture-of-experts layer, and why the others do not."""
     from rich import box
     from rich.table import Table
 
@@ -430,9 +431,9 @@ def _show_combinations() -> None:
 
 
 def _hanging(begin: str, text: str, width: int) -> str:
-    """The text behind its beginning, wrapped between words.
+    """Return `begin` followed by the text, wrapped between words and indented.
 
-    A word that is too long for its column, such as a path, has a line of its own, from column `_SUBJECT` on.
+    A word that is too long for its column, such as a path, gets its own line, from column `_SUBJECT` on.
     """
     lines, indent = [begin], " " * len(begin)
     for word in text.split(" "):
@@ -447,7 +448,7 @@ def _hanging(begin: str, text: str, width: int) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print all findings; 1 if there is a problem."""
+    """Print all findings. Return 1 if there is a problem."""
     if args.moe:
         _show_combinations()
         return 0

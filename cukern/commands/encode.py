@@ -1,4 +1,4 @@
-"""`cukern encode`: one vector for each text of a file, by a model in a directory."""
+"""`cukern encode`: compute one vector for each text of a file, with a model in a directory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _nearest(vectors: NDArray[Any], shown: int) -> list[tuple[int, float]]:
-    """The other text that is nearest to each of the first ones, and the cosine of the two."""
+    """Return, for each of the first texts, the nearest other text and the cosine between the two."""
     unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     cosines = unit[:shown] @ unit.T
     np.fill_diagonal(cosines, -np.inf)
@@ -40,7 +40,7 @@ def _show(lines: list[str], tokens: list[list[int]], vectors: NDArray[Any]) -> N
     from rich.text import Text
 
     screen = console()
-    # Two texts share a row with columns of numbers.
+    # Leave room for two texts and the columns of numbers in a row.
     room = max(8, min(48, (screen.width - 30) // 2))
 
     def words(number: int) -> Text:
@@ -63,7 +63,7 @@ def _show(lines: list[str], tokens: list[list[int]], vectors: NDArray[Any]) -> N
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read the texts and the model, and show or keep the vectors."""
+    """Read the texts and the model, and show or save the vectors."""
     from cukern.models import Encoder
     from cukern.runtime import arrays
 

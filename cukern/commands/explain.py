@@ -1,7 +1,7 @@
-"""`cukern explain`: the kernels of a call that is known by its sizes. No array has memory, and nothing runs.
+"""`cukern explain`: explain the kernels of a call from its sizes. The arrays have no memory, and nothing runs.
 
-The docstring of a function gives the shape and the dtypes of each argument: "logits: float32 [tokens, experts]". Where
-it refers to another function ("as in `rms_norm`"), that docstring gives them.
+A function's docstring gives the shape and the dtypes of each argument: "logits: float32 [tokens, experts]". If it
+refers to another function ("as in `rms_norm`"), that function's docstring gives them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cukern.runtime.compile import Instance
 from cukern.runtime.progress import progress
 from cukern.runtime.template import TemplateError
 
-#: Sizes by the names of the docstrings. A name of none of these is 8.
+#: Default sizes by the names in docstrings. All other sizes default to 8.
 SIZES = {
     "tokens": 4096, "rows": 4096, "words": 4096, "memory_tokens": 4096, "experts": 256, "topk": 8, "topk_group": 4,
     "hidden": 4096, "width": 4096, "inter": 2048, "k": 4096, "n": 4096, "vocab": 131072, "positions": 4096, "heads": 32,
@@ -40,18 +40,18 @@ SIZES = {
     "group_size": 128, "num_experts": 256, "n_expert": 256, "step": 1, "end_id": 2, "batch_size": 64,
     "num_heads_per_head_k": 128, "num_heads_k": 1,
 }  # fmt: skip
-#: Sizes of the functions that have all of these names: attention over latents (DeepSeek).
+#: Default sizes for functions with all of these names: attention over latents (DeepSeek).
 _OF_LATENTS = {"head_dim": 576, "head_dim_v": 512, "heads": 128, "kv_heads": 1}
 _ANOTHER = 8
 _FLOATS = ("bfloat16", "float16", "float32")
 _DTYPE = re.compile(rf"\b({'|'.join(sorted(arrays.ITEM_SIZE, key=len, reverse=True))})\b")
 _SHAPE = re.compile(r"(?<![\w\])])\[([^\[\]]*)\](?! or less)")
-#: "of the dtype of `a`", "of q's dtype", "of the query's dtype", "of the same dtype", "of a dtype as in".
+#: Matches "of the dtype of `a`", "of q's dtype", "of the query's dtype", "the same dtype" and "a dtype as in".
 _LIKE = re.compile(r"\b(?:dtype of `(\w+)`|(?:of (?:the )?(\w+)'s dtype)|the same dtype|a dtype as in)")
 _A_FLOAT = 0.9
-#: What a function raises for arguments that it does not take; the last, for a size that no field of a kernel holds.
+#: Errors of a function for invalid arguments. TemplateError: a size does not fit in a kernel's field.
 _REFUSALS = (TypeError, ValueError, TemplateError)
-#: Characters of a line on a terminal that is wider.
+#: Maximum characters of a line.
 _WIDEST = 120
 
 
@@ -105,11 +105,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-# --- what a docstring says of an argument -----------------------------------------------------------------
+# --- parsing docstrings -----------------------------------------------------------------------------------
 
 
 class Said(NamedTuple):
-    """What docstrings say of an argument."""
+    """The description of an argument in a docstring."""
 
     text: str
     shape: str  # such as "experts, 2 * inter, hidden"; empty for a number or a word
@@ -117,7 +117,7 @@ class Said(NamedTuple):
 
 @functools.cache
 def _entries(function: str) -> dict[str, Said]:
-    """What the docstring of a function says of each argument that it lists."""
+    """Return the description of each argument that the function's docstring lists."""
     text = inspect.getdoc(getattr(cukern, function)) or ""
     groups: list[tuple[list[str], str]] = []
     for line in text.partition("\nArgs:\n")[2].splitlines():
@@ -135,7 +135,7 @@ def _entries(function: str) -> dict[str, Said]:
             before = shape[1]
         elif not re.search(r"\bthe same\b(?! dtype)", said):
             before = ""
-        # "key_cache, value_cache: [...], and [...]": a shape for each.
+        # "key_cache, value_cache: [...], and [...]" gives one shape per name.
         pair = re.search(r"\[([^\]]*)\](?: with [^;\[]*)?,(?: and)? \[([^\]]*)\]", said) if len(names) == 2 else None
         for i, name in enumerate(names):
             entries[name] = Said(said, pair[i + 1] if pair else before)
@@ -143,7 +143,7 @@ def _entries(function: str) -> dict[str, Said]:
 
 
 def _said(function: str, name: str, asked: tuple[tuple[str, str], ...] = ()) -> Said | None:
-    """What is said of an argument by the docstring of a function, or by one that it refers to."""
+    """Return the description of an argument from the function's docstring, or from one that it refers to."""
     if (function, name) in asked or not inspect.isfunction(getattr(cukern, function, None)):
         return None
     asked = (*asked, (function, name))
@@ -162,7 +162,7 @@ def _said(function: str, name: str, asked: tuple[tuple[str, str], ...] = ()) -> 
 
 
 def _shape_with(said: Said, scalars: Mapping[str, Any]) -> str:
-    """The shape of an array, which a word among the arguments may decide: 'layout "flash": [...]'."""
+    """Return the shape of an array, which may depend on a word among the arguments: 'layout "flash": [...]'."""
     for word in scalars.values():
         if found := re.search(rf'"{word}":[^\[]*\[([^\]]*)\]', said.text):
             return found[1]
@@ -173,12 +173,12 @@ def _shape_with(said: Said, scalars: Mapping[str, Any]) -> str:
 
 
 def _size(text: str, sizes: Mapping[str, int]) -> int:
-    """The size that an expression of a docstring such as "ceil(k / 64)" gives."""
+    """Return the value of a docstring's size expression, such as "ceil(k / 64)"."""
     return math.ceil(eval(text, {"ceil": math.ceil}, dict(sizes)))
 
 
 def _array(name: str, dtype: str, shape: Sequence[str], sizes: Mapping[str, int]) -> Any:
-    """An array without memory. Raises UserError where its docstring gives no sizes, and for one that is too large."""
+    """Return an array without memory. Raises UserError if the docstring gives no sizes, or if it is too large."""
     try:
         numbers = tuple(_size(text, sizes) for text in shape)
     except (SyntaxError, NameError, TypeError):
@@ -190,7 +190,7 @@ def _array(name: str, dtype: str, shape: Sequence[str], sizes: Mapping[str, int]
 
 
 def _dimensions(shape: str) -> list[str]:
-    """The expressions of the sizes of a shape; the dimensions that "..." stands for are one at the most."""
+    """Return the size expressions of a shape; "..." stands for at most one dimension."""
     parts = [
         part.strip().removeprefix("*").removeprefix("all ") for part in re.split(r",(?![^(]*\))", shape) if part.strip()
     ]
@@ -204,19 +204,19 @@ def _names(expressions: Sequence[str]) -> list[str]:
 
 
 class Parameter(NamedTuple):
-    """An argument of the function: an array, a list of one, an integer, or something else."""
+    """An argument of the function: an array, a list with one array, an integer, or something else."""
 
     name: str
     kind: str  # "array", "arrays", "int" or "other"
     is_required: bool
-    is_left_out: bool  # None is a usual value
+    is_left_out: bool  # None is a common value
     annotation: str
     said: Said
 
 
 @functools.cache
 def parameters(function: Callable[..., Any]) -> list[Parameter]:
-    """The arguments of a function of cukern."""
+    """Return the arguments of a function of cukern."""
     found = []
     for own in inspect.signature(function).parameters.values():
         annotation = str(own.annotation)
@@ -232,7 +232,7 @@ def parameters(function: Callable[..., Any]) -> list[Parameter]:
 
 
 def _dtype(parameter: Parameter, first: str, chosen: Mapping[str, str]) -> str:
-    """The dtype of an array: the chosen one, if the docstring allows that, else the first that it names."""
+    """Return the dtype of an array: the chosen one if the docstring allows it, else the first one it names."""
     if parameter.name in chosen:
         return chosen[parameter.name]
     common, text = chosen[""], parameter.said.text
@@ -247,7 +247,7 @@ def _dtype(parameter: Parameter, first: str, chosen: Mapping[str, str]) -> str:
 
 
 def _shapes(function: Callable[..., Any], scalars: Mapping[str, Any], optional: Sequence[str]) -> dict[str, list[str]]:
-    """The expressions of the sizes of each array of a call."""
+    """Return the size expressions of each array of a call."""
     return {
         p.name: _dimensions(_shape_with(p.said, scalars) or "1")
         for p in parameters(function)
@@ -256,7 +256,7 @@ def _shapes(function: Callable[..., Any], scalars: Mapping[str, Any], optional: 
 
 
 def sizes_of(function: Callable[..., Any], scalars: Mapping[str, Any], optional: Sequence[str]) -> list[str]:
-    """The names of the sizes of the arrays of a call, and of its integers."""
+    """Return the names of the sizes of a call's arrays, and of its integers."""
     names = _names([text for shape in _shapes(function, scalars, optional).values() for text in shape])
     return list(dict.fromkeys([*names, *(p.name for p in parameters(function) if p.kind == "int")]))
 
@@ -268,7 +268,7 @@ def call_of(
     scalars: Mapping[str, Any],
     optional: Sequence[str],
 ) -> dict[str, Any]:
-    """The arguments of a call with these sizes. Raises UserError for names that the function has not."""
+    """Return the arguments of a call with these sizes. Raises UserError for names that the function lacks."""
     own, title = parameters(function), f"cukern.{function.__name__}"
     arrays_of = [p for p in own if p.kind in ("array", "arrays")]
     shapes = _shapes(function, scalars, optional)
@@ -300,7 +300,7 @@ def call_of(
 
 
 def _value(parameter: Parameter, title: str) -> Any:
-    """A value for a required argument that is no array and no integer."""
+    """Return a value for a required argument that is neither an array nor an integer."""
     if "bool" in parameter.annotation:
         return True
     if "float" in parameter.annotation:
@@ -322,15 +322,15 @@ def _refuse_others(option: str, given: Any, known: Any, what: str) -> None:
 
 # --- the kernels of a function ----------------------------------------------------------------------------
 
-#: Sizes that select a kernel in some family, beside the numbers among the template arguments of its instances.
+#: Sizes that select a kernel in some family, in addition to the template arguments of its instances.
 _SWEPT = (1, 16, 64, 1024, 4096, 8192, 65536)
-_LOADS = (4, 8)  # elements of a load of 16 bytes: a width may be counted in these
+_LOADS = (4, 8)  # elements of a 16-byte load; a template argument may count a width in loads
 
 
 def reached_by(name: str, listed: Collection[Instance], on: gpu.Gpu) -> set[Instance]:
-    """The instances among `listed` that calls of a function reach on a GPU, over dtypes, options and sizes.
+    """Return the instances among `listed` that calls of a function reach on a GPU, over dtypes, options and sizes.
 
-    Each option and each size is changed alone, then each pair of the sizes that decide.
+    The search changes each option and each size alone, then each pair of the sizes that affect the result.
     """
     function = getattr(cukern, name)
     own = parameters(function)
@@ -348,7 +348,7 @@ def reached_by(name: str, listed: Collection[Instance], on: gpu.Gpu) -> set[Inst
     ones = {p.name: 1 for p in own if p.kind == "int" and p.is_required}
 
     def at(dtype: str, option: tuple[dict[str, Any], list[str]], **sizes: int) -> frozenset[Instance]:
-        # Where the function refuses its other integers beside these sizes, such as more groups than there are, with 1.
+        # If the function refuses its other integers with these sizes, such as too many groups, try again with 1.
         for given in (sizes, ones | sizes):
             with contextlib.suppress(*_REFUSALS, UserError):
                 return launched(name, call_of(function, given, {"": dtype}, *option), on)
@@ -376,7 +376,7 @@ def reached_by(name: str, listed: Collection[Instance], on: gpu.Gpu) -> set[Inst
 
 
 def _pairs(option: str, given: Sequence[str]) -> dict[str, str]:
-    """The pairs NAME=VALUE of an option."""
+    """Return the pairs NAME=VALUE of an option."""
     pairs = {}
     for text in given:
         name, _, value = (part.strip() for part in text.partition("="))
@@ -395,7 +395,7 @@ def _sizes(given: Sequence[str]) -> dict[str, int]:
 
 
 def _dtypes(given: Sequence[str]) -> dict[str, str]:
-    """The dtype of each array that is named; by the empty name, of all others."""
+    """Return the dtype of each named array, and under the empty name the dtype of all others."""
     dtypes = {"": _FLOATS[0]}
     for text in given:
         name, _, dtype = text.rpartition("=")
@@ -406,7 +406,7 @@ def _dtypes(given: Sequence[str]) -> dict[str, str]:
 
 
 def _literal(text: str) -> Any:
-    """A value as Python writes it; a word is a string."""
+    """Parse a value as a Python literal; any other text is a string."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -414,21 +414,21 @@ def _literal(text: str) -> Any:
 
 
 def _written(value: Any) -> str:
-    """The text of an argument in the line of the call."""
+    """Return the text of an argument in the printed call."""
     if isinstance(value, list):
         return f"[{', '.join(map(_written, value))}]"
     return f"{value.dtype} {list(value.shape)}" if hasattr(value, "dtype") else repr(value)
 
 
 def functions() -> list[str]:
-    """The names of the functions of cukern that work on arrays."""
+    """Return the names of cukern's functions that work on arrays."""
     public = {name: getattr(cukern, name) for name in cukern.__all__}
     rooms = ("cukern.ops.", "cukern.fused_moe")
     return [name for name, x in public.items() if inspect.isfunction(x) and x.__module__.startswith(rooms)]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the call, and what it would launch."""
+    """Print the call, and its launches."""
     if args.function not in functions():
         near = difflib.get_close_matches(args.function, functions()) or ["moe_fused_gate"]
         raise UserError(f"FUNCTION must be a function of cukern, such as {' or '.join(near)}, got {args.function!r}")

@@ -1,4 +1,4 @@
-"""`cukern generate`: continue prompts by a model of transformers on the kernels of cukern."""
+"""`cukern generate`: continue prompts with a model of transformers on cukern's kernels."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises UserError for arguments that do not go together."""
+    """Raise UserError for arguments that cannot be combined."""
     if args.random_weights != (args.config is not None):
         raise UserError("--config NAME and --random-weights go together")
     if (args.model is None) == (args.config is None):
@@ -68,7 +68,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, Any, list[list[int]]]:
-    """The model, its tokenizer if it has one, and the ids of the prompts."""
+    """Return the model, its tokenizer if it has one, and the ids of the prompts."""
     import torch
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -99,7 +99,7 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any, list[list[int]]]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load the model, let it run on cukern, and continue the prompts."""
+    """Load the model, enable cukern's kernels, and continue the prompts."""
     _check(args)
     try:
         import torch  # noqa: F401

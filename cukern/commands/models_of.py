@@ -1,4 +1,4 @@
-"""The models that `cukern compile --for` knows: their configurations, by name or from a directory, as sizes."""
+"""The sizes of the models that `cukern compile --for` supports, by name or from a directory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LLAMA_8B = {
     "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
     "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 131072, "torch_dtype": "bfloat16",
 }  # fmt: skip
-#: The checkpoints that a name stands for, with the keys of Hugging Face's config.json.
+#: The checkpoints of each name, with the keys of Hugging Face's config.json.
 NAMED: dict[str, dict[str, dict[str, Any]]] = {
     "deepseek-v3": {"DeepSeek-V3": _DEEPSEEK_V3},
     "qwen3-moe": {
@@ -51,14 +51,14 @@ NAMED: dict[str, dict[str, dict[str, Any]]] = {
 
 
 class Kind(NamedTuple):
-    """What a model_type says beside the numbers of its configuration."""
+    """The properties that a model_type implies, in addition to its configuration."""
 
     has_experts: bool = False
     is_latent: bool = False  # attention over latents, as in DeepSeek-V3
-    norms_heads: bool = False  # norms of the heads of queries and keys
+    norms_heads: bool = False  # norms on the heads of queries and keys
     has_sinks: bool = False
-    is_biased: bool = False  # biases of the experts
-    scoring: str = "softmax"  # of the router
+    is_biased: bool = False  # the experts have biases
+    scoring: str = "softmax"  # the router's scoring function
     activation: str = "silu"
 
 
@@ -77,7 +77,7 @@ _DTYPES = tuple(arrays.CUDA_TYPE)
 
 
 class Model(NamedTuple):
-    """The sizes of a model; 0 or None where it has no such part."""
+    """The sizes of a model; 0 or None for parts that it lacks."""
 
     source: str  # the name or the file, for messages
     kind: Kind
@@ -89,7 +89,7 @@ class Model(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
-    inter: int  # of the dense layers
+    inter: int  # intermediate size of the dense layers
     window: int | None
     has_attention_bias: bool
     q_rank: int = 0
@@ -100,11 +100,11 @@ class Model(NamedTuple):
     expert_inter: int = 0
     groups: int = 1
     topk_group: int = 1
-    local_experts: int = 0  # the experts of a rank
+    local_experts: int = 0  # experts per rank
 
 
 def models_of(wanted: str) -> list[Model]:
-    """The models that a name or a directory stands for. Raises UserError for what is neither."""
+    """Return the models of a name or a directory. Raises UserError for anything else."""
     if wanted in NAMED:
         return [_model(config, wanted) for config in NAMED[wanted].values()]
     folder = Path(wanted)
@@ -135,7 +135,7 @@ class _Reader:
         return UserError(f"--for {self.source}: {name} must be {wanted}, got {got}")
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """The first of these keys that is there. Raises UserError where it is no positive integer."""
+        """Return the value of the first of these keys that exists. Raises UserError unless it is a positive integer."""
         name = next((name for name in names if self.config.get(name) is not None), None)
         if name is None and default is not None:
             return default

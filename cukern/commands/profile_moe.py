@@ -1,4 +1,4 @@
-"""`cukern profile-moe`: a trace of one forward pass of the fused mixture-of-experts layer."""
+"""`cukern profile-moe`: write a trace of one forward pass of the fused mixture-of-experts layer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _layer(args: argparse.Namespace, ranks: int) -> Layer:
-    """The layer of all ranks, in NumPy. Raises UserError for a pair of classes or sizes that make no layer."""
+    """Return the layer of all ranks, in NumPy. Raises UserError for classes or sizes that make no layer."""
     able, why_not = quantizations_of(args.pf_type, args.experts_type)
     if not able:
         raise UserError(why_not)
@@ -88,7 +88,7 @@ class HostTrace:
     def _name(self, frame: FrameType) -> str | None:
         module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
         if module == "cukern.runtime.op":
-            # The body of an op runs only where a plan is made.
+            # The body of an op runs only when a plan is made, so time `call` instead.
             called = frame.f_locals["op"].name if name == "call" else "_"
             return None if called.startswith("_") else called
         if module.startswith("cukern.ops."):
@@ -126,7 +126,7 @@ class HostTrace:
 
 
 def _torch_with_gpu() -> Any:
-    """The module torch, if it is installed and can use a GPU of this machine; else None."""
+    """Return the module torch if it is installed and can use a GPU of this machine, else None."""
     if not kernel.device_count():
         return None
     try:
@@ -137,7 +137,7 @@ def _torch_with_gpu() -> Any:
 
 
 def _place(torch: Any, device: Any) -> Callable[[Any], Any]:
-    """A function that moves an array to where a rank runs: to torch's device, else CuPy's, else host memory."""
+    """Return a function that moves an array to a rank's device: with torch, else CuPy, else in host memory."""
     if torch is not None:
         like = torch.empty(0, device=device)
         library: Any = arrays.library_of(like)
@@ -148,14 +148,14 @@ def _place(torch: Any, device: Any) -> Callable[[Any], Any]:
 
     def put(array: Any) -> Any:
         with current_device(device):
-            # CuPy has no FP8: it takes the bytes.
+            # CuPy has no FP8, so pass the bytes.
             return cupy.asarray(array.view(np.uint8) if "float8" in array.dtype.name else array)
 
     return put
 
 
 class _Rank(NamedTuple):
-    """A rank of this process: its layer, and what the layer is called with."""
+    """A rank of this process: its layer, and the layer's arguments."""
 
     module: FusedMoEModularKernel
     layer: Layer
@@ -170,7 +170,7 @@ def _rank(args: argparse.Namespace, pf: FusedMoEPrepareAndFinalize, layer: Layer
 
 
 def _part(layer: Layer, rank: int, ranks: int) -> Layer:
-    """As many tokens and experts for each rank, in their order."""
+    """Return a rank's part of the layer: an equal share of the tokens and of the experts, in order."""
     tokens, experts = len(layer.hidden_states) // ranks, len(layer.w1) // ranks
     first = rank * experts
     return layer.of_rank(slice(rank * tokens, (rank + 1) * tokens), np.arange(first, first + experts))
@@ -178,7 +178,7 @@ def _part(layer: Layer, rank: int, ranks: int) -> Layer:
 
 @contextlib.contextmanager
 def _processes(args: argparse.Namespace) -> Iterator[tuple[Any, int, int]]:
-    """Torch, this process's rank and the ranks: those of torchrun, or one. Raises UserError without torch."""
+    """Yield torch, this process's rank and the number of ranks (torchrun's, or 1). Raises UserError without torch."""
     try:
         import torch
         import torch.distributed
@@ -190,7 +190,7 @@ def _processes(args: argparse.Namespace) -> Iterator[tuple[Any, int, int]]:
         raise UserError(f"{args.pf_type} takes a process for each GPU: {command}")
     if devices:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    # The store of one process needs no port.
+    # A single process uses an in-memory store, which needs no port.
     own = {} if started else {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
     torch.distributed.init_process_group("nccl" if devices else "gloo", **own)
     try:
@@ -201,7 +201,7 @@ def _processes(args: argparse.Namespace) -> Iterator[tuple[Any, int, int]]:
 
 @contextlib.contextmanager
 def _ranks(args: argparse.Namespace) -> Iterator[list[_Rank]]:
-    """The ranks of this process, ready to run."""
+    """Yield the ranks of this process, ready to run."""
     devices = kernel.device_count()
     if args.pf_type.startswith("Nccl"):
         with _processes(args) as (torch, rank, ranks):
@@ -264,7 +264,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _trace_kernels(path: Path, ranks: list[_Rank], torch: Any) -> None:
-    """Write the trace of one forward pass of each rank by torch.profiler."""
+    """Write a torch.profiler trace of one forward pass of each rank."""
 
     def run_all(times: int) -> None:
         for _ in range(times):

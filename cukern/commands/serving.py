@@ -1,9 +1,9 @@
-"""The calls that serve a model, from its sizes, and the kernel instances that they reach.
+"""The calls that serve a model, derived from its sizes, and the kernel instances that the calls reach.
 
-`launched` asks the code that calls use, on descriptions of the arrays. All else here is plain data: a `Call` names a
-function and its arguments, whose arrays have sizes that vary, and `reached` sweeps these.
+`launched` runs the host code of a call on descriptions of the arrays. A `Call` names a function and its arguments; some
+array sizes vary, and `reached` sweeps them.
 
-Exchanges between GPUs, beam search, penalties, and FP8 caches of keys and values are left out.
+Not included: exchanges between GPUs, beam search, penalties, and FP8 caches of keys and values.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from cukern.runtime import arrays, gpu, kernel
 from cukern.runtime.compile import Instance
 from cukern.runtime.progress import progress
 
-#: Tokens of a forward and sequences of a batch, at most.
+#: Maximum tokens of a forward, and maximum sequences of a batch.
 MOST = 16384
-#: Tokens of a page of keys and values, and of a page of latents.
+#: Tokens per page of keys and values, and per page of latents.
 PAGE, LATENT_PAGE = 16, 64
-#: The numbers of GPUs that share a model, by heads and columns of its experts, or by whole experts.
+#: Numbers of GPUs that share a model. They split it by heads and by columns of its experts, or by whole experts.
 RANKS = (1, 2, 4, 8)
 #: Query tokens of a sequence in a step: 1, or 2 to 16 with draft tokens or chunks.
 _QUERY_TOKENS = (1, 2, 4, 8, 16)
-#: The most rows of a step that the 16-bit kernel for few rows takes, and the largest `expected_m` of such a call.
+#: Maximum rows of a step for the 16-bit kernel for few rows, and the largest `expected_m` of such a call.
 _DENSE_ROWS, _DENSE_EXPECTED = 4, 2
-_GROUP = 128  # numbers that share an FP8 scale
+_GROUP = 128  # numbers per FP8 scale
 
 
 class Axis(NamedTuple):
-    """A size that varies from 1 to `most`, times a number, plus a number."""
+    """A size n * times + more, for n from 1 to `most`."""
 
     name: str
     most: int
@@ -49,14 +49,14 @@ class Axis(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """An array without memory; a size is a number or an `Axis`."""
+    """An array without memory. Each size is a number or an `Axis`."""
 
     dtype: str
     shape: tuple[int | Axis, ...]
 
 
 class Call(NamedTuple):
-    """A call of a public function of cukern. An optional one is left out where the function refuses it."""
+    """A call of a public function of cukern. An optional call is skipped if the function refuses it."""
 
     function: str
     arguments: tuple[tuple[str, Any], ...]
@@ -64,12 +64,12 @@ class Call(NamedTuple):
 
     @property
     def axes(self) -> dict[str, int]:
-        """The names of the sizes that vary, with their largest values."""
+        """The names of the varying sizes, with their maximum values."""
         specs = [value for _, value in self.arguments if isinstance(value, Spec)]
         return {size.name: size.most for spec in specs for size in spec.shape if isinstance(size, Axis)}
 
     def at(self, sizes: dict[str, int]) -> dict[str, Any]:
-        """The arguments for these sizes."""
+        """Return the arguments for these sizes."""
         return {name: _array(x, sizes) if isinstance(x, Spec) else x for name, x in self.arguments}
 
 
@@ -85,7 +85,7 @@ def _array(spec: Spec, sizes: dict[str, int]) -> Any:
 
 @functools.lru_cache(1 << 12)
 def placeholder(dtype: str, shape: tuple[int, ...]) -> Any:
-    """A NumPy array of any size in 64 bytes, whose elements nothing reads."""
+    """Return a NumPy array of any size in 64 bytes of memory, whose elements must not be read."""
     kind = arrays.numpy_dtype(dtype)
     strides = [kind.itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape))]
     return np.lib.stride_tricks.as_strided(np.zeros(64, np.uint8).view(kind)[:1], shape, strides)
@@ -95,15 +95,15 @@ def placeholder(dtype: str, shape: tuple[int, ...]) -> Any:
 
 
 def launched(function: str, arguments: dict[str, Any], on: gpu.Gpu) -> frozenset[Instance]:
-    """The kernel instances that a call launches on a GPU. Raises what the function raises for the arguments."""
+    """Return the kernel instances that a call launches on a GPU. Raises the function's errors for the arguments."""
     trace, _ = _Described(getattr(cukern, function), (), arguments).trace(on)
     return frozenset(step.variant.instance for step in trace.steps)
 
 
 def _sweep(at: Callable[[int], frozenset[Instance]], points: set[int]) -> frozenset[Instance]:
-    """What `at` gives at the points of a range and between them; adds both sides of each change to the points.
+    """Return the union of `at` over a range, and add both sides of each change to `points`.
 
-    Between two neighbours that differ the middle is asked, down to the change.
+    The search bisects between neighbouring points with different results.
     """
     known = {n: at(n) for n in sorted(points)}
     pairs = list(itertools.pairwise(known))
@@ -121,10 +121,10 @@ def _sweep(at: Callable[[int], frozenset[Instance]], points: set[int]) -> frozen
 
 
 def reached(call: Call, on: gpu.Gpu) -> frozenset[Instance]:
-    """The instances that a call reaches on a GPU, over all its sizes.
+    """Return the instances that a call reaches on a GPU, over all its sizes.
 
-    The first size is swept from the powers of two and their successors. A second one has the powers of two alone.
-    Sizes that the function refuses reach none. Where it refuses the smallest sizes, its exception is raised.
+    The first size is swept, starting from the powers of two and their successors. A second size takes only powers of
+    two. Sizes that the function refuses are skipped. If it refuses the smallest sizes, its error is raised.
     """
     axes = call.axes
     try:
@@ -155,9 +155,9 @@ def reached(call: Call, on: gpu.Gpu) -> frozenset[Instance]:
 
 
 def gpus_of(arch: str) -> list[gpu.Gpu]:
-    """The GPUs to compile for: the GPU that stands for an architecture, and the GPUs of this machine.
+    """Return the GPUs to compile for: the reference GPU of an architecture, and the GPUs of this machine.
 
-    Raises UserError for an architecture that is not known.
+    Raises UserError for an unknown architecture.
     """
     if arch not in gpu.BY_ARCH:
         raise UserError(f"--for takes --arch {', '.join(gpu.BY_ARCH)}, got {arch!r}")
@@ -166,7 +166,7 @@ def gpus_of(arch: str) -> list[gpu.Gpu]:
 
 
 def instances_of(models: Collection[Model], arch: str) -> list[Instance]:
-    """The instances that serving these models reaches on an architecture.
+    """Return the instances that serving these models reaches on an architecture.
 
     Raises UserError for a model that a function refuses.
     """
@@ -186,7 +186,7 @@ def instances_of(models: Collection[Model], arch: str) -> list[Instance]:
 
 
 def smallest_of(arch: str) -> Iterator[Instance]:
-    """The instances that the smallest calls of the named models reach on an architecture."""
+    """Yield the instances that the smallest calls of the named models reach on an architecture."""
     for name in NAMED:
         for model in models_of(name):
             for call in calls_of(model):
@@ -202,7 +202,7 @@ _IDS, _FLOAT = "int32", "float32"
 
 
 def calls_of(model: Model) -> Iterator[Call]:
-    """The calls that serve a model, whole and shared out over several GPUs."""
+    """Yield the calls that serve a model, on one GPU and split over several."""
     for ranks in RANKS:
         own = _of_rank(model, ranks)
         if own is None:
@@ -215,7 +215,7 @@ def calls_of(model: Model) -> Iterator[Call]:
 
 
 def _of_rank(model: Model, ranks: int) -> Model | None:
-    """The sizes of one of several GPUs; None where they do not divide the model."""
+    """Return the sizes of one of `ranks` GPUs; None if `ranks` does not divide the model."""
     if model.heads % ranks or (model.kv_heads % ranks and ranks % model.kv_heads):
         return None
     return model._replace(
@@ -228,7 +228,7 @@ def _of_rank(model: Model, ranks: int) -> Model | None:
 
 
 def _rows(m: Model) -> Iterator[Call]:
-    """Embeddings and norms."""
+    """Yield the embeddings and norms."""
     yield _call("embedding_lookup", embedding_table=Spec(m.dtype, (m.vocab, m.hidden)), word_ids=Spec(_IDS, (TOKENS,)))
     widths = [m.hidden] + [rank for rank in (m.q_rank, m.kv_rank) if rank]
     for width in widths:
@@ -242,8 +242,8 @@ def _rows(m: Model) -> Iterator[Call]:
 
 
 def _products(m: Model) -> Iterator[Call]:
-    """The dense products, and the activation of a perceptron."""
-    sizes: list[tuple[int, int, str | None]]  # columns of the result, numbers of a row, activation
+    """Yield the dense products, and the activation of a perceptron."""
+    sizes: list[tuple[int, int, str | None]]  # (result columns n, row length k, activation)
     if m.kind.is_latent:
         own = m.heads * (m.head_dim - m.rotary_dim)
         sizes = [
@@ -257,7 +257,7 @@ def _products(m: Model) -> Iterator[Call]:
             ((m.heads + 2 * m.kv_heads) * m.head_dim, m.hidden, None),
             (m.hidden, m.heads * m.head_dim, None),
         ]
-    # Latent models have dense layers, and shared experts that are dense too.
+    # Latent models have dense layers, and shared experts, which are dense too.
     for inter in (m.inter, m.expert_inter) if m.kind.is_latent else () if m.experts else (m.inter,):
         sizes += [(2 * inter, m.hidden, m.kind.activation), (m.hidden, inter, None)]
         rows = Spec(m.dtype, (TOKENS, 2 * inter))
@@ -272,7 +272,7 @@ def _products(m: Model) -> Iterator[Call]:
 
 
 def _few_rows(m: Model, n: int, k: int, activation: str | None) -> Iterator[Call]:
-    """Products in 16 bits of the few rows of a step."""
+    """Yield the 16-bit products of the few rows of a step."""
     bias = Spec(m.dtype, (1, n)) if m.has_attention_bias and activation is None else None
     for rows in range(1, _DENSE_ROWS + 1):
         yield _call(
@@ -282,7 +282,7 @@ def _few_rows(m: Model, n: int, k: int, activation: str | None) -> Iterator[Call
 
 
 def _fp8_products(m: Model, n: int, k: int) -> Iterator[Call]:
-    """Products in FP8 of any number of rows, and the quantization of these."""
+    """Yield the FP8 products of any number of rows, and the quantization of these rows."""
     rows, blocks = Spec(m.dtype, (TOKENS, k)), -(-k // _GROUP)
     if m.quantization == "fp8_block":
         yield _call("per_token_group_quant_fp8", x=rows, group_size=_GROUP)
@@ -300,7 +300,7 @@ def _fp8_products(m: Model, n: int, k: int) -> Iterator[Call]:
 
 
 def _gate(m: Model) -> Iterator[Call]:
-    """The choice of experts, and the functions that order tokens by them."""
+    """Yield the gate, and the functions that sort tokens by expert."""
     if not m.experts:
         return
     weights, ids = Spec(_FLOAT, (TOKENS, m.topk)), Spec(_IDS, (TOKENS, m.topk))
@@ -324,7 +324,7 @@ def _gate(m: Model) -> Iterator[Call]:
 
 
 def _experts(m: Model) -> Iterator[Call]:
-    """The layers of experts: sharded by columns, or by whole experts with a map of them."""
+    """Yield the layers of experts, split by columns, or by whole experts with an expert map."""
     if not m.experts:
         return
     yield from _layers(m._replace(local_experts=m.experts))
@@ -333,7 +333,7 @@ def _experts(m: Model) -> Iterator[Call]:
 
 
 def _layers(m: Model) -> Iterator[Call]:
-    """`fused_experts`, with the weights as the checkpoint has them and as they can be prepared."""
+    """Yield `fused_experts`, with the checkpoint's weights and with prepared weights."""
     both, inter = 2 * m.expert_inter, m.expert_inter
     common: dict[str, Any] = {
         "hidden_states": Spec(m.dtype, (TOKENS, m.hidden)),
@@ -382,12 +382,12 @@ def _attention(m: Model) -> Iterator[Call]:
 
 
 def _pages(m: Model, page: int) -> Axis:
-    """The columns of a block table."""
+    """Return the columns of a block table."""
     return Axis("pages", -(-m.positions // page))
 
 
 def _paged_attention(m: Model) -> Iterator[Call]:
-    """Attention over pages of keys and values, and the launches before it."""
+    """Yield the attention over pages of keys and values, and the launches before it."""
     heads, kv = (Spec(m.dtype, (TOKENS, n, m.head_dim)) for n in (m.heads, m.kv_heads))
     slots, blocks = Spec("int64", (TOKENS,)), -(-m.positions // PAGE)
     flash = Spec(m.dtype, (blocks, PAGE, m.kv_heads, m.head_dim))
@@ -406,7 +406,7 @@ def _paged_attention(m: Model) -> Iterator[Call]:
             "fused_qk_norm_rope_and_cache", query=heads, key=kv, value=kv, cos=angles, sin=angles, key_cache=flash,
             value_cache=flash, slot_mapping=slots, **norm,
         )  # fmt: skip
-        yield fused._replace(is_optional=True)  # it takes fewer head sizes than the functions that it stands for
+        yield fused._replace(is_optional=True)  # it supports fewer head sizes than the functions it replaces
     stored = {"key": kv, "value": kv, "slot_mapping": slots, "kv_cache_dtype": "auto", "k_scale": 1.0, "v_scale": 1.0}
     yield _call("reshape_and_cache_flash", **stored, key_cache=flash, value_cache=flash)
     yield _call("reshape_and_cache", **stored, key_cache=keys, value_cache=values)
@@ -423,14 +423,14 @@ def _paged_attention(m: Model) -> Iterator[Call]:
 
 
 def _prefill(m: Model, heads: Spec, kv: Spec) -> Iterator[Call]:
-    """Attention of whole sequences, and the merge with that over earlier tokens."""
+    """Yield the attention of whole sequences, and the merge with the attention over earlier tokens."""
     sums, lse = Spec(_IDS, (Axis("sequences", MOST, 1, 1),)), Spec(_FLOAT, (TOKENS, m.heads))
     yield _call("varlen_attention", q=heads, k=kv, v=kv, cu_seqlens_q=sums, causal=True)
     yield _call("merge_attention_states", out_a=heads, lse_a=lse, out_b=heads, lse_b=lse)
 
 
 def _latent_attention(m: Model) -> Iterator[Call]:
-    """Attention over pages of latents, and the launches before it."""
+    """Yield the attention over pages of latents, and the launches before it."""
     latent, width = m.kv_rank, m.kv_rank + m.rotary_dim
     blocks, slots = -(-m.positions // LATENT_PAGE), Spec("int64", (TOKENS,))
     for dtype, layout in itertools.product(dict.fromkeys((m.dtype, _FLOAT)), ("interleaved", "deinterleaved")):

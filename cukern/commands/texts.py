@@ -1,4 +1,4 @@
-"""What the commands that run a model on the texts of a file share: arguments, lines, errors."""
+"""The functions shared by the commands that run a model on the texts of a file: arguments, lines, errors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from cukern.runtime import kernel
 def add_arguments(
     parser: argparse.ArgumentParser, model: str, output: str, metavar: str = "FILE", *, batch_size: int | None = None
 ) -> None:
-    """Declare the arguments of files and of where the model runs; `model` and `output` say what they are.
+    """Declare the arguments for files and for the model's device; `model` and `output` are help texts.
 
-    A `batch_size` of None is as in `Encoder.embed`.
+    A `batch_size` of None means the default of `Encoder.embed`.
     """
     add = parser.add_argument
     add("--model", type=Path, required=True, metavar="DIR", help=model)
@@ -33,7 +33,7 @@ def add_arguments(
 
 
 def placed(args: argparse.Namespace) -> dict[str, Any]:
-    """Where and in what dtype the model runs, by the arguments of `from_directory`. Raises UserError for bad ones."""
+    """Return library, device and dtype as `from_directory` takes them. Raises UserError for invalid arguments."""
     if not args.model.is_dir() and not args.model.exists():
         raise no_directory("--model", args.model)
     if args.batch_size is not None and args.batch_size < 1:
@@ -52,7 +52,7 @@ def placed(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a file. Raises UserError where they cannot be read."""
+    """Return the lines of a file. Raises UserError if it cannot be read."""
     try:
         lines = path.read_bytes().decode().split("\n")
     except OSError as error:
@@ -60,13 +60,13 @@ def read_lines(path: Path) -> list[str]:
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from None
     if lines[-1] == "":
-        # The last line ends where the file does.
+        # The file ends with a newline, so the last element is not a line.
         lines.pop()
     return [line.removesuffix("\r") for line in lines]
 
 
 def check_output(path: Path | None, suffix: str = "") -> None:
-    """Raises UserError where a file could not be written, before anything is computed for it."""
+    """Raise UserError if a file could not be written, before its contents are computed."""
     if path is None:
         return
     if not path.name.endswith(suffix):
@@ -79,7 +79,7 @@ def check_output(path: Path | None, suffix: str = "") -> None:
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """Turns what the models refuse, and what does not fit into memory, into a UserError."""
+    """Turn errors of the models, and a lack of memory, into a UserError."""
     try:
         yield
     except (OSError, ImportError, TypeError, ValueError, OverflowError, MemoryError) as error:

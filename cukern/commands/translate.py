@@ -1,4 +1,4 @@
-"""`cukern translate`: a line of output for each line of a text, by an encoder-decoder."""
+"""`cukern translate`: write a line of output for each line of a text, with an encoder-decoder."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of a call, from the arguments that are given."""
+    """Return the settings of a call, from the arguments that are given."""
     if args.seed < 0:
         raise UserError(f"--seed must be at least 0, got {args.seed}")
     draws = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
@@ -53,7 +53,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _encode(lines: list[str], tokenizer: Any, most: int) -> dict[int, list[int]]:
-    """The tokens of each text that is not empty, by its line; those that are too long are cut off and named."""
+    """Return the tokens of each non-empty text, by line. Texts that are too long are cut off and reported."""
     encoded = {line: tokenizer.encode(text) for line, text in enumerate(lines) if text.strip()}
     for line, ids in encoded.items():
         if len(ids) > most:

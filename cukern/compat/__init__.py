@@ -1,12 +1,12 @@
-"""Modules with the names of other libraries' functions, their arguments and their results, over cukern's own.
+"""Modules with the names, arguments and results of other libraries' functions, implemented by cukern.
 
-`cukern.compat.vllm` stands for `vllm._custom_ops`, `.sglang` for `sgl_kernel`, `.flashinfer` and its `sampling`,
-`norm`, `activation` and `page` for those of `flashinfer`, `.flash_mla` for `flash_mla`: moving over is an import. Each
-says for which release its signatures hold, what it does not cover, and what differs; arguments that are not
-covered raise NotImplementedError. A name that is not covered is an AttributeError, or in an import an ImportError,
-that says so.
+`cukern.compat.vllm` replaces `vllm._custom_ops`, `.sglang` replaces `sgl_kernel`, and `.flash_mla` replaces
+`flash_mla`. `.flashinfer` and its `sampling`, `norm`, `activation` and `page` replace the modules of `flashinfer`. A
+program switches by changing an import. Each module's docstring names the release of its signatures, the functions that
+it does not cover, and the differences. Unsupported arguments raise NotImplementedError. An unsupported name raises
+AttributeError, or ImportError in an import.
 
-`enable` puts them where programs look the names up, so that not even the import changes:
+`enable` installs the modules under the libraries' names, so that not even the import changes:
 
     import cukern.compat
 

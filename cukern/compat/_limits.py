@@ -1,4 +1,4 @@
-"""What the modules of `cukern.compat` say where they do not cover a peer."""
+"""The errors of `cukern.compat` for functions and arguments that cukern does not cover."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
-#: Marks a function that only raises, so that `enable` never puts it in the place of a real one.
+#: Marks a function that only raises, so that `enable` never replaces a real function with it.
 RAISES = "__cukern_raises__"
 
-#: The module of Python that looks up the names of `from package import name`.
+#: The Python module that looks up the names of `from package import name`.
 _IMPORTS_NAMES = "importlib._bootstrap"
 
 
 def refuse(function: str, argument: str, wanted: str, got: object) -> NoReturn:
-    """Raise NotImplementedError for an argument of a peer's function that cukern does not have."""
+    """Raise NotImplementedError for an argument value that cukern does not support."""
     raise NotImplementedError(f"{function}: {argument} must be {wanted} with cukern, got {got}")
 
 
 def unless_default(function: str, wanted: object, **arguments: Any) -> None:
-    """Refuse each of the arguments that is not `wanted`, which is None, True or False."""
+    """Call `refuse` for each argument that is not `wanted`, which is None, True or False."""
     for name, value in arguments.items():
         if value is not wanted:
             refuse(function, name, repr(wanted), type(value).__name__ if wanted is None else repr(value))
 
 
 def sentence(name: str, module: str, library: str, covers: str | None = None) -> str:
-    """What is said of a name of a library that a module of cukern does not have; `covers` does what it does."""
+    """Return the error message for a name that `module` lacks; `covers` is cukern's function with the same purpose."""
     advice = f" {covers} does this with other arguments." if covers else ""
     stands = f"cukern stands in for {library} here."
     return f"{name} is not covered by {module}: {stands}{advice} docs/differences.md lists what it covers."
@@ -35,12 +35,12 @@ def sentence(name: str, module: str, library: str, covers: str | None = None) ->
 def not_covered(
     module: str, library: str, covers: Mapping[str, str] = {}, names: Collection[str] = ()
 ) -> Callable[[str], Any]:
-    """The `__getattr__` of a module that stands in for a module of a library.
+    """Return the `__getattr__` of a module that replaces a module of a library.
 
-    The library's `names` are functions that raise when they are called, so that an import of several names works for
-    who calls only what is covered. Any other name is an AttributeError, and an ImportError where a statement imports
-    it: Python replaces the text of an AttributeError there. `covers` has the function of cukern that does what a name
-    of the library does.
+    The library's `names` become functions that raise when called. An import of several names then works for a program
+    that calls only the supported ones. Any other name raises AttributeError, or ImportError in an import statement,
+    because Python would replace the text of an AttributeError there. `covers` maps a name of the library to the cukern
+    function with the same purpose.
     """
 
     def get(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""`enable` and `disable`: the modules of `cukern.compat` in the place of the libraries they stand for."""
+"""`enable` and `disable`: install the modules of `cukern.compat` under the names of the libraries they replace."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from cukern.runtime import check
 
 
 class Peer(NamedTuple):
-    """A library: the release of the signatures, and what of `cukern.compat` stands for which of its modules."""
+    """A library: the release of the signatures, and the module of `cukern.compat` for each of the library's modules."""
 
     release: str
     modules: dict[str, str]
 
 
 _SGL_KERNEL_MODULES = ("attention", "elementwise", "gemm", "moe", "sampling")
-#: The libraries that `enable` knows.
 PEERS = {
     "vllm": Peer(
         "0.33.0",
@@ -50,15 +49,15 @@ PEERS = {
 
 
 class _Change(NamedTuple):
-    """One name in one namespace: the attributes of a module, or `sys.modules`."""
+    """A changed name in a namespace: the attributes of a module, or `sys.modules`."""
 
     space: dict[str, Any]
     name: str
-    before: Any  # _NOTHING if the name was not there
+    before: Any  # _NOTHING if the name did not exist
     after: Any
 
 
-#: Functions that share a plan, which is the library's own or cukern's: all of them are replaced, or none.
+#: Functions that share a plan object, the library's or cukern's. All of them are replaced, or none.
 _TOGETHER = {"FlashMLASchedMeta", "flash_mla_with_kvcache", "get_flash_mla_metadata", "get_mla_metadata"}
 _NOTHING = object()
 _LOCK = threading.RLock()
@@ -70,7 +69,7 @@ def _compat(name: str) -> ModuleType:
 
 
 def _functions(module: ModuleType) -> Iterator[tuple[str, Any]]:
-    """The public functions and classes of a module of `cukern.compat`."""
+    """Yield the public functions and classes of a module of `cukern.compat`."""
     for name in module.__all__:
         value = getattr(module, name)
         if callable(value) and not hasattr(value, RAISES):
@@ -82,14 +81,14 @@ def _put(changes: list[_Change], space: dict[str, Any], name: str, value: Any) -
     space[name] = value
 
 
-# --- in place of a library that is not installed ------------------------------------------------------
+# --- replacing a library that is not installed --------------------------------------------------------
 
 
 class _Submodules(importlib.abc.MetaPathFinder):
-    """Says of a submodule that a stand-in does not have why its import fails. Who asks for its spec gets None."""
+    """Explains why the import of a missing submodule fails. A caller that only asks for the spec gets None."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
-        # The frames: `_find_spec` of importlib, and what called that.
+        # Frame 1 is importlib's `_find_spec`, and frame 2 is its caller.
         is_import = sys._getframe(2).f_code.co_name == "_find_and_load_unlocked"
         if is_import and path and _NOWHERE in path:
             says = sentence(fullname, "cukern.compat", fullname.partition(".")[0])
@@ -97,12 +96,12 @@ class _Submodules(importlib.abc.MetaPathFinder):
 
 
 _SUBMODULES = _Submodules()
-#: The path of a package that stands in for a library.
+#: The path of a package that replaces a library.
 _NOWHERE = "<cukern.compat>"
 
 
 def _stand_in(name: str, source: str | None, release: str) -> ModuleType:
-    """A module of the peer's name with what `source` of `cukern.compat` has, or an empty package."""
+    """Return a module of the peer's name with the contents of `source` of `cukern.compat`, or an empty package."""
     module = ModuleType(name, f"{name}, as far as cukern has it (cukern.compat.enable).")
     vars(module)["__getattr__"] = not_covered("cukern.compat", name)
     if source is not None:
@@ -114,7 +113,7 @@ def _stand_in(name: str, source: str | None, release: str) -> ModuleType:
 
 
 def _add_modules(peer: Peer, changes: list[_Change]) -> str:
-    """Enter modules of the peer's names in `sys.modules`, with their parents."""
+    """Add modules of the peer's names to `sys.modules`, with their parents."""
     if _SUBMODULES not in sys.meta_path:
         sys.meta_path.append(_SUBMODULES)
     names = {name.rsplit(".", depth)[0] for name in peer.modules for depth in range(name.count(".") + 1)}
@@ -127,11 +126,11 @@ def _add_modules(peer: Peer, changes: list[_Change]) -> str:
     return f"is not installed: {', '.join(sorted(peer.modules))} are modules of cukern now"
 
 
-# --- in a library that is installed -------------------------------------------------------------------
+# --- replacing functions of an installed library ------------------------------------------------------
 
 
 def _takes(ours: Any, theirs: Any) -> bool:
-    """Whether a call of `theirs` is right for `ours`: it has the same arguments, or more that it can do without."""
+    """Return whether `ours` accepts every call of `theirs`: the same arguments, or more that have defaults."""
     try:
         own, given = (list(inspect.signature(each).parameters.values()) for each in (ours, theirs))
     except (TypeError, ValueError):
@@ -146,7 +145,7 @@ def _takes(ours: Any, theirs: Any) -> bool:
 
 
 def _replace(name: str, source: str, changes: list[_Change]) -> tuple[list[str], list[str]]:
-    """Replace the functions of the real module `name`; the names that were, and those that were not."""
+    """Replace the functions of the real module `name`. Return the replaced names and the others."""
     real = vars(sys.modules[name])
     found = {name: value for name, value in _functions(_compat(source)) if name in real and real[name] is not value}
     left = {name for name, value in found.items() if inspect.isfunction(value) and not _takes(value, real[name])}
@@ -159,7 +158,7 @@ def _replace(name: str, source: str, changes: list[_Change]) -> tuple[list[str],
 
 
 def _holders(changes: list[_Change]) -> list[str]:
-    """The modules that hold functions which were replaced elsewhere, by an import of the names before."""
+    """Return the modules that still hold replaced functions, because they imported them by name earlier."""
     before = {id(change.before) for change in changes if callable(change.before)}
     spaces = {id(change.space) for change in changes}
     found = set()
@@ -173,13 +172,13 @@ def _holders(changes: list[_Change]) -> list[str]:
 
 
 def _replace_functions(peer: Peer, was_imported: bool, changes: list[_Change]) -> list[str]:
-    """Replace the functions of all modules of an installed library; what was done, in words."""
+    """Replace the functions of all modules of an installed library. Return a description of the changes."""
     lines = []
     for name, source in peer.modules.items():
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
-            # A release without this module; anything else that is missing is the library's own trouble.
+            # This release lacks the module. Any other missing module is an error of the library, so raise it.
             if not error.name or not f"{name}.".startswith(f"{error.name}."):
                 raise
             lines.append(f"{name} is not in this release")
@@ -217,7 +216,7 @@ def _enable(name: str) -> list[str]:
 
 
 def _undo(changes: list[_Change]) -> list[str]:
-    """Put back what was there, but where another has changed the name since; those names."""
+    """Restore the earlier values, except for names that someone else has changed since. Return those names."""
     kept = []
     for space, name, before, after in reversed(changes):
         if space.get(name, _NOTHING) is not after:
@@ -235,24 +234,24 @@ def _check(names: tuple[str, ...]) -> None:
 
 
 def enable(*names: str) -> tuple[str, ...]:
-    """Put cukern's functions where programs look up those of other libraries.
+    """Install cukern's functions under the names of other libraries.
 
-    A library that is not installed gets modules of its names in `sys.modules`. In one that is installed, which is
-    imported for it, the functions that cukern covers are replaced and all else is left; a function whose arguments are
-    others in that release is left too. Functions that a program has imported by name before stay what they were, so
-    this is best called first. The operators of torch that a library registers (`torch.ops._C`) are not touched.
+    A library that is not installed gets modules of its names in `sys.modules`. An installed library is imported, and
+    the functions that cukern covers are replaced. A function with other arguments in the installed release is not
+    replaced. Functions that a program imported by name earlier are not replaced either, so call this first. The torch
+    operators that a library registers (`torch.ops._C`) are not changed.
 
     Args:
-        names: of "vllm", "sglang" (its `sgl_kernel`), "flashinfer" and "flash_mla". One that is enabled already is
-            left as it is.
+        names: one or more of "vllm", "sglang" (its `sgl_kernel`), "flashinfer" and "flash_mla". A library that is
+            already enabled is not changed.
 
     Returns:
-        what was done, in sentences. A UserWarning says the same where a library was imported before and other modules
-        hold its functions.
+        A description of the changes, in sentences. A UserWarning has the same text if the library was imported earlier
+        and other modules hold its functions.
 
     Raises:
         ValueError: an unknown name; then nothing is changed.
-        ImportError: from a library that is installed but cannot be imported; then nothing is changed in it.
+        ImportError: an installed library cannot be imported; then nothing is changed in it.
     """
     _check(names)
     done: list[str] = []
@@ -269,10 +268,10 @@ def enable(*names: str) -> tuple[str, ...]:
 
 
 def disable(*names: str) -> tuple[str, ...]:
-    """Undo `enable` for these libraries, or for all without names.
+    """Undo `enable` for these libraries, or for all libraries without names.
 
-    A name that another has changed since is left. Returns what was done, in sentences. Raises ValueError for an unknown
-    name; then nothing is changed.
+    A name that someone else has changed since is not restored. Returns a description of the changes, in sentences.
+    Raises ValueError for an unknown name; then nothing is changed.
     """
     _check(names)
     done = []
@@ -288,6 +287,6 @@ def disable(*names: str) -> tuple[str, ...]:
 
 
 def enabled() -> tuple[str, ...]:
-    """The libraries that are enabled."""
+    """Return the enabled libraries."""
     with _LOCK:
         return tuple(_changes)

@@ -1,11 +1,11 @@
 """FlashMLA's `flash_mla`: the names, orders and defaults of the arguments, and the results.
 
-The signatures are those of flash_mla 1.0.0 as of 2026-04-29 (github.com/deepseek-ai/FlashMLA). Its `get_mla_metadata`
-takes no arguments; those of older releases are accepted and not used, and the pair that it returns is the new one.
+The signatures match flash_mla 1.0.0 as of 2026-04-29 (github.com/deepseek-ai/FlashMLA). Its `get_mla_metadata` takes no
+arguments. Arguments of older releases are accepted and ignored; the returned pair has the form of 1.0.0.
 
-Not covered: prefill; the functions of `NOT_COVERED` raise NotImplementedError when they are called. Beyond FlashMLA,
-all GPUs from Ampere on, pages of any multiple of 16 tokens without indices and of any size with them, any number of
-heads, an FP8 cache without indices and a 16-bit one with them are taken.
+Not covered: prefill. The functions of `NOT_COVERED` raise NotImplementedError when called. In addition to FlashMLA,
+this module supports all GPUs from Ampere on, any number of heads, an FP8 cache without indices, and a 16-bit cache with
+indices. Pages may have any multiple of 16 tokens without indices, and any size with indices.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __getattr__ = not_covered("cukern.compat.flash_mla", "flash_mla", names=NOT_COVE
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
-    """An empty plan, and None for the splits, which are part of it. The arguments are not used."""
+    """Return an empty plan, and None for the splits, which are part of the plan. The arguments are ignored."""
     return FlashMLASchedMeta(), None
 
 
@@ -52,10 +52,10 @@ def flash_mla_with_kvcache(
     topk_length: AnyArray | None = None,
     extra_topk_length: AnyArray | None = None,
 ) -> tuple[AnyArray, AnyArray]:
-    """`cukern.flash_mla_with_kvcache`, which is planned at the first call with this `tile_scheduler_metadata`.
+    """Call `cukern.flash_mla_with_kvcache`. The first call with a `tile_scheduler_metadata` makes its plan.
 
     Returns out [batch, query_tokens, heads, head_dim_v] and lse float32 [batch, heads, query_tokens]. Raises TypeError
-    for a plan that `get_mla_metadata` of this module did not give, and ValueError for one of other sizes.
+    for a plan that is not from this module's `get_mla_metadata`, and ValueError for a plan of other sizes.
     """
     if not isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
         wanted, got = "what cukern.compat.flash_mla.get_mla_metadata gave", type(tile_scheduler_metadata).__name__

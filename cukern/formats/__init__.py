@@ -1,1 +1,1 @@
-"""The formats that twins and ops share: quantized numbers, prepared weights, rotated rows, a layer's numbers."""
+"""The formats that references and ops share: quantized numbers, prepared weights, rotary layouts and MoE layers."""

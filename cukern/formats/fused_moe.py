@@ -1,4 +1,4 @@
-"""The layout of a mixture-of-experts layer's activations, and its quantization."""
+"""The activation formats and the quantization of a mixture-of-experts layer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from cukern.runtime import activation as activations
 from cukern.runtime import check
 from cukern.runtime.describe import type_name
 
-#: The formats of quantized weights: FP8 (e4m3), and the two of 4 bits; one of them also with FP8 activations.
+#: The formats of quantized weights: FP8 (e4m3), MXFP4, NVFP4, and MXFP4 with FP8 activations.
 QUANT_DTYPES = ("float8_e4m3fn", "mxfp4", "nvfp4", "mxfp4_fp8")
-#: Numbers of a row, and rows and columns of a weight, that share a scale.
+#: One scale covers this many numbers of a row, or this many rows and columns of a weight.
 GROUP = BLOCK
 
 
@@ -23,38 +23,39 @@ class FusedMoEActivationFormat(enum.Enum):
 
     #: One row per token, [tokens, hidden].
     Standard = "standard"
-    #: The tokens of each expert together, [experts, max_tokens, hidden]; counts: `expert_num_tokens` [experts].
+    #: The tokens grouped by expert, [experts, max_tokens, hidden], with counts `expert_num_tokens` [experts].
     BatchedExperts = "batched_experts"
 
 
 @dataclass(frozen=True, eq=False)
 class FusedMoEQuantConfig:
-    """The number formats of the weights and of the activations that they multiply, with the scales.
+    """The number formats of a layer's weights and activations, with the scales.
 
-    `FusedMoEQuantConfig()` is a layer in float16 or bfloat16; `fp8_block`, `fp8`, `mxfp4`, `nvfp4` and `mxfp4_fp8` make
-    the others.
+    `FusedMoEQuantConfig()` is a layer in float16 or bfloat16. `fp8_block`, `fp8`, `mxfp4`, `nvfp4` and `mxfp4_fp8` make
+    quantized layers.
 
     Args:
-        quant_dtype: None, "float8_e4m3fn" (weights and activations), or "mxfp4" or "nvfp4" (weights of 4 bits;
-            the activations stay in 16 bits), or "mxfp4_fp8" (weights that `cukern.prepare_weights` has prepared for FP8
-            rows; activations FP8, a scale for 128 of a row; on Hopper).
-        per_act_token_quant: each row of activations has an FP8 scale of its own, computed when it is quantized.
+        quant_dtype: None; "float8_e4m3fn": weights and activations; "mxfp4" or "nvfp4": 4-bit weights and 16-bit
+            activations; "mxfp4_fp8": MXFP4 weights that `cukern.prepare_weights` has prepared for FP8 rows, and FP8
+            activations with a scale for each 128 numbers of a row (on Hopper).
+        per_act_token_quant: each row of activations has its own FP8 scale, computed when the row is quantized.
         block_shape: (128, 128) for FP8 in blocks: a scale for 128 x 128 weights, and for 128 numbers of a row.
-        w1_scale, w2_scale: FP8: float32 [experts] (per tensor), [experts, n] (per channel) or, in blocks,
-            [experts, ceil(n / 128), ceil(k / 128)], for weights [experts, n, k]. MXFP4: uint8 (E8M0)
-            [experts, n, k / 32]. NVFP4: uint8 (e4m3) [experts, n, k / 16]. Weights of 4 bits that
-            `cukern.prepare_weights` has prepared hold theirs: then both are None.
-        a1_scale, a2_scale: float32 [1], the static scales of what enters the first and the second product, for FP8 per
-            tensor. Without a1_scale the first is computed from the tokens, without a2_scale the second from what the
-            activation gives, of all tokens (of a chunk, where the layer has chunks).
+        w1_scale, w2_scale: for weights [experts, n, k]. FP8: float32 [experts] (per tensor), [experts, n] (per channel)
+            or, in blocks, [experts, ceil(n / 128), ceil(k / 128)]. MXFP4: uint8 (E8M0) [experts, n, k / 32]. NVFP4:
+            uint8 (e4m3) [experts, n, k / 16]. 4-bit weights that `cukern.prepare_weights` has prepared contain their
+            scales; then both are None.
+        a1_scale, a2_scale: float32 [1], the static scales of the inputs of the first and the second GEMM, for FP8 per
+            tensor. Without a1_scale the first scale is computed from the tokens. Without a2_scale the second scale is
+            computed from the activation of all tokens (of a chunk, if the layer has chunks).
         w1_global_scale, w2_global_scale: float32 [experts], for NVFP4.
-        w1_bias, w2_bias: float32 or of the layer's dtype, [experts, n], added to the products. Each rank adds those of
-            its experts.
+        w1_bias, w2_bias: float32 or of the layer's dtype, [experts, n], added to the products. Each rank adds the
+            biases of its experts.
         gemm1_alpha, gemm1_clamp_limit: alpha and limit of swigluoai.
-        gemm1_interleaved: rows 2 j and 2 j + 1 of w1 (and w1_bias) are gate j and its up; else the gates come first.
+        gemm1_interleaved: rows 2 j and 2 j + 1 of w1 (and w1_bias) are gate j and its up. Otherwise the gates come
+            first.
 
     Raises:
-        ValueError: arguments that do not fit each other; the message names the one that is missing or superfluous.
+        ValueError: arguments that do not match; the message names the missing or superfluous argument.
     """
 
     quant_dtype: str | None = None
@@ -97,14 +98,14 @@ class FusedMoEQuantConfig:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether the weights are of 4 bits and prepared, since they come without scales."""
+        """Whether the weights are 4-bit and prepared, which means that they have no separate scales."""
         if self.quant_dtype == "mxfp4_fp8":
             return True
         return self.quant_dtype in ("mxfp4", "nvfp4") and self.w1_scale is None and self.w2_scale is None
 
     @property
     def is_in_groups(self) -> bool:
-        """Whether activations are FP8 with a scale for each GROUP numbers of a row."""
+        """Whether the activations are FP8 with a scale for each GROUP numbers of a row."""
         return self.block_shape is not None or self.quant_dtype == "mxfp4_fp8"
 
     @property
@@ -121,40 +122,39 @@ class FusedMoEQuantConfig:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """All else, by name."""
+        """All fields except scales and biases, by name."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in SCALES}
 
     @functools.cached_property
     def facts(self) -> tuple[Any, ...]:
-        """The values of `numbers`, which tell configurations apart but for their scales."""
+        """The values of `numbers`, which identify a configuration apart from its scales."""
         return tuple(self.numbers.values())
 
     @functools.cached_property
     def arrays(self) -> tuple[Any, ...]:
-        """The scales and biases in the order of SCALES, None for those that are not given."""
+        """The scales and biases in the order of SCALES, None for missing ones."""
         return tuple(getattr(self, name) for name in SCALES)
 
     @property
     def form(self) -> dict[str, Any]:
-        """The arguments alpha, limit and interleaved of the first product."""
+        """The arguments alpha, limit and interleaved of the first GEMM."""
         numbers = self.gemm1_alpha, self.gemm1_clamp_limit, self.gemm1_interleaved
         return dict(zip(("alpha", "limit", "interleaved"), numbers, strict=True))
 
     def quantizes_activated(self, activation: str) -> bool:
-        """Whether, in FP8, the first product rounds what it has activated, which then is quantized.
+        """Return whether an FP8 layer rounds the activated result of the first GEMM before it quantizes that result.
 
-        Else it rounds gates and ups, and what is quantized is their activation in float32.
+        Otherwise the layer rounds gates and ups, and quantizes their float32 activation.
         """
         is_dynamic = self.name == "fp8" and not self.per_act_token_quant and self.a2_scale is None
         return is_dynamic or not activations.is_gated(activation) or self.form != NOT_QUANTIZED.form
 
     @classmethod
     def make(cls, name: str | None, **scales: Any) -> FusedMoEQuantConfig:
-        """The quantization called `name`, one of `QUANTIZATIONS`, "mxfp4_fp8" or None, with these scales, biases and
-        numbers.
+        """Return the quantization called `name`: one of `QUANTIZATIONS`, "mxfp4_fp8" or None.
 
-        "fp8" without `a2_scale` gives each row of activations a scale of its own, unless `per_act_token_quant` is there
-        and False.
+        `scales` are the scales, biases and numbers. "fp8" without `a2_scale` gives each row of activations its own
+        scale, unless `per_act_token_quant` is False.
         """
         if name is None:
             return cls(**scales)
@@ -168,35 +168,41 @@ class FusedMoEQuantConfig:
 
     @classmethod
     def fp8_block(cls, w1_scale: Any, w2_scale: Any) -> FusedMoEQuantConfig:
-        """FP8 with a scale per 128 x 128 weights and per 128 activations of a row, as in DeepSeek-V3."""
+        """Return FP8 with a scale per 128 x 128 weights and per 128 activations of a row, as in DeepSeek-V3."""
         return cls.make("fp8_block", w1_scale=w1_scale, w2_scale=w2_scale)
 
     @classmethod
     def fp8(cls, w1_scale: Any, w2_scale: Any, a1_scale: Any = None, a2_scale: Any = None) -> FusedMoEQuantConfig:
-        """FP8 with a scale per expert or per channel of weights; of activations per token, or static (`a2_scale`)."""
+        """Return FP8 with weight scales per expert or channel, and activation scales per token or static.
+
+        `a2_scale` makes the activation scales static.
+        """
         return cls.make("fp8", w1_scale=w1_scale, w2_scale=w2_scale, a1_scale=a1_scale, a2_scale=a2_scale)
 
     @classmethod
     def mxfp4(cls, w1_scale: Any = None, w2_scale: Any = None, **more: Any) -> FusedMoEQuantConfig:
-        """Weights of 4 bits with a power of two per 32 of them; without scales, prepared ones. `more`: biases and what
-        gpt-oss has besides.
+        """Return MXFP4 weights, with a power of two per 32 of them, and 16-bit activations.
+
+        Without scales, the weights are prepared. `more`: biases, and the swigluoai numbers of gpt-oss.
         """
         return cls.make("mxfp4", w1_scale=w1_scale, w2_scale=w2_scale, **more)
 
     @classmethod
     def mxfp4_fp8(cls, **more: Any) -> FusedMoEQuantConfig:
-        """MXFP4 weights that were prepared for FP8 rows, and FP8 activations with a scale for 128 of a row. `more`:
-        biases and what gpt-oss has besides.
+        """Return MXFP4 weights prepared for FP8 rows, and FP8 activations with a scale per 128 numbers of a row.
 
-        The numbers are those of vLLM's backend DEEPGEMM_MXFP4. Its `mxfp4_w4a8_moe_quant_config` has static scales of
-        whole tensors of activations, its `mxfp4_mxfp8_moe_quant_config` a power of two for 32 of a row.
+        `more`: biases, and the swigluoai numbers of gpt-oss.
+
+        vLLM's backend DEEPGEMM_MXFP4 has the same numbers. vLLM's `mxfp4_w4a8_moe_quant_config` has static per-tensor
+        activation scales, and its `mxfp4_mxfp8_moe_quant_config` has a power of two per 32 numbers of a row.
         """
         return cls.make("mxfp4_fp8", **more)
 
     @classmethod
     def nvfp4(cls, w1_scale: Any, w2_scale: Any, w1_global_scale: Any, w2_global_scale: Any) -> FusedMoEQuantConfig:
-        """Weights of 4 bits with an FP8 scale per 16 of them and a float32 one per expert; prepared ones have None for
-        the former.
+        """Return NVFP4 weights with 16-bit activations: an FP8 scale per 16 weights, and a float32 scale per expert.
+
+        For prepared weights, w1_scale and w2_scale are None.
         """
         return cls.make(
             "nvfp4",
@@ -207,7 +213,7 @@ class FusedMoEQuantConfig:
         )
 
 
-#: Those for weights of any GPU.
+#: The quantizations whose weights any GPU can use.
 QUANTIZATIONS = ("fp8_block", "fp8", "mxfp4", "nvfp4")
 SCALES = (
     "w1_scale", "w2_scale", "a1_scale", "a2_scale", "w1_global_scale", "w2_global_scale", "w1_bias", "w2_bias",

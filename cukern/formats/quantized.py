@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-#: The least magnitudes that a scale is made from: in FP8 for whole rows and tensors (vLLM's), and for all else.
+#: Lower bounds of the magnitude that a scale is computed from: for FP8 rows and tensors (vLLM's bound), and otherwise.
 SMALLEST_FP8, SMALLEST = np.float32(1 / 512), np.float32(1e-10)
 
-#: Numbers that share a scale of FP8 along k, and along n.
+#: Size of an FP8 block: numbers per scale, along k and along n.
 BLOCK = 128
-#: Numbers that share a scale of 4 bits.
+#: Numbers per scale of 4-bit formats.
 MXFP4_GROUP, NVFP4_GROUP = 32, 16

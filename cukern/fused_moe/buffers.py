@@ -1,4 +1,4 @@
-"""Memory for the parts of a layer: of arrays where they run, of descriptions where they become a plan."""
+"""Allocate memory for a layer: arrays when the layer runs, array descriptions when the layer becomes a plan."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from cukern.runtime import arrays, gpu, plan
 from cukern.runtime.describe import Array, Place
 from cukern.runtime.kernel import arch_of_device
 
-_ALIGNMENT = 256  # of the parts of a workspace, in bytes
+_ALIGNMENT = 256  # bytes: each part of a workspace starts at a multiple
 
 
 def dtype_of(array: Any) -> str:
-    """The name of an array's dtype."""
+    """Return the name of an array's dtype."""
     return array.dtype if isinstance(array, Array) else _library(array).dtype(array)
 
 
 def arch_of(array: Any) -> str | None:
-    """The compile target of the GPU that an array is on; None in host memory."""
+    """Return the compile target of the GPU that holds an array; None for host memory."""
     if isinstance(array, Array):
         return None if array.on_host else array.gpu.arch
     device = _library(array).device(array)
@@ -28,7 +28,7 @@ def arch_of(array: Any) -> str | None:
 
 
 def gpu_of(array: Any) -> gpu.Gpu | None:
-    """The GPU that an array is on; None in host memory."""
+    """Return the GPU that holds an array; None for host memory."""
     if isinstance(array, Array):
         return None if array.on_host else array.gpu
     device = _library(array).device(array)
@@ -36,7 +36,7 @@ def gpu_of(array: Any) -> gpu.Gpu | None:
 
 
 def is_of_units(array: Any) -> bool:
-    """Whether an array is contiguous, and begins at a multiple of 16 bytes."""
+    """Return whether an array is contiguous and 16-byte aligned."""
     if not isinstance(array, Array):
         library = _library(array)
         address, strides = library.address(array), library.strides(array)
@@ -46,12 +46,12 @@ def is_of_units(array: Any) -> bool:
 
 
 def empty(shape: Sequence[Any], dtype: str, like: Any) -> Any:
-    """An uninitialized array in the library and on the device of `like`."""
+    """Return an uninitialized array in the library and on the device of `like`."""
     return plan.empty(shape, dtype) if isinstance(like, Array) else _library(like).empty(tuple(shape), dtype, like)
 
 
 def part(workspace: Any, start: Any, shape: tuple[Any, ...], dtype: str) -> Any:
-    """The bytes of a workspace from `start` on, as an array."""
+    """Return the bytes of a workspace from byte `start` on as an array of this shape and dtype."""
     if isinstance(workspace, Array):
         return workspace.view(shape, dtype, start)
     own = workspace[start : start + math.prod(shape) * arrays.ITEM_SIZE[dtype]]
@@ -64,7 +64,7 @@ def part(workspace: Any, start: Any, shape: tuple[Any, ...], dtype: str) -> Any:
 
 
 def aligned(size: int) -> int:
-    """A number of bytes, rounded up to where another part may begin."""
+    """Round a size in bytes up to the alignment of a workspace part."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 

@@ -1,4 +1,4 @@
-"""The prepare/finalize classes and the experts that make a layer together, by quantization."""
+"""List the combinations of prepare/finalize class, experts class and quantization that make a layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cukern.fused_moe.nccl import NcclPrepareAndFinalize
 from cukern.fused_moe.push import PushPrepareAndFinalize
 from cukern.ops.all_to_all import AllToAllState
 
-#: The classes by name. One that takes either format is there twice: its name is before a colon.
+#: The classes by name. A class that supports both activation formats has a second key, with a suffix after a colon.
 PREPARE_FINALIZE: dict[str, Callable[..., FusedMoEPrepareAndFinalize]] = {
     "MoEPrepareAndFinalizeNoEP": prepare_finalize.MoEPrepareAndFinalizeNoEP,
     "BatchedPrepareAndFinalize": prepare_finalize.BatchedPrepareAndFinalize,
@@ -46,7 +46,10 @@ EXPERTS: dict[str, type[FusedMoEPermuteExpertsUnpermute]] = {
 
 
 class Combination(NamedTuple):
-    """A pair of classes, by name, with a quantization; `refusal`: the reason why it is no layer, None if it is one."""
+    """A prepare/finalize class, an experts class and a quantization, by name.
+
+    `refusal` is the reason why the two classes cannot form a layer; None if they can.
+    """
 
     prepare_finalize: str
     experts: str
@@ -62,9 +65,9 @@ def make_prepare_finalize(
     topk: int = 1,
     device: int | None = None,
 ) -> FusedMoEPrepareAndFinalize:
-    """An object of the class `name`; of an exchange, for one rank.
+    """Return an object of the class `name`. An exchange gets a single rank.
 
-    "NcclPrepareAndFinalize" takes torch's default group, which must have been initialized.
+    "NcclPrepareAndFinalize" uses torch's default group, which must have been initialized.
 
     Args:
         max_num_tokens, num_local_experts, hidden, topk: the sizes of the layer.
@@ -83,16 +86,16 @@ def make_prepare_finalize(
 
 
 def _for_table(name: str) -> FusedMoEPrepareAndFinalize:
-    """An object that says what goes with the class `name`, and need not work."""
+    """Return an object of the class `name` that can answer `refusal`; it need not be able to run."""
     kind = PREPARE_FINALIZE[name]
-    # To make one takes a group of processes.
+    # NcclPrepareAndFinalize.__init__ needs a process group, so this skips it.
     return kind.__new__(kind) if kind is NcclPrepareAndFinalize else make_prepare_finalize(name, 1, 1)
 
 
 def make_experts(
     name: str, config: FusedMoEQuantConfig, activation_format: FusedMoEActivationFormat
 ) -> FusedMoEPermuteExpertsUnpermute:
-    """An object of the class `name`; in the format asked for, where the class takes either."""
+    """Return an object of the class `name`, in `activation_format` if the class supports both formats."""
     kind: Any = EXPERTS[name]
     if "use_batched_format" in inspect.signature(kind).parameters:
         batched = activation_format is FusedMoEActivationFormat.BatchedExperts
@@ -101,7 +104,7 @@ def make_experts(
 
 
 def _any_config(quantization: str | None) -> FusedMoEQuantConfig:
-    """A configuration with scales of no meaning."""
+    """Return a configuration with dummy scales."""
     if quantization is None:
         return NOT_QUANTIZED
     one = np.ones(1, np.float32)
@@ -110,7 +113,7 @@ def _any_config(quantization: str | None) -> FusedMoEQuantConfig:
 
 
 def combinations() -> Iterator[Combination]:
-    """All pairs with all quantizations."""
+    """Yield every pair of classes with every quantization."""
     for pf_name in PREPARE_FINALIZE:
         pf = _for_table(pf_name)
         for experts_name in EXPERTS:
@@ -120,9 +123,9 @@ def combinations() -> Iterator[Combination]:
 
 
 def quantizations_of(pf_name: str, experts_name: str) -> tuple[list[str | None], str]:
-    """The quantizations that a pair computes with, and the reason against the first of the others.
+    """Return the quantizations that a pair supports, and the reason for the first one that it does not support.
 
-    Raises KeyError for a name of no class.
+    Raises KeyError if a name is not a class name.
     """
     PREPARE_FINALIZE[pf_name], EXPERTS[experts_name]
     own = [c for c in combinations() if (c.prepare_finalize, c.experts) == (pf_name, experts_name)]

@@ -1,4 +1,4 @@
-"""Random layers in any quantization, to try the classes on."""
+"""Make random layers in any quantization, for tests and examples."""
 
 from __future__ import annotations
 
@@ -35,14 +35,17 @@ class Layer(NamedTuple):
         return self[:5]
 
     def map(self, function: Callable[[Any], Any]) -> Layer:
-        """The layer with `function` applied to each array."""
+        """Return the layer with `function` applied to each array."""
         config = self.config
         scales = {name: function(value) for name, value in config.scales.items()}
         config = FusedMoEQuantConfig(**config.numbers, **scales)
         return Layer(*[function(array) for array in self.arrays], config)  # type: ignore[call-arg]
 
     def of_rank(self, tokens: slice, here: Any) -> Layer:
-        """The part of a rank: some of the tokens, and the experts at `here`, bool or int [experts], in NumPy."""
+        """Return one rank's part of a NumPy layer: the tokens of a slice and the experts at `here`.
+
+        `here` is a bool or int array [experts].
+        """
         own = self.config
         scales = {k: s if k in ("a1_scale", "a2_scale") else s[here] for k, s in own.scales.items()}
         config = FusedMoEQuantConfig(**own.numbers, **scales)
@@ -59,9 +62,9 @@ def _fp8(values: Array, scale: Array) -> Array:
 def quantize_weights(
     weights: Array, quantization: str | None, dtype: str = "bfloat16"
 ) -> tuple[Array, dict[str, Array]]:
-    """Float32 weights [experts, n, k] quantized, and their "scale" and "global_scale", if any.
+    """Quantize float32 weights [experts, n, k], and return them with their "scale" and "global_scale", if any.
 
-    FP8 without blocks gets a scale per channel. Raises ValueError for a name of no quantization.
+    "fp8" gets a scale per channel. Raises ValueError for an unknown quantization.
     """
     experts, n, k = weights.shape
     if quantization is None:
@@ -99,14 +102,14 @@ def random_layer(
     quantization: str | None = None,
     dtype: str = "bfloat16",
 ) -> Layer:
-    """A layer of normal weights, in NumPy: outputs are of magnitude 1, each token's `topk` experts random."""
+    """Return a NumPy layer with normally distributed weights, outputs of magnitude 1 and random experts per token."""
 
     def normal(*shape: int) -> Array:
         return rng.standard_normal(shape, np.float32)
 
     made: dict[str, Array] = {}
     scales: dict[str, Array] = {}
-    # The activation leaves at most half of a product's variance.
+    # The activation keeps at most half of the variance of the first product, so w2 gets a factor 2.
     for name, weights in (
         ("w1", normal(experts, 2 * inter, hidden) / math.sqrt(hidden)),
         ("w2", normal(experts, hidden, inter) * (2 / math.sqrt(inter))),

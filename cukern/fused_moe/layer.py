@@ -22,7 +22,7 @@ from cukern.runtime.plan import run_twin
 
 @dataclass(frozen=True)
 class _Numbers:
-    """A configuration without its scales: its name, or all that it has."""
+    """A configuration without its scales: its name, or all of its numbers."""
 
     name: Any
     numbers: tuple[tuple[str, Any], ...]
@@ -62,7 +62,7 @@ def _layer(
     out: Any = None,
     **scales: Any,
 ) -> Any:
-    """The whole layer as one plan: its classes run on descriptions of the arrays."""
+    """Record the whole layer as one plan, by running its classes on array descriptions."""
     config = _config(quant, scales)
     if expect_array("hidden_states", hidden_states).on_host:
         options = {} if expert_map is None else {"expert_map": expert_map}
@@ -111,52 +111,52 @@ def fused_experts(
     """Send each token through its experts, from the top-k ids to the layer's output.
 
     out[t] = sum over s of topk_weights[t, s] * w2[e] activation(gate, up), with e = topk_ids[t, s] and gate and up the
-    halves of w1[e] hidden_states[t]; products are added up in float32, the slots of a token in their order.
+    halves of w1[e] hidden_states[t]. Sums are in float32, and a token's slots are added in order.
 
-    Four launches: a sort of the tokens by expert, two products of all experts at once (the first with the activation),
-    and the weighted sum of each token's rows. With many rows per expert a fifth permutes the rows first; FP8 has one
-    more for each time that activations are quantized, but in groups the launch that permutes tokens quantizes them. One
-    token in 16 bits takes two: products that find their experts by the ids, the second with the sum, with the bits of
-    the four.
+    The layer takes four launches: a sort of the tokens by expert, two grouped GEMMs (the first one applies the
+    activation), and the weighted sum of each token's rows. With many rows per expert a fifth launch permutes the rows
+    first. FP8 adds one launch for each quantization of activations; with scales in groups, the permute launch
+    quantizes too. A single token in 16 bits takes two launches: GEMMs that look up their experts by the ids, with the
+    sum in the second one. The result has the same bits as with four launches.
 
     Args:
         hidden_states: [tokens, hidden], float16, bfloat16 or, without quantization, float32 (not tuned).
-        w1: [experts, 2 * inter, hidden], the gate's rows first, of the same dtype; quantized as `quant` says, of 4 bits
-            uint8 with two numbers in a byte. Without a gate: [experts, inter, hidden].
-        w2: [experts, hidden, inter]. Rows of both may have a stride; without quantization either may be a view
-            `w.transpose(1, 2)` of an array [experts, in, out], which is not copied. Sizes may be any that the
-            quantization has groups for; `cukern.moe_gemm` says which are fast.
+        w1: [experts, 2 * inter, hidden], the gate's rows first, of the same dtype; quantized as `quant` says. 4-bit
+            weights are uint8 with two numbers in a byte. Without a gate: [experts, inter, hidden].
+        w2: [experts, hidden, inter]. Rows of both may have a stride. Without quantization either may be a view
+            `w.transpose(1, 2)` of an array [experts, in, out], which is not copied. Sizes may be any multiples of the
+            quantization's group; `cukern.moe_gemm` says which are fast.
         topk_weights: float32 [tokens, topk].
-        topk_ids: int32 or int64 [tokens, topk]. A slot whose id is -1, or of no expert, has no part in the result.
-        activation: silu, gelu, gelu_tanh, swigluoai or relu2; `cukern.moe_activation` has the formulas. Of experts
-            without a gate silu_no_mul, gelu_no_mul, gelu_tanh_no_mul or relu2_no_mul, as vLLM calls them.
-        quant: a `cukern.fused_moe.FusedMoEQuantConfig`, or the name of one, "fp8_block", "fp8", "mxfp4" or "nvfp4",
-            with the scales it needs in the arguments below, as described there. Weights of 4 bits may be prepared by
-            `cukern.prepare_weights`: then w1_scale and w2_scale are None. "mxfp4_fp8" takes MXFP4 weights prepared for
-            FP8 rows and quantizes the activations to FP8, with a scale for 128 of a row (on Hopper), as vLLM's backend
+        topk_ids: int32 or int64 [tokens, topk]. A slot whose id is -1, or not an expert's, adds nothing.
+        activation: silu, gelu, gelu_tanh, swigluoai or relu2; `cukern.moe_activation` has the formulas. Experts without
+            a gate take silu_no_mul, gelu_no_mul, gelu_tanh_no_mul or relu2_no_mul, vLLM's names.
+        quant: a `cukern.fused_moe.FusedMoEQuantConfig`, or the name of one, "fp8_block", "fp8", "mxfp4" or "nvfp4". A
+            name takes its scales from the arguments below. 4-bit weights may be prepared by `cukern.prepare_weights`:
+            then w1_scale and w2_scale are None. "mxfp4_fp8" (on Hopper) takes MXFP4 weights prepared for FP8 rows and
+            quantizes the activations to FP8, with a scale for each 128 numbers of a row, as vLLM's backend
             DEEPGEMM_MXFP4 does.
-        expert_map: int32 [all experts], over all ranks: the index of each expert in w1 and w2, or -1 for one of another
-            rank. topk_ids are then ids among the experts of all ranks; an id past the map has no part in the result.
-        apply_router_weight_on_input: the weights multiply the input in place of the output; topk must be 1.
+        expert_map: int32 [all experts], over all ranks: the index of each expert in w1 and w2, or -1 for an expert of
+            another rank. topk_ids are then ids among the experts of all ranks; an id past the map adds nothing.
+        apply_router_weight_on_input: multiply the input by the weights instead of the output; topk must be 1.
         w1_scale, w2_scale, a1_scale, a2_scale, w1_global_scale, w2_global_scale: the scales that `quant` asks for.
         w1_bias, w2_bias: [experts, 2 * inter] (without a gate [experts, inter]) and [experts, hidden], float32 or of
             the dtype of hidden_states: added to the products, before the activation and before topk_weights.
-        alpha, limit: of swigluoai.
+        alpha, limit: the constants of swigluoai.
         interleaved: rows 2 j and 2 j + 1 of w1, and of w1_bias, are gate j and its up, as in gpt-oss.
-        per_act_token_quant: with "fp8" whether each row of activations has a scale of its own, or all have one:
-            a1_scale and a2_scale, or found at each call without waiting for the GPU. None: it has, unless a2_scale is
-            given.
+        per_act_token_quant: with "fp8", whether each row of activations has its own scale. If not, all rows share one
+            scale: a1_scale and a2_scale, or a scale that the GPU computes at each call. None: per row, unless a2_scale
+            is given.
         out: [tokens, hidden], written and returned.
 
     Returns:
         [tokens, hidden], in the dtype of hidden_states.
 
     Raises:
-        TypeError: a dtype, or a library, that is not taken.
-        ValueError: shapes, devices, strides or options that do not fit; the message names the argument.
+        TypeError: an unsupported dtype or library.
+        ValueError: shapes, devices, strides or options that do not match; the message names the argument.
 
-    The name and the order of the arguments are those of vLLM's `fused_experts`. This is the layer of
-    `cukern.fused_moe` with `MoEPrepareAndFinalizeNoEP` and `AutoExperts`.
+    vLLM's `fused_experts` has the same name and argument order. This layer is `cukern.fused_moe` with
+    `MoEPrepareAndFinalizeNoEP` and `AutoExperts`.
     """
     given: dict[str, Any] = {
         "expert_map": expert_map, "w1_scale": w1_scale, "w2_scale": w2_scale, "a1_scale": a1_scale,

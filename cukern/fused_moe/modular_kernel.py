@@ -1,8 +1,12 @@
 """The fused mixture-of-experts layer in exchangeable parts, after vLLM's FusedMoE modular kernel.
 
-A forward pass is `prepare` (quantize the activations, bring them to the experts), the experts' `apply` (permute, both
-products with the activation between them, unpermute) and `finalize` (bring the results back, perhaps with the router's
-weights). `FusedMoEModularKernel` puts a `FusedMoEPrepareAndFinalize` and a `FusedMoEPermuteExpertsUnpermute` together.
+A forward pass has three steps:
+
+- `prepare` quantizes the activations and sends them to the experts' ranks.
+- The experts' `apply` permutes the tokens, runs both GEMMs with the activation between them, and unpermutes the rows.
+- `finalize` brings the results back, and weighs and adds them up if `apply` has not.
+
+`FusedMoEModularKernel` combines a `FusedMoEPrepareAndFinalize` with a `FusedMoEPermuteExpertsUnpermute`.
 """
 
 from __future__ import annotations
@@ -24,17 +28,17 @@ from cukern.runtime import check
 from cukern.runtime.activation import is_gated
 from cukern.runtime.describe import same_shape
 
-#: The most tokens that the experts take at a time, where they support chunking: the workspaces grow with them.
+#: Default maximum of tokens per call of `apply`, if the experts support chunking. The workspaces grow with the tokens.
 CHUNK_SIZE = 32 * 1024
 
 
 class SortedTokens(NamedTuple):
-    """The pairs (token, slot) of activations in the standard format, sorted by expert: what `moe_sort` returns.
+    """The pairs (token, slot) of activations in the standard format, sorted by expert: the result of `moe_sort`.
 
     Attributes:
-        expert_offsets: int32 [local experts + 1], the first row of each expert, and last the end of all rows.
+        expert_offsets: int32 [local experts + 1], the first row of each expert, then the end of all rows.
         row_token: int32 [tokens * topk], the token of each row.
-        inverse: int32 [tokens, topk], the row of each pair; -1 if its expert is not here.
+        inverse: int32 [tokens, topk], the row of each pair; -1 if the pair's expert is on another rank.
     """
 
     expert_offsets: Any
@@ -46,10 +50,10 @@ class ExpertTokensMetadata(NamedTuple):
     """The tokens of each expert, as `prepare` knows them.
 
     Attributes:
-        expert_num_tokens: int32 [local experts]; None: not of batched activations.
+        expert_num_tokens: int32 [local experts], for batched activations; else None.
         positions: int32 [tokens, topk], the row of each token and slot in the batched activations, taken as
-            [experts * max_tokens, hidden]; -1 where there is none. None: only the prepare/finalize class knows.
-        sorted: of the standard format, from a class that sorts (`sorts_tokens`): the experts take it in place of a sort
+            [experts * max_tokens, hidden]; -1 for a slot without a row. None: only the prepare/finalize class knows.
+        sorted: for the standard format, from a class that sorts (`sorts_tokens`). The experts use it instead of a sort
             of their own, and leave the weights and the sum to `finalize`.
     """
 
@@ -62,10 +66,10 @@ class Prepared(NamedTuple):
     """The result of `prepare`.
 
     Attributes:
-        a1q: the activations, in the format of the class, quantized as the configuration says.
-        a1q_scale: their scales, or None.
-        expert_tokens_meta: for batched activations, and for those that the class has sorted.
-        topk_ids, topk_weights: those of the tokens in `a1q`; None: the caller's.
+        a1q: the activations, in the class's format, quantized as the configuration says.
+        a1q_scale: the scales of the activations, or None.
+        expert_tokens_meta: for batched activations, and for activations that the class has sorted.
+        topk_ids, topk_weights: the ids and weights of the tokens in `a1q`; None: the caller's.
     """
 
     a1q: Any
@@ -85,41 +89,48 @@ class Workspaces(NamedTuple):
 
 
 class FusedMoEPrepareAndFinalize(abc.ABC):
-    """Quantizes the activations and brings them to the experts (`prepare`), and their results back (`finalize`)."""
+    """Quantizes the activations and sends them to the experts (`prepare`), and brings the results back (`finalize`)."""
 
-    #: The experts of this rank, as many as w1 must have; None: any number.
+    #: The number of experts on this rank, which must match w1; None: any number.
     num_local_experts: int | None = None
 
     @property
     @abc.abstractmethod
     def activation_format(self) -> FusedMoEActivationFormat:
-        """The format of the activations that `prepare` returns and `finalize` takes."""
+        """The format of the activations that `prepare` returns and of the results that `finalize` takes."""
 
     @abc.abstractmethod
     def topk_indices_dtype(self) -> str | None:
-        """The dtype that the top-k ids must have; None: any integers."""
+        """Return the dtype that the top-k ids must have; None: any integers."""
 
     @abc.abstractmethod
     def max_num_tokens_per_rank(self) -> int | None:
-        """The most tokens that can be sent at once; None: any number."""
+        """Return the maximum number of tokens of one call on a rank; None: any number."""
 
     @abc.abstractmethod
     def num_dispatchers(self) -> int:
-        """The number of ranks that send tokens: batched activations have room for `max_num_tokens_per_rank` of each."""
+        """Return the number of ranks that send tokens.
+
+        Batched activations have room for `max_num_tokens_per_rank` tokens of each rank.
+        """
 
     def sorts_tokens(self) -> bool:
-        """Whether `prepare` gives `ExpertTokensMetadata.sorted`, always: `finalize` then gets the experts' rows as they
-        are, [tokens * topk, hidden] in the order of the experts, and weighs and adds them up itself.
+        """Return whether `prepare` always returns `ExpertTokensMetadata.sorted`.
+
+        If so, `finalize` gets the experts' rows [tokens * topk, hidden] in expert order. `finalize` then weighs and
+        adds up the rows itself.
         """
         return False
 
     def can_leave_unquantized(self) -> bool:
-        """Whether `prepare` with the configuration NOT_QUANTIZED leaves it to the experts to quantize."""
+        """Return whether `prepare` can leave the quantization to the experts, with the configuration NOT_QUANTIZED."""
         return False
 
     def expert_map(self, like: Any) -> Any:
-        """The map of a call without one, in the library and on the device of `like`: int32 [experts of all ranks], the
-        place of each expert among those of this rank, -1 for others; None: this rank has all.
+        """Return the expert map for a call that gives none, in the library and on the device of `like`.
+
+        The map is int32 [experts of all ranks]: the local index of each expert, -1 for experts of other ranks. None:
+        this rank has all experts.
         """
         return None
 
@@ -139,16 +150,16 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
         Args:
             a1: [tokens, hidden], float16 or bfloat16.
             topk_weights: float32 [tokens, topk].
-            topk_ids: [tokens, topk], in [0, num_experts); others are no expert.
-            num_experts: the experts of all ranks.
-            expert_map: int32 [num_experts], the place of each expert among those of this rank, -1 for others; None:
-                this rank has all.
+            topk_ids: [tokens, topk]; an id outside [0, num_experts) means no expert.
+            num_experts: the number of experts of all ranks.
+            expert_map: int32 [num_experts], the local index of each expert, -1 for experts of other ranks; None: this
+                rank has all experts.
             apply_router_weight_on_input: multiply the activations by their weights first (topk is 1).
-            quant_config: that of the experts.
+            quant_config: the configuration of the experts.
         """
 
     def has_prepare_no_receive(self) -> bool:
-        """Whether there is a `prepare_no_receive`."""
+        """Return whether the class implements `prepare_no_receive`."""
         return False
 
     def prepare_no_receive(
@@ -161,9 +172,9 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
     ) -> Callable[[], Prepared]:
-        """`prepare` in two parts: this one sends, and the function that it returns waits for what other ranks send.
+        """Run the sending part of `prepare`, and return a function that waits for the other ranks' tokens.
 
-        The shared experts run in between.
+        The shared experts run between the two.
         """
         raise NotImplementedError(f"{type(self).__name__} has no prepare_no_receive")
 
@@ -181,22 +192,22 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
         """Combine the experts' results into `output` [tokens, hidden].
 
         Args:
-            output: [tokens, hidden], of the tokens that `prepare` was called with.
+            output: [tokens, hidden], for the tokens that `prepare` was called with.
             fused_expert_output: the output of the experts' `apply`, for the tokens that `prepare` returned.
-            topk_weights, topk_ids, apply_router_weight_on_input: those that `prepare` was called with.
+            topk_weights, topk_ids, apply_router_weight_on_input: the same as for `prepare`.
             weight_and_reduce_impl: the reduction of the rows of this rank's experts.
-            expert_tokens_meta: what `prepare` returned.
+            expert_tokens_meta: the metadata that `prepare` returned.
         """
 
 
 class FusedMoEPermuteExpertsUnpermute(abc.ABC):
-    """The experts: permute, product with w1, activation, quantization, product with w2, unpermute.
+    """The experts: permute, GEMM with w1, activation, quantization, GEMM with w2, unpermute.
 
     Args:
         quant_config: the number format of the weights.
     """
 
-    #: The quantizations that the class computes with, by `FusedMoEQuantConfig.name`.
+    #: The quantizations that the class supports, by `FusedMoEQuantConfig.name`.
     quantizations: ClassVar[tuple[str | None, ...]] = (None,)
 
     def __init__(self, quant_config: FusedMoEQuantConfig = NOT_QUANTIZED) -> None:
@@ -209,37 +220,37 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     @abc.abstractmethod
     def supports_chunking(self) -> bool:
-        """Whether the tokens may come in several parts."""
+        """Return whether `apply` may be called with a chunk of the tokens at a time."""
 
     @abc.abstractmethod
     def supports_expert_map(self) -> bool:
-        """Whether `apply` takes an expert map. Batched activations are sorted by it before."""
+        """Return whether `apply` takes an expert map. Batched activations have been sorted by the map before."""
 
     def supports_sorted_tokens(self) -> bool:
-        """Whether `apply` takes tokens that `prepare` has sorted (`ExpertTokensMetadata.sorted`)."""
+        """Return whether `apply` takes tokens that `prepare` has sorted (`ExpertTokensMetadata.sorted`)."""
         return False
 
     def takes_unquantized(self, hidden_states: Any) -> bool:
-        """Whether `apply` quantizes such activations itself, if `prepare` can leave them as they are.
+        """Return whether `apply` quantizes these activations itself, if `prepare` can leave them unquantized.
 
         Args:
-            hidden_states: the layer's, [tokens, hidden].
+            hidden_states: the input of the layer, [tokens, hidden].
         """
         return False
 
     @abc.abstractmethod
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        """The reduction that `finalize` uses; `TopKWeightAndReduceNoOp` where `apply` has done it."""
+        """Return the reduction that `finalize` uses; `TopKWeightAndReduceNoOp` if `apply` has done the reduction."""
 
     @abc.abstractmethod
     def workspace_shapes(
         self, M: int, N: int, K: int, topk: int, global_num_experts: int, local_num_experts: int, dtype: str
     ) -> Workspaces:
-        """The workspaces of a call of `apply`, and the shape of its output.
+        """Return the shapes of the workspaces and of the output for a call of `apply`.
 
         Args:
-            M: tokens; batched: the tokens that each expert has room for.
-            N, K: w1 is [local experts, N, K]: N is twice the intermediate size, K the hidden size.
+            M: the number of tokens; batched: the room of each expert in tokens.
+            N, K: w1 is [local experts, N, K]. N is twice the intermediate size, K is the hidden size.
             topk, global_num_experts, local_num_experts: the experts of a token, of all ranks, and of this rank.
             dtype: the dtype of the layer's input and output.
         """
@@ -247,7 +258,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
     def sorted_workspace_shapes(
         self, M: int, N: int, K: int, topk: int, global_num_experts: int, local_num_experts: int, dtype: str
     ) -> Workspaces:
-        """`workspace_shapes` for tokens that `prepare` has sorted: the output is the second product, [M * topk, K]."""
+        """Return `workspace_shapes` for sorted tokens. The output is the result of the second GEMM, [M * topk, K]."""
         raise NotImplementedError(f"{type(self).__name__} takes no tokens that have been sorted")
 
     @abc.abstractmethod
@@ -268,28 +279,30 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         expert_tokens_meta: ExpertTokensMetadata | None,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """Compute `output`, whose shape `workspace_shapes` gives. The workspaces may hold anything before and after.
+        """Compute `output`, with the shape from `workspace_shapes`.
 
-        With `expert_tokens_meta.sorted`, the shapes are those of `sorted_workspace_shapes`, and `output` gets the rows
-        of the second product in the order of the experts, neither weighed nor added up. Rows from the last of
-        `expert_offsets` on may hold anything.
+        The contents of the workspaces are undefined before and after the call.
+
+        With `expert_tokens_meta.sorted`, `sorted_workspace_shapes` gives the shapes. `output` then gets the rows of the
+        second GEMM in expert order, neither weighed nor added up. Rows from the last value of `expert_offsets` on are
+        undefined.
 
         Args:
-            output: to be written, in the format of `activation_formats`.
-            hidden_states, a1q_scale: what `prepare` gave: the activations, and their scales or None.
+            output: written, in the output format of `activation_formats`.
+            hidden_states, a1q_scale: the activations that `prepare` returned, and their scales or None.
             w1, w2: the weights of the local experts, as the layer takes them.
-            topk_weights, topk_ids: [tokens, topk], of the tokens in `hidden_states`.
-            activation: between the products, by name.
-            global_num_experts: those that ids count.
-            expert_map: int32 [global_num_experts], the local expert of each or -1; None: ids are local.
-            workspace13, workspace2: of the shapes and the dtype that were asked for.
-            expert_tokens_meta: what `prepare` knows of each expert's tokens, or None.
-            apply_router_weight_on_input: `prepare` has weighed the tokens, so that the results are not.
+            topk_weights, topk_ids: [tokens, topk], for the tokens in `hidden_states`.
+            activation: the name of the activation between the GEMMs.
+            global_num_experts: the number of experts that `topk_ids` refers to.
+            expert_map: int32 [global_num_experts], the local index of each expert or -1; None: ids are local.
+            workspace13, workspace2: arrays of the shapes and the dtype that `workspace_shapes` asked for.
+            expert_tokens_meta: the tokens of each expert, as `prepare` knows them, or None.
+            apply_router_weight_on_input: the tokens have been multiplied by their weights, so the results are not.
         """
 
 
 def refusal(prepare_finalize: FusedMoEPrepareAndFinalize, fused_experts: FusedMoEPermuteExpertsUnpermute) -> str | None:
-    """The reason why the two cannot make a layer together; None if they can."""
+    """Return the reason why the two parts cannot form a layer; None if they can."""
     pf, experts = type(prepare_finalize).__name__, type(fused_experts).__name__
     sent = prepare_finalize.activation_format
     taken, given = fused_experts.activation_formats
@@ -312,16 +325,16 @@ def refusal(prepare_finalize: FusedMoEPrepareAndFinalize, fused_experts: FusedMo
 
 
 class FusedMoEModularKernel:
-    """A mixture-of-experts layer of two parts: one brings tokens to experts and back, the other is the experts.
+    """A mixture-of-experts layer of two parts: one moves tokens to the experts and back, the other is the experts.
 
     Args:
         prepare_finalize: quantizes, dispatches and combines.
         fused_experts: computes; its `quant_config` holds the quantization and the scales.
-        shared_experts: a function of hidden_states, applied to every token. It runs between the two parts of
-            `prepare_no_receive`, if the prepare/finalize class has that.
-        chunk_size: the most tokens that go through the experts at a time, which bounds the workspaces; None: all. By
-            default 32768 where the experts support chunking and the prepare/finalize class does not sort the tokens,
-            which makes them one chunk.
+        shared_experts: a function of hidden_states for every token. It runs between the two parts of
+            `prepare_no_receive`, if the prepare/finalize class implements that.
+        chunk_size: maximum tokens per call of `apply`, which bounds the workspaces; None: no maximum. The default is
+            32768 if the experts support chunking and the prepare/finalize class does not sort the tokens. Sorted
+            tokens are always one chunk.
 
     Raises:
         TypeError: a part of another type.
@@ -383,25 +396,25 @@ class FusedMoEModularKernel:
 
         Args:
             hidden_states: [tokens, hidden], float16, bfloat16 or, without quantization, float32.
-            w1: [local experts, 2 * inter, hidden], the gate's rows first, or without a gate [local experts, inter,
-                hidden]; of 4-bit weights uint8, half as wide.
+            w1: [local experts, 2 * inter, hidden], the gate's rows first; without a gate [local experts, inter,
+                hidden]. 4-bit weights are uint8 with half the columns.
             w2: [local experts, hidden, inter].
             topk_weights: float32 [tokens, topk].
-            topk_ids: int32 or int64 [tokens, topk]; an id of no expert has no part in the result.
+            topk_ids: int32 or int64 [tokens, topk]; an id that is not an expert's adds nothing.
             activation: silu, gelu, gelu_tanh, swigluoai or relu2; without a gate silu_no_mul, gelu_no_mul,
                 gelu_tanh_no_mul or relu2_no_mul.
-            global_num_experts: the experts of all ranks; -1: as many as expert_map has, or as w1.
-            expert_map: int32 [global_num_experts], the place of each expert in w1 and w2, -1 for those elsewhere; None:
-                what the prepare/finalize class says.
-            apply_router_weight_on_input: the weights multiply the input instead of the output; topk must be 1.
+            global_num_experts: the number of experts of all ranks; -1: the length of expert_map, or the experts of w1.
+            expert_map: int32 [global_num_experts], the index of each expert in w1 and w2, -1 for experts elsewhere;
+                None: the map of the prepare/finalize class.
+            apply_router_weight_on_input: multiply the input by the weights instead of the output; topk must be 1.
             out: [tokens, hidden], written and returned.
 
         Returns:
-            [tokens, hidden]; with shared experts a pair: their result, and that.
+            [tokens, hidden]; with shared experts a pair: the shared experts' result, then the [tokens, hidden] result.
 
         Raises:
-            TypeError: a dtype, or a library, that is not taken.
-            ValueError: shapes, devices or options that do not fit; the message names the argument.
+            TypeError: an unsupported dtype or library.
+            ValueError: shapes, devices or options that do not match; the message names the argument.
         """
         pf, experts = self.prepare_finalize, self.fused_experts
         config = experts.quant_config
@@ -419,7 +432,7 @@ class FusedMoEModularKernel:
         if id_dtype is not None:
             check.dtype("topk_ids", dtype_of(topk_ids), (id_dtype,))
         tokens, hidden = hidden_states.shape
-        # A rank without tokens still takes part in what other ranks send.
+        # A rank without tokens must still receive and process the tokens of other ranks.
         if not hidden or (not tokens and pf.num_dispatchers() == 1):
             return output if self.shared_experts is None else (self.shared_experts(hidden_states), output)
         leaves = pf.can_leave_unquantized() and experts.takes_unquantized(hidden_states)
@@ -440,7 +453,7 @@ class FusedMoEModularKernel:
         return output if self.shared_experts is None else (shared, output)
 
     def _all_experts(self, w1: Any, global_num_experts: int, expert_map: Any) -> int:
-        """The number of experts of all ranks."""
+        """Return the number of experts of all ranks."""
         experts = self.fused_experts
         all_experts = w1.shape[0] if expert_map is None else expert_map.shape[0]
         if global_num_experts != -1:
@@ -448,14 +461,17 @@ class FusedMoEModularKernel:
             if expert_map is not None and global_num_experts != all_experts:
                 check.fail("global_num_experts", f"{all_experts}, what expert_map has", global_num_experts)
             all_experts = global_num_experts
-        # Batched activations have been sorted by the map before they reach the experts.
+        # `prepare` has already applied the map to batched activations.
         is_standard = self.prepare_finalize.activation_format is FusedMoEActivationFormat.Standard
         if expert_map is not None and is_standard and not experts.supports_expert_map():
             check.fail("expert_map", f"None: {type(experts).__name__} does not support one", "an array")
         return all_experts
 
     def _prepare(self, hidden_states: Any, *others: Any) -> tuple[Prepared, Any]:
-        """The prepared activations, and the output of the shared experts, which run while others' tokens arrive."""
+        """Return the prepared activations and the output of the shared experts.
+
+        If the class can, it receives the tokens of other ranks while the shared experts run.
+        """
         pf = self.prepare_finalize
         if self.shared_experts is None:
             return pf.prepare(hidden_states, *others), None
@@ -480,7 +496,7 @@ class FusedMoEModularKernel:
         expert_map: Any,
         apply_router_weight_on_input: bool,
     ) -> Any:
-        """The experts' output, in chunks of tokens; it is `output` itself where they write the layer's."""
+        """Return the experts' output, computed in chunks of tokens; `output` itself if the experts can write to it."""
         experts, dtype, hidden = self.fused_experts, dtype_of(hidden_states), hidden_states.shape[1]
         a1q, scale, meta = prepared.a1q, prepared.a1q_scale, prepared.expert_tokens_meta
         rows, inter2, topk = a1q.shape[-2], rows_of_weights(w1) * (1 if is_gated(activation) else 2), ids.shape[1]

@@ -1,4 +1,4 @@
-"""The experts that all others are compared with: one after the other, in NumPy."""
+"""The reference experts: one expert after the other, in NumPy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cukern.runtime import arrays, check
 
 
 class NaiveBatchedExperts(FusedMoEPermuteExpertsUnpermute):
-    """The reference: one expert after the other in NumPy, on tokens batched by expert, weights of any format.
+    """The reference experts: one after the other in NumPy, in the batched format, with weights of any quantization.
 
     Arrays on a GPU are copied to the host and back, so the host waits for the GPU.
     """
@@ -74,7 +74,7 @@ class NaiveBatchedExperts(FusedMoEPermuteExpertsUnpermute):
 
 
 def on_host(config: FusedMoEQuantConfig) -> FusedMoEQuantConfig:
-    """The same configuration with its scales in NumPy."""
+    """Return the same configuration with its scales in NumPy."""
     scales: dict[str, Any] = {}
     for name, value in config.scales.items():
         library = arrays.library_of(value)

@@ -1,4 +1,4 @@
-"""Tokens to the experts of other ranks and back with `torch.distributed`: NCCL, or gloo for tensors in host memory."""
+"""Send tokens to the experts of other ranks and back with `torch.distributed`: NCCL, or gloo for host memory."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from cukern.ops.moe_permute import moe_sort, moe_unpermute, permute_rows
 from cukern.runtime import arrays, check
 from cukern.runtime.describe import type_name
 
-_ALIGNMENT = 16  # of the parts of a row that travels, in bytes
+_ALIGNMENT = 16  # bytes: each part of a sent row starts at a multiple
 
 
 class Route(NamedTuple):
-    """The way of the rows of one dispatch, which `RowExchange.combine` goes back.
+    """The destinations of the rows of one dispatch; `RowExchange.combine` sends the results back along the same route.
 
     Attributes:
-        positions: int32 [tokens, ranks], the row of each token for each rank, among the rows sent, which are in the
-            order of the ranks and then of the tokens; -1 where the token does not go to the rank.
+        positions: int32 [tokens, ranks], the index of each token's row among the sent rows, for each rank; -1 if the
+            token does not go to the rank. The sent rows are in the order of the ranks, then of the tokens.
         sent, received: the number of rows sent to, and received from, each rank.
     """
 
@@ -39,26 +39,26 @@ class Route(NamedTuple):
 
 
 class RowExchange:
-    """Rows to the ranks of a process group and back, with `all_to_all_single`; any number of hosts.
+    """Sends rows to the ranks of a process group and back, with `all_to_all_single`, on any number of hosts.
 
-    A rank here is one of the group, be it a GPU or a whole host. Rows of any dtype travel as bytes. CUDA tensors take
-    the group's backend for them, such as NCCL; with gloo, which has none, they are copied to host memory and back.
+    Rows of any dtype are sent as bytes. CUDA tensors use the group's backend for CUDA, such as NCCL. With gloo, the
+    rows are copied to host memory and back.
 
-    With `peers`, the ranks of the group fall into sets, within which rows travel, without groups of their own. They
-    still are one group: all of its ranks make the same calls in the same order.
+    `peers` splits the group into sets of ranks, and rows stay within a set. No set needs a process group of its own,
+    but all ranks of the whole group must make the same calls in the same order.
 
     Args:
-        group: a `torch.distributed.ProcessGroup` that this process is in; None: the default one.
-        peers: the ranks of the group that this one exchanges rows with, itself among them, in the same order on each of
-            them; None: all, in their order.
+        group: a `torch.distributed.ProcessGroup` that contains this process; None: the default group.
+        peers: the ranks of the group that this rank exchanges rows with, including itself, in the same order on every
+            peer; None: all ranks, in their order.
 
     Attributes:
-        rank, ranks: the place of this process among the peers, and their number.
+        rank, ranks: the index of this process among the peers, and the number of peers.
 
     Raises:
         TypeError: a group of another type.
         RuntimeError: `torch.distributed` has not been initialized.
-        ValueError: a group, or peers, without this process; peers that are not different ranks of the group.
+        ValueError: a group or peers without this process; peers that are not different ranks of the group.
     """
 
     def __init__(self, group: Any = None, peers: Sequence[int] | None = None) -> None:
@@ -72,14 +72,14 @@ class RowExchange:
         self.group = group
         own, self._size = distributed.get_rank(group), distributed.get_world_size(group)
         self._peers = [*range(self._size)] if peers is None else _check_peers(peers, own, self._size)
-        # `torch.distributed` has the rows in the order of the group's ranks: the places of the peers in that order.
+        # `torch.distributed` orders rows by rank of the group. `_order` lists the peers' indices in that order.
         self._order = sorted(range(len(self._peers)), key=self._peers.__getitem__)
         self.rank, self.ranks = self._peers.index(own), len(self._peers)
         of_each = (part.split(":", 1) for part in distributed.get_backend_config(group).split(","))
         self._backends: dict[str, str] = dict(of_each)
 
     def expect(self, name: str, array: Any) -> None:
-        """Check that an `array`, called `name`, is a tensor of a device for which the group has a backend."""
+        """Check that `array`, called `name`, is a tensor on a device that one of the group's backends supports."""
         torch = _torch()
         if not isinstance(array, torch.Tensor):
             check.fail(name, "a torch tensor, since torch.distributed moves it", type_name(array), TypeError)
@@ -91,25 +91,25 @@ class RowExchange:
     def dispatch(
         self, rows: Any, destinations: Any, agreed: Mapping[str, int] | None = None
     ) -> tuple[Callable[[], Any], Route]:
-        """Send each row to the ranks it is meant for, once to each. Every rank of the group must call this.
+        """Send each row once to each of its destination ranks. Every rank of the group must call this.
 
-        The host waits for the numbers of rows that each rank sends and receives, so a CUDA graph cannot capture it. A
-        rank that never calls it keeps the others waiting for the group's timeout, after which they raise.
+        The host waits for the numbers of rows that each rank sends and receives, so a CUDA graph cannot capture the
+        call. If a rank never calls this, the other ranks wait for the group's timeout and then raise.
 
         Args:
             rows: [tokens, columns] of any dtype, contiguous; columns and dtype are the same on all ranks.
             destinations: bool [tokens, ranks], on the device of `rows`; the ranks are the peers, in their order.
-            agreed: numbers that must be the same on all ranks, by the names that the message uses.
+            agreed: numbers that must be the same on all ranks, with the names that the error message uses.
 
         Returns:
-            A function that waits for the rows and returns them, [received, columns], in the order of the ranks they
-            come from, then of their tokens; and the route of the rows.
+            A function that waits for the rows and returns them, and the route of the rows. The rows are
+            [received, columns], ordered by source rank, then by token.
 
         Raises:
-            TypeError: a dtype, or a library, that is not taken.
-            ValueError: shapes or devices that do not fit; the message names the argument.
-            RuntimeError: something in `agreed` is different on another rank; raised on all ranks. Or a CUDA graph is
-                being captured.
+            TypeError: an unsupported dtype or library.
+            ValueError: shapes or devices that do not match; the message names the argument.
+            RuntimeError: a number in `agreed` differs on another rank, raised on all ranks; or a CUDA graph is being
+                captured.
         """
         torch = _torch()
         _refuse_capture("RowExchange.dispatch")
@@ -119,7 +119,7 @@ class RowExchange:
         check.shape("destinations", tuple(destinations.shape), (len(rows), self.ranks), "[tokens, ranks]")
         if destinations.dtype is not torch.bool:
             check.fail("destinations", "bool", destinations.dtype, TypeError)
-        # The sort of the pairs (token, rank) by rank: the same as that of the pairs (token, slot) by expert.
+        # Sort the pairs (token, rank) by rank, with the kernel that sorts the pairs (token, slot) by expert.
         each = torch.arange(self.ranks, dtype=torch.int32, device=rows.device)
         offsets, _, positions = moe_sort(torch.where(destinations, each, -1), self.ranks)
         sizes = {**(agreed or {}), "the bytes of a row": rows.shape[1] * rows.element_size()}
@@ -132,11 +132,11 @@ class RowExchange:
 
         Args:
             rows: [received, columns], in the order of the rows received; any dtype, contiguous.
-            route: of the dispatch.
+            route: the route that the dispatch returned.
 
         Returns:
-            [sent, columns]: the rows that come back, in the order of those sent. Row `route.positions[t, r]` is what
-            rank r made of token t.
+            [sent, columns]: the returned rows, in the order of the rows that the dispatch sent. Row
+            `route.positions[t, r]` is rank r's result for token t.
         """
         self.expect("rows", rows)
         check.dimensions("rows", tuple(rows.shape), ("received", "columns"))
@@ -145,11 +145,11 @@ class RowExchange:
         return self._move(rows, route.received, route.sent)()
 
     def _counts(self, sent: Any, sizes: Mapping[str, int]) -> tuple[list[int], list[int]]:
-        """The rows sent to, and received from, each rank, once all ranks are known to agree on `sizes`."""
+        """Check that all ranks agree on `sizes`, and return the numbers of rows sent to and received from each rank."""
         torch = _torch()
         own = torch.tensor([list(sizes.values())], dtype=torch.int64, device=sent.device)
         table = torch.cat([sent.to(torch.int64)[:, None], own.expand(self.ranks, -1)], 1)
-        # One copy to the host has both.
+        # Copy both tables to the host in one transfer.
         one_each = [1] * self.ranks
         both = torch.cat([table, self._move(table, one_each, one_each)()], 1).tolist()
         width = 1 + len(sizes)
@@ -161,10 +161,10 @@ class RowExchange:
         return [row[0] for row in both], [row[width] for row in both]
 
     def _move(self, rows: Any, sent: list[int], received: list[int]) -> Callable[[], Any]:
-        """Start an exchange of so many rows with each peer; returns a function that waits for the rows."""
+        """Start an exchange of `sent[i]` and `received[i]` rows with peer i; return a function that waits for them."""
         torch = _torch()
         by_host = rows.is_cuda and self._backends["cuda"] == "gloo"
-        # A single column may count as contiguous with any stride, and then has no bytes to view.
+        # torch may call a single column contiguous although its stride is not 1; `view(uint8)` rejects such a column.
         is_plain = rows.is_contiguous() and rows.stride(1) == 1
         source = (rows if is_plain else rows.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
         source = _reordered(source.cpu() if by_host else source, sent, self._order)
@@ -181,7 +181,7 @@ class RowExchange:
         return receive
 
     def _of_group(self, counts: list[int]) -> list[int]:
-        """The rows for each rank of the group, of those for each peer."""
+        """Return the number of rows for each rank of the group, from the numbers for each peer."""
         found = [0] * self._size
         for peer, count in zip(self._peers, counts, strict=True):
             found[peer] = count
@@ -189,14 +189,14 @@ class RowExchange:
 
 
 class _Layout(NamedTuple):
-    """The parts of a row that travels: the first byte, the number of bytes and the dtype of each."""
+    """The layout of a sent row: first byte, number of bytes and dtype of each part."""
 
     parts: list[tuple[int, int, Any]]
     width: int
 
     @classmethod
     def of(cls, parts: Sequence[Any]) -> _Layout:
-        """The layout of a row of each of these tensors [tokens, columns]."""
+        """Return the layout of rows that concatenate these tensors [tokens, columns]."""
         start, found = 0, []
         for part in parts:
             size = part.shape[1] * part.element_size()
@@ -205,7 +205,7 @@ class _Layout(NamedTuple):
         return cls(found, start)
 
     def pack(self, parts: Sequence[Any]) -> Any:
-        """The tensors as rows of bytes, uint8 [tokens, width]."""
+        """Pack the tensors into rows of bytes, uint8 [tokens, width]."""
         torch = _torch()
         rows = torch.empty((len(parts[0]), self.width), dtype=torch.uint8, device=parts[0].device)
         for part, (start, size, _) in zip(parts, self.parts, strict=True):
@@ -213,12 +213,12 @@ class _Layout(NamedTuple):
         return rows
 
     def unpack(self, rows: Any) -> list[Any]:
-        """The tensors again, each contiguous."""
+        """Return the tensors from packed rows, each contiguous."""
         return [rows[:, start : start + size].contiguous().view(dtype) for start, size, dtype in self.parts]
 
 
 class _Received(NamedTuple):
-    """What `finalize` needs of the tokens that `prepare` received."""
+    """The data of the received tokens that `finalize` needs."""
 
     route: Route
     topk_weights: Any
@@ -226,38 +226,37 @@ class _Received(NamedTuple):
 
 
 class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
-    """Tokens in their own order, sent to the ranks that have their experts by `all_to_all_single`; any number of hosts.
+    """Sends tokens in the standard format to the ranks of their experts with `all_to_all_single`; any number of hosts.
 
-    A token goes once to each rank that has experts of it: its row, quantized before, with its scales, ids and weights
-    in one message. The owner of the experts weighs and adds up what they give, and one row goes back, in the layer's
-    dtype; the source adds the rows of a token in float32 in the order of the ranks, and rounds once. The bits of a
-    result depend on which rank has which expert, and on nothing else.
+    A token goes once to each rank that has at least one of its experts. One message carries the token's row, quantized
+    before, with its scales, ids and weights. The experts' rank weighs and adds up their results, and sends one row back
+    in the layer's dtype. The source rank adds a token's rows in float32 in rank order, and rounds once. The bits of a
+    result depend only on the assignment of experts to ranks.
 
-    All ranks of the group must call the layer, those without tokens too. A call has its own number of tokens on each
-    rank. `prepare` makes the host wait for the numbers of rows that travel, so a CUDA graph cannot capture the layer;
-    `PushPrepareAndFinalize` is the class for that. A rank that never comes keeps the others waiting for the group's
-    timeout. One call runs at a time: `finalize` belongs to the last `prepare`.
+    All ranks of the group must call the layer, also ranks without tokens. The number of tokens may differ between ranks
+    and calls. In `prepare` the host waits for the numbers of rows, so a CUDA graph cannot capture the layer;
+    `PushPrepareAndFinalize` can be captured. If a rank never calls the layer, the other ranks wait for the group's
+    timeout. Only one call may be in flight: `finalize` refers to the last `prepare`.
 
-    Tensors on a GPU take an NCCL group, those in host memory a gloo one.
+    Tensors on a GPU need an NCCL group, tensors in host memory a gloo group.
 
     Args:
-        group: a `torch.distributed.ProcessGroup` that this process is in; None: the default one.
-        num_experts: the experts of all ranks.
-        max_num_tokens: the most tokens of a call on this rank; None: any number.
-        expert_rank: [num_experts], the rank in the group, or the place in `peers`, that has each expert; None:
-            num_experts / ranks each, in their order. The experts of a rank are in w1 and w2 in the order of their
-            numbers.
-        expert_load: int32 [num_experts], to which each `prepare` adds, for each expert of this rank, the number of
-            slots that arrived here; None: nothing is counted.
+        group: a `torch.distributed.ProcessGroup` that contains this process; None: the default group.
+        num_experts: the number of experts of all ranks.
+        max_num_tokens: maximum tokens of a call on this rank; None: any number.
+        expert_rank: [num_experts], the owner of each expert: a rank of the group, or an index in `peers`. None:
+            num_experts / ranks experts per rank, in order. w1 and w2 hold a rank's experts in ascending order.
+        expert_load: int32 [num_experts]. Each `prepare` adds, per expert of this rank, the slots that arrived here.
+            None: nothing is counted.
         peers: the ranks of the group that have the experts, as for `RowExchange`; None: all.
 
     Attributes:
-        rank, ranks: the place of this process among the ranks with the experts, and their number.
-        num_experts, num_local_experts: the experts of all ranks, and of this one.
+        rank, ranks: the index of this process among the ranks with experts, and the number of these ranks.
+        num_experts, num_local_experts: the number of experts of all ranks, and of this rank.
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: numbers that do not fit each other; the message names the argument.
+        ValueError: numbers that do not match; the message names the argument.
         RuntimeError: `torch.distributed` has not been initialized.
     """
 
@@ -300,11 +299,14 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         return self.ranks
 
     def expert_map(self, like: Any) -> Any:
-        """The place of each expert among those of this rank, -1 for others: int32 [num_experts], where `like` is."""
+        """Return the local index of each expert, -1 for experts of other ranks.
+
+        The result is int32 [num_experts], in the library and on the device of `like`.
+        """
         return self._constant("expert_map", self._map, like)
 
     def _constant(self, name: str, values: Any, like: Any) -> Any:
-        """An array in the library and on the device of `like`, made once for each."""
+        """Return `values` as an array in the library and on the device of `like`, copied once per device."""
         library = arrays.library_of(like)
         if library is None:
             check.fail("hidden_states", "a torch tensor", type_name(like), TypeError)
@@ -323,24 +325,24 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
     ) -> Prepared:
-        """Quantize the tokens and bring them to their experts' ranks; the host waits for the numbers of rows.
+        """Quantize the tokens and send them to their experts' ranks. The host waits for the numbers of rows.
 
         Args:
-            a1, topk_weights, topk_ids: torch tensors, as everywhere; ids of no expert go nowhere.
-            num_experts: `num_experts` of the class.
-            expert_map: as in `expert_map`, perhaps with other places for the experts of this rank; None: that one.
-            apply_router_weight_on_input: multiply the tokens by their weights before they travel.
-            quant_config: the same on all ranks, except for the weights' scales; FP8 takes scales per token, in blocks
-                or static (`a1_scale`, the same on all ranks).
+            a1, topk_weights, topk_ids: torch tensors, as for the base class; an id that is not an expert's is not sent.
+            num_experts: the `num_experts` of the class.
+            expert_map: None, or a map with the same experts on this rank as `expert_map()`, perhaps at other indices.
+            apply_router_weight_on_input: multiply the tokens by their weights before they are sent.
+            quant_config: the same on all ranks, except for the weights' scales. FP8 scales are per token, in blocks or
+                static (`a1_scale`, the same on all ranks).
 
         Returns:
-            The tokens received, in the order of the ranks they come from, with their scales, weights, and ids, which
-            are of all experts.
+            The tokens received, ordered by source rank, with their scales, weights and ids. The ids count the experts
+            of all ranks.
 
         Raises:
-            TypeError: a dtype, or a library, that is not taken.
-            ValueError: arguments that do not fit; the message names the argument.
-            RuntimeError: a CUDA graph is being captured; or ranks that do not agree on the layer, raised on all.
+            TypeError: an unsupported dtype or library.
+            ValueError: invalid arguments; the message names the argument.
+            RuntimeError: a CUDA graph is being captured; or the ranks disagree on the layer, raised on all ranks.
         """
         return self.prepare_no_receive(
             a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config
@@ -359,9 +361,9 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
     ) -> Callable[[], Prepared]:
-        """`prepare` in two parts: this one sends, once the host knows the numbers of rows, and does not wait for rows.
+        """Run the sending part of `prepare`. The host waits for the numbers of rows, but not for rows.
 
-        The function that it returns waits for the rows and gives what `prepare` does.
+        Returns a function that waits for the rows and returns the result of `prepare`.
         """
         _refuse_capture(type(self).__name__)
         self._check(a1, topk_weights, topk_ids, num_experts, expert_map, quant_config)
@@ -405,7 +407,7 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         expert_map: Any,
         quant_config: FusedMoEQuantConfig,
     ) -> None:
-        """Check the arguments of `prepare`, before anything is sent."""
+        """Check the arguments of `prepare` before anything is sent."""
         for name, array in (("hidden_states", a1), ("topk_weights", topk_weights), ("topk_ids", topk_ids)):
             self.exchange.expect(name, array)
             if array.device != a1.device:
@@ -429,7 +431,7 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
             check.fail("expert_load", f"on {a1.device} like hidden_states", f"one on {self.expert_load.device}")
 
     def _check_map(self, expert_map: Any, a1: Any) -> None:
-        """Check that a map has the experts here that `expert_rank` has; a map is compared once, as long as it stays."""
+        """Check that a map puts the same experts on this rank as `expert_rank`. An unchanged map is checked once."""
         own = self.expert_map(a1)
         if expert_map is None or expert_map is own:
             return
@@ -443,11 +445,11 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         self._known_map = (expert_map, version)
 
     def _destinations(self, topk_ids: Any) -> tuple[Any, Any]:
-        """The ids as int32, -1 for those of no expert, and the ranks that each token goes to, bool [tokens, ranks]."""
+        """Return the ids as int32, -1 for ids without an expert, and each token's ranks, bool [tokens, ranks]."""
         torch = _torch()
         ids = topk_ids.to(torch.int64)
         ids = torch.where((ids >= 0) & (ids < self.num_experts), ids, -1)
-        # An id of no expert goes to a rank after the last one.
+        # An id without an expert goes to an extra rank after the last one, which is cut off below.
         ranks = self._constant("expert_rank", np.append(self.expert_rank, self.ranks), topk_ids)[ids]
         destinations = torch.zeros((len(ids), self.ranks + 1), dtype=torch.bool, device=ids.device)
         destinations.scatter_(1, ranks, True)
@@ -463,18 +465,18 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         weight_and_reduce_impl: TopKWeightAndReduce,
         expert_tokens_meta: ExpertTokensMetadata | None = None,
     ) -> None:
-        """Bring the results back and add them up.
+        """Send the results back and add them up.
 
         Args:
-            output: [tokens, hidden], written, of the tokens of the last `prepare`.
-            fused_expert_output: the experts' output for the tokens received: [received, hidden], weighed and added up
-                where the reduction is `TopKWeightAndReduceNoOp`, in the shape that it takes otherwise.
+            output: [tokens, hidden], written, for the tokens of the last `prepare`.
+            fused_expert_output: the experts' output for the tokens received. With `TopKWeightAndReduceNoOp`:
+                [received, hidden], weighed and added up. Otherwise the shape that the reduction takes.
             weight_and_reduce_impl: the reduction of the experts' output, with the ids and weights received.
-            topk_weights, topk_ids, apply_router_weight_on_input, expert_tokens_meta: those of `prepare`.
+            topk_weights, topk_ids, apply_router_weight_on_input, expert_tokens_meta: the same as for `prepare`.
 
         Raises:
-            RuntimeError: there was no `prepare` before.
-            ValueError: shapes that do not fit; the message names the argument.
+            RuntimeError: no `prepare` came before.
+            ValueError: shapes that do not match; the message names the argument.
         """
         if self._received is None:
             raise RuntimeError(f"{type(self).__name__}.finalize must follow a prepare")
@@ -495,7 +497,7 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
 
 
 def _torch() -> Any:
-    """The module torch, which cukern does not need otherwise."""
+    """Import torch here, because the rest of cukern does not need it."""
     import torch
     import torch.distributed
 
@@ -503,7 +505,7 @@ def _torch() -> Any:
 
 
 def _check_peers(peers: Sequence[int], own: int, size: int) -> list[int]:
-    """Check that these are different ranks of a group of this size, this one among them."""
+    """Check that `peers` are different ranks of a group of `size` ranks and include `own`."""
     if not isinstance(peers, Sequence):
         check.fail("peers", "a sequence of ranks or None", type_name(peers), TypeError)
     found = [check.integer(f"peers[{i}]", peer, 0, size - 1) for i, peer in enumerate(peers)]
@@ -515,7 +517,7 @@ def _check_peers(peers: Sequence[int], own: int, size: int) -> list[int]:
 
 
 def _reordered(rows: Any, counts: list[int], order: list[int]) -> Any:
-    """Parts of so many rows each, in another order."""
+    """Split rows into parts of `counts` rows, and concatenate the parts in another order."""
     if order == [*range(len(order))]:
         return rows
     parts = rows.split(counts)
@@ -524,14 +526,14 @@ def _reordered(rows: Any, counts: list[int], order: list[int]) -> Any:
 
 def _refuse_capture(name: str) -> None:
     cuda = _torch().cuda
-    # A build of torch without CUDA has no graphs, and raises when asked.
+    # A torch build without CUDA has no graphs, and `is_current_stream_capturing` raises there.
     if cuda.is_initialized() and cuda.is_current_stream_capturing():
         why = "it makes the host wait for the numbers of rows that travel; PushPrepareAndFinalize can be captured"
         raise RuntimeError(f"{name} must not run while a CUDA graph is captured: {why}")
 
 
 def expert_ranks(expert_rank: Sequence[int] | None, num_experts: int, ranks: int) -> Any:
-    """The rank of each expert, int64 [num_experts], checked."""
+    """Check `expert_rank`, and return the rank of each expert, int64 [num_experts]."""
     if expert_rank is None:
         if num_experts % ranks:
             wanted = f"a multiple of the {ranks} ranks of the group, or expert_rank given"

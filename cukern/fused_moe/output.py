@@ -1,4 +1,4 @@
-"""The output of a fused mixture-of-experts layer, after a check of all its arguments."""
+"""Check the arguments of a fused mixture-of-experts layer, and describe its output."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def layer_output(
     form: tuple[Any, Any, Any] = (activations.ALPHA, activations.LIMIT, False),
     **scales: Any,
 ) -> Any:
-    """The layer's output, to be written, after a check of all arguments; `form`: alpha, limit and interleaved.
+    """Check all arguments of the layer, and return its output, not yet written.
 
-    Raises TypeError or ValueError, as the layer does, for arguments that do not fit each other.
+    `form` is (alpha, limit, interleaved). Raises TypeError or ValueError as the layer does.
     """
     dtypes_of_x = DTYPES if quantization else (*DTYPES, "float32")
     x = expect_array("hidden_states", hidden_states, dtypes_of_x, ("tokens", "hidden"))
@@ -130,7 +130,7 @@ def _check_prepared(
 
 
 def _check_scale(name: str, scale: Any, like: Array, quantization: str | None, w1: tuple[int, int], inter: int) -> None:
-    """Check a scale or a bias by its name; `w1` is the number of experts, and of the rows of w1."""
+    """Check a scale or a bias by its name; `w1` is (experts, rows of w1)."""
     expect_place(name, scale, like, "hidden_states")
     experts, columns = w1
     hidden = like.shape[1]

@@ -1,4 +1,4 @@
-"""Prepare and finalize on one rank: tokens in their own order, or batched by expert."""
+"""Prepare and finalize on a single rank, in the standard format or batched by expert."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cukern.runtime import check
 
 
 def quantize_input(a1: Any, config: FusedMoEQuantConfig) -> tuple[Any, Any]:
-    """The activations as the first product takes them, and their scales or None."""
+    """Return the activations as the first GEMM takes them, and their scales or None."""
     if config.is_in_groups:
         return per_token_group_quant_fp8(a1, GROUP)
     if config.name == "fp8":
@@ -27,12 +27,12 @@ def quantize_input(a1: Any, config: FusedMoEQuantConfig) -> tuple[Any, Any]:
 
 
 def weigh_input(a1: Any, topk_weights: Any) -> Any:
-    """a1[t] * topk_weights[t, 0], in float32 and rounded once."""
+    """Return a1[t] * topk_weights[t, 0], computed in float32 and rounded once."""
     return moe_unpermute(empty(a1.shape, dtype_of(a1), a1), a1, topk_weights, None)
 
 
 class _OneRank(FusedMoEPrepareAndFinalize):
-    """The base of the two classes of this module."""
+    """Base of the two classes of this module."""
 
     def topk_indices_dtype(self) -> str | None:
         return None
@@ -58,7 +58,7 @@ class _OneRank(FusedMoEPrepareAndFinalize):
 
 
 class MoEPrepareAndFinalizeNoEP(_OneRank):
-    """Tokens in their own order, which are only quantized: no other rank's experts are needed."""
+    """Keeps the tokens in their own order and only quantizes them, because this rank has all experts it needs."""
 
     @property
     def activation_format(self) -> FusedMoEActivationFormat:
@@ -86,14 +86,14 @@ class MoEPrepareAndFinalizeNoEP(_OneRank):
 
 
 class BatchedPrepareAndFinalize(_OneRank):
-    """Tokens batched by expert, [experts, max_tokens, hidden], in the order of the tokens.
+    """Groups the tokens by expert, [experts, max_tokens, hidden], in token order within an expert.
 
-    Rows past an expert's count are left as they were allocated.
+    Rows past an expert's count are uninitialized.
 
     Args:
-        max_num_tokens: the most tokens of a call. A token that names the same expert twice counts twice there, and
-            tokens beyond the room of an expert have no part in the result.
-        num_local_experts: the experts of this rank.
+        max_num_tokens: maximum tokens of a call, and the room of each expert. A token that names the same expert twice
+            takes two of the expert's rows. Tokens beyond the room of an expert add nothing to the result.
+        num_local_experts: the number of experts of this rank.
     """
 
     def __init__(self, max_num_tokens: int, num_local_experts: int) -> None:

@@ -1,4 +1,4 @@
-"""Tokens to the experts of other ranks and back by stores into the peers' memory."""
+"""Send tokens to the experts of other ranks and back by stores into the peers' memory."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ from cukern.runtime.describe import type_name
 
 
 class Turns:
-    """The meeting of ranks that share a GPU in one process, each in a thread of its own, between sending and receiving.
+    """A barrier between sending and receiving, for ranks that share a GPU in one process, with a thread per rank.
 
-    On one stream, kernels run one after the other: one that waits for another rank must come after that rank's sends.
+    Kernels on one stream run one after the other. A kernel that waits for another rank must therefore be launched after
+    that rank's sends.
     """
 
     def __init__(self, ranks: int, deadline_s: float) -> None:
@@ -40,7 +41,7 @@ class Turns:
         self._changed = threading.Condition()
 
     def wait(self, rank: int, phase: str) -> None:
-        """Wait until all ranks have sent. Raises AllToAllError for one that does not within the deadline."""
+        """Wait until all ranks have sent. Raises AllToAllError if one does not send within the deadline."""
         with self._changed:
             step = self._arrived[rank]
             self._arrived[rank] += 1
@@ -55,14 +56,14 @@ class Turns:
         why = f"rank {missing} did not send within {self.deadline_s:g} s: each rank takes a thread of its own"
         if gave_up is not None:
             missing, why = gave_up, f"rank {gave_up} gave up"
-        # A dispatch and a combine are two meetings.
+        # Each step has two barriers: one for the dispatch and one for the combine.
         raise AllToAllError(f"{phase} {step // 2} of rank {rank} failed: {why}", missing, phase, step // 2)
 
     def _missing(self, step: int) -> int | None:
         return next((rank for rank, count in enumerate(self._arrived) if count <= step), None)
 
     def abort(self, rank: int) -> None:
-        """Let all waits fail, on behalf of a rank."""
+        """Make all waits fail, and name `rank` as the cause."""
         with self._changed:
             if self._gave_up is None:
                 self._gave_up = rank
@@ -70,29 +71,28 @@ class Turns:
 
 
 class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
-    """Tokens stored into the memory of the ranks that have their experts, over NVLink: `all_to_all_dispatch`.
+    """Stores tokens into the memory of their experts' ranks over NVLink (`all_to_all_dispatch`).
 
-    A token goes once to each rank that has experts of it, quantized before or on the way. The host never waits, and a
-    CUDA graph can capture the layer. What arrived is sorted by expert; the rows of the experts are weighed and added up
-    in float32 by `all_to_all_combine`, first by the owner of the experts and then, in the order of the ranks, by the
-    source: the bits of a result do not depend on what arrives first.
+    A token goes once to each rank that has at least one of its experts, quantized before or by the dispatch. The host
+    never waits, and a CUDA graph can capture the layer. The received tokens are sorted by expert. `all_to_all_combine`
+    weighs the experts' rows and adds them up in float32: first the experts' rank, then the source rank, in rank order.
+    The bits of a result therefore do not depend on the order of arrival.
 
-    All ranks call their layers in the same order, with as many or few tokens as they have. Layers that run one after
-    the other may share a state.
+    All ranks call their layers in the same order; the number of tokens may differ between ranks. Layers that run one
+    after the other may share a state.
 
     Args:
         state: this rank's part of the exchange.
-        batched: lay the tokens out by expert, [local experts, room, hidden], in the order of ranks and tokens.
-        max_tokens_per_expert: the room, where it shall be less than the tokens of all ranks. A token beyond it is
-            found by `finalize`: its result is NaN, and the next call, or `state.check()`, raises AllToAllError.
-        apart: bring the experts' rows back one by one, so that a result has the same bits for any number of ranks; it
-            takes up to topk times the bytes, and a state that was made with `apart`.
-        expert_load: int32 [num_experts], to which each `prepare` adds, for each expert of this rank, the number of
-            slots that arrived here.
-        turns: where ranks of one process share a GPU; `All2AllManager.local` gives it.
+        batched: group the tokens by expert, [local experts, room, hidden], in the order of ranks and tokens.
+        max_tokens_per_expert: the room of an expert; None: the tokens of all ranks. If a token does not fit, its result
+            is NaN, and the next call, or `state.check()`, raises AllToAllError.
+        apart: send the experts' rows back unsummed, so that a result has the same bits for any number of ranks. This
+            sends up to topk times the bytes, and needs a state that was made with `apart`.
+        expert_load: int32 [num_experts]. Each `prepare` adds, per expert of this rank, the slots that arrived here.
+        turns: needed if ranks of one process share a GPU; `All2AllManager.local` sets it.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit; the message names the argument.
+        TypeError, ValueError: invalid arguments; the message names the argument.
     """
 
     def __init__(
@@ -150,24 +150,26 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
     ) -> Prepared:
-        """Quantize the tokens, send them to their experts' ranks, and sort what arrives by expert.
+        """Quantize the tokens, send them to their experts' ranks, and sort the received tokens by expert.
 
         Args:
-            a1, topk_weights, topk_ids: as everywhere, on the device of the state; ids of no expert go nowhere.
-            num_experts: `num_experts` of the state.
-            expert_map: as in `expert_map`, perhaps with other places for the experts of this rank, and with no others:
-                the result is NaN where an expert is missing. None: that one.
-            apply_router_weight_on_input: multiply the tokens by their weights before they travel.
-            quant_config: the same on all ranks, except for the weights' scales; FP8 takes scales per token, in blocks
-                or static (`a1_scale`, the same on all ranks).
+            a1, topk_weights, topk_ids: as for the base class, on the device of the state; an id that is not an expert's
+                is not sent.
+            num_experts: the `num_experts` of the state.
+            expert_map: None, or a map with this rank's experts of `expert_map()`, perhaps at other indices. If the map
+                lacks one of them, the result is NaN.
+            apply_router_weight_on_input: multiply the tokens by their weights before they are sent.
+            quant_config: the same on all ranks, except for the weights' scales. FP8 scales are per token, in blocks or
+                static (`a1_scale`, the same on all ranks).
 
         Returns:
-            The tokens received, `ranks * max_tokens` places by source and token, of which those without an expert here
-            hold anything; or batched by expert. With ids and weights by places; an id is -1 where there is no token.
+            The tokens received, with their ids and weights. Standard format: `ranks * max_tokens` rows, by source rank
+            and token; a row without a token for an expert here is undefined. Batched: the tokens grouped by expert. The
+            ids and weights are always [ranks * max_tokens, topk], with id -1 where there is no token.
 
         Raises:
             AllToAllError: an earlier call failed.
-            TypeError, ValueError: arguments that do not fit; the message names the argument.
+            TypeError, ValueError: invalid arguments; the message names the argument.
         """
         arguments = (a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config)
         return self._prepare(*arguments, return_receiver=self.turns is not None)()
@@ -185,7 +187,7 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
     ) -> Callable[[], Prepared]:
-        """`prepare` in two parts: this one sends, and the function that it returns waits for the rows, on the GPU."""
+        """Run the sending part of `prepare`, and return a function that waits for the rows, on the GPU."""
         arguments = (a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config)
         return self._prepare(*arguments, return_receiver=True)
 
@@ -201,7 +203,7 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         *,
         return_receiver: bool,
     ) -> Callable[[], Prepared]:
-        """Quantize and send, and receive too unless `return_receiver`; the function arranges what arrived."""
+        """Quantize and send, and also receive unless `return_receiver`. Return a function that arranges the rows."""
         if num_experts != self.state.num_experts:
             wanted = f"{self.state.num_experts}, the experts of all ranks (num_experts of the state)"
             check.fail("global_num_experts", wanted, num_experts)
@@ -227,11 +229,11 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         *,
         return_receiver: bool = True,
     ) -> Callable[[], Prepared]:
-        """Send `rows` with their `scale`, or without one to be quantized in blocks (`quantize`).
+        """Send `rows` with their `scale`; with `quantize`, the dispatch quantizes the rows in blocks instead.
 
-        Returns the function that arranges what arrived. The other arguments are those of `prepare`.
+        Returns a function that arranges the received rows. The other arguments are the same as for `prepare`.
 
-        Without `return_receiver` it is received in the same launch.
+        Without `return_receiver` the same launch also receives.
         """
         scales = None if quant_config.a1_scale is not None else scale
         if self._rehearses:
@@ -251,7 +253,7 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         return receive
 
     def _meet(self, phase: str) -> None:
-        """Wait until the ranks that share GPUs have sent."""
+        """Wait until all ranks that share GPUs have sent."""
         if self.turns is None:
             return
         try:
@@ -261,7 +263,7 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
             raise
 
     def _arrange(self, dispatched: Any, expert_map: Any, quant_config: FusedMoEQuantConfig) -> Prepared:
-        """What arrived, sorted by expert or laid out by experts."""
+        """Sort the received rows by expert, or group them by expert if `batched`."""
         rows, scales, weights, ids = dispatched
         count, experts = self.state.num_experts, self.num_local_experts
         if expert_map is None:
@@ -273,7 +275,7 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
             counts, positions = moe_sort_batched(ids, count, self.room, **options)
             meta = ExpertTokensMetadata(counts, positions)
             shape = (experts, self.room)
-            # Rows of places without a token have no position, and are not read.
+            # Rows without a token have no position, so `permute_rows` does not read them.
             rows = permute_rows(rows, positions, experts * self.room).reshape(*shape, self.state.hidden)
             if scales is not None:
                 columns = (scales.shape[1],) if quant_config.block_shape else ()
@@ -292,24 +294,24 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         weight_and_reduce_impl: TopKWeightAndReduce,
         expert_tokens_meta: ExpertTokensMetadata | None = None,
     ) -> None:
-        """Weigh the experts' rows, add them up and bring them back.
+        """Weigh the experts' rows, add them up and send them back.
 
         Args:
-            output: [tokens, hidden], written, of the tokens of the last `prepare`.
-            fused_expert_output: the rows of this rank's experts in their order, [rows, hidden], or batched.
-            weight_and_reduce_impl: not used: the exchange weighs and adds up.
-            topk_weights, topk_ids, apply_router_weight_on_input: those of `prepare`.
-            expert_tokens_meta: what `prepare` returned.
+            output: [tokens, hidden], written, for the tokens of the last `prepare`.
+            fused_expert_output: the rows of this rank's experts, [rows, hidden] in expert order, or batched.
+            weight_and_reduce_impl: not used, because the exchange weighs and adds up.
+            topk_weights, topk_ids, apply_router_weight_on_input: the same as for `prepare`.
+            expert_tokens_meta: the metadata that `prepare` returned.
 
         Raises:
             AllToAllError: an earlier call failed.
-            RuntimeError: there was no `prepare` before.
-            TypeError, ValueError: arguments that do not fit; the message names the argument.
+            RuntimeError: no `prepare` came before.
+            TypeError, ValueError: invalid arguments; the message names the argument.
         """
         if expert_tokens_meta is None:
             check.fail("expert_tokens_meta", "what prepare returned", "None", TypeError)
         if self._rehearses:
-            # CuPy fills an array by a kernel on the current device.
+            # CuPy fills an array with a kernel on the current device, so this makes the array's device current.
             with contextlib.nullcontext() if self.state.device is None else current_device(self.state.device):
                 output[...] = 0
             return
@@ -325,11 +327,11 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Layers that are called within exchange nothing: they run without tokens, and give zeros.
+        """Make layers skip the exchange: a call within this context runs without tokens and returns zeros.
 
-        What a layer needs at its first call, kernels and memory, may not become ready while a kernel of the same
-        process waits for another rank. So where one process drives several GPUs, each layer is to be called once with
-        each shape in a rehearsal.
+        The first call of a layer loads kernels and allocates memory. Neither may complete while a kernel of the same
+        process waits for another rank. If one process drives several GPUs, call each layer once with each shape in a
+        rehearsal.
         """
         self._rehearses = True
         try:
@@ -338,7 +340,7 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
             self._rehearses = False
 
     def _nothing(self, like: Any, dtype: str, columns: int) -> Any:
-        """What a dispatch without tokens gives."""
+        """Return the result of a dispatch without tokens."""
         library: Any = arrays.library_of(like)
         shape = (self.places, self.state.topk)
         weights, ids = (
@@ -348,7 +350,7 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
 
 
 def refuse_own_scales(quant_config: FusedMoEQuantConfig) -> None:
-    """Raise ValueError for activations with a scale per tensor that is found at each call."""
+    """Raise ValueError for activations with a per-tensor scale that each call computes."""
     if quant_config.name == "fp8" and not quant_config.per_act_token_quant and quant_config.a1_scale is None:
         wanted = "a1_scale given, or a scale per token (per_act_token_quant): each rank would find another one"
         check.fail("quant_config", wanted, "a scale per tensor that is found at each call")

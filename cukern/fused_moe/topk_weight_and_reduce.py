@@ -1,4 +1,4 @@
-"""Reductions: the experts' outputs times the router's weights, added up for each token."""
+"""Reductions: multiply the experts' outputs by the router's weights, and add them up for each token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cukern.runtime import check
 class TopKWeightAndReduce(abc.ABC):
     """out[t] = sum over the slots s of topk_weights[t, s] * (the output of expert topk_ids[t, s] for token t).
 
-    `finalize_weight_and_reduce_impl` of the experts chooses the one that the prepare/finalize class uses.
+    `finalize_weight_and_reduce_impl` of the experts chooses the reduction that the prepare/finalize class applies.
     """
 
     @abc.abstractmethod
@@ -33,13 +33,13 @@ class TopKWeightAndReduce(abc.ABC):
             fused_expert_output: the experts' output, in the shape that the class takes.
             topk_weights: float32 [tokens, topk].
             topk_ids: int32 or int64 [tokens, topk].
-            apply_router_weight_on_input: the inputs have been multiplied by the weights, which count as 1 here.
+            apply_router_weight_on_input: the inputs have been multiplied by the weights, so the weights are 1 here.
             expert_tokens_meta: the `ExpertTokensMetadata` of `prepare`, or None.
         """
 
 
 class TopKWeightAndReduceNoOp(TopKWeightAndReduce):
-    """No reduction: the experts have done it, and their output is the layer's."""
+    """Copies the experts' output, because the experts have done the reduction."""
 
     def apply(
         self,
@@ -55,7 +55,7 @@ class TopKWeightAndReduceNoOp(TopKWeightAndReduce):
 
 
 class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
-    """A placeholder for the reduction that the prepare/finalize class chooses for its format."""
+    """A placeholder: the prepare/finalize class chooses the reduction for its format."""
 
     def apply(
         self,
@@ -70,7 +70,7 @@ class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
 
 
 class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
-    """The reduction of [tokens, topk, hidden]: the output of each slot, in the order of the tokens."""
+    """Reduces [tokens, topk, hidden], the output of each slot, in token order."""
 
     def apply(
         self,
@@ -92,10 +92,10 @@ class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
 
 
 class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
-    """The reduction of [experts, max_tokens, hidden]: the tokens of each expert, in the order of the tokens.
+    """Reduces [experts, max_tokens, hidden], the tokens of each expert, in token order.
 
     Args:
-        expert_map: int32 [all experts], the place of each expert on this rank, -1 for others. Needed only where
+        expert_map: int32 [all experts], the local index of each expert, -1 for experts of other ranks. Needed only if
             `expert_tokens_meta` has no positions.
     """
 
@@ -123,7 +123,7 @@ class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
         moe_unpermute(output, fused_expert_output.reshape(experts * max_tokens, hidden), weights, positions)
 
 
-#: The reduction in place of the Delegate, by the format of the experts' output.
+#: The reduction that replaces `TopKWeightAndReduceDelegate`, by the format of the experts' output.
 DELEGATES = {
     FusedMoEActivationFormat.Standard: TopKWeightAndReduceContiguous,
     FusedMoEActivationFormat.BatchedExperts: TopKWeightAndReduceNaiveBatched,

@@ -1,4 +1,4 @@
-"""Tokens to the experts of other hosts: between hosts with `torch.distributed`, within a host by stores."""
+"""Send tokens to the experts of other hosts: `torch.distributed` between hosts, stores within a host."""
 
 from __future__ import annotations
 
@@ -17,27 +17,26 @@ from cukern.runtime.describe import type_name
 
 
 class TwoLevelPrepareAndFinalize(FusedMoEPrepareAndFinalize):
-    """Tokens once to each host that has experts of them, and from there to the ranks of the host.
+    """Sends a token once to each host that has experts of it, and there to the ranks of the experts.
 
-    A rank exchanges with those of the same local rank on all hosts, by `NcclPrepareAndFinalize`; what it receives so it
-    dispatches among the ranks of its host, by `PushPrepareAndFinalize`. Results go the same way back: a rank of the
-    host adds up what the host's ranks give, in their order, and one row per host goes to the source, which adds these
-    in the order of the hosts. The host of the call waits for the numbers of rows, so a CUDA graph cannot capture it.
+    Level 1 connects the ranks with the same local rank on all hosts (`NcclPrepareAndFinalize`). Level 2 dispatches the
+    received rows among the ranks of a host (`PushPrepareAndFinalize`). Results return along the same route: level 2
+    adds up the results of the host's ranks in rank order. One row per host returns to the source rank, which adds the
+    rows in host order. The CPU waits for the numbers of rows, so a CUDA graph cannot capture the call.
 
     Args:
-        group: a `torch.distributed.ProcessGroup` of the ranks with this local rank, in the order of the hosts; or, with
-            `peers`, of any ranks with these among them. None: the default one.
-        push: the exchange within this host, of a state whose `num_experts` are this host's, in the order of their
-            numbers, and whose `max_tokens` is the number of hosts times `max_num_tokens`. Without `expert_load`.
-        num_experts: the experts of all hosts.
-        expert_host: [num_experts], the host of each expert; every host has one.
-        max_num_tokens: the most tokens of a call on this rank.
-        expert_load: int32 tensor [num_experts], to which each `prepare` adds, for each expert of this rank, the number
-            of slots that arrived here.
-        peers: the ranks of the group with this local rank, in the order of the hosts; None: all, in their order.
+        group: a `torch.distributed.ProcessGroup` of the ranks with this local rank, in host order; with `peers`, any
+            group that contains these ranks. None: the default group.
+        push: the exchange within this host. The state's `num_experts` are the experts of this host, in ascending order.
+            The state's `max_tokens` is the number of hosts times `max_num_tokens`. `push` has no `expert_load`.
+        num_experts: the number of experts of all hosts.
+        expert_host: [num_experts], the host of each expert; every host has at least one.
+        max_num_tokens: maximum tokens of a call on this rank.
+        expert_load: int32 tensor [num_experts]. Each `prepare` adds, per expert of this rank, the slots that arrived.
+        peers: the ranks of the group with this local rank, in host order; None: all ranks, in their order.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit; the message names the argument.
+        TypeError, ValueError: invalid arguments; the message names the argument.
         RuntimeError: `torch.distributed` has not been initialized.
     """
 
@@ -90,11 +89,14 @@ class TwoLevelPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         return self.within.sorts_tokens()
 
     def expert_map(self, like: Any) -> Any:
-        """The place of each expert among those of this rank, -1 for others: int32 [num_experts], where `like` is."""
+        """Return the local index of each expert, -1 for experts of other ranks.
+
+        The result is int32 [num_experts], in the library and on the device of `like`.
+        """
         return self._of_device(like)[1]
 
     def _of_device(self, like: Any) -> tuple[Any, Any]:
-        """The numbers of this host's experts, int64, and the map of all experts, on the device of `like`."""
+        """Return this host's experts, int64, and the map of all experts, both on the device of `like`."""
         library = arrays.library_of(like)
         if library is None:
             check.fail("hidden_states", "a torch tensor", type_name(like), TypeError)
@@ -115,15 +117,15 @@ class TwoLevelPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
     ) -> Prepared:
-        """Quantize the tokens and bring them to their experts' hosts, and there to their ranks.
+        """Quantize the tokens, send them to their experts' hosts, and there to the experts' ranks.
 
-        The arguments are those of `NcclPrepareAndFinalize.prepare`, the result that of `PushPrepareAndFinalize.prepare`
-        with the experts of this host.
+        The arguments are the same as for `NcclPrepareAndFinalize.prepare`. The result has the form that
+        `PushPrepareAndFinalize.prepare` returns, for the experts of this host.
 
         Raises:
             AllToAllError: an earlier call failed.
-            TypeError, ValueError: arguments that do not fit; the message names the argument.
-            RuntimeError: a CUDA graph is being captured; or ranks that do not agree on the layer.
+            TypeError, ValueError: invalid arguments; the message names the argument.
+            RuntimeError: a CUDA graph is being captured; or the ranks disagree on the layer.
         """
         return self.prepare_no_receive(
             a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config
@@ -142,7 +144,7 @@ class TwoLevelPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
     ) -> Callable[[], Prepared]:
-        """`prepare` in two parts: this one sends to the hosts, and the function that it returns does the rest."""
+        """Send the tokens to the hosts, and return a function that runs the rest of `prepare`."""
         self.within.state.check()
         receive = self.between.prepare_no_receive(
             a1, topk_weights, topk_ids, num_experts, None, apply_router_weight_on_input, quant_config
@@ -150,7 +152,7 @@ class TwoLevelPrepareAndFinalize(FusedMoEPrepareAndFinalize):
 
         def onward() -> Prepared:
             rows, scale, _, ids, weights = receive()
-            # The ids of this host's experts, by their place among them.
+            # Renumber the ids to the experts of this host.
             own = self.between.expert_map(ids)[ids.clamp(min=0)].masked_fill(ids < 0, -1)
             self._received = weights, own
             numbers, whole = self._of_device(ids)
@@ -178,14 +180,14 @@ class TwoLevelPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         weight_and_reduce_impl: TopKWeightAndReduce,
         expert_tokens_meta: ExpertTokensMetadata | None = None,
     ) -> None:
-        """Weigh the experts' rows, add them up within the host, and bring the sums back to the source's.
+        """Weigh the experts' rows, add them up within the host, and send the sums back to the source host.
 
-        The arguments are those of `PushPrepareAndFinalize.finalize`.
+        The arguments are the same as for `PushPrepareAndFinalize.finalize`.
 
         Raises:
             AllToAllError: an earlier call failed.
-            RuntimeError: there was no `prepare` before.
-            TypeError, ValueError: arguments that do not fit; the message names the argument.
+            RuntimeError: no `prepare` came before.
+            TypeError, ValueError: invalid arguments; the message names the argument.
         """
         if self._received is None:
             raise RuntimeError(f"{type(self).__name__}.finalize must follow a prepare")

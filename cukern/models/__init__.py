@@ -1,4 +1,4 @@
-"""Transformer models made of the ops and of the array libraries' dense products."""
+"""Transformer models, built from the ops and from the array libraries' dense products."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from cukern.models.text import TextConfig
 from cukern.models.tokenizer import Tokenizer
 from cukern.runtime.tolerance import Tolerance
 
-#: How closely the models match transformers, by result, then by dtype.
+#: Tolerances between the models and transformers, by result and dtype.
 TOLERANCES = {
-    # Hidden states of magnitude 1 to 3 after a few layers, beside transformers in float32: products in another order,
-    # in 16 bits rounded after each operation.
+    # Hidden states of magnitude 1 to 3 after a few layers, compared with transformers in float32. Sums are in another
+    # order, and 16-bit dtypes round after each operation.
     "hidden_states": {
         "float32": Tolerance(relative=0, absolute=2e-5),
         "float16": Tolerance(relative=0, absolute=2e-2),

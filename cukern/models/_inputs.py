@@ -1,4 +1,4 @@
-"""Token ids and masks as the models take them."""
+"""Token ids and masks, as the models take them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _MASKS = ("bool", "uint8", "int8", "int32", "int64")
 
 
 class Batch(NamedTuple):
-    """Token ids [batch, seq], their mask and their types: arrays of NumPy, CuPy or torch, which may be of several."""
+    """Token ids [batch, seq], their mask and their types: NumPy, CuPy or torch arrays, in any mix."""
 
     input_ids: Any
-    attention_mask: Any  # None: all count
+    attention_mask: Any  # None: no padding
     token_type_ids: Any = None
 
     def each(self, function: Callable[[str, Any], Any]) -> list[Any]:
-        """What `function` gives for the name and the array of each part; None for a part that is None."""
+        """Return `function(name, array)` for each part; None for a part that is None."""
         return [None if x is None else function(name, x) for name, x in zip(self._fields, self, strict=True)]
 
     def is_in_host_memory(self) -> bool:
@@ -32,14 +32,14 @@ class Batch(NamedTuple):
         return Batch(*self.each(lambda name, x: library_of(name, x).to_numpy(x)))
 
     def like(self, weight: Any) -> Batch:
-        """The batch in the library and on the device of an array."""
+        """Return the batch in the library and on the device of `weight`."""
         return Batch(*self.each(lambda name, x: _like(name, x, weight)))
 
 
 def read_batch(input_ids: Any, attention_mask: Any, token_type_ids: Any = None) -> Batch:
-    """The batch in arrays of any library, or lists of lists.
+    """Return the batch from arrays of any library, or lists of lists.
 
-    Raises TypeError for what is neither and for a dtype, ValueError for a shape; the message names the argument.
+    Raises TypeError for another type or dtype, ValueError for a shape; the message names the argument.
     """
     found = Batch(*map(_entered, Batch._fields, (input_ids, attention_mask, token_type_ids)))
     check.dtype("input_ids", library_of("input_ids", found.input_ids).dtype(found.input_ids), _IDS)
@@ -53,13 +53,13 @@ def read_batch(input_ids: Any, attention_mask: Any, token_type_ids: Any = None) 
 
 
 def _entered(name: str, value: Any) -> Any:
-    """An array of a known library; None where nothing is given, which `input_ids` must not be."""
+    """Return `value` as an array of a known library; None for None, which `input_ids` must not be."""
     if value is None and name != "input_ids":
         return None
     if isinstance(value, (list, tuple)):
         try:
             return np.array(value)
-        except ValueError:  # NumPy speaks of inhomogeneous parts
+        except ValueError:  # NumPy's own message speaks of inhomogeneous parts
             check.fail(name, "lists of one length, padded", "lists of several lengths")
     return arrays.enter(name, value)
 
@@ -68,12 +68,12 @@ def _like(name: str, array: Any, weight: Any) -> Any:
     given, own = library_of(name, array), library_of("weights", weight)
     if given is own and own.device(array) == own.device(weight):
         return array
-    # A copy: torch warns of an array that it may not write.
+    # Copy, because torch warns about a read-only array.
     return own.from_numpy(np.array(given.to_numpy(array)), weight)
 
 
 def check_ids(name: str, ids: np.ndarray[Any, Any], counts: np.ndarray[Any, Any] | None, size: int) -> None:
-    """Raises ValueError for the first id that is out of [0, size) where `counts`, if given, is not 0."""
+    """Raise ValueError for the first id outside [0, size), ignoring ids where `counts` is 0."""
     outside = (ids < 0) | (ids >= size)
     if counts is not None:
         outside &= counts != 0

@@ -1,10 +1,13 @@
-"""What a model does to arrays besides the ops: dense products, attention without padding, buffers, logits, pooling.
+"""The array operations of a model, apart from the ops: dense products, attention, buffers, logits, pooling.
 
-`layers_of` gives these for an array: `ArrayLayers` is the NumPy form, which defines the results and serves CuPy too,
-`TorchLayers` the torch form. Dense products are the array library's own, which on a GPU is cuBLAS. All else computes in
-float32 and rounds once, and what it gives for a sequence depends on that sequence alone. Methods whose name ends in an
-underscore change their first array. None waits for a GPU but `host`, `flat_nonzero`, and `pool` on CuPy arrays whose
-bounds the host does not know: a step made of the others can be captured in a CUDA graph.
+`layers_of` returns the operations for an array. `ArrayLayers` is the NumPy form, which defines the results and also
+serves CuPy. `TorchLayers` is the torch form.
+
+- Dense products use the array library: cuBLAS on a GPU. All other operations compute in float32 and round once, and a
+  sequence's result depends only on that sequence.
+- A method whose name ends in an underscore changes its first array.
+- Only `host`, `flat_nonzero`, and `pool` on CuPy arrays with bounds unknown to the host wait for a GPU. A step without
+  these three can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -21,9 +24,8 @@ from cukern.ops.varlen_attention import varlen_attention
 from cukern.runtime import arrays, check
 from cukern.runtime.cuda import cupy, current_device
 
-#: Dtypes of weights.
 DTYPES = ("float32", "float16", "bfloat16")
-#: The activations of `add_bias_act` by transformers' names.
+#: The activations of `add_bias_act`, by transformers' names.
 ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_python": "gelu",
@@ -37,20 +39,20 @@ ACTIVATIONS = {
 
 
 class Affine(NamedTuple):
-    """The weight and the bias of a product, [out, in] and [out], or of a layer norm, [hidden] both."""
+    """The weight and bias of a linear layer, [out, in] and [out], or of a layer norm, both [hidden]."""
 
     weight: Any
     bias: Any
 
 
 class Words(NamedTuple):
-    """Where the words of a batch lie: one sequence after the other, without padding."""
+    """The bounds of the sequences in a batch without padding."""
 
-    cu_seqlens: Any  # int32 [batch + 1], the words before each sequence, then all
-    bounds: Sequence[int] | None = None  # cu_seqlens, where the host knows it
+    cu_seqlens: Any  # int32 [batch + 1]: the first word of each sequence, then the number of words
+    bounds: Sequence[int] | None = None  # cu_seqlens as Python ints, if the host knows them
 
     def on_host(self) -> Sequence[int]:
-        """cu_seqlens in host memory, for which a GPU is waited for unless the host knows it."""
+        """Return cu_seqlens in host memory. This waits for a GPU, unless the host knows the bounds."""
         if self.bounds is not None:
             return self.bounds
         library = arrays.library_of(self.cu_seqlens)
@@ -59,7 +61,7 @@ class Words(NamedTuple):
 
 
 class ArrayLayers:
-    """The operations on NumPy arrays, and on CuPy arrays where `xp` is CuPy."""
+    """The operations on NumPy arrays, or on CuPy arrays if `xp` is CuPy."""
 
     is_cuda_torch = False
 
@@ -68,7 +70,7 @@ class ArrayLayers:
         self.device = device
 
     def place(self) -> contextlib.AbstractContextManager[None]:
-        """The context of the operations: the weights' device is the current one, and what overflows is infinite."""
+        """Return the context for the operations: the weights' device is current, and overflow gives infinity."""
         if self.device is None:
             return np.errstate(over="ignore", invalid="ignore")
         return current_device(self.device)
@@ -76,25 +78,25 @@ class ArrayLayers:
     # --- arrays -----------------------------------------------------------------------------------------
 
     def cast(self, x: Any, dtype: str) -> Any:
-        """`x`, contiguous and of a dtype by its name."""
+        """Return `x` as a contiguous array of the named dtype."""
         return self.xp.ascontiguousarray(x.astype(arrays.numpy_dtype(dtype), copy=False))
 
     def concatenate(self, parts: Sequence[Any], axis: int = 0) -> Any:
         return self.xp.concatenate(parts, axis)
 
     def rows_filled(self, x: Any, rows: int) -> Any:
-        """`x` [n, columns] with rows of zeros after it, [rows, columns]."""
+        """Return `x` [n, columns] padded with rows of zeros to [rows, columns]."""
         return self.xp.concatenate([x, self.xp.zeros((rows - len(x), x.shape[1]), x.dtype)])
 
     def arange(self, n: int) -> Any:
         return self.xp.arange(n)
 
     def flat_nonzero(self, x: Any) -> Any:
-        """The places in C order of what is not 0, int64."""
+        """Return the flat indices of nonzero elements in C order, int64."""
         return self.xp.flatnonzero(x)
 
     def cu_seqlens(self, lengths: Any) -> Any:
-        """int32 [batch + 1] from the lengths [batch]."""
+        """Return cu_seqlens, int32 [batch + 1], from the lengths [batch]."""
         sums = self.xp.zeros(len(lengths) + 1, np.int32)
         sums[1:] = lengths.cumsum()
         return sums
@@ -103,29 +105,29 @@ class ArrayLayers:
         return self.xp.full(shape, value, arrays.numpy_dtype(dtype))
 
     def put(self, x: np.ndarray[Any, Any]) -> Any:
-        """A NumPy array where the weights are."""
+        """Copy a NumPy array to the weights' library and device."""
         return self.xp.asarray(x)
 
     def host(self, x: Any) -> np.ndarray[Any, Any]:
         return x if self.xp is np else self.xp.asnumpy(x)
 
     def is_capturing(self) -> bool:
-        """Whether a CUDA graph is being captured on the current stream."""
+        """Return whether a CUDA graph is being captured on the current stream."""
         return self.xp is not np and bool(self.xp.cuda.get_current_stream().is_capturing())
 
     def assign_(self, x: Any, value: Any) -> None:
-        """`value`, an array or a number, into all of `x`."""
+        """Write `value`, an array or a number, to all of `x`."""
         x[...] = value
 
     def assign_rows_(self, x: Any, rows: Any, value: Any) -> None:
         x[rows] = value
 
     def take(self, x: Any, rows: Any) -> Any:
-        """New rows of `x`, by int64 indices."""
+        """Return a copy of rows of `x`, by int64 indices."""
         return x[rows]
 
     def flat_parents(self, parents: Any) -> Any:
-        """int64 [batch * beams], the row of each parent, from parents [batch, beams]."""
+        """Return the flat row of each parent, int64 [batch * beams], from parents [batch, beams]."""
         batch, beams = parents.shape
         return (parents + beams * self.xp.arange(batch)[:, None]).reshape(-1)
 
@@ -135,59 +137,58 @@ class ArrayLayers:
     # --- a layer ----------------------------------------------------------------------------------------
 
     def linear(self, x: Any, weight: Any, bias: Any = None) -> Any:
-        """x [rows, in] times weight [out, in] transposed, plus bias [out]; [rows, out]."""
+        """Return x [rows, in] @ weight.T + bias, [rows, out], with weight [out, in] and bias [out]."""
         if self.xp is np and x.dtype != np.float32:
-            # NumPy adds up products of 16 bits in 16 bits.
+            # NumPy accumulates 16-bit products in 16 bits, so compute in float32.
             y = self.float32(x) @ self.float32(weight).T
             return (y if bias is None else y + self.float32(bias)).astype(x.dtype)
         y = x @ weight.T
         return y if bias is None else y + bias
 
     def attention(self, qkv: Any, heads: int, words: Words, variant: str = "auto") -> Any:
-        """softmax(q k' / sqrt(head_dim)) v of each sequence with itself.
+        """Return the self-attention softmax(q k' / sqrt(head_dim)) v of each sequence, [words, hidden].
 
-        qkv [words, 3 * hidden] holds q, k and v by heads one after the other; the result is [words, hidden]. `variant`
-        is `varlen_attention`'s.
+        qkv [words, 3 * hidden] holds q, then k, then v, each by heads. `variant` is passed to `varlen_attention`.
         """
         return _attention(qkv, heads, words, variant)
 
     def clipped(self, x: Any, most: float) -> Any:
-        """`x` within -most and most where it is float16, else as it is."""
+        """Clip a float16 `x` to [-most, most]; return other dtypes unchanged."""
         return x.clip(-most, most) if x.dtype == np.float16 else x
 
-    # --- what becomes of the logits ---------------------------------------------------------------------
+    # --- logits -----------------------------------------------------------------------------------------
 
     def log_softmax(self, x: Any) -> Any:
-        """float32, contiguous, from logits [rows, vocab] of any dtype."""
+        """Return the log-softmax of logits [rows, vocab] of any dtype: float32, contiguous."""
         y = self.float32(x)
         y = y - y.max(-1, keepdims=True)
         return y - self.xp.log(self.xp.exp(y).sum(-1, keepdims=True))
 
     def force_(self, scores: Any, ids: Sequence[int]) -> None:
-        """0 for tokens in all rows, -inf for all others."""
+        """Set the scores of the tokens `ids` to 0 in all rows, and all other scores to -inf."""
         scores[...] = -np.inf
         scores[:, [*ids]] = 0
 
-    # --- a step whose number is in an array, int64 [1] --------------------------------------------------
+    # --- a step whose index is in an array, int64 [1] ---------------------------------------------------
 
     def low_word(self, x: Any) -> Any:
-        """The low half of `x` int64 [1], int32 [1], in the same memory: all these machines are little-endian."""
+        """Return the low half of `x` int64 [1] as an int32 [1] view. Assumes a little-endian machine."""
         return x.view(np.int32)[:1]
 
     def add_(self, x: Any, n: int) -> None:
         x += n
 
     def assign_column_(self, x: Any, column: Any, value: Any) -> None:
-        """`value` [rows, ...] into a column of `x` [rows, columns, ...]."""
+        """Write `value` [rows, ...] to a column of `x` [rows, columns, ...]."""
         x[:, column] = value[:, None]
 
     def forbid_below_(self, scores: Any, ids: Sequence[int], length: Any, least: int) -> None:
-        """-inf for tokens in all rows where length is less than `least`."""
+        """Set the scores of the tokens `ids` to -inf in all rows if `length` < `least`."""
         ids = [*ids]
         scores[:, ids] = self.xp.where(length < least, np.float32(-np.inf), scores[:, ids])
 
     def forbid_repeats_(self, scores: Any, history: Any, length: Any, size: int) -> None:
-        """-inf for each token that would complete `size` tokens in a row that history [rows, :length] has already."""
+        """Set the score of each token to -inf that would repeat `size` tokens in a row of history [rows, :length]."""
         windows = history.shape[1] - size + 1
         if windows < 1:
             return
@@ -199,12 +200,12 @@ class ArrayLayers:
         values = self.xp.where(found, np.float32(-np.inf), np.float32(np.inf))
         self.xp.minimum.at(scores, (self.xp.arange(len(history))[:, None], last), values)
 
-    # --- a vector for each sequence ---------------------------------------------------------------------
+    # --- pooling ----------------------------------------------------------------------------------------
 
     def pool(self, x: Any, words: Words, mode: str) -> Any:
-        """The first word of each sequence ("cls"), or the mean or max of its words; float32 [batch, hidden].
+        """Return the first word ("cls"), or the mean or max of the words, of each sequence: float32 [batch, hidden].
 
-        An empty sequence has zeros.
+        An empty sequence gets zeros.
         """
         bounds = words.on_host()
         out = self.xp.zeros((len(bounds) - 1, x.shape[1]), np.float32)
@@ -215,7 +216,7 @@ class ArrayLayers:
         return out
 
     def normalized(self, x: Any) -> Any:
-        """Rows over their lengths; rows of zeros stay."""
+        """Return rows divided by their L2 norms; rows of zeros stay zero."""
         length = self.xp.sqrt((x * x).sum(-1, keepdims=True))
         return x / self.xp.maximum(length, np.float32(1e-12))
 
@@ -232,7 +233,7 @@ class TorchLayers:
         self.is_cuda_torch = device.type == "cuda"
 
     def place(self) -> contextlib.AbstractContextManager[None]:
-        """See `ArrayLayers.place`: torch finds the device by the tensors."""
+        """See `ArrayLayers.place`. Torch takes the device from the tensors."""
         return contextlib.nullcontext()
 
     # --- arrays -----------------------------------------------------------------------------------------
@@ -300,7 +301,7 @@ class TorchLayers:
     def clipped(self, x: Any, most: float) -> Any:
         return x.clip(-most, most) if x.dtype == self._torch.float16 else x
 
-    # --- what becomes of the logits ---------------------------------------------------------------------
+    # --- logits -----------------------------------------------------------------------------------------
 
     def log_softmax(self, x: Any) -> Any:
         return self._torch.log_softmax(x.float(), -1)
@@ -310,7 +311,7 @@ class TorchLayers:
         for token in ids:
             scores[:, token].fill_(0)
 
-    # --- a step whose number is in a tensor, int64 [1] --------------------------------------------------
+    # --- a step whose index is in a tensor, int64 [1] ---------------------------------------------------
 
     def low_word(self, x: Any) -> Any:
         return x.view(self._torch.int32)[:1]
@@ -339,27 +340,27 @@ class TorchLayers:
         values = self._torch.full(last.shape, math.inf, device=self.device).masked_fill_(found, -math.inf)
         scores.scatter_reduce_(1, last, values, "amin")
 
-    # --- a vector for each sequence ---------------------------------------------------------------------
+    # --- pooling ----------------------------------------------------------------------------------------
 
     def pool(self, x: Any, words: Words, mode: str) -> Any:
-        """See `ArrayLayers.pool`. The words of a sequence are added up one after the other, whatever the batch."""
+        """See `ArrayLayers.pool`. The words of a sequence are added one after the other, in any batch."""
         offsets = words.cu_seqlens.long()
         lengths = offsets.diff()[:, None]
         if not len(x):
-            # segment_reduce divides by the number of rows in some releases.
+            # In some torch releases segment_reduce divides by the number of rows, so it must not see 0 rows.
             return self.full((len(lengths), x.shape[1]), 0, "float32")
         if mode == "cls":
             rows = x[offsets[:-1].clamp(max=len(x) - 1)].float()
         else:
             kind = "max" if mode == "max" else "sum"
-            # `unsafe` leaves out a check of the offsets, for which the host would wait.
+            # `unsafe` skips a check of the offsets, which would make the host wait.
             rows = self._torch.segment_reduce(x.float(), kind, offsets=offsets, axis=0, unsafe=True)
             if mode == "mean":
                 rows = rows / lengths.clamp(min=1)
         return rows.masked_fill(lengths == 0, 0)
 
     def normalized(self, x: Any) -> Any:
-        # The order of torch's own sums depends on the number of rows.
+        # Sum in a fixed order, because the order of torch's own sum depends on the number of rows.
         squares = x * x
         while (n := squares.shape[1]) > 1:
             folded = squares[:, : n // 2] + squares[:, n // 2 : n // 2 * 2]
@@ -377,12 +378,12 @@ def _attention(qkv: Any, heads: int, words: Words, variant: str) -> Any:
 
 
 def place(device: int | None) -> str:
-    """The words for where an array is, by its CUDA device."""
+    """Return the name of a place for messages: "the CPU" or the CUDA device."""
     return "the CPU" if device is None else f"CUDA device {device}"
 
 
 def library_of(name: str, array: Any) -> arrays.Library:
-    """The library of an array, the argument `name`. Raises TypeError for what is none of NumPy, CuPy or torch."""
+    """Return the library of the array argument `name`. Raises TypeError unless it is NumPy, CuPy or torch."""
     library = arrays.library_of(array)
     if library is None:
         check.fail(name, "an array of NumPy, CuPy or torch", type(array).__name__, TypeError)
@@ -390,7 +391,7 @@ def library_of(name: str, array: Any) -> arrays.Library:
 
 
 def layers_of(name: str, array: Any) -> Layers:
-    """The operations for the library and the device of an array, the argument `name`; errors as in `library_of`."""
+    """Return the operations for the library and device of the array argument `name`; errors as in `library_of`."""
     library = library_of(name, array)
     if library.name == "torch":
         return TorchLayers(array.device)

@@ -1,7 +1,7 @@
-"""Searches: buffers of one size, in which a step is made of launches alone.
+"""Searches: static buffers, with steps that only launch kernels.
 
-A step reads and writes static buffers and asks the host for nothing, so that it can be captured. Which step it is, it
-reads from an array, which it counts up: all steps are the same launches. Only a step that forces a token has more.
+A step reads and writes static buffers and asks nothing of the host, so a CUDA graph can capture it. It reads its index
+from an array and increments the array, so all steps have the same launches. Only a step that forces a token has more.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from cukern.ops.beam_search import beam_search_step, gather_tree, update_kv_cach
 from cukern.ops.decoding import apply_penalties, stop_words_criterion
 from cukern.ops.sampling import sample
 
-#: The log-probability of what is no hypothesis yet, as in transformers.
+#: The initial log-probability of beams that are not hypotheses yet, as in transformers.
 _NOTHING = -1e9
 
 
 def _words_array(words: tuple[tuple[int, ...], ...], layers: Layers) -> Any:
-    """Words in FasterTransformer's layout; None without any."""
+    """Return words in FasterTransformer's layout; None if there are none."""
     if not words:
         return None
     ids = [x for word in words for x in word]
@@ -33,13 +33,13 @@ def _words_array(words: tuple[tuple[int, ...], ...], layers: Layers) -> Any:
 class Found(NamedTuple):
     """The tokens of a search, in host memory."""
 
-    tokens: np.ndarray[Any, Any]  # int32 [sequences, length], the start token first, padded
-    lengths: np.ndarray[Any, Any]  # int32 [sequences], the start token counted
-    scores: np.ndarray[Any, Any] | None  # float32 [sequences], of beams
+    tokens: np.ndarray[Any, Any]  # int32 [sequences, length], beginning with the start token, padded
+    lengths: np.ndarray[Any, Any]  # int32 [sequences], including the start token
+    scores: np.ndarray[Any, Any] | None  # float32 [sequences], for a beam search
 
 
 class Search:
-    """What all searches share: caches for `batch * copies` rows, the memories, and the processing of scores."""
+    """Base of all searches: caches for `batch * copies` rows, the memories, and the processing of scores."""
 
     def __init__(self, model: Seq2Seq, settings: Settings, batch: int, memory_len: int, dtype: str) -> None:
         self.model, self.settings, self.batch, self.memory_len = model, settings, batch, memory_len
@@ -52,7 +52,7 @@ class Search:
         self.caches = [(full(cache, 0, dtype), full(cache, 0, dtype)) for _ in count]
         self.memories = [(full(memory, 0, dtype), full(memory, 0, dtype)) for _ in count]
         self.memory_lengths = full((batch,), 0, "int32")
-        # The position of the latest tokens, which is the number of the step, and the next one, which is their length.
+        # The position of the latest tokens, which is the index of the step; and the position after it, their length.
         self._begin = self.layers.put(np.arange(2, dtype=np.int64))
         self._counters = full((2,), 0, "int64")
         self.position, self.next = self._counters[:1], self._counters[1:]
@@ -64,7 +64,7 @@ class Search:
         self.finished: Any = None
 
     def start(self, source: Source, seeds: np.ndarray[Any, Any]) -> None:
-        """Encode the sources, and put everything where the first step wants it."""
+        """Encode the sources, and initialize the buffers for the first step."""
         settings, layers = self.settings, self.layers
         states = self.model.encode(source)
         places = layers.put(source.rows * self.memory_len + source.places)
@@ -78,7 +78,7 @@ class Search:
         layers.assign_(self.lengths, 1)
 
     def forced(self, step: int) -> tuple[int, ...]:
-        """The tokens of which a step takes one; empty where it may take any."""
+        """Return the tokens that a step must choose from; empty if it may choose any."""
         settings = self.settings
         if settings.last and step == settings.steps - 1:
             return settings.last
@@ -89,7 +89,7 @@ class Search:
         return self.model.logits(self.words, position, length, self.caches, self.memories, self.memory_lengths)
 
     def _process_(self, scores: Any, forced: tuple[int, ...]) -> None:
-        """What transformers' processors make of scores float32 [rows, vocab], in their order."""
+        """Apply transformers' logits processors, in their order, to scores float32 [rows, vocab]."""
         settings, layers = self.settings, self.layers
         if settings.repetition_penalty or settings.presence_penalty or settings.frequency_penalty:
             apply_penalties(
@@ -109,20 +109,20 @@ class Search:
             layers.force_(scores, forced)
 
     def step(self, forced: tuple[int, ...]) -> None:
-        """Enqueue the next step: the tokens at the position are known, those after it are found."""
+        """Enqueue the next step, which finds the tokens after the current position."""
         raise NotImplementedError
 
     def shown(self, tokens: bool) -> list[Any]:
-        """What the host looks at after a step: what has finished; with `tokens` those and their parents, or None."""
+        """Return the arrays that the host reads after a step: finished flags; with `tokens` also tokens and parents."""
         raise NotImplementedError
 
     def result(self, steps: int) -> Found:
-        """What was found after that many steps, for which a GPU is waited for."""
+        """Return the tokens after `steps` steps. This waits for a GPU."""
         raise NotImplementedError
 
 
 class Sampling(Search):
-    """A token for each row: the best one, or one that is drawn."""
+    """A search with one token per row: the best token, or a sampled one."""
 
     def __init__(self, model: Seq2Seq, settings: Settings, batch: int, memory_len: int, dtype: str) -> None:
         super().__init__(model, settings, batch, memory_len, dtype)
@@ -165,17 +165,17 @@ class Sampling(Search):
 
 
 class Beams(Search):
-    """The best hypotheses of a beam search, as `beam_search_step` keeps them."""
+    """A beam search that keeps the best hypotheses with `beam_search_step`."""
 
     def __init__(self, model: Seq2Seq, settings: Settings, batch: int, memory_len: int, dtype: str) -> None:
         super().__init__(model, settings, batch, memory_len, dtype)
         full, each = self.layers.full, (batch, settings.beams)
-        # The tokens and the parents: the latest ones, and those of all steps.
+        # Tokens and parents: of the latest step, and of all steps.
         self.latest = full((2, *each), 0, "int32")
         self.tree = full((2, settings.steps, *each), 0, "int32")
         self.words = self.latest[0].reshape(-1)
         self.finished = full((batch,), False, "bool")
-        # Running scores, then the pool: scores, lengths, last tokens and their parents; then what is done.
+        # Running scores; the pool's scores, lengths, last tokens and last parents; the done flags.
         dtypes = ("float32", "float32", "int32", "int32", "int32")
         state = [*(full(each, 0, dtype) for dtype in dtypes), self.finished]
         self.state: tuple[Any, Any, Any, Any, Any, Any] = tuple(state)  # type: ignore[assignment]
@@ -227,6 +227,6 @@ class Beams(Search):
         longest = int(found.max(initial=0))
         tokens = np.full((len(found), longest + 1), settings.start, np.int32)
         tokens[:, 1:] = self.layers.host(tree)[:longest, :, chosen].reshape(longest, -1).T
-        # transformers fills with the first id of an end where the padding is 0.
+        # If the padding id is 0, transformers pads with the first end id.
         tokens[:, 1:][np.arange(longest) >= found[:, None]] = settings.pad or settings.ends[0]
         return Found(tokens, found + 1, self.layers.host(scores)[:, chosen].reshape(-1).copy())

@@ -1,4 +1,4 @@
-"""The two halves of an encoder-decoder: the encoder over words without padding, a step of the decoder."""
+"""An encoder-decoder model: the encoder over words without padding, and one step of the decoder."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _EPSILON = 1e-5
 
 
 class Source(NamedTuple):
-    """A batch of sources: the words that count, one sequence after the other."""
+    """A batch of sources without padding: the words of one sequence after the other."""
 
     ids: np.ndarray[Any, Any]  # int32 [words]
-    columns: np.ndarray[Any, Any]  # int32 [words]: the position of each
-    rows: np.ndarray[Any, Any]  # int64 [words]: the sequence of each
+    columns: np.ndarray[Any, Any]  # int32 [words]: the position of each word
+    rows: np.ndarray[Any, Any]  # int64 [words]: the sequence of each word
     lengths: np.ndarray[Any, Any]  # int32 [batch]
 
     @property
     def places(self) -> np.ndarray[Any, Any]:
-        """int64 [words]: the place of each word among those of its sequence."""
+        """int64 [words]: the index of each word in its sequence."""
         first = np.cumsum(self.lengths) - self.lengths
         return np.arange(len(self.ids)) - first[self.rows]
 
 
 def read_source(input_ids: Any, attention_mask: Any, config: Config) -> Source:
-    """The words of a padded batch. What is where the mask is 0 is not looked at.
+    """Return the words of a padded batch. Ids where the mask is 0 are ignored.
 
-    Raises TypeError and ValueError naming the argument, as `read_batch` does, for ids out of the vocabulary, and for
-    a word behind the model's positions.
+    Raises TypeError and ValueError naming the argument, as `read_batch` does, for ids outside the vocabulary, and for a
+    word past the model's positions.
     """
     ids, mask, _ = read_batch(input_ids, attention_mask).to_numpy()
     counts = np.ones(ids.shape, bool) if mask is None else mask != 0
@@ -79,7 +79,7 @@ class Seq2Seq:
     # --- the encoder ------------------------------------------------------------------------------------
 
     def encode(self, source: Source) -> Any:
-        """The encoder's last hidden states of the words, [words, hidden]."""
+        """Return the encoder's last hidden states of the words, [words, hidden]."""
         layers, weights = self.layers, self.weights
         bounds = np.concatenate([[0], np.cumsum(source.lengths)])
         words = Words(layers.put(bounds.astype(np.int32)), bounds.tolist())
@@ -99,9 +99,9 @@ class Seq2Seq:
         memories: list[tuple[Any, Any]],
         memory_lengths: Any,
     ) -> Any:
-        """The logits [rows, vocab] of what follows `words` int32 [rows], the tokens at a position.
+        """Return the logits [rows, vocab] after `words` int32 [rows], the tokens at `position`.
 
-        The position and the length, which is one more, are int32 [1], so that a captured step serves all positions.
+        `position` and `length` (position + 1) are int32 [1], so a captured step works for every position.
         """
         x = self._embed(self.weights.target, words, 0, position)
         for layer, cache, memory in zip(self.decoder, caches, memories, strict=True):

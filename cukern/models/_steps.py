@@ -1,4 +1,4 @@
-"""How steps are run: as a CUDA graph where they can be, and watched by the host without waiting for the latest one."""
+"""The execution of steps: as a CUDA graph if possible, and observed by the host without waiting for the latest step."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ Seen = tuple[int, list[Any]]
 
 
 class StepGraphs:
-    """The graph of the steps of one search; one more for each kind of step that does more than the others.
+    """The CUDA graphs of a search's steps: one for ordinary steps, and one for each `kind` of step with extra kernels.
 
-    The first step runs as it is, which loads the kernels and lets the products choose their algorithms. The second one
-    is captured, and replayed for all further ones. A step of a kind, which is anything but empty, has kernels of its
-    own, and is captured the second time that one comes. All graphs share one pool of memory: they are replayed one
-    after the other, and what outlives a step is in the search's buffers. Where the arrays are no torch tensors of a
-    CUDA device, every step runs as it is.
+    The first step runs uncaptured, which loads the kernels and lets cuBLAS choose its algorithms. The second step is
+    captured, and all later steps replay it. A step of a non-empty kind is captured the second time that the kind
+    occurs. All graphs share one memory pool, because they run one after the other and a step keeps its results in the
+    search's buffers. Without torch tensors on a CUDA device, every step runs uncaptured.
     """
 
     def __init__(self, layers: Layers) -> None:
@@ -48,7 +47,7 @@ class StepGraphs:
             if self._pool is None:
                 self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
             graph = torch.cuda.CUDAGraph()
-            # Not `torch.cuda.graph`, which waits for the device and empties torch's cache before each capture.
+            # `torch.cuda.graph` would wait for the device and empty torch's cache before each capture.
             with torch.cuda.stream(self._stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
@@ -60,17 +59,17 @@ class StepGraphs:
 
 
 class Watch(Protocol):
-    """What the host sees of a search."""
+    """The host's view of a search."""
 
     def after(self, step: int, shown: list[Any]) -> Iterator[Seen]:
-        """The steps that can be seen now that `step` was enqueued, with their arrays `shown` in NumPy."""
+        """Yield the steps that have become visible after `step` was enqueued, with their arrays `shown` in NumPy."""
 
     def rest(self) -> Iterator[Seen]:
-        """The steps that were not seen yet, for which a GPU is waited for."""
+        """Yield the steps that were not visible yet. This waits for a GPU."""
 
 
 class _Now:
-    """Each step at once."""
+    """Shows each step at once."""
 
     def __init__(self, layers: Layers) -> None:
         self._layers = layers
@@ -83,11 +82,11 @@ class _Now:
 
 
 class _Slot(NamedTuple):
-    """Where the host gets what a step shows."""
+    """The host memory that receives the arrays of a step."""
 
-    copies: list[Any]  # in pinned memory
-    values: list[np.ndarray[Any, Any] | None]  # the same memory
-    event: Any  # which says that they are there
+    copies: list[Any]  # pinned memory
+    values: list[np.ndarray[Any, Any] | None]  # NumPy views of `copies`
+    event: Any  # recorded after the copies
 
 
 def _slot(shown: list[Any]) -> _Slot:
@@ -98,10 +97,10 @@ def _slot(shown: list[Any]) -> _Slot:
 
 
 class _OneLater:
-    """A step on a CUDA device, by torch, once the next one is enqueued: the GPU always has something to do."""
+    """Shows a step on a CUDA device after the next step is enqueued, so that the GPU never idles. Uses torch."""
 
     def __init__(self) -> None:
-        self._slots: list[_Slot] = []  # two, in turns
+        self._slots: list[_Slot] = []  # two slots, used in turn
         self._waiting: list[tuple[int, _Slot]] = []
 
     def after(self, step: int, shown: list[Any]) -> Iterator[Seen]:
@@ -122,7 +121,7 @@ class _OneLater:
     def _pop(self) -> Seen:
         step, slot = self._waiting.pop(0)
         slot.event.synchronize()
-        # The second step from this one gets the same memory.
+        # Copy, because the step after the next one reuses the memory.
         return step, [None if x is None else x.copy() for x in slot.values]
 
     def rest(self) -> Iterator[Seen]:
@@ -131,5 +130,5 @@ class _OneLater:
 
 
 def watch(layers: Layers) -> Watch:
-    """What watches a search on the arrays of `layers`, from its step 0 on."""
+    """Return the view of a search on the arrays of `layers`, starting at step 0."""
     return _OneLater() if layers.is_cuda_torch else _Now(layers)

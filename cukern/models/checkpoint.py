@@ -1,4 +1,4 @@
-"""The files of a model's directory, as transformers and sentence-transformers write them."""
+"""Read the files of a model's directory, as transformers and sentence-transformers write them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from cukern.runtime.cuda import cupy, need_cupy
 
 LIBRARIES = ("torch", "cupy", "numpy")
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-#: The weights of older models, which torch reads.
+#: The weights file of older models, which torch reads.
 _PICKLED = "pytorch_model.bin"
-#: What may be a model's name on the Hugging Face Hub: `owner/name`, or `name`.
+#: Possible names of a model on the Hugging Face Hub: `owner/name`, or `name`.
 _HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
-#: Dtypes by their names in a safetensors file: those of weights, and those of buffers, which are no weights.
+#: Dtypes by their names in a safetensors file: weights, and buffers, which are not weights.
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 _BUFFERS = {"I64": "int64", "I32": "int32", "I16": "int16", "BOOL": "bool"}
 
 
 def need(package: str, what: str, extra: str = "models") -> Any:
-    """A package of an extra. Raises ImportError with the command that installs it; `what` says what needs it."""
+    """Import a package of an extra. Raises ImportError with the pip command; `what` names the feature that needs it."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -35,10 +35,10 @@ def need(package: str, what: str, extra: str = "models") -> Any:
 
 
 def expect_directory(path: str | Path) -> Path:
-    """The path of a model's directory.
+    """Return the path of a model's directory.
 
-    Raises FileNotFoundError or NotADirectoryError for another. Where the Hugging Face Hub may have a model of that
-    name, the message has the command that downloads it.
+    Raises FileNotFoundError or NotADirectoryError for any other path. If the Hugging Face Hub may have a model of that
+    name, the message has the download command.
     """
     folder, wanted = Path(path), "path must be a model's directory"
     if folder.is_dir():
@@ -53,7 +53,7 @@ def expect_directory(path: str | Path) -> Path:
 
 
 def read_json(file: Path) -> Any:
-    """The content of a JSON file. Raises ValueError where it is none."""
+    """Return the content of a JSON file. Raises ValueError if the file is not JSON."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -61,7 +61,7 @@ def read_json(file: Path) -> Any:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a model. Raises FileNotFoundError where there is none, ValueError for one that is no object."""
+    """Return a model's config.json. Raises FileNotFoundError if it is missing, ValueError if it is not an object."""
     file = folder / _CONFIG
     if not file.is_file():
         raise FileNotFoundError(f"{folder} has no {_CONFIG}, which says what model it is")
@@ -72,12 +72,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_optional(file: Path) -> dict[str, Any]:
-    """The content of a JSON file; empty where there is none."""
+    """Return the content of a JSON file; empty if there is no file."""
     return read_json(file) if file.is_file() else {}
 
 
 def content(name: str, config: Any) -> Mapping[str, Any]:
-    """The content of a configuration, the argument `name`: a dictionary, or an object of transformers."""
+    """Return the content of the configuration argument `name`: a dictionary, or an object of transformers."""
     found = config.to_dict() if hasattr(config, "to_dict") else config
     if not isinstance(found, Mapping):
         check.fail(name, "a dictionary, or a configuration of transformers", type(config).__name__, TypeError)
@@ -85,7 +85,7 @@ def content(name: str, config: Any) -> Mapping[str, Any]:
 
 
 def _weight_files(folder: Path, library: str) -> list[Path]:
-    """The files with the weights: one, or the shards that an index names."""
+    """Return the files with the weights: one file, or the shards that an index names."""
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]
     index = folder / _INDEX
@@ -107,7 +107,7 @@ def _weight_files(folder: Path, library: str) -> list[Path]:
 
 
 def choose_library(library: str | None) -> str:
-    """The array library of weights that are read from files: torch where it is installed, unless another is named."""
+    """Return the array library for weights from files: `library`, or torch if installed, then CuPy, then NumPy."""
     if library is not None:
         return check.one_of("library", library, LIBRARIES)
     return "torch" if importlib.util.find_spec("torch") else "cupy" if _gpu_for_cupy() else "numpy"
@@ -120,15 +120,15 @@ def _gpu_for_cupy() -> bool:
 
 
 def read_weights(folder: Path, library: str | None, device: Any) -> dict[str, Any]:
-    """The weights by name, in a library (see `choose_library`) and on a device.
+    """Return the weights by name, in a library (see `choose_library`) and on a device.
 
-    `device` is as torch has it, or for CuPy a number; None is the GPU that is current, if there is one.
+    `device` is a torch device, or a number for CuPy; None is the current GPU, if there is one.
 
     Raises:
         FileNotFoundError: a file is missing.
         ImportError: safetensors, or the library, is not installed.
-        TypeError: a dtype that is not taken.
-        ValueError: a file that is not what it should be, or two that hold the same name.
+        TypeError: an unsupported dtype.
+        ValueError: a malformed file, or two files with the same name.
     """
     library = choose_library(library)
     files = _weight_files(folder, library)
@@ -167,25 +167,25 @@ def _on(library: str, place: Any) -> dict[str, Any]:
 
 
 def _read(tensors: Any, name: str) -> Any:
-    """A tensor of an open file; None for one of integers, which is a buffer and no weight."""
+    """Return a tensor of an open file; None for an integer tensor, which is a buffer and not a weight."""
     kind = tensors.get_slice(name).get_dtype()
     return tensors.get_tensor(name) if _is_weight(name, _DTYPES.get(kind) or _BUFFERS.get(kind) or kind) else None
 
 
 def _is_weight(name: str, dtype: str) -> bool:
-    """Whether a tensor is a weight, and not a buffer. Raises TypeError for one that is quantized."""
+    """Return whether a tensor is a weight and not a buffer. Raises TypeError for a quantized tensor."""
     if dtype not in (*_DTYPES.values(), *_BUFFERS.values()):
         check.fail(name, "float32, float16 or bfloat16 (quantized weights are not taken)", dtype, TypeError)
     return dtype in _DTYPES.values()
 
 
 def _read_pickle(file: Path, place: Any) -> dict[str, Any]:
-    """The weights of a file of torch, read as tensors alone: no code of the file runs."""
+    """Return the weights of a torch file, read as tensors only: no code in the file runs."""
     torch = need("torch", f"reading {file}", "torch")
     try:
         state = torch.load(file, map_location=place, weights_only=True)
     except (EOFError, RuntimeError, pickle.UnpicklingError):
-        # torch's message advises to run the code of the file.
+        # torch's own message advises running the code in the file, so hide it.
         raise ValueError(f"{file} is not a state dict that can be read as tensors alone") from None
     if not isinstance(state, dict) or not all(isinstance(x, torch.Tensor) for x in state.values()):
         raise ValueError(f"{file} is not a state dict: it holds more than tensors by name")
@@ -198,7 +198,7 @@ def _to_cupy(weights: dict[str, np.ndarray[Any, Any]], device: int | None) -> di
 
 
 def listed(names: Iterable[str], most: int = 3) -> str:
-    """The first names, and how many others there are."""
+    """Return the first `most` names, and the number of further names."""
     found = sorted(names)
     others = f" and {len(found) - most} more" if len(found) > most else ""
     return ", ".join(found[:most]) + others

@@ -1,4 +1,4 @@
-"""A layer of a decoder: masked self-attention over a cache, cross-attention over the encoder's memory, feed-forward."""
+"""A decoder layer: masked self-attention over a cache, cross-attention over the encoder's memory, feed-forward."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ class DecoderWeights(NamedTuple):
 
 
 class Decoder:
-    """A decoder layer, as FasterTransformer's module of that name, with biases in all products.
+    """A decoder layer, like FasterTransformer's module of that name, with biases in all linear layers.
 
         x = x + self_attention(norm(x));  x = x + cross_attention(norm(x), memory);  x = x + feed_forward(norm(x))
 
-    with `normalize_before` (pre-norm: FasterTransformer's own, mBART), and without it (post-norm: Marian, BART) the
-    norm of each sum in place of that of its term. The products are the array library's, the attention is
-    `cukern.masked_attention` and `cukern.cross_attention`; a product's bias, the residual and the norm are one kernel.
+    The formula is for `normalize_before` (pre-norm: FasterTransformer, mBART). Otherwise (post-norm: Marian, BART) the
+    norm applies to each sum instead. The array library computes the dense products. `cukern.masked_attention` and
+    `cukern.cross_attention` compute the attention. One kernel adds a product's bias and the residual, and normalizes.
 
     Args:
-        weights: the layer's weights, of any of NumPy, CuPy and torch; they say where the layer runs.
-        heads: of both attentions.
-        activation: of the feed-forward: "gelu" (by the error function), "gelu_tanh", "relu" or "silu".
+        weights: the layer's weights, NumPy, CuPy or torch arrays; the layer runs in their library, on their device.
+        heads: the number of heads of both attentions.
+        activation: the feed-forward's activation: "gelu" (with the error function), "gelu_tanh", "relu" or "silu".
         normalize_before: pre-norm.
-        epsilon: of the layer norms.
+        epsilon: epsilon of the layer norms.
 
-    Raises ValueError or TypeError for what does not fit.
+    Raises ValueError or TypeError for invalid arguments.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class Decoder:
         self._biases = q, k, v
 
     def memory(self, states: AnyArray) -> tuple[AnyArray, AnyArray]:
-        """The keys and values of the cross-attention, [words, hidden] each, from the encoder's states [words, hidden].
+        """Return the cross-attention's keys and values, [words, hidden] each, from encoder states [words, hidden].
 
-        They are strided: the halves of one product.
+        Both are strided views of one product.
         """
         both = self._layers.linear(states, *self.weights.cross_kv)
         return both[:, : self.hidden], both[:, self.hidden :]
@@ -95,20 +95,19 @@ class Decoder:
         value_memory: AnyArray,
         memory_lengths: AnyArray,
     ) -> AnyArray:
-        """The layer of one new token per sequence.
+        """Run the layer on one new token per sequence.
 
         Args:
             x: [batch, hidden], of the weights' dtype.
-            key_cache, value_cache: [max_steps, batch, heads, head_dim], which the new token is written into, at
-                `step - 1`.
-            step: the tokens of each sequence, the new one included, from 1 to max_steps: an int or, for a CUDA graph
-                that serves all steps, an int32 array [1].
-            key_memory, value_memory: [batch, memory_len, heads, head_dim], what `memory` gives for each sequence, or
-                [batch / beams, ...], each of which `beams` sequences after each other attend to.
-            memory_lengths: int32, how many entries each has; a sequence without any attends to nothing.
+            key_cache, value_cache: [max_steps, batch, heads, head_dim]; the new token is written at `step - 1`.
+            step: the number of tokens of each sequence, including the new one, from 1 to max_steps: an int, or an int32
+                array [1], so that one CUDA graph works for every step.
+            key_memory, value_memory: [batch, memory_len, heads, head_dim], the result of `memory` for each sequence; or
+                [batch / beams, ...], shared by `beams` consecutive sequences.
+            memory_lengths: int32, the number of entries of each memory; a sequence without entries attends to nothing.
 
-        Returns [batch, hidden]. Nothing waits for a GPU. Raises what `cukern.masked_attention` and
-        `cukern.cross_attention` raise.
+        Returns [batch, hidden]. Nothing waits for a GPU. Raises the errors of `cukern.masked_attention` and
+        `cukern.cross_attention`.
         """
         weights, layers, n = self.weights, self._layers, self.hidden
         check.dimensions("x", x.shape, ("batch", "hidden"))
@@ -130,7 +129,7 @@ class Decoder:
         return layer_norm(x, *norm, self.epsilon)
 
     def _add(self, term: Any, product: Affine, residual: Any, norm: Affine, next_norm: Affine | None) -> Any:
-        """The sum of the residual and the product of a term, and what the next part of the layer reads."""
+        """Return residual + product(term), and the input of the next part of the layer."""
         layers, epsilon = self._layers, self.epsilon
         if self.normalize_before and next_norm is None:
             x = layers.linear(term, *product) + residual

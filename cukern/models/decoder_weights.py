@@ -16,12 +16,12 @@ from cukern.runtime import check
 
 
 class Family(NamedTuple):
-    """What the code of a family of models fixes beside its configuration."""
+    """Properties that the code of a model family fixes, in addition to the configuration."""
 
     learned_positions: bool
-    position_offset: int  # of the first position in the table
+    position_offset: int  # the row of position 0 in the table
     embedding_norm: bool
-    normalize_before: bool  # with a norm after the last layer, too
+    normalize_before: bool  # also means a norm after the last layer
 
 
 FAMILIES = {
@@ -36,7 +36,7 @@ class Config(NamedTuple):
 
     family: Family
     hidden: int
-    vocab: int  # of the source
+    vocab: int  # source vocabulary
     encoder_layers: int
     decoder_layers: int
     encoder_heads: int
@@ -44,14 +44,14 @@ class Config(NamedTuple):
     activation: str
     scale_embedding: bool
     max_positions: int
-    tied: bool  # the product that gives the logits is by the embeddings
-    shared: bool  # source and target have the same embeddings
+    tied: bool  # the output projection is the embedding table
+    shared: bool  # source and target share the embedding table
 
 
 def read_config(config: Any) -> tuple[Config, dict[str, Any]]:
-    """The sizes, and the configuration as a dict, of a dict or of an object that has `to_dict`.
+    """Return the sizes, and the configuration as a dict, from a dict or an object with `to_dict`.
 
-    Raises ValueError for another architecture, and for what is missing.
+    Raises ValueError for another architecture, and for a missing key.
     """
     found = checkpoint.content("config", config)
     kind = found.get("model_type")
@@ -82,7 +82,7 @@ def read_config(config: Any) -> tuple[Config, dict[str, Any]]:
 
 
 class Side(NamedTuple):
-    """What the encoder and the decoder have alike: the embeddings, and the norms around the layers."""
+    """The embeddings and the norms around the layers, for the encoder or the decoder."""
 
     embeddings: Any  # [vocab, hidden]
     positions: Any  # [positions, hidden]
@@ -98,13 +98,13 @@ class Weights(NamedTuple):
     encoder: list[EncoderLayerWeights]
     decoder: list[DecoderWeights]
     head: Any  # [target vocab, hidden]
-    head_bias: Any  # [target vocab], or None where it is 0
+    head_bias: Any  # [target vocab]; None for no bias
 
 
 def sinusoids(positions: int, hidden: int) -> np.ndarray[Any, Any]:
-    """Marian's encodings of positions, float32 [positions, hidden]: the sines, then the cosines.
+    """Return Marian's position encodings, float32 [positions, hidden]: the sines, then the cosines.
 
-    Those of "Attention Is All You Need" (arXiv:1706.03762), not interleaved.
+    "Attention Is All You Need" (arXiv:1706.03762) interleaves the same numbers.
     """
     rates = np.power(10000.0, 2 * (np.arange(hidden) // 2) / hidden)
     angles = np.arange(positions)[:, None] / rates
@@ -112,7 +112,7 @@ def sinusoids(positions: int, hidden: int) -> np.ndarray[Any, Any]:
 
 
 class _State:
-    """A state dict, read by the keys of Hugging Face without their prefix `model.`."""
+    """A state dict, read by Hugging Face's keys without their prefix `model.`."""
 
     def __init__(self, state: Mapping[str, Any], layers: Layers, dtype: str) -> None:
         self._state = {key.removeprefix("model."): value for key, value in state.items()}
@@ -120,7 +120,7 @@ class _State:
         self._kept: dict[int, Any] = {}
 
     def get(self, *keys: str) -> Any:
-        """The array of the first of the keys that is there, in the wanted dtype; an array of two keys stays one."""
+        """Return the array of the first existing key, in the wanted dtype; keys that share an array get one copy."""
         for key in keys:
             if key in self._state:
                 array = self._state[key]
@@ -134,12 +134,12 @@ class _State:
         return self.get(key) if key in self._state else None
 
     def affine(self, *names: str) -> Affine:
-        """The weight and bias of a module, or of several, one below the other."""
+        """Return the weight and bias of a module, or of several modules concatenated along the output dimension."""
         both = [[self.get(f"{name}.{part}") for name in names] for part in ("weight", "bias")]
         return Affine(*(x[0] if len(x) == 1 else self._layers.concatenate(x) for x in both))
 
     def attention(self, name: str) -> tuple[Affine, Affine]:
-        """The three products of a self-attention as one, and the product of its output."""
+        """Return the three input projections of a self-attention as one, and the output projection."""
         return self.affine(*(f"{name}.{x}_proj" for x in "qkv")), self.affine(f"{name}.out_proj")
 
 
@@ -150,7 +150,7 @@ def _encoder_layer(state: _State, name: str) -> EncoderLayerWeights:
 
 
 def decoder_layer(state: _State, name: str) -> DecoderWeights:
-    """The weights of a layer of the decoder, from `<name>.self_attn.q_proj.weight` and so on."""
+    """Return the weights of a decoder layer, from `<name>.self_attn.q_proj.weight` and so on."""
     qkv, out = state.attention(f"{name}.self_attn")
     cross = f"{name}.encoder_attn"
     return DecoderWeights(
@@ -164,7 +164,7 @@ def decoder_layer(state: _State, name: str) -> DecoderWeights:
 def _side(state: _State, name: str, config: Config, layers: Layers, dtype: str) -> Side:
     names = [f"{name}.embed_tokens.weight", *(["shared.weight"] if config.shared else [])]
     if config.shared and config.tied:
-        # Tied embeddings are one array, which files keep under any one of its names.
+        # Tied embeddings are one array, which a file may store under any of its names.
         names = ["shared.weight", "decoder.embed_tokens.weight", "encoder.embed_tokens.weight", "lm_head.weight"]
     embeddings = state.get(*names)
     key = f"{name}.embed_positions.weight"
@@ -182,9 +182,9 @@ def _side(state: _State, name: str, config: Config, layers: Layers, dtype: str) 
 
 
 def read_weights(state: Mapping[str, Any], config: Config, dtype: str | None) -> tuple[Weights, Layers, str]:
-    """The weights of a state dict with the keys of Hugging Face, what computes with them, and their dtype.
+    """Return the weights of a Hugging Face state dict, the array operations for them, and their dtype.
 
-    A dtype of None is that of the state. Raises ValueError naming a key that is missing.
+    A dtype of None keeps the state's dtype. Raises ValueError naming a missing key.
     """
     if not isinstance(state, Mapping) or not state:
         check.fail("state", "a dict of arrays by name", f"{type(state).__name__}", TypeError)
@@ -212,7 +212,7 @@ def read_weights(state: Mapping[str, Any], config: Config, dtype: str | None) ->
 
 
 def read_directory(path: str | Path, library: str | None, device: Any) -> tuple[dict[str, Any], Any, Any]:
-    """The state dict, `config.json`, and `generation_config.json` or None; errors as in `checkpoint.read_weights`."""
+    """Return the state dict, `config.json`, and `generation_config.json` or None; errors as in `read_weights`."""
     library, folder = checkpoint.choose_library(library), checkpoint.expect_directory(path)
     config = checkpoint.read_config(folder)
     read_config(config)

@@ -1,4 +1,4 @@
-"""Decoding: from the words of a source to the tokens of its translation, by greedy or beam search or by sampling."""
+"""Decoding: from the words of a source to the tokens of its translation, by greedy search, beam search or sampling."""
 
 from __future__ import annotations
 
@@ -23,65 +23,67 @@ from cukern.runtime.progress import progress as progress_bar
 
 __all__ = ["Decoding", "Generated", "Step"]
 
-#: Sizes of searches whose buffers and graphs are kept.
+#: Maximum number of search sizes whose buffers and graphs are kept.
 _MOST_SEARCHES = 4
-#: Memories on a GPU are as long as the next multiple of this, so that few sizes serve all sources.
+#: On a GPU the length of a memory is rounded up to a multiple of this, so that few search sizes cover all sources.
 _MEMORY_UNIT = 64
 
 
 class Generated(NamedTuple):
-    """What was generated, in the library of the weights and on their device."""
+    """The generated tokens, in the library and on the device of the weights."""
 
-    sequences: Any  # int32 [rows, length], the start token first, padded: those of transformers' `generate`
-    lengths: Any  # int32 [rows], the tokens of each, the start token and the end counted
-    scores: Any  # float32 [rows], of a beam search: the log-probability over length ** length_penalty
+    sequences: Any  # int32 [rows, length], padded, beginning with the start token, as transformers' `generate` returns
+    lengths: Any  # int32 [rows], the number of tokens of each row, including start and end tokens
+    scores: Any  # float32 [rows], for a beam search: log-probability / length ** length_penalty
 
 
 class Step(NamedTuple):
-    """What a step has found, as a callback sees it, in NumPy."""
+    """The results of a step for a callback, in NumPy."""
 
-    step: int  # from 0 on
-    tokens: np.ndarray[Any, Any]  # int32 [rows]; of a beam search [batch, beams], the running beams
+    step: int  # from 0
+    tokens: np.ndarray[Any, Any]  # int32 [rows]; in a beam search [batch, beams], the running beams
     finished: np.ndarray[Any, Any]  # bool [rows], or [batch]
-    parents: np.ndarray[Any, Any] | None  # of a beam search: int32 [batch, beams], the beam that each continues
+    parents: np.ndarray[Any, Any] | None  # in a beam search: int32 [batch, beams], the beam that each beam continues
 
 
 class Decoding:
     """An encoder-decoder that generates: Marian, BART or mBART, with the weights of Hugging Face.
 
-    FasterTransformer's module of this name: embeddings, positions, layers (`Decoder`), logits, and the choice of the
-    next tokens, until every row has finished. The weights say where it runs: torch tensors, CuPy arrays, or NumPy's,
-    which are the twin. Dense products are those of the array library. The encoder runs over the words alone: what is
-    where the mask is 0 is never looked at, neither by it nor by the cross-attention.
+    Corresponds to FasterTransformer's module of this name: embeddings, positions, layers (`Decoder`), logits, and the
+    choice of the next tokens, until every row has finished. The weights decide where it runs: torch tensors, CuPy
+    arrays, or NumPy arrays, which are the reference. The array library computes the dense products. The encoder runs
+    over the words only. Ids where the mask is 0 are never read, neither by the encoder nor by the cross-attention.
 
-    On torch tensors of a CUDA device the first step of a search is launched as it is, the second one is captured in a
-    CUDA graph, and that is replayed for all further ones, also of later searches of the same size. (A step that forces
-    a token has a graph of its own.) The host looks at what has finished one step later. The buffers and graphs of the
-    latest few sizes are kept. One call runs at a time.
+    With torch tensors on a CUDA device, the first step of a search runs uncaptured, and the second one is captured in a
+    CUDA graph. All further steps replay the graph, also in later searches of the same size. (A step that forces a token
+    has its own graph.) The host reads which rows have finished one step later. The buffers and graphs of the latest few
+    search sizes are kept. One call runs at a time.
 
-    The tokens are those of transformers' `generate` with the same settings, in float32 wherever no two candidates are
-    closer than the rounding of the logits. Its beam search, which `cukern.beam_search_step` follows, is not
-    FasterTransformer's: that one lets finished beams compete with running ones and knows no length penalty, this one
-    takes the best max(2, 1 + end tokens) * beams candidates, moves those that end among the best `beams` into a pool,
-    scored by log-probability over length ** length_penalty, and stops as `early_stopping` says. Processors (bad words,
-    forced tokens and so on) act on log-probabilities there, which are not normalized again unless `renormalize_logits`
-    says so.
+    In float32 the tokens equal the result of transformers' `generate` with the same settings, unless two candidates are
+    closer than the rounding of the logits. The beam search (`cukern.beam_search_step`) follows transformers, not
+    FasterTransformer:
+
+    - FasterTransformer lets finished beams compete with running ones, and has no length penalty.
+    - This search takes the best max(2, 1 + end tokens) * beams candidates. Candidates that end among the best `beams`
+      move into a pool, scored by log-probability / length ** length_penalty. `early_stopping` decides when to stop.
+    - Processors (bad words, forced tokens and so on) act on log-probabilities. These are not normalized again unless
+      `renormalize_logits` is set.
 
     Make one with `from_directory` or `from_state_dict`.
     """
 
     def __init__(self, model: Seq2Seq, defaults: Mapping[str, Any], dtype: str, directory: Path | None = None) -> None:
-        """`from_directory` and `from_state_dict` make the `model`, of this `dtype`.
+        """Wrap a `model` of this `dtype`, which `from_directory` or `from_state_dict` has made.
 
         Args:
             model: the embeddings, layers and logits.
-            defaults: the settings that a call starts from, by transformers' names.
-            dtype: of the weights.
-            directory: where they are from, if they are from one.
+            defaults: the default settings of a call, by transformers' names.
+            dtype: the dtype of the weights.
+            directory: the directory of the weights, if any.
         """
         self.config = model.config
         self.dtype = dtype
-        #: The settings that a call starts from, by the names of transformers' generation configuration.
+        #: The default settings of a call, by the names of transformers' generation configuration.
         self.defaults = dict(defaults)
         self.directory = directory
         self._model = model
@@ -92,16 +94,16 @@ class Decoding:
     def from_directory(
         cls, path: str | Path, *, library: str | None = None, device: Any = None, dtype: str | None = None
     ) -> Decoding:
-        """Read `config.json`, `generation_config.json` where there is one, and the weights of a directory.
+        """Read `config.json`, `generation_config.json` if it exists, and the weights of a directory.
 
         Args:
-            path: of a model that `save_pretrained` wrote, or a snapshot of the Hugging Face Hub: `model.safetensors`,
-                its shards, or `pytorch_model.bin` (with torch).
-            library: "torch", "cupy" or "numpy"; None is torch where it is installed, else CuPy where there is a GPU.
+            path: a model that `save_pretrained` wrote, or a snapshot of the Hugging Face Hub, with `model.safetensors`,
+                its shards, or `pytorch_model.bin` (torch only).
+            library: "torch", "cupy" or "numpy"; None is torch if installed, else CuPy if there is a GPU, else NumPy.
             device: "cuda:1" and the like for torch, a number for CuPy; None is the current GPU, if there is one.
-            dtype: "float32", "float16" or "bfloat16"; None is that of the file.
+            dtype: "float32", "float16" or "bfloat16"; None keeps the file's dtype.
 
-        Raises FileNotFoundError for what is missing, ImportError with the pip command for a package that is, and
+        Raises FileNotFoundError for a missing file, ImportError with the pip command for a missing package, and
         ValueError for another architecture or a key without weights.
         """
         state, config, generation = read_directory(path, library, device)
@@ -119,7 +121,8 @@ class Decoding:
             state: arrays by Hugging Face's keys (`model.encoder.layers.0.self_attn.q_proj.weight` and so on), all in
                 one library and on one device.
             config: the configuration, a dict or an object with `to_dict()`.
-            generation_config: the defaults of the settings, likewise; without it they are taken from `config`.
+            generation_config: the default settings, a dict or an object with `to_dict()`; None takes them from
+                `config`.
             dtype: as in `from_directory`.
         """
         sizes, found = read_config(config)
@@ -128,11 +131,11 @@ class Decoding:
 
     @property
     def vocab(self) -> int:
-        """The tokens of the target's vocabulary."""
+        """The size of the target vocabulary."""
         return self._model.vocab
 
     def settings(self, stop_words: Sequence[Sequence[int]] | None = None, **generation: Any) -> Settings:
-        """What `__call__` makes of its settings; raises what it raises for them."""
+        """Return the checked settings of a call of `__call__`; raises the same errors for them."""
         return settle(self.defaults, generation, stop_words, self.vocab, self._model.target_positions)
 
     def __call__(
@@ -150,21 +153,20 @@ class Decoding:
 
         Args:
             input_ids: int32 or int64 [batch, seq], of any library and on any device, or lists.
-            attention_mask: bool or integer [batch, seq], 0 where nothing counts; None counts all. A row without
-                anything is generated from nothing.
-            seed: of the draws (`do_sample`): an int, by which row i draws as seed + i, or one for each row. None takes
-                one from Python's `random`.
+            attention_mask: bool or integer [batch, seq], 0 for padding; None for no padding. A row may be empty.
+            seed: the seed of the samples (`do_sample`): an int, so that row i uses seed + i, or one seed per row. None
+                takes a seed from Python's `random`.
             stop_words: lists of token ids; a row that ends with one of them has finished. Not with beams.
             on_step: called with a `Step` after each step. It may raise to stop the search.
             progress: show a bar of the steps on stderr.
-            generation: settings by the names of transformers' generation configuration, in place of the model's:
+            generation: settings that override the model's, by the names of transformers' generation configuration:
                 num_beams, num_return_sequences, do_sample, temperature, top_k, top_p, min_p, max_new_tokens,
                 max_length, min_new_tokens, min_length, early_stopping, length_penalty, repetition_penalty,
                 no_repeat_ngram_size, bad_words_ids, forced_bos_token_id, forced_eos_token_id, renormalize_logits and
-                the ids of special tokens; and presence_penalty and frequency_penalty, which are OpenAI's.
+                the ids of special tokens; and OpenAI's presence_penalty and frequency_penalty.
 
-        Returns a `Generated` of batch * num_return_sequences rows. Raises TypeError for a name that is no setting,
-        ValueError for one that is not implemented and for what does not fit, each naming the argument.
+        Returns a `Generated` of batch * num_return_sequences rows. Raises TypeError for an unknown setting, and
+        ValueError for an unimplemented setting and for invalid arguments; the message names the argument.
         """
         settings = self.settings(stop_words, **generation)
         source = read_source(input_ids, attention_mask, self.config)
@@ -180,7 +182,7 @@ class Decoding:
                 try:
                     steps = _run(search, graphs, on_step, progress)
                 except BaseException:
-                    # The next call gets the same buffers, maybe on another stream.
+                    # Wait for the GPU, because the next call may use the same buffers on another stream.
                     self._model.layers.host(search.finished)
                     raise
                 found = search.result(steps)
@@ -188,7 +190,7 @@ class Decoding:
             return Generated(*(None if x is None else self._model.layers.put(x) for x in found))
 
     def _search(self, settings: Settings, batch: int, longest: int) -> tuple[Search, StepGraphs]:
-        """The search of these sizes: a kept one, or a new one in place of the one that is longest unused."""
+        """Return the search of these sizes: a kept one, or a new one that replaces the least recently used one."""
         on_gpu = self._model.layers.is_cuda_torch
         memory_len = -(-max(longest, 1) // _MEMORY_UNIT) * _MEMORY_UNIT if on_gpu else max(longest, 1)
         key = settings, batch, memory_len
@@ -204,7 +206,7 @@ class Decoding:
 
 
 def _seeds(seed: Any, rows: int) -> np.ndarray[Any, Any]:
-    """int64 [rows]"""
+    """Return the seeds, int64 [rows]."""
     if seed is None:
         seed = random.getrandbits(62)
     if hasattr(seed, "__index__"):
@@ -216,7 +218,7 @@ def _seeds(seed: Any, rows: int) -> np.ndarray[Any, Any]:
 
 
 def _run(search: Search, graphs: StepGraphs, on_step: Callable[[Step], None] | None, progress: bool) -> int:
-    """Step until every row has finished; how many steps were made."""
+    """Step until every row has finished. Return the number of steps."""
     steps, look = search.settings.steps, watch(search.layers)
     with progress_bar("decoding", steps, progress) as advance:
         for step in range(steps):
@@ -232,7 +234,7 @@ def _run(search: Search, graphs: StepGraphs, on_step: Callable[[Step], None] | N
 
 
 def _tell(on_step: Callable[[Step], None] | None, step: int, values: list[Any]) -> bool:
-    """Tell the callback of a step; whether all have finished."""
+    """Call the callback for a step. Return whether all rows have finished."""
     finished, *tokens_and_parents = values
     if on_step is not None:
         tokens, parents = tokens_and_parents

@@ -1,4 +1,4 @@
-"""The encoder of a transformer (BERT, RoBERTa, XLM-R, DistilBERT) on batches without their padding."""
+"""The encoder of a transformer (BERT, RoBERTa, XLM-R, DistilBERT), on batches without their padding."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from cukern.runtime import check
 from cukern.runtime.arrays import Array
 from cukern.runtime.progress import progress as progress_bar
 
-#: Sizes of batches without padding whose positions are kept.
+#: Maximum number of kept batch sizes: for batches without padding, their sequence bounds and positions are cached.
 _MOST_WHOLES = 16
 
 
 class Encoder:
-    """An encoder of the BERT family, whose work is that of the words alone, not of the padding of a batch.
+    """An encoder of the BERT family that computes only the words of a batch, not its padding.
 
-    `Encoder.from_directory` and `Encoder.from_state_dict` make one. Its weights are NumPy, CuPy or torch arrays. They
-    decide where it runs and what it gives; it takes arrays of any library.
+    `Encoder.from_directory` and `Encoder.from_state_dict` make one. Its weights are NumPy, CuPy or torch arrays. The
+    weights decide where the encoder runs and the library of the results; the inputs may be arrays of any library.
 
     The padding is removed before the embedding and restored after the last layer, as in ByteDance's Effective
-    Transformer and FasterTransformer v2.1. `EncoderLayer` says what a layer is.
+    Transformer and FasterTransformer v2.1. `EncoderLayer` describes a layer.
 
-    The same words have the same vectors, to the bit, wherever they are in a batch and whatever else is in it, as far as
-    the library's dense product gives the same bits for a row whatever the number of rows; by itself none does, since it
-    has a kernel for each size. `product_rows` makes it so: each product then has exactly that many rows, the last one
-    filled up with zeros. A batch costs as much as if it had up to that many more words, and products of few rows fill a
-    GPU badly. NumPy's product also gives a row other bits at another place: there only `product_rows=1` does it.
+    The encoder's own kernels give the same words the same bits at any place in any batch. The library's dense product
+    does not, because it chooses a kernel by the number of rows. With `product_rows` each product has exactly that many
+    rows, and the last one is filled up with zeros, so the vectors have the same bits in any batch. The cost: a batch
+    takes as long as with up to that many more words, and products of few rows use a GPU badly. NumPy's product also
+    depends on the place of a row, so NumPy needs `product_rows=1`.
 
     Args:
         config: the configuration.
-        weights: as `read_state` gives them.
+        weights: the result of `read_state`.
         text: how `embed` reads a text and pools its words.
-        tokenizer: what `embed` uses, or None.
+        tokenizer: the tokenizer that `embed` uses, or None.
         product_rows: None, or the rows of each product.
     """
 
@@ -90,24 +90,24 @@ class Encoder:
         dtype: str | None = None,
         product_rows: int | None = None,
     ) -> Encoder:
-        """The encoder in a directory as transformers or sentence-transformers write it.
+        """Read the encoder in a directory that transformers or sentence-transformers wrote.
 
-        It reads config.json, model.safetensors, its shards or (with torch) pytorch_model.bin, and where they are there
-        tokenizer.json, tokenizer_config.json and sentence-transformers' modules.json with what that names.
+        The files are config.json and model.safetensors, its shards or (torch only) pytorch_model.bin. Optional files
+        are tokenizer.json, tokenizer_config.json, and sentence-transformers' modules.json with the files it names.
 
         Args:
             path: the directory.
-            library: "torch", "cupy" or "numpy"; None is torch where it is installed, else CuPy where there is a GPU.
+            library: "torch", "cupy" or "numpy"; None is torch if installed, else CuPy if there is a GPU, else NumPy.
             device: "cuda:1" and the like for torch, a number for CuPy; None is the current GPU, if there is one.
-            dtype: "float32", "float16" or "bfloat16"; None is that of the weights.
+            dtype: "float32", "float16" or "bfloat16"; None keeps the weights' dtype.
             product_rows: see the class.
 
         Raises:
             FileNotFoundError: the directory or a file in it does not exist; the message names it.
             ImportError: a package is missing; the message has the command that installs it.
-            TypeError: a dtype that is not taken.
-            ValueError: an architecture or a feature that is not taken, weights that are missing or do not belong to
-                it, or a file that is not what it should be; the message names it.
+            TypeError: an unsupported dtype.
+            ValueError: an unsupported architecture or feature, missing or superfluous weights, or a malformed file; the
+                message names it.
         """
         folder, text = read_text_config(expect_directory(path))
         config = EncoderConfig.from_dict(read_config(folder))
@@ -126,12 +126,12 @@ class Encoder:
         tokenizer: Tokenizer | None = None,
         product_rows: int | None = None,
     ) -> Encoder:
-        """The encoder with these weights, which it shares where their dtype stays.
+        """Make an encoder with these weights. Arrays that need no dtype conversion are shared, not copied.
 
         Args:
             state: arrays by transformers' names, with or without the prefix of a model with a head.
             config: an `EncoderConfig`, the content of a config.json, or a configuration of transformers.
-            dtype, product_rows: as in `from_directory`, and so are the errors.
+            dtype, product_rows: as in `from_directory`, with the same errors.
             text, tokenizer: see the class.
         """
         if not isinstance(config, EncoderConfig):
@@ -146,7 +146,7 @@ class Encoder:
 
     @property
     def embedding_size(self) -> int:
-        """The size of what `embed` gives for a text."""
+        """The size of a vector that `embed` returns."""
         return self.config.hidden_size * len(self.text.pooling)
 
     def __repr__(self) -> str:
@@ -167,26 +167,26 @@ class Encoder:
         *,
         valid_word_num: int | None = None,
     ) -> Any:
-        """The last hidden states of a batch, zeros where it is padded.
+        """Return the last hidden states of a batch, with zeros for padding.
 
-        What stands in padded places, in any argument, has no influence on the result. A sequence may be empty, and
-        padding may be on any side. Without a mask no place is padded, and with `valid_word_num` nothing waits for the
-        GPU, so that both can be captured in a CUDA graph; with a mask alone the host waits to learn how many words
-        there are. What is not where the weights are is copied there first.
+        The values of padded places, in any argument, do not affect the result. A sequence may be empty, and padding may
+        be on any side. Without a mask, or with `valid_word_num`, nothing waits for the GPU, and a CUDA graph can
+        capture the call. With a mask but without `valid_word_num`, the host waits for the number of words. Inputs that
+        are not on the weights' device are first copied there.
 
         Args:
-            input_ids: int32 or int64 [batch, seq], of any library and on any device, or lists. An id that is in no
-                table is an error in host memory; on a GPU it has zeros for its embedding.
-            attention_mask: bool or integer [batch, seq], not 0 where there is a word.
+            input_ids: int32 or int64 [batch, seq], of any library and on any device, or lists. An id outside the table
+                raises in host memory; on a GPU its embedding is zeros.
+            attention_mask: bool or integer [batch, seq], nonzero for a word.
             token_type_ids: int32 or int64 [batch, seq]; None is 0 everywhere.
-            valid_word_num: the number of words, where the caller knows it and each sequence has its padding at its end.
+            valid_word_num: the number of words, if the caller knows it and all padding is at the ends of the sequences.
 
         Returns:
             [batch, seq, hidden_size] in the dtype of the weights, in their library and on their device.
 
         Raises:
-            TypeError: a dtype, or what is neither an array nor lists.
-            ValueError: shapes, ids or sizes that do not fit; the message names the argument.
+            TypeError: an unsupported dtype, or an argument that is neither an array nor lists.
+            ValueError: invalid shapes, ids or sizes; the message names the argument.
         """
         read = self._read_inputs(input_ids, attention_mask, token_type_ids)
         batch, seq = read.input_ids.shape
@@ -200,7 +200,7 @@ class Encoder:
             return rebuild_sequence_length_padding(hidden, offsets, batch, seq)
 
     def _read_inputs(self, *given: Any) -> Batch:
-        """The ids, the mask and the types in the library of the weights, and where these are."""
+        """Return the checked ids, mask and types in the library and on the device of the weights."""
         read, config = read_batch(*given), self.config
         seq = read.input_ids.shape[1]
         if seq > config.max_seq_len:
@@ -217,9 +217,9 @@ class Encoder:
         return moved
 
     def _find_words(self, batch: int, seq: int, mask: Any, valid_word_num: int | None) -> tuple[Any, Any, Words]:
-        """The places of the words in the padded batch, their padding offsets, and how they lie without padding.
+        """Return the words' indices in the padded batch, their padding offsets, and their bounds without padding.
 
-        The first two are None where nothing is padded.
+        The first two are None if nothing is padded.
         """
         layers = self._layers
         if mask is None:
@@ -234,7 +234,7 @@ class Encoder:
                 check.fail("attention_mask", wanted, "a word after a padded place")
             built = build_sequence_length_padding_offset(lengths, seq, valid_word_num=valid_word_num)
             offsets, cu_seqlens, count = built
-            # Another number than theirs may not lead out of the arrays: words too many are put nowhere.
+            # With a wrong valid_word_num, clamp the index to the arrays; superfluous words are not written back.
             index = (layers.arange(count) + offsets).clip(0, max(batch * seq - 1, 0))
             return index, offsets, Words(cu_seqlens.clip(0, count))
         index = layers.flat_nonzero(is_word)
@@ -242,9 +242,9 @@ class Encoder:
         return index, offsets, Words(layers.cu_seqlens(lengths))
 
     def _whole(self, batch: int, seq: int) -> tuple[Words, Any]:
-        """How the words of a batch without padding lie, and the positions of each, int64 [words].
+        """Return the bounds of a batch without padding, and the position of each word, int64 [words].
 
-        Those of the latest sizes are kept: on a GPU they are five small kernels before each pass.
+        The latest sizes are cached, because computing them takes five small kernels per pass on a GPU.
         """
         layers, size = self._layers, (batch, seq)
         if size not in self._wholes:
@@ -252,8 +252,8 @@ class Encoder:
             positions = layers.arange(batch * seq) % max(seq, 1)
             made = Words(cu_seqlens, [row * seq for row in range(batch + 1)]), positions
             if layers.is_capturing():
-                return made  # in memory of the graph
-            layers.host(positions[:1])  # another stream may be the next that reads them
+                return made  # allocated in the graph's pool, so not cached
+            layers.host(positions[:1])  # wait, because the next reader may be on another stream
             while len(self._wholes) >= _MOST_WHOLES:
                 self._wholes.pop(next(iter(self._wholes)), None)
             self._wholes[size] = made
@@ -263,7 +263,7 @@ class Encoder:
         return self._library.from_numpy(array, self.weights.word)
 
     def _table_rows(self, ids: Any, mask: Any, types: Any, index: Any) -> Any:
-        """The row of each word in the table of positions and token types, int64 [words]."""
+        """Return the row of each word in the table of positions and token types, int64 [words]."""
         config, (batch, seq) = self.config, ids.shape
         if config.family.positions_after_padding:
             real = ids != config.pad_token_id
@@ -277,13 +277,13 @@ class Encoder:
         return rows
 
     def _counted(self, real: Any) -> Any:
-        """The positions of RoBERTa: words from pad_token_id + 1 on, and pad_token_id for what is none."""
+        """Return RoBERTa's positions: pad_token_id + 1 and up for words, pad_token_id for padding."""
         return real.cumsum(-1) * real + self.config.pad_token_id
 
     # --- the forward pass -------------------------------------------------------------------------------
 
     def _encode(self, ids: Any, rows: Any, words: Words) -> Any:
-        """The hidden states of words without padding, [words, hidden], from their ids and rows of positions."""
+        """Return the hidden states of words without padding, [words, hidden], from their ids and position rows."""
         weights = self.weights
         hidden = embedding_lookup(weights.word, ids, weights.position, position_ids=rows)
         hidden = layer_norm(hidden, *weights.norm, self.config.layer_norm_eps)
@@ -294,23 +294,23 @@ class Encoder:
     # --- texts ------------------------------------------------------------------------------------------
 
     def tokenize(self, texts: Sequence[str], max_length: int | None = None) -> list[list[int]]:
-        """The token ids of texts, special tokens among them.
+        """Return the token ids of texts, including special tokens.
 
         Args:
             texts: the texts; a text may be empty.
-            max_length: the most tokens of a text, up to what the model takes, which it is without. Of a longer text
-                only the first tokens are kept, and a warning says of how many texts.
+            max_length: maximum tokens of a text; None, and the upper bound, is the model's maximum. A longer text keeps
+                only its first tokens, and a warning says for how many texts.
 
         Raises:
             FileNotFoundError: the directory has no tokenizer.json.
             ImportError: the package tokenizers is missing; the message has the command that installs it.
-            TypeError: texts is no list of texts.
+            TypeError: texts is not a list of texts.
             ValueError: the encoder has no tokenizer, or max_length is out of range.
         """
         return self._tokenize(texts, max_length)
 
     def _tokenize(self, texts: Sequence[str], max_length: int | None) -> list[list[int]]:
-        """`tokenize`; a warning shows the line that called the caller of this."""
+        """Do the work of `tokenize`. A warning points to the caller of this function's caller."""
         found = check_texts(texts)
         if self.tokenizer is None:
             raise ValueError("the encoder has no tokenizer: give it one, or call embed_tokens with token ids")
@@ -327,16 +327,16 @@ class Encoder:
         normalize: bool | None = None,
         progress: bool | None = None,
     ) -> Any:
-        """One vector for each text, in the order of the texts.
+        """Return one vector for each text, in the order of the texts.
 
-        Texts of like lengths go through the encoder together, without padding. The vectors are pooled and normalized
-        as sentence-transformers' configuration of the model says; where there is none, they are normalized means.
+        Texts of similar lengths go through the encoder together, without padding. sentence-transformers' configuration
+        of the model decides pooling and normalization; without one, vectors are normalized means.
 
         Args:
             texts: the texts; a text may be empty.
-            batch_size: texts at once; None: as many as have 16384 tokens together, which keep a GPU busy.
-            max_length: as in `tokenize`, and so are the errors.
-            normalize: whether vectors have length 1; None is as the model's configuration says.
+            batch_size: texts per batch; None: as many as have 16384 tokens together, which keeps a GPU busy.
+            max_length: as in `tokenize`, with the same errors.
+            normalize: whether vectors have length 1; None follows the model's configuration.
             progress: whether to show a bar on stderr; None does so on a terminal.
 
         Returns:
@@ -354,10 +354,10 @@ class Encoder:
         normalize: bool | None = None,
         progress: bool | None = None,
     ) -> Any:
-        """`embed` for the token ids of texts, special tokens among them. A text without tokens has a vector of zeros.
+        """Run `embed` on the token ids of texts, including special tokens. A text without tokens has a vector of zeros.
 
         Raises:
-            ValueError: an id that is not in the vocabulary, or a text that is too long; the message names it.
+            ValueError: an id outside the vocabulary, or a text that is too long; the message names it.
         """
         _check_batch_size(batch_size)
         for i, ids in enumerate(tokens):
@@ -376,14 +376,14 @@ class Encoder:
         return out
 
     def _encode_tokens(self, tokens: Sequence[Sequence[int]]) -> tuple[Any, Words]:
-        """The hidden states of a batch of texts without padding, and how its words lie."""
+        """Return the hidden states of a batch of texts without padding, and the bounds of the texts."""
         texts = [np.asarray(ids, np.int64) for ids in tokens]
         bounds = np.cumsum([0, *map(len, texts)])
         if self.config.family.positions_after_padding:
             rows = [self._counted(ids != self.config.pad_token_id) for ids in texts]
         else:
             rows = [np.arange(len(ids)) for ids in texts]
-        # One copy to the GPU has all that a batch needs; each part begins at a multiple of 16 bytes.
+        # Pack everything into one copy to the GPU. Each part begins at a multiple of 16 bytes.
         parts = [np.concatenate(texts), np.concatenate(rows), bounds]
         starts = np.cumsum([0, *(-(-len(part) // 4) * 4 for part in parts)])
         packed = np.zeros(starts[-1], np.int32)

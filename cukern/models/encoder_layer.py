@@ -1,4 +1,4 @@
-"""A layer of an encoder over a batch without padding: self-attention within each sequence, and feed-forward."""
+"""An encoder layer over a batch without padding: self-attention within each sequence, and feed-forward."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from cukern.ops.moe_gemm import moe_gemm
 from cukern.ops.norm import fused_add_layer_norm, layer_norm
 from cukern.runtime import gpu
 
-#: The largest magnitude that transformers leaves in float16 between layers that normalize before.
+#: Pre-norm layers clip float16 hidden states to this magnitude, as transformers does.
 _LARGEST_HALF = 65504.0 - 1000
-#: Rows from which a product with its bias and its activation takes less time than cuBLAS's and a sweep over its result.
+#: From this many rows on, one GEMM with fused bias and activation is faster than cuBLAS and an elementwise kernel.
 _FUSED_ROWS = 4096
-#: Rows up to which the simpler kernel of attention takes less time (3.5 against 4.0 us on an H200).
+#: Up to this many rows, the simpler attention kernel is faster (3.5 against 4.0 us on an H200).
 _FEW_ROWS = 64
-#: The activations that `moe_gemm` has without a gate.
+#: The activations that `moe_gemm` supports without a gate.
 _FUSED = ("gelu", "gelu_tanh", "silu")
 
 
@@ -34,20 +34,20 @@ class EncoderLayerWeights(NamedTuple):
 
 
 class EncoderLayer:
-    """A layer as `EncoderLayerWeights` has it, with biases in all products.
+    """An encoder layer with `EncoderLayerWeights`, with biases in all linear layers.
 
         x = norm(x + self_attention(x));  x = norm(x + feed_forward(x))
 
-    or with `normalize_before` (mBART) x = x + self_attention(norm(x)); x = x + feed_forward(norm(x)). A layer is one
-    product for q, k and v, attention within each sequence, and three more products, between which the biases, the
-    residuals, the layer norms and the activation are fused.
+    With `normalize_before` (mBART): x = x + self_attention(norm(x)); x = x + feed_forward(norm(x)). A layer is one
+    product for q, k and v, attention within each sequence, and three more products. Fused kernels between the products
+    add the biases and residuals, normalize and activate.
 
     Args:
         layers: the operations on the weights' arrays.
         weights: the layer's weights.
-        heads: of the attention.
-        activation: of the feed-forward, as `add_bias_act` has them.
-        epsilon: of the layer norms.
+        heads: the number of attention heads.
+        activation: the feed-forward's activation, one of `add_bias_act`'s.
+        epsilon: epsilon of the layer norms.
         normalize_before: pre-norm.
         product_rows: None, or the rows of each product, so that a row has the same bits in any batch.
     """
@@ -67,16 +67,16 @@ class EncoderLayer:
         self.activation, self.epsilon = activation, epsilon
         self.normalize_before, self.product_rows = normalize_before, product_rows
         self._chooses_by_rows = self._may_choose()
-        # Offsets of one group: what is outside of the rows counts as their end.
+        # The offsets of a single group. moe_gemm clamps the end to the number of rows.
         self._all_rows = layers.put(np.array([0, 2**31 - 1], np.int32)) if self._may_fuse() else None
 
     def __call__(self, x: Any, words: Words) -> Any:
-        """The hidden states [words, hidden] after the layer, from those before it."""
+        """Return the hidden states [words, hidden] after the layer, from the hidden states before the layer."""
         weights = self.weights
         h = self._norm(x, weights.self_norm) if self.normalize_before else x
         qkv = self._linear(h, *weights.qkv)
-        # The bits of either kernel depend on the text alone, but those of the two differ: with `product_rows`, which
-        # promises the same bits in any batch, all batches are of "auto".
+        # With either kernel the bits of a text depend on that text only, but the two kernels give different bits.
+        # `product_rows` promises the same bits in any batch, so all its batches use "auto".
         is_few = self._chooses_by_rows and len(qkv) <= _FEW_ROWS and qkv.shape[1] // self.heads % 24 == 0
         attended = self.layers.attention(qkv, self.heads, words, "mma" if is_few else "auto")
         x = self._add(attended, weights.out, x, weights.self_norm)
@@ -85,7 +85,7 @@ class EncoderLayer:
         return self.layers.clipped(x, _LARGEST_HALF) if self.normalize_before else x
 
     def _may_choose(self) -> bool:
-        """Whether kernels are chosen by the number of rows: of 16 bits on Hopper, without `product_rows`."""
+        """Return whether kernels are chosen by the number of rows: 16 bits on Hopper, without `product_rows`."""
         weight = self.weights.up.weight
         device = library_of("weights.up.weight", weight).device(weight)
         if self.product_rows is not None or device is None or weight.dtype.itemsize != 2:
@@ -93,7 +93,7 @@ class EncoderLayer:
         return gpu.of_device(device).arch == "90a"
 
     def _may_fuse(self) -> bool:
-        """Whether one kernel can multiply by the weights of `up`, add the bias and activate."""
+        """Return whether one kernel can multiply by the weights of `up`, add the bias and activate."""
         return (
             self._chooses_by_rows
             and self.activation in _FUSED
@@ -101,7 +101,7 @@ class EncoderLayer:
         )
 
     def _up(self, x: Any) -> Any:
-        """activation(x times the weights of `up` + bias)."""
+        """Return activation(x @ weight.T + bias) for the linear layer `up`."""
         weight, bias = self.weights.up
         if self._all_rows is not None and len(x) >= _FUSED_ROWS:
             activation = f"{self.activation}_no_mul"
@@ -113,14 +113,14 @@ class EncoderLayer:
         return layer_norm(x, *norm, self.epsilon)
 
     def _add(self, term: Any, product: Affine, residual: Any, norm: Affine) -> Any:
-        """The sum of the residual and the product of a term, normalized unless that is done before."""
+        """Return residual + product(term), normalized in a post-norm layer."""
         if self.normalize_before:
             return self._linear(term, *product) + residual
         y = self._linear(term, product.weight)
         return fused_add_layer_norm(y, residual, *norm, self.epsilon, input_bias=product.bias, out=y)
 
     def _linear(self, x: Any, weight: Any, bias: Any = None) -> Any:
-        """The product with a weight, in products of `product_rows` rows each if that is given."""
+        """Return the product with a weight, split into products of `product_rows` rows if that is set."""
         linear, at_once, rows = self.layers.linear, self.product_rows, len(x)
         if at_once is None or rows == 0:
             return linear(x, weight, bias)

@@ -1,4 +1,4 @@
-"""The encoders of the BERT family: what their configurations say, and by which names their weights go."""
+"""The encoders of the BERT family: their configurations, and the names of their weights."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from cukern.runtime import check
 
 
 class Names(NamedTuple):
-    """The names of a family's weights, without `.weight` and `.bias`; those of a layer follow its prefix."""
+    """The names of a family's weights, without `.weight` and `.bias`. Names in a layer follow the layer's prefix."""
 
-    layer: str  # with {} for the layer's number
+    layer: str  # prefix, with {} for the layer's index
     query: str
     key: str
     value: str
@@ -54,21 +54,21 @@ _DISTILBERT = Names(
     final_norm="output_layer_norm",
 )
 
-#: Parts of a model that have weights beside the layers and do nothing for the last hidden states.
+#: Weights of a model outside the layers that do not affect the last hidden states.
 _UNUSED = ("pooler.", "embeddings.position_ids", "embeddings.token_type_ids")
 
 
 class Family(NamedTuple):
-    """What differs between architectures."""
+    """The differences between architectures."""
 
     names: Names
-    #: Keys of the configuration that are called otherwise.
+    #: Configuration keys that have another name in this family.
     renamed: Mapping[str, str]
-    #: Whether a word's position counts the words before it from pad_token_id + 1 on, and not from 0.
+    #: Whether positions start at pad_token_id + 1 and count only words, instead of starting at 0.
     positions_after_padding: bool
     pad_token_id: int
     has_token_types: bool = True
-    layer_norm_eps: float | None = None  # where it is no part of the configuration
+    layer_norm_eps: float | None = None  # set if the configuration has none
 
 
 _DISTILBERT_KEYS = {
@@ -79,7 +79,7 @@ _DISTILBERT_KEYS = {
     "hidden_act": "activation",
 }
 
-#: By the `model_type` of config.json.
+#: The families, by the `model_type` of config.json.
 FAMILIES = {
     "bert": Family(_BERT, {}, False, 0),
     "roberta": Family(_BERT, {}, True, 1),
@@ -90,16 +90,16 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """The configuration of an encoder, by transformers' names; `EncoderConfig.from_dict` makes one of a config.json.
+    """The configuration of an encoder, by transformers' names; `EncoderConfig.from_dict` reads a config.json.
 
     Args:
         model_type: "bert", "roberta", "xlm-roberta" or "distilbert".
         vocab_size, hidden_size, num_hidden_layers, num_attention_heads, intermediate_size: sizes.
         max_position_embeddings: rows of the table of positions.
-        type_vocab_size: rows of the table of token types; 0 where there is none.
-        layer_norm_eps: is added to the variances.
-        hidden_act: one of `ACTIVATIONS`; "gelu" is that of the error function.
-        pad_token_id: the id of padding, by which RoBERTa counts positions.
+        type_vocab_size: rows of the table of token types; 0 if there is no such table.
+        layer_norm_eps: the number added to the variances.
+        hidden_act: one of `ACTIVATIONS`; "gelu" uses the error function.
+        pad_token_id: the id of padding. RoBERTa's positions start at pad_token_id + 1.
     """
 
     model_type: str
@@ -133,10 +133,10 @@ class EncoderConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any] | Any) -> EncoderConfig:
-        """The configuration in the content of a config.json, or in a configuration of transformers.
+        """Return the configuration from the content of a config.json, or from a configuration of transformers.
 
-        Raises ValueError for an architecture, an activation or a feature that is not taken, and for a size that is
-        missing; the message names the key. Raises TypeError for what is neither.
+        Raises ValueError for an unsupported architecture, activation or feature, and for a missing size; the message
+        names the key. Raises TypeError for another type.
         """
         config = content("config", config)
         model_type = config.get("model_type")
@@ -167,12 +167,12 @@ class EncoderConfig:
 
     @property
     def max_seq_len(self) -> int:
-        """The most words of a sequence."""
+        """The maximum number of words of a sequence."""
         return self.max_position_embeddings - self.first_position
 
 
 def _refuse_features(config: Mapping[str, Any]) -> None:
-    """Raises ValueError for what changes the forward pass and is not implemented."""
+    """Raise ValueError for features that change the forward pass and are not implemented."""
     if (kind := config.get("position_embedding_type")) not in (None, "absolute"):
         check.fail("config.position_embedding_type", "'absolute' (relative positions are not supported)", repr(kind))
     for name, what in (
@@ -191,13 +191,13 @@ class EncoderWeights(NamedTuple):
     """The weights of an encoder, of one dtype, in one library and on one device."""
 
     word: Any  # [vocab, hidden]
-    position: Any  # [token types * positions, hidden]: the sum of both embeddings; without token types [positions, ..]
+    position: Any  # [token types * positions, hidden], the sums of both embeddings; or [positions, hidden]
     norm: Affine
     layers: tuple[EncoderLayerWeights, ...]
 
 
 def _prefix(state: Mapping[str, Any], names: Names, model_type: str) -> str:
-    """What stands before the names: nothing, or the name of the encoder in a model with a head, such as `bert.`."""
+    """Return the prefix of the names: empty, or the name of the encoder in a model with a head, such as `bert.`."""
     word = f"{names.word}.weight"
     found = sorted(key.removesuffix(word) for key in state if key.endswith(word))
     if len(found) != 1:
@@ -207,7 +207,7 @@ def _prefix(state: Mapping[str, Any], names: Names, model_type: str) -> str:
 
 
 def _modern(key: str) -> str:
-    """The name of a weight that the first checkpoints called as TensorFlow does."""
+    """Return the current name of a weight that old checkpoints call by its TensorFlow name."""
     for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
         if key.endswith(f"LayerNorm{old}"):
             return key.removesuffix(old) + new
@@ -215,7 +215,7 @@ def _modern(key: str) -> str:
 
 
 class _Reader:
-    """Takes weights out of a state, checked, and knows which names are left."""
+    """Reads weights from a state, with checks."""
 
     def __init__(self, state: Mapping[str, Any], prefix: str, dtype: str | None, first: str) -> None:
         self.weights = {_modern(key).removeprefix(prefix): x for key, x in state.items() if key.startswith(prefix)}
@@ -228,7 +228,7 @@ class _Reader:
         check.dtype(f"the dtype of {prefix}{first}" if dtype is None else "dtype", self.dtype, DTYPES)
 
     def require(self, wanted: set[str]) -> None:
-        """Raises ValueError unless the names are those that are wanted, and others that are known."""
+        """Raise ValueError if a wanted name is missing or an unknown name is present."""
         if missing := wanted - {*self.weights}:
             raise ValueError(f"state has no {listed(self.prefix + name for name in missing)}")
         extra = {name for name in self.weights if name not in wanted and not name.startswith(_UNUSED)}
@@ -247,7 +247,7 @@ class _Reader:
         return self.layers.cast(weight, self.dtype)
 
     def affine(self, name: str, *shape: int) -> Affine:
-        """A product [out, in], or a norm [hidden]."""
+        """Return the weight and bias of a linear layer [out, in], or of a norm [hidden]."""
         return Affine(self.take(f"{name}.weight", *shape), self.take(f"{name}.bias", shape[0]))
 
 
@@ -263,19 +263,19 @@ def _wanted(config: EncoderConfig) -> set[str]:
 
 
 def read_state(state: Mapping[str, Any], config: EncoderConfig, dtype: str | None = None) -> EncoderWeights:
-    """The weights of an encoder from a state by transformers' names.
+    """Return the weights of an encoder from a state by transformers' names.
 
-    The names may all have a prefix, as in a model with a head (`bert.encoder...`); what is outside of it is the head
-    and is left. In float16 and bfloat16 the sum of the embeddings of position and token type is rounded once.
+    The names may all have a prefix, as in a model with a head (`bert.encoder...`). Names without the prefix belong to
+    the head and are ignored. In float16 and bfloat16 the sum of the position and token type embeddings is rounded once.
 
     Args:
         state: arrays of one library on one device.
         config: the configuration.
-        dtype: "float32", "float16" or "bfloat16"; None keeps that of the word embeddings.
+        dtype: "float32", "float16" or "bfloat16"; None keeps the dtype of the word embeddings.
 
     Raises:
-        TypeError: what is no array, or a dtype that is not taken.
-        ValueError: names that are missing or that no such encoder has, and shapes that are not those of config.
+        TypeError: a value that is not an array, or an unsupported dtype.
+        ValueError: missing names, names that no such encoder has, and shapes that do not match the config.
     """
     names, hidden = config.family.names, config.hidden_size
     prefix = _prefix(state, names, config.model_type)

@@ -1,4 +1,4 @@
-"""How tokens are generated: the settings of transformers' `generate`, by its names, checked."""
+"""The settings of a generation: the settings of transformers' `generate`, by its names, checked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from cukern.models.checkpoint import content
 from cukern.runtime import check
 
-#: The settings that are read, with what stands for one that is not given.
 DEFAULTS: dict[str, Any] = {
     "num_beams": 1,
     "num_return_sequences": 1,
@@ -36,9 +35,9 @@ DEFAULTS: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-#: New tokens where nothing says how many, as in transformers.
+#: The number of new tokens if no setting gives it, as in transformers.
 _NEW_TOKENS = 20
-#: Settings that change the tokens and are not implemented, with the values that change nothing.
+#: Unimplemented settings that change the tokens, with the values that have no effect and are accepted.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "constraints": (),
     "diversity_penalty": (0,),
@@ -66,7 +65,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class Settings(NamedTuple):
-    """The settings of a call, settled. Lengths count the start token, as in transformers."""
+    """The checked settings of a call. Lengths include the start token, as in transformers."""
 
     start: int
     ends: tuple[int, ...]
@@ -74,8 +73,8 @@ class Settings(NamedTuple):
     max_length: int
     min_length: int
     beams: int
-    copies: int  # rows of each source
-    returned: int  # sequences of each source
+    copies: int  # rows per source
+    returned: int  # sequences per source
     sampled: bool
     early_stopping: bool | str
     length_penalty: float
@@ -86,11 +85,11 @@ class Settings(NamedTuple):
     repetition_penalty: float | None
     presence_penalty: float | None
     frequency_penalty: float | None
-    repeated: int  # the size of n-grams that may occur once, 0 for none
+    repeated: int  # the size of n-grams that must not repeat; 0 for no limit
     bad_words: tuple[tuple[int, ...], ...]
     stop_words: tuple[tuple[int, ...], ...]
-    first: tuple[int, ...]  # tokens forced in the first step, empty for none
-    last: tuple[int, ...]  # tokens forced in the last one
+    first: tuple[int, ...]  # tokens forced in the first step; empty for none
+    last: tuple[int, ...]  # tokens forced in the last step; empty for none
     renormalized: bool
 
     @property
@@ -99,15 +98,16 @@ class Settings(NamedTuple):
 
     @property
     def needs_history(self) -> bool:
-        """Whether what a row holds already decides its scores."""
+        """Whether the scores of a row depend on the row's earlier tokens."""
         penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
         return bool(self.bad_words or self.repeated) or any(x is not None for x in penalties)
 
 
 def defaults_of(config: Mapping[str, Any], generation_config: Any) -> dict[str, Any]:
-    """The settings that a model comes with: of its generation configuration, else of its configuration.
+    """Return a model's default settings: from its generation configuration, or from its configuration if there is none.
 
-    Ids of special tokens that the former lacks are taken from the latter. Older models keep all in the latter.
+    Ids of special tokens that the generation configuration lacks come from the configuration. Older models have all
+    settings in the configuration.
     """
     source = config if generation_config is None else content("generation_config", generation_config)
     found = {key: source[key] for key in (*DEFAULTS, *_UNSUPPORTED) if source.get(key) is not None}
@@ -120,13 +120,13 @@ def defaults_of(config: Mapping[str, Any], generation_config: Any) -> dict[str, 
 
 
 def _ids(name: str, value: Any, vocab: int) -> tuple[int, ...]:
-    """One id or several, each in the vocabulary."""
+    """Return one id or several as a tuple, each checked against the vocabulary."""
     several = value if isinstance(value, Iterable) else () if value is None else (value,)
     return tuple(dict.fromkeys(check.integer(name, x, 0, vocab - 1, "the vocabulary") for x in several))
 
 
 def _words(name: str, value: Any, vocab: int) -> tuple[tuple[int, ...], ...]:
-    """Words of one or more tokens."""
+    """Return words of one or more tokens, checked against the vocabulary."""
     words = []
     for word in () if value is None else value:
         if not isinstance(word, Sequence) or not word:
@@ -147,7 +147,7 @@ def _unless(value: float, off: float) -> float | None:
 
 
 def _lengths(found: Mapping[str, Any], most: int) -> tuple[int, int]:
-    """The greatest and the least length, the start token included; `most` positions can be had."""
+    """Return the maximum and the minimum length, including the start token; the model has `most` positions."""
     if found["max_new_tokens"] is not None:
         longest = check.integer("max_new_tokens", found["max_new_tokens"], 1) + 1
     elif found["max_length"] is not None:
@@ -164,9 +164,9 @@ def _lengths(found: Mapping[str, Any], most: int) -> tuple[int, int]:
 def settle(
     defaults: Mapping[str, Any], given: Mapping[str, Any], stop_words: Any, vocab: int, positions: int
 ) -> Settings:
-    """The settings of a call from those of the model and those given, by the rules of transformers' `generate`.
+    """Return the settings of a call from the model's settings and the given ones, by the rules of transformers.
 
-    Raises TypeError for a name that is none, ValueError for what is not implemented or does not fit.
+    Raises TypeError for an unknown name, ValueError for an unimplemented setting or an invalid value.
     """
     for name in given:
         if name not in DEFAULTS and name not in _UNSUPPORTED:

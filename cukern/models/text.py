@@ -1,4 +1,4 @@
-"""Texts: how sentence-transformers says that they are read, and one vector for each from those of its words."""
+"""Texts: sentence-transformers' settings for reading them, and the pooling of their words into one vector per text."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from cukern.models._layers import Layers, Words
 from cukern.models.checkpoint import read_json, read_optional
 from cukern.runtime import check
 
-#: Poolings by sentence-transformers' names, in the order in which it concatenates their vectors.
+#: Poolings by sentence-transformers' names, in sentence-transformers' order of concatenation.
 POOLINGS = ("cls", "max", "mean")
-#: Poolings of sentence-transformers by their keys in a configuration, the implemented ones and others.
+#: sentence-transformers' poolings by their configuration keys, including unimplemented ones.
 _POOLING_KEYS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -24,32 +24,31 @@ _POOLING_KEYS = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 _MODULES = ("Transformer", "Pooling", "Normalize")
-#: Tokens of a batch that keep a GPU busy: dense products of more rows are hardly faster for each.
+#: Maximum tokens of a batch by default. Dense products with more rows are hardly faster per row on a GPU.
 _BATCH_TOKENS = 16384
 
 
 class TextConfig(NamedTuple):
-    """How a text becomes token ids, and vectors of words one of the text."""
+    """The settings that turn a text into token ids, and the vectors of its words into a vector of the text."""
 
     #: The poolings whose vectors are concatenated, in the order of `POOLINGS`.
     pooling: tuple[str, ...] = ("mean",)
     normalize: bool = True
-    #: The most tokens of a text; None leaves it to the tokenizer and the positions of the model.
+    #: Maximum tokens of a text; None leaves it to the tokenizer and to the model's positions.
     max_seq_length: int | None = None
     lower_case: bool = False
     strip: bool = False
-    #: What stands before each text.
-    prompt: str = ""
+    prompt: str = ""  # a prefix of each text
 
 
 def read_text_config(folder: Path) -> tuple[Path, TextConfig]:
-    """The folder of the encoder in a model's directory, and sentence-transformers' configuration of it.
+    """Return the folder of the encoder in a model's directory, and its sentence-transformers configuration.
 
-    Without a modules.json the folder is the directory itself, and vectors are normalized means.
+    Without a modules.json, the folder is the directory itself, and vectors are normalized means.
 
     Raises:
         FileNotFoundError: a file that modules.json asks for is missing.
-        ValueError: a module, a pooling or an option that is not taken.
+        ValueError: an unsupported module, pooling or option.
     """
     listing = folder / "modules.json"
     if not listing.is_file():
@@ -78,13 +77,13 @@ def read_text_config(folder: Path) -> tuple[Path, TextConfig]:
 
 
 def _sentence_config(folder: Path) -> dict[str, Any]:
-    """The options of the module Transformer: older versions name the file after the architecture."""
+    """Return the options of the module Transformer. Older versions name the file after the architecture."""
     files = sorted(folder.glob("sentence_*_config.json"))
     return read_json(files[0]) if files else {}
 
 
 def _read_pooling(folder: Path) -> dict[str, Any]:
-    """The modes of a module Pooling, in their order, and whether the prompt is pooled."""
+    """Return the modes of a module Pooling, in order, and whether the prompt is pooled."""
     file = folder / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file}, the configuration of the pooling, does not exist")
@@ -105,7 +104,7 @@ def _default_prompt(file: Path) -> str:
 
 
 def check_texts(texts: Any) -> list[str]:
-    """`texts` as a list. Raises TypeError for what is not a list of texts."""
+    """Return `texts` as a list. Raises TypeError if it is not a list of texts."""
     if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
         check.fail("texts", "a list of texts", type(texts).__name__, TypeError)
     found = list(texts)
@@ -116,16 +115,16 @@ def check_texts(texts: Any) -> list[str]:
 
 
 def pooled(layers: Layers, hidden: Any, words: Words, modes: Sequence[str], normalize: bool) -> Any:
-    """A vector for each sequence, float32 [batch, len(modes) * hidden]; see `ArrayLayers.pool`."""
+    """Return a vector for each sequence, float32 [batch, len(modes) * hidden]; see `ArrayLayers.pool`."""
     parts = [layers.pool(hidden, words, mode) for mode in modes]
     vectors = parts[0] if len(parts) == 1 else layers.concatenate(parts, 1)
     return layers.normalized(vectors) if normalize else vectors
 
 
 def by_length(tokens: Sequence[Sequence[int]], batch_size: int | None) -> list[np.ndarray[Any, np.dtype[np.intp]]]:
-    """The numbers of the texts in batches of like lengths, the longest first: if memory is short, it fails at once.
+    """Return the indices of the texts in batches of similar lengths, longest first, so that lack of memory shows early.
 
-    A batch has `batch_size` texts; None: as many as have at most _BATCH_TOKENS tokens together, or one with more.
+    A batch has `batch_size` texts. None: as many as have at most _BATCH_TOKENS tokens together, or one longer text.
     """
     lengths = np.array([len(ids) for ids in tokens], np.int64)
     order = np.argsort(-lengths, kind="stable")
@@ -134,7 +133,7 @@ def by_length(tokens: Sequence[Sequence[int]], batch_size: int | None) -> list[n
     ends: list[int] = []
     count = 0
     for number, length in enumerate(lengths[order].tolist()):
-        # A text without tokens has its place among the sequences, too.
+        # A text without tokens still takes a place among the sequences.
         count += max(length, 1)
         if count > _BATCH_TOKENS and number > (ends[-1] if ends else 0):
             ends.append(number)

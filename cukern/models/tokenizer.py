@@ -1,4 +1,4 @@
-"""Tokenizers of models' directories: that of an encoder, and those of encoder-decoders."""
+"""Tokenizers of models' directories, for encoders and for encoder-decoders."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _UNKNOWN, _END, _SPECIAL = "<unk>", "</s>", ("</s>", "<pad>", "<unk>")
 
 
 def _open(file: Path) -> Any:
-    """A tokenizer.json, by the package tokenizers.
+    """Open a tokenizer.json with the package tokenizers.
 
-    Raises ImportError with the pip command where that is missing, ValueError for a file that is no tokenizer.
+    Raises ImportError with the pip command if the package is missing, ValueError for a malformed file.
     """
     tokenizers = need("tokenizers", "reading texts")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the package raises Exception itself
         raise ValueError(f"{file} is not a tokenizer: {error}") from None
-    # The file may ask for a fixed length, which no batch without padding needs.
+    # The file may ask for padding to a fixed length, which a batch without padding must not have.
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
@@ -41,8 +41,8 @@ class Tokenizer:
 
     Args:
         folder: the folder with tokenizer.json, and tokenizer_config.json if there is one.
-        text: what is done with a text first, and its most tokens.
-        positions: the most tokens that the model has positions for.
+        text: the preprocessing of a text, and its maximum tokens.
+        positions: the maximum number of tokens that the model has positions for.
     """
 
     def __init__(self, folder: Path, text: TextConfig, positions: int) -> None:
@@ -50,7 +50,7 @@ class Tokenizer:
         self.text = text
         self._config = read_optional(folder / "tokenizer_config.json")
         limits = text.max_seq_length, self._config.get("model_max_length")
-        #: The most tokens of a text. Configurations have 1e30 for any number.
+        #: Maximum tokens of a text. Configurations use 1e30 for no limit.
         self.max_length = int(min([positions, *(limit for limit in limits if limit)]))
 
     @functools.cached_property
@@ -61,7 +61,7 @@ class Tokenizer:
         return _open(self.file)
 
     def __call__(self, texts: Sequence[str], max_length: int | None = None) -> tuple[list[list[int]], int]:
-        """The token ids of each text, special tokens among them, and how many texts were cut to `max_length`."""
+        """Return the token ids of each text, including special tokens, and the number of texts cut to `max_length`."""
         tokenizer = self._tokenizer
         least = tokenizer.num_special_tokens_to_add(False) + 1
         why = f"{least - 1} special tokens and a word, up to what the model takes"
@@ -78,7 +78,7 @@ class Tokenizer:
 
 
 def warn_of_cut(cut: int, total: int, limit: int) -> None:
-    """Says to the caller of the encoder how many texts were too long, and what was done with them."""
+    """Warn the encoder's caller that texts were too long and have been cut."""
     if cut:
         what = f"{cut} of {total} texts are longer than {limit} tokens: only the first {limit} tokens count"
         warnings.warn(what, UserWarning, stacklevel=4)
@@ -91,14 +91,14 @@ class Translator(Protocol):
     """The tokenizer of an encoder-decoder."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a source, its special tokens included."""
+        """Return the ids of a source, including its special tokens."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of a target, without its special tokens."""
+        """Return the text of a target, without its special tokens."""
 
 
 class _Fast:
-    """`tokenizer.json`, by the package tokenizers."""
+    """Reads `tokenizer.json` with the package tokenizers."""
 
     def __init__(self, file: Path) -> None:
         self._tokenizer = _open(file)
@@ -111,7 +111,7 @@ class _Fast:
 
 
 class _Marian:
-    """Marian's two SentencePiece models, over a vocabulary of its own."""
+    """Marian's two SentencePiece models, over Marian's own vocabulary."""
 
     def __init__(self, directory: Path) -> None:
         try:
@@ -134,7 +134,7 @@ class _Marian:
 
     def encode(self, text: str) -> list[int]:
         pieces = []
-        if text.startswith(">>") and "<<" in text:  # the code of the target's language, such as >>fra<<
+        if text.startswith(">>") and "<<" in text:  # the code of the target language, such as >>fra<<
             code, text = text.split("<<", 1)
             pieces = [f"{code}<<"]
         pieces += self._source.encode(text, out_type=str)
@@ -146,10 +146,10 @@ class _Marian:
 
 
 def read_translator(directory: Path) -> Translator:
-    """The tokenizer of an encoder-decoder's directory: its tokenizer.json, or Marian's three files.
+    """Return the tokenizer of an encoder-decoder's directory: its tokenizer.json, or Marian's three files.
 
-    These are source.spm, target.spm and vocab.json. Raises FileNotFoundError where there is neither, ImportError with
-    the pip command of a package that is missing, and ValueError for a file that is none.
+    Marian's files are source.spm, target.spm and vocab.json. Raises FileNotFoundError if there is neither, ImportError
+    with the pip command for a missing package, and ValueError for a malformed file.
     """
     if (directory / _FAST).is_file():
         return _Fast(directory / _FAST)

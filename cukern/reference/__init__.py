@@ -1,1 +1,1 @@
-"""NumPy references: the same functions with the same arguments, and the definition of correct."""
+"""NumPy references: the same functions with the same arguments. They define the correct results."""

@@ -1,6 +1,6 @@
-"""The exchange between ranks, in NumPy: ranks are threads, or turns of one thread, and share windows in host memory.
+"""The exchange between ranks, in NumPy. Ranks are threads, or take turns in a thread, and share windows in host memory.
 
-The arguments are those of `cukern.ops.all_to_all`, already checked there.
+`cukern.ops.all_to_all` has checked the arguments.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PAST_DEADLINE, ABORTED, OVER_CAPACITY, OTHER_CALL = 1, 2, 3, 4
 
 
 class Failure(NamedTuple):
-    """The first wait of a rank that failed: why, the rank it waited for, in which phase, and the call's number."""
+    """A rank's first failed wait: the error code, the rank it waited for, the phase, and the index of the call."""
 
     code: int
     rank: int
@@ -32,11 +32,11 @@ class Failure(NamedTuple):
 
 
 class HostRanks:
-    """The windows of all ranks and their signals, in host memory.
+    """The windows and signals of all ranks, in host memory.
 
     Args:
-        ranks, max_tokens, hidden, topk: the ranks, and of each the most tokens of a call, the numbers of a row and the
-            experts of a token.
+        ranks, max_tokens, hidden, topk: the number of ranks, the maximum tokens of a call on a rank, the hidden size,
+            and the experts of a token.
         owner: int [experts], the rank that has each expert.
         deadline_s: seconds until a wait fails.
     """
@@ -45,18 +45,18 @@ class HostRanks:
         self.ranks, self.max_tokens, self.hidden, self.topk = ranks, max_tokens, hidden, topk
         self.owner, self.deadline_s = owner, deadline_s
         rows = ranks * max_tokens
-        # By rank and buffer, as they come; a row's place is (source, token).
+        # Received data, by rank and buffer. A row's index is source * max_tokens + token.
         self.rows = np.zeros((ranks, 2, rows * hidden * 2), np.uint8)
         self.scales = np.zeros((ranks, 2, rows * max(1, -(-hidden // GROUP))), np.float32)
         self.ids = np.full((ranks, 2, rows, topk), -1, np.int32)
         self.weights = np.zeros((ranks, 2, rows, topk), np.float32)
-        #: By rank: what each rank, or each slot, contributes to a token, and in which combine.
+        #: By source rank: (token, owner rank, or slot if `apart`) -> (step of the combine, result row).
         self.partial: list[dict[tuple[int, int], tuple[int, Array]]] = [{} for _ in range(ranks)]
-        # By rank and source.
+        # Signals and sizes, by receiving rank and source rank.
         self.dispatched = np.zeros((ranks, ranks), np.int64)
         self.entered = np.zeros((ranks, ranks), np.int64)
-        self.batches = np.zeros((ranks, 2, ranks, 2), np.int64)  # by parity of the dispatch: tokens and buffer
-        # By rank.
+        self.batches = np.zeros((ranks, 2, ranks, 2), np.int64)  # [rank, step % 2, source]: (tokens, buffer)
+        # State of each rank.
         self.dispatches = np.zeros(ranks, np.int64)
         self.combines = np.zeros(ranks, np.int64)
         self.buffer = np.zeros(ranks, np.int64)
@@ -65,20 +65,20 @@ class HostRanks:
         self.changed = threading.Condition()
 
     def fail(self, rank: int, code: int, other: int, phase: int, step: int) -> None:
-        """Note the first failure of a rank, and tell all others."""
+        """Record the first failure of a rank, and wake all other ranks."""
         if self.failures[rank] is None:
             self.failures[rank] = Failure(code, other, phase, step)
             self.abort(rank)
 
     def abort(self, rank: int) -> None:
-        """Let all waits fail, on behalf of a rank."""
+        """Make all waits fail, and name `rank` as the cause."""
         with self.changed:
             if self.aborted is None:
                 self.aborted = rank
             self.changed.notify_all()
 
     def wait(self, rank: int, phase: int, step: int, arrived: Callable[[int], bool]) -> bool:
-        """Wait until `arrived(source)` for all sources; whether that came about."""
+        """Wait until `arrived(source)` for all sources. Return False if the deadline or an abort comes first."""
         if self.failures[rank] is not None:
             return False
 
@@ -97,13 +97,13 @@ class HostRanks:
         return False
 
     def add(self, signal: Array, place: Any, value: int) -> None:
-        """Set a signal and wake those who wait."""
+        """Set a signal and wake all waiting ranks."""
         with self.changed:
             signal[place] = value
             self.changed.notify_all()
 
     def owners(self, ids: Array) -> Array:
-        """The rank of each id's expert; -1 for an id of no expert."""
+        """Return the rank of each id's expert; -1 for an id without an expert."""
         valid = (ids >= 0) & (ids < len(self.owner))
         return np.where(valid, self.owner[np.where(valid, ids, 0)], -1)
 
@@ -112,7 +112,7 @@ def send(
     host: HostRanks, rank: int, buffer: int, hidden_states: Array, scales: Array | None, weights: Array, ids: Array,
     quantize: bool,
 ) -> None:  # fmt: skip
-    """Store the rows of a rank's tokens into the windows of the ranks that have their experts."""
+    """Store the rows of a rank's tokens into the windows of their experts' ranks."""
     step = int(host.dispatches[rank])
     if step and host.buffer[rank] == buffer:
         for other in range(host.ranks):
@@ -146,7 +146,7 @@ def send(
 
 
 def receive(host: HostRanks, rank: int, buffer: int, expert_load: Array | None) -> tuple[Array, Array]:
-    """Wait for the rows of all sources. Returns their weights and ids."""
+    """Wait for the rows of all sources. Return their weights and ids."""
     step = int(host.dispatches[rank])
     host.dispatches[rank], host.buffer[rank] = step + 1, buffer
     there = host.wait(rank, DISPATCH, step, lambda source: host.dispatched[rank, source] > step)
@@ -167,7 +167,7 @@ def receive(host: HostRanks, rank: int, buffer: int, expert_load: Array | None) 
 def send_back(
     host: HostRanks, rank: int, buffer: int, expert_output: Array, inverse: Array | None, weighted: bool, apart: bool
 ) -> None:
-    """Store what a rank contributes to the tokens that it received into the windows of their sources."""
+    """Store a rank's results for its received tokens into the windows of the tokens' source ranks."""
     step, dispatch = int(host.combines[rank]), int(host.dispatches[rank]) - 1
     if host.failures[rank] is not None:
         return
@@ -199,11 +199,11 @@ def send_back(
 def receive_back(
     host: HostRanks, rank: int, weights: Array | None, ids: Array, apart: bool, dtype: np.dtype[Any]
 ) -> Array:
-    """Wait for what the ranks contribute to this rank's tokens, and add it up."""
+    """Wait for all results for this rank's tokens, and add them up."""
     step = int(host.combines[rank])
     host.combines[rank] = step + 1
     owners, own = host.owners(ids), host.partial[rank]
-    # The parts of each token in the order in which they are added: its slots, or the ranks that have its experts.
+    # The parts of each token in the order of the sum: its slots if `apart`, else the ranks of its experts.
     parts = [np.flatnonzero(x >= 0).tolist() if apart else sorted({*x[x >= 0].tolist()}) for x in owners]
     needed: dict[int, list[tuple[int, int]]] = {}
     for token, part in ((token, part) for token, of_token in enumerate(parts) for part in of_token):

@@ -1,6 +1,6 @@
-"""Beam search in NumPy: the choice of the continuations, the bookkeeping of a step, and what follows from the parents.
+"""Beam search in NumPy: the choice of the continuations, the bookkeeping of a step, and the use of the parents.
 
-The arguments are those of `cukern.ops.beam_search`, already checked there.
+`cukern.ops.beam_search` has checked the arguments.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from cukern.runtime import check
 from cukern.runtime.tolerance import Tolerance
 
-#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # One addition and one division, in IEEE arithmetic on either side: less than a unit in the last place, so exact.
+    # One addition and one division in IEEE arithmetic on both sides. The tolerance is below one unit in the last place,
+    # so the results are equal.
     "values": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=2**-30, absolute=0)),
     "keys": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=2**-30, absolute=0)),
     "scores": {"float32": Tolerance(relative=2**-30, absolute=0)},
@@ -27,12 +28,12 @@ Array = NDArray[Any]
 
 
 def _best_first(keys: Array, k: int) -> Array:
-    """Indices of the k largest along the last axis, the largest first, ties to the lower index."""
+    """Return the indices of the k largest keys along the last axis, largest first, ties to the lower index."""
     return np.argsort(-keys, axis=-1, kind="stable")[..., :k]
 
 
 def _candidates(totals: Array, k: int, diversity_rate: float) -> tuple[Array, Array]:
-    """The k best of [batch, beams, vocab] and their positions in beams * vocab."""
+    """Return the k best values of [batch, beams, vocab] and their positions in beams * vocab."""
     batch, beams, vocab = totals.shape
     totals = np.where(np.isnan(totals), np.float32(-np.inf), totals)
     flat = totals.reshape(batch, beams * vocab)
@@ -46,7 +47,7 @@ def _candidates(totals: Array, k: int, diversity_rate: float) -> tuple[Array, Ar
     values = np.where(np.isnan(values), np.float32(-np.inf), values)
     ids = (ranked + vocab * np.arange(beams)[:, None]).reshape(batch, beams * ranked.shape[-1])
     values = values.reshape(ids.shape)
-    # By value, then by id, which is no longer the position here.
+    # Sort by value, then by id, because the columns are not in the order of the ids here.
     order = np.lexsort((ids, -values), axis=-1)[:, :k]
     return np.take_along_axis(values, order, axis=-1), np.take_along_axis(ids, order, axis=-1).astype(np.int32)
 
@@ -81,7 +82,7 @@ def beam_search_step(
         totals = log_probs.astype(np.float32) + scores[:, :, None]
     totals = np.where(np.isnan(totals), np.float32(-np.inf), totals)
     _, candidates = _candidates(totals, max(2, 1 + len(ends)) * beams, diversity_rate)
-    # Diversity decides what is chosen, and has no part in the scores.
+    # Diversity affects the choice of the candidates, but not their scores.
     totals = np.take_along_axis(totals.reshape(batch, beams * vocab), candidates, axis=-1)
     penalty = np.float32(float(length) ** length_penalty)
     furthest = max_steps if early_stopping in (None, "never") and length_penalty > 0 else length
@@ -97,7 +98,7 @@ def beam_search_step(
         running = np.flatnonzero(~is_end)[:beams]
         ids[b], parents[b], scores[b] = token[running], parent[running], total[running]
         if not done[b]:
-            # Only the best `beams` candidates may finish; the others are there so that `beams` are left to run.
+            # Only the best `beams` candidates may finish. The other candidates ensure that `beams` of them continue.
             new = np.flatnonzero((is_end[:beams] | last) & (total[:beams] > -np.inf))
             lengths = np.full(len(new), length)
             added = (total[new] / penalty, lengths, token[new], parent[new])

@@ -1,6 +1,6 @@
-"""The decoder's attention of one new token in NumPy, as the formulas define it.
+"""Attention of one new token per sequence in NumPy, computed as the formulas say.
 
-The arguments are those of `cukern.ops.decoder_attention`, already checked there but for what arrays hold.
+`cukern.ops.decoder_attention` has checked the arguments, but not the values in arrays.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from cukern.runtime import check
 from cukern.runtime.tolerance import Tolerance
 
-#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # Scores are sums of dim float32 products, and their error is one of the weights; exp2 and the division are the
-    # hardware's. A value near a rounding boundary of float16 or bfloat16 may fall on the other side of it.
+    # A score is a sum of `dim` float32 products, and its absolute error is the relative error of its weight. exp2 and
+    # the division are hardware approximations. A value near a rounding boundary of float16 or bfloat16 may round the
+    # other way.
     "out": {
         "float32": Tolerance(relative=2e-5, absolute=2e-5),
         "float16": Tolerance(relative=2**-10, absolute=4e-5),
@@ -28,15 +29,15 @@ Array = NDArray[Any]
 
 
 def _biased(rows: Array, bias: Array | None) -> Array:
-    """The rows in float32, with their bias."""
+    """Return the rows in float32, with their bias added."""
     x = rows.astype(np.float32)
     return x if bias is None else x + bias.astype(np.float32)
 
 
 def _attend(query: Array, key: Array, value: Array, scale: float | None) -> Array:
-    """softmax(scale * key @ query) @ value of one head: query [dim], key and value [entries, dim], float32.
+    """Return softmax(scale * key @ query) @ value of one head: query [dim], key and value [entries, dim], float32.
 
-    Without entries, or where every score is -inf, the result is zeros.
+    Without entries, or if every score is -inf, the result is zeros.
     """
     if scale is None:
         scale = query.shape[0] ** -0.5

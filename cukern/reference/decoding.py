@@ -1,4 +1,4 @@
-"""What a decoding step does around the choice of a token, in NumPy: the definition of correct."""
+"""The parts of a decoding step around the choice of a token, in NumPy. They define the correct results."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from cukern.runtime.tolerance import Tolerance
 
-#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # Each product, sum and quotient is IEEE arithmetic in float32, not fused, in the same order on both sides.
+    # Products, sums and quotients are unfused IEEE float32 operations, in the same order on both sides.
     "values": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=0, absolute=0)),
 }
 
@@ -49,7 +49,7 @@ def update_logits(
 
 
 def _words(words: Array, row: int) -> list[list[int]]:
-    """The well-formed words of a row, from FasterTransformer's layout, [2, size] for all rows or [batch, 2, size]."""
+    """Return a row's well-formed words from FasterTransformer's layout: [2, size] for all rows, or [batch, 2, size]."""
     ids, ends = words if words.ndim == 2 else words[row]
     begins = np.concatenate([[0], ends])[:-1]
     return [ids[a:b].tolist() for a, b in zip(begins, ends, strict=True) if 0 <= a < b <= len(ids)]

@@ -1,7 +1,7 @@
 """Embedding lookups in NumPy.
 
-The arguments are those of `cukern.ops.embedding`, already checked there. An id or a position out of range gives a row
-of zeros, as in the kernel; `refusing` is what arrays in host memory meet.
+`cukern.ops.embedding` has checked the arguments. An id or a position out of range gives a row of zeros, as in the
+kernel. Host arrays with such values are refused by `refusing`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from cukern.runtime import check
 from cukern.runtime.tolerance import Tolerance
 
-#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # Copied, or one float32 product and one sum rounded to the dtype, not fused: IEEE arithmetic on both sides.
+    # A copy, or an unfused float32 product and sum rounded to the dtype: IEEE arithmetic on both sides.
     "rows": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=0, absolute=0)),
 }
 
@@ -26,7 +26,7 @@ Array = NDArray[Any]
 
 
 def _positions(word_ids: Array, step: int, position_ids: Array | None) -> Array:
-    """The position of each word, in the shape of the ids."""
+    """Return the position of each word, in the shape of the ids."""
     if position_ids is not None:
         return np.broadcast_to(step + position_ids.astype(np.int64), word_ids.shape)
     along = np.arange(word_ids.shape[-1]) if word_ids.ndim > 1 else np.zeros(1, np.int64)
@@ -34,7 +34,7 @@ def _positions(word_ids: Array, step: int, position_ids: Array | None) -> Array:
 
 
 def _rows(table: Array, ids: Array) -> tuple[Array, Array]:
-    """The rows of a table, any row where an id is out of range; and which ids are in range."""
+    """Return the table's rows for `ids`, with any row for an id out of range, and which ids are in range."""
     valid = (ids >= 0) & (ids < len(table))
     if not valid.any():
         return np.zeros((*ids.shape, table.shape[1]), table.dtype), valid
@@ -49,7 +49,7 @@ def embedding_lookup(
     *,
     position_ids: Array | None = None,
 ) -> Array:
-    """embedding_table[word_ids], plus position_table[positions] if there is one."""
+    """Return embedding_table[word_ids], plus position_table[positions] if a position table is given."""
     rows, valid = _rows(embedding_table, word_ids)
     if position_table is not None:
         rows, valid = _add_positions(rows, valid, 1.0, position_table, _positions(word_ids, step, position_ids))
@@ -64,7 +64,7 @@ def embedding_lookup_sine_position_encoding(
     *,
     position_ids: Array | None = None,
 ) -> Array:
-    """embedding_table[word_ids] * sqrt(hidden) + position_encoding[positions]."""
+    """Return embedding_table[word_ids] * sqrt(hidden) + position_encoding[positions]."""
     rows, valid = _rows(embedding_table, word_ids)
     scale = embedding_table.shape[1] ** 0.5
     rows, valid = _add_positions(rows, valid, scale, position_encoding, _positions(word_ids, step, position_ids))
@@ -72,7 +72,7 @@ def embedding_lookup_sine_position_encoding(
 
 
 def _add_positions(rows: Array, valid: Array, scale: float, table: Array, positions: Array) -> tuple[Array, Array]:
-    """rows * scale + table[positions] in float32, rounded once; and which rows are still valid."""
+    """Return rows * scale + table[positions], in float32 and rounded once, and which rows are still valid."""
     added, valid_too = _rows(table, positions)
     with np.errstate(over="ignore", invalid="ignore"):
         result = rows.astype(np.float32) * np.float32(scale) + added.astype(np.float32)
@@ -80,7 +80,7 @@ def _add_positions(rows: Array, valid: Array, scale: float, table: Array, positi
 
 
 def refusing(function: Callable[..., Array]) -> Callable[..., Array]:
-    """A function of this module, called by names, that refuses ids and positions out of range."""
+    """Wrap a function of this module, called by keywords, to refuse ids and positions out of range."""
 
     @functools.wraps(function)
     def checked(**arguments: Any) -> Array:

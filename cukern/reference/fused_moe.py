@@ -1,7 +1,7 @@
 """The fused mixture-of-experts layer in NumPy.
 
-The arguments are those of `cukern.fused_experts`, already checked there. Between the steps the numbers are rounded as
-they are when each step writes its result: to the layer's dtype, or to FP8.
+`cukern.fused_experts` has checked the arguments. Between the steps, numbers are rounded as if each step wrote its
+result: to the layer's dtype, or to FP8.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from cukern.reference.quantization import per_token_group_quant_fp8, scaled_fp8_
 from cukern.runtime.activation import ALPHA, LIMIT
 from cukern.runtime.tolerance import Tolerance
 
-#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # The activations and each expert's output are rounded on the way; one of these near a rounding boundary may fall on
-    # the other side of it, by a unit in its last place. Outputs of an expert are of magnitude 1, of relu2 up to 16.
+    # The activations and each expert's output are rounded. A value near a rounding boundary may round the other way, by
+    # one unit in the last place. An expert's outputs have magnitude 1, and up to 16 with relu2.
     "out": {
         "float32": Tolerance(relative=4e-5, absolute=4e-5),
         "float16": Tolerance(relative=2**-10, absolute=2**-7),
         "bfloat16": Tolerance(relative=2**-7, absolute=2**-4),
     },
-    # An activation near a rounding boundary of FP8 that falls on the other side of it changes one term of a sum by up
-    # to an eighth. Terms are of magnitude 2 / sqrt(inter), 0.2 in the tests, a few of a million five times as large,
-    # and several of a sum may change so (on an H200, by 0.31 at most, of relu2). The tests also bound the norm of all
-    # differences.
+    # An activation near an FP8 rounding boundary may round the other way, which changes one term of a sum by up to an
+    # eighth. Terms have magnitude 2 / sqrt(inter), 0.2 in the tests; a few in a million are five times as large.
+    # Several terms of a sum may change. The largest difference on an H200 is 0.31, with relu2. The tests also bound the
+    # norm of all differences.
     "fp8_out": {
         "float16": Tolerance(relative=2**-7, absolute=0.375),
         "bfloat16": Tolerance(relative=2**-7, absolute=0.375),
@@ -43,7 +43,7 @@ FP8_NAMES = ("fp8_block", "fp8", "mxfp4_fp8")
 
 
 def quantize_input(x: Array, quant: Any) -> tuple[Array, Array | None]:
-    """Rows as the first product takes them, and their scales."""
+    """Return the rows as the first GEMM takes them, and their scales."""
     if quant is None or quant.name not in FP8_NAMES:
         return x, None
     if quant.is_in_groups:
@@ -54,9 +54,9 @@ def quantize_input(x: Array, quant: Any) -> tuple[Array, Array | None]:
 def experts(
     rows: dict[int, tuple[Array, Array | None]], w1: Array, w2: Array, activation: str, quant: Any, dtype: Any
 ) -> dict[int, Array]:
-    """The outputs of experts, by their indices, for the rows of each: `a`, quantized, and its scale.
+    """Return the outputs of experts by index, from each expert's rows: `a`, quantized, and its scale.
 
-    A scale is of each row, or [1] for all.
+    A scale has one element per row, or is [1] for all rows.
     """
 
     def multiply(index: int, x: Array, scale: Array | None, weights: Array, layer: str, **form: Any) -> Array:
@@ -90,7 +90,7 @@ def _own(values: Array | None, index: int) -> Any:
 
 
 def _quantized(activated: dict[int, Array], quant: Any) -> dict[int, tuple[Array, Array | None]]:
-    """Activated rows of experts in FP8, with their scales."""
+    """Quantize the activated rows of experts to FP8, and return them with their scales."""
     if quant.is_in_groups:
         return {index: per_token_group_quant_fp8(x, GROUP) for index, x in activated.items()}
     scale = quant.a2_scale
@@ -103,7 +103,7 @@ def _quantized(activated: dict[int, Array], quant: Any) -> dict[int, tuple[Array
 
 
 def local_ids(topk_ids: Array, experts: int, expert_map: Array | None) -> Array:
-    """The place of each id among this rank's experts, -1 for other ranks' and for ids of no expert."""
+    """Return the local index of each id's expert, -1 for experts of other ranks and for ids without an expert."""
     ids = topk_ids.astype(np.int64)
     if expert_map is not None:
         known = (ids >= 0) & (ids < len(expert_map))

@@ -1,6 +1,6 @@
-"""Storing keys and values in a paged cache, copying its blocks and gathering it, in NumPy.
+"""Store keys and values in a paged cache, copy its blocks and gather its tokens, in NumPy.
 
-The arguments are those of `cukern.ops.kv_cache`, already checked there.
+`cukern.ops.kv_cache` has checked the arguments.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 
 from cukern.runtime.tolerance import Tolerance
 
-#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # Copied, or one float32 quotient rounded once to FP8, the same on both sides; all NaN count as equal.
+    # A copy, or a float32 quotient rounded once to FP8, the same on both sides. All NaN compare equal.
     "cache": dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), Tolerance(relative=0, absolute=0)),
 }
 
 Array = NDArray[Any]
 
-#: FlashMLA's FP8 cache: a token has LATENTS numbers of float8_e4m3fn, a float32 scale for each GROUP of them, and
-#: ROTARY numbers of bfloat16, ENTRY bytes in all.
+#: FlashMLA's FP8 cache. A token takes ENTRY bytes: LATENTS float8_e4m3fn numbers, a float32 scale for each GROUP of
+#: them, and ROTARY bfloat16 numbers.
 LATENTS, GROUP, ROTARY = 512, 128, 64
 SCALES_AT = LATENTS
 ROTARY_AT = SCALES_AT + LATENTS // GROUP * 4
@@ -37,7 +37,7 @@ _FP8 = {
 
 
 def _dtype(cache: Array, kv_cache_dtype: str) -> np.dtype[Any]:
-    """The dtype of the numbers in a cache, which may be given as bytes."""
+    """Return the dtype of the numbers in a cache, which may be an array of bytes."""
     return _FP8[kv_cache_dtype] if kv_cache_dtype != "auto" and cache.dtype.itemsize == 1 else cache.dtype
 
 
@@ -46,7 +46,7 @@ def _factor(scale: Any) -> np.float32:
 
 
 def _stored(x: Array, cache: Array, kv_cache_dtype: str, scale: Any) -> Array:
-    """`x` as the cache stores it: itself, or x / scale in float32, saturated and rounded once."""
+    """Return `x` as the cache stores it: `x` itself, or x / scale in float32, saturated and rounded once."""
     dtype = _dtype(cache, kv_cache_dtype)
     if dtype == x.dtype:
         return x
@@ -57,26 +57,26 @@ def _stored(x: Array, cache: Array, kv_cache_dtype: str, scale: Any) -> Array:
 
 
 def _scaled(latents: Array, rotary: Array) -> Array:
-    """The bytes of tokens in FlashMLA's FP8 cache, [tokens, ENTRY]. Without rotary numbers these are 0."""
+    """Return the bytes of tokens in FlashMLA's FP8 cache, [tokens, ENTRY]. Missing rotary numbers are stored as 0."""
     if not rotary.shape[1]:
         rotary = np.zeros((len(rotary), ROTARY), rotary.dtype)
     groups = latents.astype(np.float32).reshape(-1, LATENTS // GROUP, GROUP)
     with np.errstate(all="ignore"):
-        # fmax leaves NaN out.
+        # fmax ignores NaN.
         largest = np.fmax.reduce(np.abs(groups), axis=2, initial=0)
         least = np.maximum(largest / np.float32(448), np.float32(1e-4))
         mantissa, exponent = np.frexp(least)
-        powers = np.ldexp(np.float32(1), exponent - (mantissa == 0.5))  # the smallest from `least` on
+        powers = np.ldexp(np.float32(1), exponent - (mantissa == 0.5))  # the smallest power of two >= `least`
         scales = np.where(np.isinf(least), least, powers)
         quotients = np.clip(groups / scales[..., None], -448, 448)
-        quotients[np.isnan(quotients)] = np.nan  # positive, as the kernel has it
+        quotients[np.isnan(quotients)] = np.nan  # the kernel stores a positive NaN
         stored = quotients.astype(ml_dtypes.float8_e4m3fn).reshape(-1, LATENTS)
         parts = stored, scales, rotary.astype(ml_dtypes.bfloat16)
     return np.concatenate([x.view(np.uint8) for x in parts], axis=1)
 
 
 def _unscaled(row: Array, dtype: np.dtype[Any]) -> Array:
-    """The [LATENTS + ROTARY] numbers of a token in FlashMLA's FP8 cache, [ENTRY] bytes."""
+    """Return the [LATENTS + ROTARY] numbers of a token in FlashMLA's FP8 cache, [ENTRY] bytes."""
     row = np.ascontiguousarray(row).view(np.uint8)
     stored, rotary = row[:SCALES_AT].view(ml_dtypes.float8_e4m3fn), row[ROTARY_AT:].view(ml_dtypes.bfloat16)
     scales = row[SCALES_AT:ROTARY_AT].view(np.float32).repeat(GROUP)
@@ -84,7 +84,7 @@ def _unscaled(row: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def _places(slot_mapping: Array, blocks: int, block_size: int) -> Iterator[tuple[int, int, int]]:
-    """Token, block and place in the block of each token that has a slot in the cache."""
+    """Yield token, block and index in the block for each token that has a slot in the cache."""
     for token, slot in enumerate(slot_mapping.tolist()):
         if 0 <= slot < blocks * block_size:
             yield token, *divmod(slot, block_size)

@@ -1,6 +1,6 @@
-"""Attention over a paged cache of latents in NumPy, as the formulas define it, and how its work is cut into parts.
+"""Attention over a paged cache of latents in NumPy, computed as the formulas say, and the split of its work into parts.
 
-The arguments are those of `cukern.ops.mla_decode`, already checked there.
+`cukern.ops.mla_decode` has checked the arguments.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from numpy.typing import NDArray
 
 from cukern.runtime.tolerance import Tolerance
 
-#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # The tolerances of FlashMLA's tests, for latents of magnitude 0.1: weights are rounded to the query's dtype before
-    # their product with the values, and the result once more. The tests also bound the cosine of all results.
+    # FlashMLA's test tolerances, for latents of magnitude 0.1. Weights are rounded to the query's dtype before the
+    # product with the values, and the result is rounded again. The tests also bound the cosine of all results.
     "out": dict.fromkeys(("float16", "bfloat16"), Tolerance(relative=2.01 / 128, absolute=8e-4)),
-    # The logarithm of a sum of weights that are not rounded. An lse near 0 keeps the error of its largest score: a sum
-    # of 576 products, added 16 at a time by a tensor core that drops bits below 2^-23 of a sum of magnitude 100, times
-    # 1 / 24.
+    # The logarithm of a sum of unrounded weights. An lse near 0 keeps the absolute error of its largest score. That
+    # score is 1 / 24 of a sum of 576 products. The tensor core adds 16 products at a time, and drops bits below 2^-23
+    # of a sum of magnitude 100.
     "lse": {"float32": Tolerance(relative=1e-5, absolute=4e-5)},
 }
 
 Array = NDArray[Any]
 
-#: Where there is no GPU, the work is dealt out as for an H200.
+#: Without a GPU, the work is split as for an H200.
 MULTIPROCESSORS = 132
 BLOCK_TOKENS = 64
-#: The most query rows of a block of threads.
+#: Maximum query rows of a thread block.
 ROWS = 64
-#: The cost of a visit of a sequence beside its blocks, in blocks.
+#: Cost of a sequence in a part, in addition to the sequence's blocks, in blocks.
 FIXED = 5
 
-#: A slot of an 8-bit cache: numbers of a byte, a float32 scale for each SCALE_DIMS of them, rotary numbers in bfloat16.
+#: A slot of an 8-bit cache: one-byte numbers, a float32 scale for each SCALE_DIMS of them, and bfloat16 rotary numbers.
 LATENT_DIMS, SCALE_DIMS, ROTARY_DIMS = 512, 128, 64
 SLOT_BYTES = LATENT_DIMS + LATENT_DIMS // SCALE_DIMS * 4 + ROTARY_DIMS * 2
-#: A page of an 8-bit cache for heads of PAGED_DIMS has first the numbers of all its slots, of a byte, then rotary ones
-#: in bfloat16; and then their scales, a power of two of a byte for each PAGED_SCALE_DIMS, and a byte of no meaning.
+#: A page of an 8-bit cache with PAGED_DIMS. The first part has, for each slot, the one-byte numbers and the bfloat16
+#: rotary numbers. The second part has, for each slot, a one-byte power of two per PAGED_SCALE_DIMS and an unused byte.
 PAGED_DIMS, PAGED_SCALE_DIMS = 512, 64
 PAGED_LATENT_DIMS = PAGED_DIMS - ROTARY_DIMS
 PAGED_NUMBER_BYTES = PAGED_LATENT_DIMS + ROTARY_DIMS * 2
@@ -47,12 +47,12 @@ PAGED_SLOT_BYTES = PAGED_NUMBER_BYTES + PAGED_LATENT_DIMS // PAGED_SCALE_DIMS + 
 
 
 def parts_of(rows: int, num_heads_k: int, multiprocessors: int) -> int:
-    """The number of parts that keep a GPU busy: each is a block of threads for each kv head and each ROWS rows."""
+    """Return how many parts keep a GPU busy. A part has a thread block per kv head and per ROWS query rows."""
     return max(1, multiprocessors // (num_heads_k * max(1, -(-rows // ROWS))))
 
 
 class Part(NamedTuple):
-    """The blocks from `begin` of the sequence `first` to `end` of the sequence `last`."""
+    """The work from block `begin` of sequence `first` to block `end` of sequence `last`."""
 
     first: int
     begin: int
@@ -61,7 +61,7 @@ class Part(NamedTuple):
 
 
 def deal(blocks: Array, ends: Array, load: int) -> list[Part]:
-    """Fill parts up to `load` with sequences of `blocks`; `ends` are the cumulative sums of their loads."""
+    """Split sequences of `blocks` into parts of at most `load`; `ends` are the cumulative loads of the sequences."""
     parts = []
     sequence = done = 0
     while sequence < len(blocks):
@@ -79,7 +79,7 @@ def deal(blocks: Array, ends: Array, load: int) -> list[Part]:
 
 
 def plan(blocks: Any, parts: int) -> tuple[Array, Array]:
-    """The metadata and the splits for sequences of so many blocks."""
+    """Return the metadata and the splits for sequences of these numbers of blocks."""
     blocks = np.asarray(blocks, np.int64)
     count, ends = len(blocks), np.cumsum(blocks + FIXED)
     load = max(FIXED + 1, -(-int(blocks.sum() + FIXED * count) // parts))
@@ -89,10 +89,10 @@ def plan(blocks: Any, parts: int) -> tuple[Array, Array]:
         dealt = deal(blocks, ends, load)
     metadata = np.zeros((parts, 8), np.int32)
     metadata[:, 0] = count
-    changes = np.zeros(count + 1, np.int64)  # of the number of parts, from each sequence to the next
+    changes = np.zeros(count + 1, np.int64)  # change of the number of parts per sequence, between neighbours
     earlier = 0
     for i, part in enumerate(dealt):
-        # A part that begins within a sequence has an earlier one that visits it.
+        # `earlier` counts the earlier parts that contain the part's first sequence.
         is_same = i > 0 and dealt[i - 1].first == part.first
         earlier = 0 if part.begin == 0 else earlier + 1 if is_same else 1
         metadata[i, :5] = *part, earlier
@@ -113,7 +113,7 @@ def get_mla_metadata(
     extra_topk: int = 0,
     extra_topk_length: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Deal the blocks of all sequences out to parts of nearly the same load."""
+    """Split the blocks of all sequences into parts of nearly equal load."""
     lengths, rows = cache_seqlens.astype(np.int64), num_heads_per_head_k
     if topk is not None:
         assert num_heads_q is not None
@@ -124,12 +124,12 @@ def get_mla_metadata(
 
 
 def counted(topk_length: Array | None, topk: int, batch: int) -> Array:
-    """How many of the topk indices of each sequence count, int64 [batch]."""
+    """Return the number of valid topk indices of each sequence, int64 [batch]."""
     return np.full(batch, topk) if topk_length is None else np.clip(topk_length.astype(np.int64), 0, topk)
 
 
 def dequantize(slots: Array, dtype: Any) -> Array:
-    """The numbers [..., 576] of slots [..., 656] of an 8-bit cache in float64: exact, the rotary ones in `dtype`."""
+    """Return the numbers [..., 576] of slots [..., 656] of an 8-bit cache: exact in float64, rotary ones in `dtype`."""
     slots = np.ascontiguousarray(slots).view(np.uint8)
     scales_end = SLOT_BYTES - ROTARY_DIMS * 2
     latent = slots[..., :LATENT_DIMS].view(ml_dtypes.float8_e4m3fn).astype(np.float64)
@@ -139,7 +139,7 @@ def dequantize(slots: Array, dtype: Any) -> Array:
 
 
 def dequantize_paged(pages: Array, dtype: Any) -> Array:
-    """The numbers [pages, page_size, 1, 512] of an 8-bit cache [pages, page_size, 1, 584], like `dequantize`."""
+    """Return the numbers [pages, page_size, 1, 512] of an 8-bit cache [pages, page_size, 1, 584], like `dequantize`."""
     count, page_size = pages.shape[:2]
     flat = np.ascontiguousarray(pages).view(np.uint8).reshape(count, page_size * PAGED_SLOT_BYTES)
     numbers, exponents = np.split(flat, [page_size * PAGED_NUMBER_BYTES], -1)
@@ -153,7 +153,7 @@ def dequantize_paged(pages: Array, dtype: Any) -> Array:
 
 
 def _tokens(cache: Array, slots: Array, dtype: Any, is_fp8: bool) -> Array:
-    """The latents [slots, kv_heads, head_dim] of a cache in float64."""
+    """Return the latents [slots, kv_heads, head_dim] of a cache in float64."""
     page_size = cache.shape[1]
     if is_fp8 and cache.shape[3] == PAGED_SLOT_BYTES:
         used, which = np.unique(slots // page_size, return_inverse=True)
@@ -163,7 +163,7 @@ def _tokens(cache: Array, slots: Array, dtype: Any, is_fp8: bool) -> Array:
 
 
 def _named(indices: Array, topk_length: Array | None, at: tuple[int, int], cache: Array) -> Array | None:
-    """The slots of a cache that a query token attends to; None where one is not there."""
+    """Return the cache slots that a query token attends to; None if one is outside the cache."""
     count = counted(topk_length, indices.shape[2], len(indices))[at[0]]
     named = indices[at][:count].astype(np.int64)
     named = named[named >= 0]
@@ -178,7 +178,7 @@ def _slots(
     cache_seqlens: Array | None,
     causal: bool,
 ) -> Iterator[tuple[tuple[int, int], Array | None]]:
-    """The slots that each query token attends to; None where one of its own, or of its sequence's, is not there."""
+    """Yield the slots that each query token attends to; None if a slot of its sequence is outside the cache."""
     assert block_table is not None and cache_seqlens is not None
     for s, length in enumerate(cache_seqlens.tolist()):
         length = max(length, 0)
@@ -209,10 +209,10 @@ def flash_mla_with_kvcache(
     topk_length: Array | None = None,
     extra_topk_length: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Attend over latents; how the work is cut changes nothing."""
+    """Attend over latents. The split of the work does not affect the result."""
 
     def seen() -> Iterator[tuple[tuple[int, int], Array | None]]:
-        """The latents that each query token attends to; None where one is not there."""
+        """Yield the latents that each query token attends to; None if one is outside its cache."""
         if indices is None:
             found = _slots(query_tokens, pages, page_size, block_table, cache_seqlens, causal)
             for at, slots in found:
@@ -241,7 +241,7 @@ def flash_mla_with_kvcache(
                 own, its = latents[:, k], np.arange(k * group, (k + 1) * group)
                 scores = scale * (q[s, i, its].astype(np.float64) @ own.T)
                 largest = scores.max(1, initial=-np.inf)
-                some = largest != -np.inf  # heads with something to attend to
+                some = largest != -np.inf  # heads with a score above -inf
                 probabilities = np.exp(scores[some] - largest[some, None])
                 totals = probabilities.sum(1)
                 attended = probabilities @ own[:, :head_dim_v] / totals[:, None]

@@ -1,6 +1,6 @@
 """The activations of a feed-forward layer, with a gate or with a bias, in NumPy.
 
-The arguments are those of `cukern.ops.moe_activation`, already checked there.
+`cukern.ops.moe_activation` has checked the arguments.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from numpy.typing import NDArray
 from cukern.runtime.activation import ALPHA, LIMIT, is_gated
 from cukern.runtime.tolerance import Tolerance
 
-#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # exp2, the reciprocal and the polynomial of gelu are approximations, good to about 2**-21 together; the argument of
-    # exp2 is rounded, an error that grows with it. Where erf is near -1, the twin's 1 + erf cancels: its error is
-    # 2**-26 of gate * up, at most 60 there in the tests; the kernel's polynomial is off by at most 2**-24 of up. A
-    # value near a rounding boundary of float16 or bfloat16 may fall on the other side of it.
+    # exp2, the reciprocal and gelu's polynomial are approximations, together accurate to about 2**-21. The rounding of
+    # exp2's argument adds an error that grows with the argument. Where erf is near -1, the reference's 1 + erf cancels:
+    # its error is 2**-26 of gate * up, which is at most 60 in the tests. The error of the kernel's polynomial is at
+    # most 2**-24 of up. A value near a rounding boundary of float16 or bfloat16 may round the other way.
     "out": {
         "float32": Tolerance(relative=2e-5, absolute=5e-6),
         "float16": Tolerance(relative=2**-10, absolute=5e-6),
         "bfloat16": Tolerance(relative=2**-7, absolute=5e-6),
     },
-    # Float32 by CUDA's accurate functions, where an argument of exp, at most 88, is rounded a few times; else the quick
-    # forms of the gated activations, whose error is at most 2.3e-8 of gelu below 0. A value near a rounding boundary of
-    # float16 or bfloat16 may fall on the other side of it, also below the normal numbers.
+    # float32 uses CUDA's accurate functions. The argument of exp, at most 88, is rounded a few times. 16-bit dtypes use
+    # the fast forms of the gated activations, with an error of at most 2.3e-8 for gelu below 0. A value near a rounding
+    # boundary of float16 or bfloat16 may round the other way, also among the subnormal numbers.
     "biased": {
         "float32": Tolerance(relative=3e-5, absolute=1e-37),
         "float16": Tolerance(relative=2**-10, absolute=9e-8),
         "bfloat16": Tolerance(relative=2**-7, absolute=3e-8),
     },
-    # The normal distribution by CUDA, good to five units in the last place, and a product.
+    # CUDA's normal distribution function, accurate to five units in the last place, and one product.
     "gelu": {"float32": Tolerance(relative=1e-6, absolute=1e-37)},
 }
 
@@ -44,7 +44,7 @@ _erfc = np.vectorize(math.erfc, otypes=[np.float64])
 
 
 def sides(x: Array, interleaved: bool) -> tuple[Array, Array]:
-    """Gates and ups [..., inter] of rows [..., 2 * inter]: halves, or even and odd columns."""
+    """Return the gates and ups [..., inter] of rows [..., 2 * inter]: the two halves, or the even and odd columns."""
     if interleaved:
         return x[..., ::2], x[..., 1::2]
     inter = x.shape[-1] // 2
@@ -52,7 +52,7 @@ def sides(x: Array, interleaved: bool) -> tuple[Array, Array]:
 
 
 def activate_sums(name: str | None, sums: Array, alpha: float, limit: float, interleaved: bool) -> Array:
-    """The activation, if there is one, of float32 sums; with a gate, half as many columns."""
+    """Apply the activation, if any, to float32 sums. A gated activation halves the number of columns."""
     if name is None:
         return sums
     if not is_gated(name):
@@ -61,7 +61,7 @@ def activate_sums(name: str | None, sums: Array, alpha: float, limit: float, int
 
 
 def activate(name: str, gate: Array, up: Array, alpha: float = ALPHA, limit: float = LIMIT) -> Array:
-    """The activation `name` of float32 arrays, in float32. Raises KeyError for another name."""
+    """Return the activation `name` of float32 arrays, in float32. Raises KeyError for another name."""
     one, half = np.float32(1), np.float32(0.5)
     gate, up = gate.astype(np.float32), up.astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -71,7 +71,7 @@ def activate(name: str, gate: Array, up: Array, alpha: float = ALPHA, limit: flo
             return half * gate * (one + _erf(gate * np.float32(math.sqrt(0.5)))) * up
         if name == "gelu_tanh":
             inner = np.float32(math.sqrt(2 / math.pi)) * (gate + np.float32(0.044715) * gate * gate * gate)
-            # 1 / (1 + exp(-2 z)) is (1 + tanh(z)) / 2, without its cancellation where tanh is near -1.
+            # 1 / (1 + exp(-2 z)) equals (1 + tanh(z)) / 2, without the cancellation where tanh is near -1.
             return gate / (one + np.exp(-2 * inner)) * up
         if name == "swigluoai":
             gate, up = np.minimum(gate, np.float32(limit)), np.clip(up, np.float32(-limit), np.float32(limit))
@@ -83,7 +83,7 @@ def activate(name: str, gate: Array, up: Array, alpha: float = ALPHA, limit: flo
 
 
 def valid_rows(shape: tuple[int, ...], expert_num_tokens: Array | None) -> Array:
-    """The rows of an array of `shape` that hold tokens, bool [...]: all, or the first ones of each expert."""
+    """Return which rows of an array of `shape` hold tokens, bool [...]: all rows, or the first rows of each expert."""
     if expert_num_tokens is None:
         return np.ones(shape[:-1], bool)
     return np.arange(shape[1]) < expert_num_tokens[:, None]
@@ -142,14 +142,14 @@ def mul_and_silu(x: Array, *, out: Array | None = None) -> Array:
 
 
 def add_bias_act(x: Array, bias: Array | None, activation: str = "gelu") -> Array:
-    """See `cukern.add_bias_act`. The sums are of float32; their activation is computed in float64."""
+    """See `cukern.add_bias_act`. Sums are in float32, and the activation is computed in float64."""
     with np.errstate(over="ignore", invalid="ignore"):
         z = x.astype(np.float32)
         if bias is not None:
             z = z + bias.astype(np.float32)
         wide = z.astype(np.float64)
         if activation == "gelu":
-            # erfc loses no digits where erf is near -1.
+            # erfc has no cancellation where erf is near -1.
             y = 0.5 * wide * _erfc(wide * -math.sqrt(0.5))
         elif activation == "gelu_tanh":
             y = wide / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))

@@ -1,6 +1,6 @@
 """The MoE gates in NumPy, step by step as the papers define them.
 
-The arguments are those of `cukern.ops.moe_gate`, already checked there.
+`cukern.ops.moe_gate` has checked the arguments.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from cukern.runtime.tolerance import Tolerance
 
-#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # The kernel's exp2, log2 and reciprocal are the hardware's approximations: each is good to about 2**-22, and a
-    # logit's rounding on its way into exp2 counts as often as the logit is large.
+    # The kernel uses the hardware's exp2, log2 and reciprocal, each accurate to about 2**-22. The rounding of exp2's
+    # argument adds an error proportional to the logit.
     "weights": {"float32": Tolerance(relative=2e-5, absolute=1e-9)},
 }
 
@@ -23,7 +23,7 @@ Array = NDArray[Any]
 
 
 def _scores(logits: Array, scoring_func: str, softcap: float) -> Array:
-    """The scores of float32 logits; 0 for NaN and -inf."""
+    """Return the scores of float32 logits; 0 for NaN and -inf."""
     regular = logits > -np.inf
     limit = np.finfo(np.float32).max
     x = np.clip(np.where(regular, logits, -limit), -limit, limit).astype(np.float64)
@@ -39,12 +39,12 @@ def _scores(logits: Array, scoring_func: str, softcap: float) -> Array:
         else:
             softplus = np.logaddexp(0, x)
             scores = np.sqrt(np.where(softplus >= np.finfo(np.float32).tiny, softplus, 0))
-    # A score or an exp below the normal float32 numbers is 0, as by the hardware's exp and reciprocal.
+    # Subnormal scores and exponentials become 0, because the hardware's exp and reciprocal flush them to 0.
     return np.where(regular & (scores >= np.finfo(np.float32).tiny), scores, 0).astype(np.float32)
 
 
 def _best_first(keys: Array) -> Array:
-    """Indices along the last axis, the largest key first, ties to the lower index."""
+    """Return the indices along the last axis, largest key first, ties to the lower index."""
     return np.argsort(-keys, axis=-1, kind="stable")
 
 
@@ -63,7 +63,7 @@ def gate(
     num_token_non_padded: Any,
     softcap: float = 0.0,
 ) -> tuple[Array, Array]:
-    """All five gates."""
+    """Compute any of the five gates."""
     tokens, experts = logits.shape
     x = logits.astype(np.float32)
     scores = _scores(x, scoring_func, softcap)
@@ -81,7 +81,7 @@ def gate(
     kept = np.zeros((tokens, groups), bool)
     np.put_along_axis(kept, _best_first(group_score)[:, :topk_group], True, axis=-1)
 
-    # Experts of groups that are not kept sort behind all others, even behind those at -inf.
+    # Experts outside the kept groups sort last, even after experts of kept groups at -inf.
     outside = np.repeat(~kept, experts // groups, axis=-1)
     routed = topk - shared
     ids = np.lexsort((np.broadcast_to(np.arange(experts), choice.shape), -choice, outside), axis=-1)[:, :routed]

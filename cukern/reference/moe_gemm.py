@@ -1,6 +1,6 @@
-"""Grouped products of tokens and experts' weights in NumPy, as the formulas define them.
+"""Grouped GEMMs of tokens and experts' weights in NumPy, computed as the formulas say.
 
-The arguments are those of `cukern.ops.moe_gemm`, already checked there.
+`cukern.ops.moe_gemm` has checked the arguments.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from cukern.reference.quantization import dequantize_mxfp4, dequantize_nvfp4, si
 from cukern.runtime.activation import ALPHA, LIMIT, is_gated
 from cukern.runtime.tolerance import Tolerance
 
-#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # Float32 sums of magnitude 1, in another order; or exact sums, and an activation by the hardware's exp2 and
-    # reciprocal. A value near a rounding boundary may fall on the other side of it.
+    # Float32 sums of magnitude 1, in another order; or exact sums, followed by an activation with the hardware's exp2
+    # and reciprocal. A value near a rounding boundary may round the other way.
     "out": {
         "float32": Tolerance(relative=2e-5, absolute=2e-5),
         "float16": Tolerance(relative=2**-10, absolute=1e-4),
         "bfloat16": Tolerance(relative=2**-7, absolute=1e-4),
     },
-    # The same for FP8: Hopper adds up 128 products with 14 bits, to a sum of magnitude 1 (on an H200, of some hundred
-    # thousand results none is off by more than 0.005).
+    # FP8: Hopper accumulates 128 products with 14 bits. For sums of magnitude 1, the largest error of some hundred
+    # thousand results on an H200 is 0.005.
     "fp8_out": {
         "float16": Tolerance(relative=2**-10, absolute=2**-7),
         "bfloat16": Tolerance(relative=2**-7, absolute=2**-7),
@@ -40,11 +40,12 @@ Array = NDArray[Any]
 
 _UNIT_NUMBERS = UNIT_ROWS * UNIT_K // 2
 _FOLDED_NUMBERS = UNIT_ROWS * FOLDED_K // 2
-#: The largest difference of exponents that is kept, and the power of two by which all numbers are multiplied.
+#: Differences between a row's and a group's exponent are clamped to the first number. All numbers are scaled by two to
+#: the power of the second number.
 _FOLDED_DIFFERENCE, _FOLDED_SHIFT = 19, 6
-#: The numbers of 4 bits.
+#: The magnitudes of e2m1 numbers, by code.
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-#: The largest scale of MXFP4 that is prepared: 2^34, which becomes infinite.
+#: MXFP4 scales are clamped to this exponent byte, 2^34, which becomes infinite in the kernel.
 _LARGEST_E8M0 = 161
 
 
@@ -52,26 +53,29 @@ _LARGEST_E8M0 = 161
 
 
 def _rotated(words: Array, by: int) -> Array:
-    """Words of 32 bits rotated to the left."""
+    """Rotate 32-bit words to the left."""
     return words << np.uint32(by) | words >> np.uint32(32 - by)
 
 
 def _packed_pairs(pairs: Array) -> Array:
-    """The words of pairs [..., 4], each of two numbers: sign in bit 15 and 31, the rest in bits 6 to 8 and 22 to 24."""
+    """Pack four pairs of 4-bit numbers [..., 4] into a 32-bit word.
+
+    A pair has its signs in bits 15 and 31, and its magnitudes in bits 6 to 8 and 22 to 24.
+    """
     first, second, third, fourth = (pairs[..., i] for i in range(4))
     last = _rotated(fourth & np.uint32(0x00400040), 24)
     return first >> np.uint32(6) | second >> np.uint32(2) | _rotated(third, 20) | fourth & np.uint32(0x81808180) | last
 
 
 def _unpacked_pairs(words: Array) -> Array:
-    """The reverse of `_packed_pairs`."""
+    """Undo `_packed_pairs`."""
     bits, last = np.uint32(0x81C081C0), _rotated(words, 8) & np.uint32(0x00400040)
     pairs = words << np.uint32(6) & bits, words << np.uint32(2) & bits, _rotated(words, 12) & bits
     return np.stack([*pairs, words & np.uint32(0x81808180) | last], -1)
 
 
 def _widened(scales: Array) -> Array:
-    """Bytes of e4m3 as 5 bits of exponent, of bias 16, and 3 of mantissa; their signs do not count."""
+    """Convert e4m3 bytes to 5 exponent bits with bias 16 and 3 mantissa bits, without the sign."""
     size = scales & np.uint8(127)
     top = np.where(size >= 4, 2, np.where(size >= 2, 1, 0))
     small = (top + 7) << 3 | (size.astype(int) << (3 - top) & 7)
@@ -79,14 +83,14 @@ def _widened(scales: Array) -> Array:
 
 
 def _narrowed(scales: Array) -> Array:
-    """The reverse of `_widened`."""
+    """Undo `_widened`."""
     exponent, mantissa = (scales >> 3).astype(int) - 9, (scales & 7).astype(int)
     small = (8 | mantissa) >> np.clip(1 - exponent, 0, 7)
     return np.where(scales == 0, 0, np.where(exponent > 0, exponent << 3 | mantissa, small)).astype(np.uint8)
 
 
 def _folded(b: Array, scales: Array) -> Array:
-    """Weights [experts, n, k / 2] and scales [experts, n, k / 32] as products with FP8 rows take them."""
+    """Return weights [experts, n, k / 2] and scales [experts, n, k / 32] in the layout for GEMMs with FP8 rows."""
     (experts, n, half), groups = b.shape, scales.shape[2]
     units = -(-2 * half // FOLDED_K)
     exponents = scales.max(2).astype(np.uint8)
@@ -96,10 +100,10 @@ def _folded(b: Array, scales: Array) -> Array:
     for i, part in enumerate((exponents & 7, exponents >> 3 & 7, exponents >> 6)):
         of_units[..., i] |= part[..., None]
     b = np.pad(b, ((0, 0), (0, 0), (0, units * FOLDED_K // 2 - half)))
-    # Of each 32 numbers: their halves, the lanes, and the four numbers that a lane has of a half.
+    # Split each group of 32 numbers into two halves, each half into four lanes, and each lane into four numbers.
     two = b.reshape(experts, n // UNIT_ROWS, UNIT_ROWS, units, 2, 2, 2, 4, 2)
     four = np.stack([two & 15, two >> 4], -1).reshape(*two.shape[:-1], 4).astype(np.uint32)
-    words = np.zeros(four.shape[:6] + four.shape[7:8], np.uint32)  # of rows, units, halves, groups, lanes
+    words = np.zeros(four.shape[:6] + four.shape[7:8], np.uint32)  # rows, units, halves of a unit, groups, lanes
     for half_of, i in itertools.product(range(2), range(4)):
         number = four[..., half_of, :, i]
         words |= (number & 7) << (16 * half_of + 4 * i) | number >> 3 << (8 * i + 7 - 4 * half_of)
@@ -110,7 +114,7 @@ def _folded(b: Array, scales: Array) -> Array:
 
 
 def _unfolded(prepared: Array) -> tuple[Array, Array, Array]:
-    """Numbers of 4 bits [experts, n, k], differences [experts, n, k / 32], and the rows' exponents [experts, n]."""
+    """Return the 4-bit numbers [experts, n, k], differences [experts, n, k / 32] and row exponents [experts, n]."""
     experts, eights, units, _ = prepared.shape
     words = np.ascontiguousarray(prepared[..., :_FOLDED_NUMBERS]).view("<u4").astype(np.uint32)
     words = words.reshape(experts, eights, units, 2, UNIT_ROWS, 4, 2).transpose(0, 1, 4, 2, 3, 6, 5)
@@ -144,7 +148,7 @@ def prepare_weights(b: Array, b_scale: Array, *, a_dtype: str | None = None) -> 
     spare = units * UNIT_K - k
     b = np.pad(b, ((0, 0), (0, 0), (0, spare // 2)))
     scales = np.pad(scales, ((0, 0), (0, 0), (0, spare // group)))
-    # Rows of a unit, its halves along k, the pairs of a lane, and the four lanes of a row.
+    # The last dimensions: rows, units, halves of a unit along k, pairs of a lane, lanes.
     two = b.reshape(experts, n // UNIT_ROWS, UNIT_ROWS, units, 2, 4, 4).astype(np.uint32)
     pairs = (two & 7) << 6 | (two & 8) << 12 | (two & 0x70) << 18 | (two & 0x80) << 24
     words = _packed_pairs(pairs.swapaxes(5, 6)).transpose(0, 1, 3, 2, 5, 4)
@@ -180,12 +184,12 @@ def restore_weights(prepared: Array, k: int | None = None) -> tuple[Array, Array
 
 
 def fp8_values(array: Array) -> Array:
-    """The numbers of e4m3, or of their bytes, in float64."""
+    """Return e4m3 numbers, or bytes that hold them, in float64."""
     return array.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
 
 
 def values_of_a(a: Array, a_scale: Array | None) -> Array:
-    """The numbers [rows, k] that `a` stands for, in float64; `a_scale` is [rows, k / 128], [rows], [rows, 1] or [1]."""
+    """Return the dequantized [rows, k] of `a` in float64; `a_scale` is [rows, k / 128], [rows], [rows, 1] or [1]."""
     if a_scale is None:
         return a.astype(np.float64)
     values = fp8_values(a)
@@ -195,21 +199,21 @@ def values_of_a(a: Array, a_scale: Array | None) -> Array:
 
 
 def folded_values(b: Array, k: int) -> Array:
-    """The numbers [n, k] that an expert's weights prepared for FP8 rows [n / 8, units, bytes] are multiplied as.
+    """Return the numbers [n, k] that the GEMM multiplies, for an expert's weights prepared for FP8 rows.
 
-    They are e4m3 numbers times a power of two of their row.
+    `b` is [n / 8, units, bytes]. A number is an e4m3 number times a power of two of its row.
     """
     numbers, differences, exponents = (x[0] for x in _unfolded(b[None]))
     sizes = _E2M1[numbers & 7] * np.repeat(np.exp2(_FOLDED_SHIFT - differences.astype(float)), MXFP4_GROUP, 1)
     values = fp8_values(np.where(numbers & 8, -sizes, sizes).astype(ml_dtypes.float8_e4m3fn))
-    smallest = 127 - 120  # exponents below this are those of rows of 0
+    smallest = 127 - 120  # a row with a smaller exponent is 0
     factors = np.exp2(np.where(exponents < smallest, 0, exponents.astype(float) - 127 - _FOLDED_SHIFT))
     factors = np.where(exponents < smallest, 0, np.where(exponents == 255, np.nan, factors))
     return (values * factors[:, None])[:, :k]
 
 
 def values_of_b(b: Array, b_scale: Array | None, b_global_scale: Array | None, k: int) -> Array:
-    """The numbers [n, k] that the weights of one expert stand for, in float64; `b` has 3 dimensions if prepared."""
+    """Return the dequantized weights [n, k] of one expert in float64; `b` has 3 dimensions if prepared."""
     if b.ndim == 3 and b.shape[2] == FOLDED_BYTES:
         return folded_values(b, k)
     if b.ndim == 3:
@@ -219,7 +223,7 @@ def values_of_b(b: Array, b_scale: Array | None, b_global_scale: Array | None, k
     if b.shape[1] == k:
         values = fp8_values(b)
         if b_scale.ndim < 2:
-            return values * b_scale.reshape(-1, 1)  # per tensor, or per channel
+            return values * b_scale.reshape(-1, 1)  # a scale per tensor or per channel
         return values * np.repeat(np.repeat(b_scale, BLOCK, 0), BLOCK, 1)[: len(b), :k]
     if k // b_scale.shape[1] == MXFP4_GROUP:
         return dequantize_mxfp4(b, b_scale, "float32").astype(np.float64)
@@ -239,7 +243,7 @@ def product(
     limit: float = LIMIT,
     interleaved: bool = False,
 ) -> Array:
-    """The product of one expert's rows and weights in float32; gated, half as many columns."""
+    """Multiply one expert's rows and weights, and apply the activation, in float32. A gate halves the columns."""
     weights = values_of_b(b, b_scale, b_global_scale, a.shape[1])
     with np.errstate(invalid="ignore", over="ignore"):
         sums = (values_of_a(a, a_scale) @ weights.T).astype(np.float32)
@@ -249,7 +253,7 @@ def product(
 
 
 def result_dtype(a: Array, out_dtype: str | None) -> Any:
-    """The dtype of the result: that of `a`; with FP8 bfloat16, or float16 where `out_dtype` says so."""
+    """Return the dtype of the result: the dtype of `a`; for FP8 `a` bfloat16, or float16 if `out_dtype` asks for it."""
     if a.itemsize > 1:
         return a.dtype
     return ml_dtypes.bfloat16 if out_dtype in (None, "bfloat16") else np.float16
@@ -275,10 +279,10 @@ def moe_gemm(
 ) -> Array:
     """out[r] = a[r] b[e]^T for the rows r in [expert_offsets[e], expert_offsets[e + 1]); see `cukern.moe_gemm`.
 
-    Rows of no expert are left as they are; without `out` they are 0. `expected_m` has no effect.
+    Rows without an expert are not written; without `out` they are 0. `expected_m` has no effect.
     """
     if row_token is not None:
-        # Rows of no expert may name no token.
+        # Rows without an expert may have an invalid token index.
         tokens = np.clip(row_token, 0, max(len(a) - 1, 0))
         a = a[tokens]
         if a_scale is not None and len(a_scale) > 1:
@@ -312,9 +316,9 @@ def moe_gemm_quantized(
     out_s: Array,
     expected_m: int | None = None,
 ) -> tuple[Array, Array]:
-    """The product, then its activation quantized by groups of 128; see `cukern.ops.moe_gemm.moe_gemm_quantized`.
+    """Multiply, then quantize the activation in groups of 128; see `cukern.ops.moe_gemm.moe_gemm_quantized`.
 
-    Rows of no expert are left as they are. `expected_m` has no effect.
+    Rows without an expert are not written. `expected_m` has no effect.
     """
     both = moe_gemm(a, b, expert_offsets, a_scale=a_scale, b_scale=b_scale, out_dtype=out_dtype)
     first, end = np.clip(expert_offsets[[0, -1]], 0, len(a))
@@ -324,7 +328,7 @@ def moe_gemm_quantized(
 
 
 def _own_scale(a_scale: Array | None, expert: int, count: int) -> Array | None:
-    """The scales of an expert's rows; of [1] and of [experts] one."""
+    """Return the scales of an expert's rows; one scale if `a_scale` is [1] or [experts]."""
     if a_scale is None or a_scale.shape == (1,):
         return a_scale
     return a_scale[expert : expert + 1] if a_scale.ndim == 1 else a_scale[expert, :count]
@@ -349,7 +353,7 @@ def moe_gemm_batched(
 ) -> Array:
     """out[e, t] = a[e, t] b[e]^T for the tokens t < expert_num_tokens[e]; see `cukern.moe_gemm_batched`.
 
-    Rows past the count are left as they are; without `out` they are 0. `expected_m` has no effect.
+    Rows past the count are not written; without `out` they are 0. `expected_m` has no effect.
     """
     experts, max_tokens, _ = a.shape
     if out is None:

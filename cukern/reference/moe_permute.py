@@ -1,6 +1,6 @@
-"""The permutation of tokens by expert and the way back, in NumPy.
+"""The permutation of tokens by expert and its reverse, in NumPy.
 
-The arguments are those of `cukern.ops.moe_permute`, already checked there.
+`cukern.ops.moe_permute` has checked the arguments.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Array = NDArray[Any]
 
 
 def _experts(topk_ids: Array, num_experts: int, expert_map: Array | None, local: int) -> Array:
-    """The expert of each pair, or `local` where it has none here."""
+    """Return the local expert of each pair, or `local` if the pair has none here."""
     ids = topk_ids.reshape(-1).astype(np.int64)
     ids = np.where((ids >= 0) & (ids < num_experts), ids, -1)
     if expert_map is not None:
@@ -25,7 +25,7 @@ def _experts(topk_ids: Array, num_experts: int, expert_map: Array | None, local:
 
 
 def _sort(experts: Array, local: int, block_size: int = 1) -> tuple[Array, Array]:
-    """The first row of each expert, and last the end of all rows; and the row of each pair, -1 if it has none."""
+    """Return the first row of each expert, then the end of all rows; and the row of each pair, -1 if it has none."""
     counts = np.bincount(experts, minlength=local + 1)[:local]
     starts = np.concatenate([[0], np.cumsum(-(-counts // block_size) * block_size)])
     order = np.argsort(experts, kind="stable")[: counts.sum()]
@@ -66,7 +66,7 @@ def moe_sort_batched(
 
 
 def aligned_rows(pairs: int, num_experts: int, block_size: int, whole_blocks: bool) -> int:
-    """The most rows of all pairs, where those of each expert are padded to whole blocks."""
+    """Return the maximum number of rows of all pairs, with each expert's rows padded to whole blocks."""
     rows = pairs + num_experts * (block_size - 1)
     if whole_blocks:
         rows = -(-rows // block_size) * block_size
@@ -100,7 +100,7 @@ def moe_align_block_size(
 
 
 def _by_token(inverse: Array, tokens: int) -> Array:
-    """`inverse` as [tokens, topk], where it may be flat."""
+    """Return `inverse`, which may be flat, as [tokens, topk]."""
     return inverse.reshape(tokens, inverse.size // max(tokens, 1))
 
 

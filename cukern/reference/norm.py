@@ -1,6 +1,6 @@
-"""RMS norm and layer norm, in NumPy. The arguments are those of `cukern.ops.norm`, already checked there.
+"""RMS norm and layer norm, in NumPy. `cukern.ops.norm` has checked the arguments.
 
-All is float32 in IEEE arithmetic, in the order that is written here: the kernels give the same bits.
+All arithmetic is IEEE float32 in the order written here, so the kernels give the same bits.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from cukern.formats.quantized import SMALLEST
 from cukern.reference import quantization
 from cukern.runtime.tolerance import Tolerance
 
-#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # IEEE arithmetic in the same order on both sides, the reciprocal root included; all NaN count as equal.
+    # IEEE arithmetic in the same order on both sides, including the reciprocal square root. All NaN compare equal.
     "out": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=0, absolute=0)),
     "quantized": {"float8_e4m3fn": Tolerance(relative=0, absolute=0)},
     "scales": {"float32": Tolerance(relative=0, absolute=0)},
@@ -24,15 +24,16 @@ TOLERANCES = {
 
 Array = NDArray[Any]
 
-#: Elements of a unit, whose squares are added up one after the other; and the most sums of units that are folded.
+#: Elements per unit, which are added one after the other; and the maximum number of sums that are folded in halves.
 EACH, COLUMNS = 8, 1024
 
 
 def folded_sum(x: Array) -> Array:
-    """The sum of float32 numbers along the last axis, which stays with size 1.
+    """Return the sum of float32 numbers along the last axis, which stays with size 1.
 
-    The 8 elements of each unit are added up one after the other; then, one after the other, the sums of units that are
-    1024 units apart; then the second half of the sums is added to the first half, until one is left.
+    1. The 8 elements of each unit are added one after the other.
+    2. The sums of units that are 1024 units apart are added one after the other.
+    3. The second half of the sums is added to the first half, until one sum is left.
     """
     units = max(-(-x.shape[-1] // EACH), 1)
     columns = min(1 << (units - 1).bit_length(), COLUMNS)
@@ -47,12 +48,12 @@ def folded_sum(x: Array) -> Array:
 
 
 def sum_of_squares(x: Array) -> Array:
-    """`folded_sum` of the squares."""
+    """Return `folded_sum` of the squares."""
     return folded_sum(x * x)
 
 
 def _one_by_one(x: Array, axis: int) -> Array:
-    """The sum along an axis, one after the other from its start."""
+    """Return the sum along an axis, added one after the other from its start."""
     first, *others = np.moveaxis(x, axis, 0)
     total = first.copy()
     for one in others:
@@ -61,7 +62,7 @@ def _one_by_one(x: Array, axis: int) -> Array:
 
 
 def normalized(x: Array, weight: Array | None, epsilon: float, weight_offset: float) -> Array:
-    """The norm of rows, in float32."""
+    """Return the RMS norm of rows, in float32."""
     with np.errstate(all="ignore"):
         x = x.astype(np.float32)
         mean = sum_of_squares(x) * np.float32(1 / max(x.shape[-1], 1))
@@ -70,12 +71,12 @@ def normalized(x: Array, weight: Array | None, epsilon: float, weight_offset: fl
 
 
 def _inverse_root(x: Array) -> Array:
-    """The float32 numbers nearest to one over the roots of `x`."""
+    """Return 1 / sqrt(x), correctly rounded to float32."""
     return (1 / np.sqrt(x.astype(np.float64))).astype(np.float32)
 
 
 def _add(input: Array, residual: Array, round_sum: bool) -> Array:
-    """Add `input` to `residual`, in float32 and rounded to their dtype; returns `residual`, or the sum in float32."""
+    """Add `input` to `residual`, in float32 and rounded to their dtype. Return `residual`, or the float32 sum."""
     with np.errstate(all="ignore"):
         total: Array = input.astype(np.float32) + residual.astype(np.float32)
         residual[...] = total.astype(residual.dtype)
@@ -160,7 +161,7 @@ def layer_norm(
 ) -> Array:
     """See `cukern.layer_norm`.
 
-    In two passes, with the correction of Chan, Golub and LeVeque: `left` is what rounding has left of the mean.
+    Two passes with the correction of Chan, Golub and LeVeque. `left` is the mean of the centered row, a rounding error.
     """
     per_width = np.float32(1 / max(input.shape[-1], 1))
     with np.errstate(all="ignore"):
@@ -168,7 +169,7 @@ def layer_norm(
         x = x - folded_sum(x) * per_width
         left = folded_sum(x) * per_width
         variance = sum_of_squares(x) * per_width - left * left
-        variance = np.maximum(variance, np.float32(0))  # NaN stays NaN
+        variance = np.maximum(variance, np.float32(0))  # keeps NaN
         y = (x - left) * _inverse_root(variance + np.float32(epsilon))
         if weight is not None:
             y = y * weight.astype(np.float32)

@@ -1,6 +1,6 @@
-"""Removing and restoring padding in NumPy.
+"""Remove and restore padding in NumPy.
 
-The arguments are those of `cukern.ops.padding`, already checked there.
+`cukern.ops.padding` has checked the arguments.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ def build_sequence_length_padding_offset(
     lengths = np.clip(sequence_length.astype(np.int64), 0, max_seq_len)
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
     words = int(cu_seqlens[-1]) if valid_word_num is None else valid_word_num
-    # As many sequences end before a word as precede its own; all of them, past the last word.
+    # The sequence of a word is the number of sequences that end before it; past the last word, that is all of them.
     sequence = np.searchsorted(cu_seqlens[1:], np.arange(words), side="right")
     padding_offset = sequence * max_seq_len - cu_seqlens[sequence]
     return padding_offset.astype(np.int32), cu_seqlens.astype(np.int32), words
 
 
 def _places(padding_offset: Array, rows: int) -> tuple[Array, Array]:
-    """The padded row of each word, and whether there is such a row."""
+    """Return the padded row of each word, and whether that row exists."""
     row = np.arange(len(padding_offset)) + padding_offset.astype(np.int64)
     return row, (row >= 0) & (row < rows)
 

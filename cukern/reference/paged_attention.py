@@ -1,6 +1,6 @@
-"""Attention over a paged KV cache in NumPy, as the formulas define it.
+"""Attention over a paged KV cache in NumPy, computed as the formulas say.
 
-The arguments are those of `cukern.ops.paged_attention`, already checked there.
+`cukern.ops.paged_attention` has checked the arguments.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from numpy.typing import NDArray
 
 from cukern.runtime.tolerance import Tolerance
 
-#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # Weights are rounded to float16 or bfloat16 before their product with the values, which changes a result by up to
-    # half a unit in the last place of the largest value, 1 in the tests. A result near a rounding boundary may fall on
-    # the other side of it. In float32 the error is that of the scores.
+    # Weights are rounded to float16 or bfloat16 before the product with the values. This changes a result by up to
+    # half a unit in the last place of the largest value, which is 1 in the tests. A result near a rounding boundary may
+    # round the other way. In float32 the error comes from the scores.
     "out": {
         "float32": Tolerance(relative=2e-5, absolute=2e-5),
         "float16": Tolerance(relative=2**-10, absolute=2**-11),
         "bfloat16": Tolerance(relative=2**-7, absolute=2**-8),
     },
-    # The logarithm of a sum of weights that are not rounded, so with the error of the scores: float32 sums of head_dim
-    # products, and exp2. One missing token among some thousand exceeds it.
+    # The logarithm of a sum of unrounded weights. Its error comes from the scores, which are float32 sums of head_dim
+    # products, and from exp2. One missing token among some thousand exceeds the tolerance.
     "lse": {"float32": Tolerance(relative=2e-6, absolute=3e-5)},
-    # The sum of that logarithm, which has the error of the largest score once more.
+    # The sum in that logarithm. Its error includes the largest score's error a second time.
     "exp_sums": {"float32": Tolerance(relative=6e-5, absolute=0)},
     # Two weights in float32, rounded once at the end. Nearly equal terms of opposite signs cancel.
     "merged": {
@@ -39,26 +39,26 @@ TOLERANCES = {
 
 Array = NDArray[Any]
 
-#: Tokens of a partition of `paged_attention_v2`.
+#: Tokens per partition of `paged_attention_v2`.
 PARTITION = 512
 
 
 class _Row(NamedTuple):
-    """What one head of one query token sees, in float64."""
+    """The tokens that one head of one query token attends to, in float64."""
 
     at: tuple[int, int, int]  # sequence, query token, head
-    tokens: Array  # [seen], their positions
+    tokens: Array  # [seen], positions
     scores: Array  # [seen]
     values: Array  # [seen, head_dim]
 
 
 def _number(scale: Any) -> float:
-    """The value of a scale: None is 1, an array has one element."""
+    """Return a scale as a number: 1 for None, else the only element of an array."""
     return 1.0 if scale is None else float(np.asarray(scale).reshape(()))
 
 
 def _tokens(cache: Array, ids: Array, layout: str, kv_cache_dtype: str) -> Array:
-    """The slots of the blocks `ids` in order, [kv_heads, slots, head_dim], in float64."""
+    """Return the slots of the blocks `ids` in order, [kv_heads, slots, head_dim], in float64."""
     if cache.dtype == np.uint8:
         cache = cache.view(ml_dtypes.float8_e5m2 if kv_cache_dtype == "fp8_e5m2" else ml_dtypes.float8_e4m3fn)
     blocks = cache[ids].astype(np.float64)
@@ -86,10 +86,10 @@ def _rows(
     kv_cache_dtype: str,
     is_seen: Callable[[int, int, Array], Array] | None = None,
 ) -> Iterator[_Row | int]:
-    """The rows of the query [seqs, query_tokens, heads, head_dim], but for sequences without tokens.
+    """Yield the rows of the query [seqs, query_tokens, heads, head_dim], without sequences that have no tokens.
 
-    In place of the rows of a sequence with a block that is not in the cache, or with more tokens than its table has
-    room for, comes the sequence's index. `is_seen(length, head, tokens)` says which of the tokens a head sees.
+    A sequence yields only its index if one of its blocks is outside the cache, or if it has more tokens than its block
+    table can hold. `is_seen(length, head, tokens)` says which of the tokens a head attends to.
     """
     _, query_tokens, heads, _ = query.shape
     blocks, block_size = len(key_cache), key_cache.shape[3 if layout == "vllm" else 1]
@@ -112,7 +112,7 @@ def _rows(
                 if is_seen is not None:
                     tokens = tokens[is_seen(length, h, tokens)]
                 kv_head = h // (heads // kv_heads)
-                # Rows at a negative position have no tokens.
+                # A row at a negative position has no tokens.
                 whole = slice(low - first, low - first + len(tokens))
                 seen = whole if is_seen is None else tokens - first
                 scores = scale * (keys[kv_head, seen] @ query[s, i, h].astype(np.float64))
@@ -124,9 +124,9 @@ def _rows(
 
 
 def _softmax(scores: Array, values: Array) -> tuple[Array, float, float]:
-    """The weighted mean of the values, the largest score, and the sum of exp(score - largest).
+    """Return the weighted mean of the values, the largest score, and the sum of exp(score - largest).
 
-    Without scores, or where all are -inf: zeros, -inf and 0.
+    Without scores, or if all scores are -inf, these are zeros, -inf and 0.
     """
     largest = scores.max(initial=-np.inf)
     weights = np.exp(scores - (0 if largest == -np.inf else largest))
@@ -153,7 +153,7 @@ def paged_attention(
     return_lse: bool = False,
     split: int | None = None,
 ) -> Any:
-    """Attend from the last tokens of each sequence; `split` changes nothing but the order of a kernel's sums."""
+    """Attend from the last tokens of each sequence. `split` only affects the order of a kernel's sums."""
     rows = query[:, None] if query.ndim == 3 else query
     if scale is None:
         scale = query.shape[-1] ** -0.5
@@ -188,7 +188,7 @@ def _block_sparse(
     block_size: int,
     head_sliding_step: int,
 ) -> Callable[[int, int, Array], Array] | None:
-    """vLLM's rule for which tokens a head sees; None where it sees all."""
+    """Return vLLM's block-sparse rule, which selects the tokens that a head attends to; None for all tokens."""
     if vert_stride <= 1:
         return None
 
@@ -224,7 +224,7 @@ def paged_attention_v1(
     blocksparse_block_size: int = 64,
     blocksparse_head_sliding_step: int = 0,
 ) -> None:
-    """Attend from the last token of each sequence, with vLLM's arguments, into `out`."""
+    """Attend from the last token of each sequence into `out`, with vLLM's arguments."""
     sparse = blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step
     is_seen = _block_sparse(query.shape[1], num_kv_heads, tp_rank, *sparse)
     options = "vllm", scale * _number(k_scale), alibi_slopes, None, None, kv_cache_dtype, is_seen
@@ -262,7 +262,10 @@ def paged_attention_v2(
     blocksparse_block_size: int = 64,
     blocksparse_head_sliding_step: int = 0,
 ) -> None:
-    """`paged_attention_v1`, with what each partition of 512 tokens amounts to, but for sequences that are NaN."""
+    """Run `paged_attention_v1`, and write the softmax state and output of each partition of 512 tokens.
+
+    Sequences with NaN results get no partitions.
+    """
     sparse = blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step
     shared = query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len
     paged_attention_v1(out, *shared, alibi_slopes, kv_cache_dtype, k_scale, v_scale, tp_rank, *sparse)
@@ -282,11 +285,11 @@ def paged_attention_v2(
 def merge_attention_states(
     out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, *, lse_heads_first: bool = False
 ) -> tuple[Array, Array]:
-    """Attention over two sets of keys from the attention over each."""
+    """Combine the attention over two sets of keys into the attention over both."""
     if lse_heads_first:
         merged, lse = merge_attention_states(out_a, lse_a.swapaxes(-1, -2), out_b, lse_b.swapaxes(-1, -2))
         return merged, np.ascontiguousarray(lse.swapaxes(-1, -2))
-    # An infinity of either sign says that there are no keys.
+    # An lse of either infinity means that there are no keys.
     a, b = (np.where(np.isinf(x), -np.inf, x.astype(np.float64)) for x in (lse_a, lse_b))
     with np.errstate(invalid="ignore", divide="ignore"):
         largest = np.maximum(a, b)
@@ -294,7 +297,7 @@ def merge_attention_states(
         weight_b = np.where(b == -np.inf, 0, np.exp(b - largest))
         total = weight_a + weight_b
         lse = np.where(total == 0, -np.inf, largest + np.log(total)).astype(np.float32)
-        # Attention over no keys counts for nothing, even if it is NaN.
+        # Attention over no keys is ignored, even if it is NaN.
         sum_a = np.where(a[..., None] == -np.inf, 0, weight_a[..., None] * out_a.astype(np.float64))
         sum_b = np.where(b[..., None] == -np.inf, 0, weight_b[..., None] * out_b.astype(np.float64))
         merged = ((sum_a + sum_b) / np.where(total == 0, 1, total)[..., None]).astype(out_a.dtype)

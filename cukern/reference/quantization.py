@@ -1,6 +1,6 @@
-"""Quantization to 8 and 4 bits, in NumPy. The arguments are those of `cukern.ops.quantization`, already checked there.
+"""Quantization to 8 and 4 bits, in NumPy. `cukern.ops.quantization` has checked the arguments.
 
-Everything is float32 in IEEE arithmetic: the kernels give the same bits, but for what an activation's own error moves.
+All arithmetic is IEEE float32, so the kernels give the same bits. Only errors of an activation may change results.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from cukern.formats.quantized import MXFP4_GROUP, NVFP4_GROUP, SMALLEST, SMALLES
 from cukern.reference.moe_activation import activate, valid_rows
 from cukern.runtime.tolerance import Tolerance
 
-#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # IEEE arithmetic in the same order on both sides; all NaN count as equal.
+    # IEEE arithmetic in the same order on both sides. All NaN compare equal.
     "quantized": {"float8_e4m3fn": Tolerance(relative=0, absolute=0)},
     "scales": {"float32": Tolerance(relative=0, absolute=0)},
     "numbers": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=0, absolute=0)),
     # An activation's error changes the largest magnitude of a group, and may move a quotient over a rounding boundary:
-    # to the next number of three bits, or by the smallest number of FP8.
+    # to the next number with three mantissa bits, or by the smallest FP8 number.
     "activated": {"float8_e4m3fn": Tolerance(relative=2**-3, absolute=2**-9)},
     "activated_scales": {"float32": Tolerance(relative=2e-5, absolute=0)},
 }
@@ -31,9 +31,9 @@ Array = NDArray[Any]
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 INT8 = np.dtype(np.int8)
-#: The largest number of each format, which the largest magnitude of a row or group becomes.
+#: The largest number of each format. The largest magnitude of a row or group is scaled to this number.
 LARGEST = {E4M3: np.float32(448), INT8: np.float32(127)}
-#: The numbers of e2m1, by their code; those from 8 on are their negatives.
+#: The e2m1 numbers by code. Codes from 8 on are the negatives.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
@@ -42,14 +42,14 @@ def _number(scale: Any) -> np.float32:
 
 
 def _largest(x: Array) -> Array:
-    """The largest magnitude along the last axis, which is kept with size 1; NaN is left out."""
+    """Return the largest magnitude along the last axis, which stays with size 1. NaN is ignored."""
     return np.fmax.reduce(np.abs(x), axis=-1, keepdims=True, initial=0)
 
 
 def _quantized(x: Array, scale: Any, dtype: np.dtype[Any], azp: Any = None, truncate: bool = False) -> Array:
-    """round(x / scale) + azp, to nearest, ties to even, saturated. NaN is 0x7f in FP8, and quantized as 0 in int8.
+    """Return round(x / scale) + azp, to nearest even, saturated. NaN becomes 0x7f in FP8, and 0 before azp in int8.
 
-    `truncate`: int8 is rounded towards zero.
+    `truncate`: int8 rounds toward zero.
     """
     with np.errstate(all="ignore"):
         quotient = x.astype(np.float32) / scale
@@ -64,14 +64,14 @@ def _quantized(x: Array, scale: Any, dtype: np.dtype[Any], azp: Any = None, trun
 
 
 def _power_of_two(scale: Array) -> Array:
-    """The smallest power of two that is no less than a scale."""
+    """Return the smallest power of two >= scale."""
     return ((scale.view(np.uint32) + np.uint32(0x7FFFFF)) & np.uint32(0x7F800000)).view(np.float32)
 
 
 def _by_groups(
     x: Array, group_size: int, eps: float | np.float32, use_ue8m0: bool, dtype: np.dtype[Any], truncate: bool = False
 ) -> tuple[Array, Array]:
-    """Quantized rows [rows, k] and the scale of each group, [rows, k / group_size]."""
+    """Return the quantized rows [rows, k] and the scale of each group, [rows, k / group_size]."""
     groups = x.astype(np.float32).reshape(len(x), x.shape[1] // group_size, group_size)
     scales = np.maximum(_largest(groups), np.float32(eps)) / LARGEST[dtype]
     if use_ue8m0:
@@ -82,7 +82,7 @@ def _by_groups(
 def _results(
     shape: tuple[int, ...], scales: tuple[int, ...], dtype: np.dtype[Any], out_q: Array | None, out_s: Array | None
 ) -> tuple[Array, Array]:
-    """The arrays to write to: those that were given, or new ones. out_q may be uint8 for its bytes."""
+    """Return the arrays to write to: the given ones, or new ones. out_q may be uint8, for the bytes."""
     q = np.zeros(shape, dtype) if out_q is None else out_q
     return q, np.zeros(scales, np.float32) if out_s is None else out_s
 
@@ -196,8 +196,8 @@ def scaled_int8_quant(
         low = np.fmin.reduce(x, axis=-1, keepdims=True, initial=np.inf)
         high = np.fmax.reduce(x, axis=-1, keepdims=True, initial=-np.inf)
         low, high = np.where(low > high, np.float32(0), low), np.where(low > high, np.float32(0), high)
-        # The second bound, for a row of nearly equal numbers, keeps x / scale where float32 has all integers.
-        # Halves, since the range of finite numbers may be no float32.
+        # For a row of nearly equal numbers, the second bound keeps |x / scale| <= 2**22, where float32 has all
+        # integers. The range is computed in halves, because the range of finite numbers may overflow float32.
         half_range = high * np.float32(0.5) - low * np.float32(0.5)
         scales = np.maximum(half_range / np.float32(127.5), largest * np.float32(2**-22))
         zeros = np.rint(np.float32(-128) - low / scales)
@@ -236,12 +236,14 @@ def silu_and_mul_quant(
 
 
 def _packed(x: Array, factor: Array) -> Array:
-    """The codes of x * factor, two in a byte, the first one in the low half: the nearest number of e2m1, ties to the
-    even code, 6 at most. NaN is 0."""
+    """Return the codes of x * factor, two in a byte, the first one in the low half.
+
+    A code is the nearest e2m1 number, ties to the even code, with a magnitude of at most 6. NaN becomes 0.
+    """
     with np.errstate(all="ignore"):
         magnitude = np.abs(x * factor)
     magnitude = np.minimum(np.nan_to_num(magnitude, nan=0, posinf=6), 6)
-    # The numbers are 0.5 apart up to 2, then 1 apart, and from 4 on 2 apart.
+    # The numbers are 0.5 apart up to 2, 1 apart from 2 to 4, and 2 apart from 4 on.
     high = np.where(magnitude < 4, np.rint(magnitude) + 2, np.rint(magnitude / 2) + 4)
     code = np.where(magnitude < 2, np.rint(magnitude * 2), high).astype(np.uint8)
     code |= np.signbit(x).astype(np.uint8) << 3
@@ -251,7 +253,7 @@ def _packed(x: Array, factor: Array) -> Array:
 def quantize_mxfp4(x: Array) -> tuple[Array, Array]:
     """See `cukern.quantize_mxfp4`."""
     groups = np.ascontiguousarray(x.astype(np.float32)).reshape(*x.shape[:-1], x.shape[-1] // MXFP4_GROUP, MXFP4_GROUP)
-    # As integers floats order by magnitude, with infinity and NaN above them all.
+    # Floats without the sign bit order like integers, with infinity and NaN at the top.
     largest = (groups.view(np.uint32) & np.uint32(0x7FFFFFFF)).max(axis=-1, keepdims=True)
     number = largest < 0x7F800000
     exponent = np.clip((largest >> 23).astype(np.int32) - 2, 0, 254)
@@ -285,7 +287,7 @@ def dequantize_nvfp4(packed: Array, scale: Array, global_scale: Any, dtype: str 
 
 
 def _unpacked(packed: Array, factor: Array, group_size: int, dtype: str) -> Array:
-    """The numbers of e2m1 times the factor of their group, rounded once."""
+    """Return the e2m1 numbers times the factor of their group, rounded once."""
     numbers = E2M1[np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], packed.shape[-1] * 2)]
     with np.errstate(all="ignore"):
         product = numbers * factor.repeat(group_size, axis=-1)

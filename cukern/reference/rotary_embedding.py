@@ -1,6 +1,6 @@
 """Rotary position embedding in NumPy.
 
-The arguments are those of `cukern.ops.rotary_embedding`, already checked there.
+`cukern.ops.rotary_embedding` has checked the arguments.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from cukern.formats.rotary import LAYOUTS, has_second_half
 from cukern.reference import kv_cache, norm
 from cukern.runtime.tolerance import Tolerance
 
-#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # Two float32 products and their sum, each rounded as IEEE says on both sides, and one rounding to the dtype.
+    # Two float32 products and their sum, each rounded by IEEE rules on both sides, then one rounding to the dtype.
     "heads": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=0, absolute=0)),
 }
 
@@ -75,7 +75,7 @@ def fused_qk_norm_rope_and_cache(
 
 
 def _sides(half: int, in_pairs: bool) -> tuple[slice, slice]:
-    """The two numbers that are rotated together, of all of a head."""
+    """Return slices of a head for the first and the second numbers of the rotated pairs."""
     if in_pairs:
         return slice(0, 2 * half, 2), slice(1, 2 * half, 2)
     return slice(half), slice(half, 2 * half)

@@ -1,4 +1,4 @@
-"""NumPy references of the sampling functions: the definition of correct for `cuda_src/sampling`."""
+"""NumPy references of the sampling functions. They define the correct results for `cuda_src/sampling`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from cukern.runtime import check
 from cukern.runtime.generators import numpy_seed
 from cukern.runtime.tolerance import Tolerance
 
-#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # The argument of exp2, a logit's distance from the largest, at most 126, is rounded four times (on an H200, 6e-6 in
-    # all for logits of magnitude 16). Results of exp2 below 2**-126 are 0.
+    # The argument of exp2 is a logit's distance from the largest logit, at most 126, and is rounded four times. On an
+    # H200 the total error is 6e-6 for logits of magnitude 16. Results of exp2 below 2**-126 are 0.
     "probs": {"float32": Tolerance(relative=3e-5, absolute=2e-38)},
-    # Logarithms of numbers from 2**-149 to 2**128 by the hardware, each good to 2**-22 of itself: one of a probability,
-    # one of a sum. The sum itself adds 1e-6.
+    # Two hardware logarithms, of a probability and of a sum, of numbers from 2**-149 to 2**128. Each logarithm is
+    # accurate to 2**-22 of itself. The sum adds an error of 1e-6.
     "logprobs": {"float32": Tolerance(relative=1e-6, absolute=5e-5)},
     # A float32 sum of up to 2**20 probabilities in another order, and one product (on an H200, 3e-7 in all). A value
-    # near a rounding boundary of float16 or bfloat16 may fall on the other side of it, also below the normal numbers.
+    # near a rounding boundary of float16 or bfloat16 may round the other way, also among the subnormal numbers.
     "renormalized": {
         "float32": Tolerance(relative=2e-6, absolute=1e-44),
         "float16": Tolerance(relative=2**-10, absolute=6e-8),
@@ -31,16 +31,16 @@ TOLERANCES = {
 
 Array = np.ndarray[Any, Any]
 
-#: The groups that race: GROUP ids of a tile each, {TILE t + 128 j + 4 lane + c : j < 8, c < 4} for lane < 32.
+#: `race` draws from groups of GROUP ids. In tile t, lane < 32 has the ids {TILE t + 128 j + 4 lane + c : j < 8, c < 4}.
 TILE = 1024
 GROUP = 32
 LARGEST = float(np.finfo(np.float32).max)
-#: The scale of the smallest temperatures, and of 0: all is on the best token.
+#: The scale for temperature 0 and for the smallest temperatures: the best token gets all of the probability.
 BEST_ALONE = 1e30
 
 
 def philox(counter: Array, key: int) -> Array:
-    """Philox4x32-10 of counters uint32 [..., 4] with a 64-bit key (Salmon et al., 2011)."""
+    """Return Philox4x32-10 of counters uint32 [..., 4] with a 64-bit key (Salmon et al., 2011)."""
     x, y, z, w = (np.asarray(counter[..., i], np.uint64) for i in range(4))
     mask, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
     for round in range(10):
@@ -57,7 +57,7 @@ def philox(counter: Array, key: int) -> Array:
 
 
 class Stream(NamedTuple):
-    """A row's stream of random numbers; `place` is its index where the rows have one seed, and 0 where each has one."""
+    """A row's stream of random numbers; `place` is the row's index if the rows share a seed, else 0."""
 
     seed: int
     offset: int
@@ -65,7 +65,7 @@ class Stream(NamedTuple):
 
 
 def streams(batch: int, seed: Any, offset: Any, generator: Any) -> list[Stream]:
-    """The stream of each row."""
+    """Return the stream of each row."""
     seed = numpy_seed(generator) if seed is None else seed
     seeds, offsets = (np.broadcast_to(np.asarray(x, object), batch) for x in (seed, 0 if offset is None else offset))
     shared = np.size(seed) == 1
@@ -73,7 +73,7 @@ def streams(batch: int, seed: Any, offset: Any, generator: Any) -> list[Stream]:
 
 
 def random_bits(groups: Array, round: int, stream: Stream) -> Array:
-    """Four 32-bit random numbers [n, 4] for each of `groups` [n]."""
+    """Return four 32-bit random numbers [n, 4] for each of `groups` [n]."""
     seed, offset = stream.seed & (2**64 - 1), stream.offset & (2**64 - 1)
     counter = np.empty((len(groups), 4), np.uint32)
     counter[:] = [0, round ^ stream.place << 8, offset & 0xFFFFFFFF, offset >> 32]
@@ -82,12 +82,12 @@ def random_bits(groups: Array, round: int, stream: Stream) -> Array:
 
 
 def uniform(bits: Array) -> Array:
-    """Floats in [0, 1)."""
+    """Convert random bits to floats in [0, 1)."""
     return (bits >> np.uint32(8)) * 2.0**-24
 
 
 class Drawn(NamedTuple):
-    """One row's result."""
+    """The result of one row."""
 
     id: int
     valid: bool
@@ -95,12 +95,12 @@ class Drawn(NamedTuple):
 
 
 def order(x: Array) -> Array:
-    """The ids by value, largest first, ties by the lower id."""
+    """Return the ids by value, largest first, ties to the lower id."""
     return np.lexsort((np.arange(len(x)), -x))
 
 
 def race(weights: Array, round: int, stream: Stream) -> int:
-    """An id drawn with probability weights[id] / sum(weights): its group wins the race, it the draw in its group."""
+    """Return an id drawn with probability weights[id] / sum(weights): race the groups, then draw within the winner."""
     tiles = -(-len(weights) // TILE)
     padded = np.zeros(tiles * TILE)
     padded[: len(weights)] = weights
@@ -116,13 +116,13 @@ def race(weights: Array, round: int, stream: Stream) -> int:
 
 
 def scale_of(temperature: float) -> float:
-    """log2(e) / temperature, 0 for an infinite one; BEST_ALONE for 0, and where the kernel's exponents overflow."""
+    """Return log2(e) / temperature: 0 for infinity, BEST_ALONE for 0 and where the kernel's exponents overflow."""
     scale = np.log2(np.e) / temperature if temperature else np.inf
     return scale if 0 < scale < BEST_ALONE or temperature == np.inf else BEST_ALONE
 
 
 def weights_of(x: Array, top: float, scale: float) -> Array:
-    """exp2((x - top) * scale); of a scale of 0, the same for all finite logits."""
+    """Return exp2((x - top) * scale); for scale 0, equal weights for all finite logits."""
     return np.exp2((x.astype(np.float64) - top) * scale) if scale else (x > -np.inf).astype(np.float64)
 
 
@@ -135,7 +135,7 @@ def draw(
     stream: Stream,
     joint: bool,
 ) -> Drawn:
-    """A token of one row: of logits, or of probabilities where `temperature` is None."""
+    """Draw a token of one row of logits, or of probabilities if `temperature` is None."""
     probs = temperature is None
     x = np.maximum(x, 0) if probs else np.minimum(x, LARGEST)
     top = float(x.max())
@@ -154,11 +154,11 @@ def draw(
     rank = np.empty(len(x), np.int64)
     rank[ids] = np.arange(len(x))
     round = 0
-    # Where the best token alone reaches top_p, nothing is drawn.
+    # If the best token alone reaches top_p, the token is not drawn at random.
     while not greedy and not (top_p < 1 and top_p * total <= weights[ids[0]]):
         id = race(np.where(kept, weights, 0), round, stream)
         better = rank < rank[id]
-        # The better tokens must not reach top_p by themselves.
+        # The id is within top_p if the better tokens do not reach top_p by themselves.
         if not top_p < 1 or weights[better].sum() < top_p * total:
             break
         kept &= better
@@ -184,9 +184,9 @@ def step(
     top_p: Any = None,
     min_p: Any = None,
 ) -> Any:
-    """A token of each row [rows, vocab] of logits, or of probabilities if `probs`: what all functions of tokens do.
+    """Draw a token of each row [rows, vocab] of logits, or of probabilities if `probs`, for all sampling functions.
 
-    `randomness` is seed, offset and generator.
+    `randomness` is (seed, offset, generator).
     """
     rows = np.arange(len(values)) if indices is None else np.clip(indices, 0, len(values) - 1)
     batch, vocab = len(rows), values.shape[1]
@@ -372,7 +372,7 @@ def softmax(logits: Array, temperature: Any = None) -> Array:
 
 
 def _renormalized(probs: Array, count: Any) -> Array:
-    """Rows of which the first `count(sorted probabilities)` are kept."""
+    """Keep the first `count(i, sorted probabilities)` probabilities of each row i, and renormalize the row."""
     result = np.empty(probs.shape, probs.dtype)
     for i, row in enumerate(probs):
         x = np.maximum(row.astype(np.float64), 0)
@@ -397,7 +397,7 @@ def top_p_renorm_probs(probs: Array, top_p: Any) -> Array:
     shares = np.broadcast_to(1.0 if top_p is None else top_p, len(probs))
 
     def count(i: int, x: Array) -> int:
-        # The better tokens must not reach top_p by themselves.
+        # A token is kept if the better tokens do not reach top_p by themselves.
         return max(1, int(np.sum(x.cumsum() - x < shares[i] * x.sum()))) if shares[i] < 1 else len(x)
 
     return _renormalized(probs, count)
@@ -430,12 +430,12 @@ def chain_speculative_sampling(
         bits = random_bits(np.arange(drafts), 0xFFFFFFFF, stream)
         accept = np.zeros(drafts, bool)
         for n, id in enumerate(draft_token_ids[i]):
-            # A draft is accepted with probability min(1, target / draft).
+            # Accept a draft with probability min(1, target / draft).
             accept[n] = 0 <= id < vocab and uniform(bits[n, 2]) * draft[n, id] < target[n, id]
         accepted[i] = accept.sum()
         emitted[i] = n = drafts if accept.all() else int(np.argmin(accept))
         ids[i, :n] = draft_token_ids[i, :n]
-        # By how much the draft model proposes each token too rarely; the target itself where no draft is refused.
+        # Draw from the part of the target that the draft model underestimates; from the target if all are accepted.
         rest = np.maximum(target[n] - draft[n], 0) if n < drafts else target[n]
         drawn = draw(rest, None, vocab, 1.0, 0.0, stream, False)
         if not drawn.valid and n < drafts:
@@ -445,7 +445,7 @@ def chain_speculative_sampling(
 
 
 def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of this module, called by names, that refuses what arrays hold out of range."""
+    """Wrap a function of this module, called by keywords, to refuse array elements out of range."""
 
     @functools.wraps(function)
     def checked(**arguments: Any) -> Any:

@@ -11,10 +11,10 @@ from cukern.runtime.tolerance import Tolerance
 
 Array = NDArray[Any]
 
-#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # Float32 has CUDA's tanhf, good to two units in the last place, beside a division and a product. The quick form for
-    # 16 bits is good to 2**-21. A value near a rounding boundary may fall on the other side of it.
+    # float32: CUDA's tanhf, accurate to two units in the last place, a division and a product. 16 bits: a fast form,
+    # accurate to 2**-21. A value near a rounding boundary may round the other way.
     "capped": {
         "float32": Tolerance(relative=1e-6, absolute=1e-37),
         "float16": Tolerance(relative=2**-10, absolute=6e-8),
@@ -27,7 +27,7 @@ def softcap_logits(logits: Array, cap: float, *, out: Array | None = None) -> Ar
     """See `cukern.softcap_logits`. The result is computed in float64."""
     out = np.empty(logits.shape, logits.dtype) if out is None else out
     limit = float(np.float32(cap))
-    # A signalling NaN warns in a conversion, and a large cap overflows float16.
+    # The conversion warns for a signalling NaN, and a large cap overflows float16.
     with np.errstate(invalid="ignore", over="ignore"):
         out[...] = (limit * np.tanh(logits.astype(np.float64) / limit)).astype(logits.dtype)
     return out

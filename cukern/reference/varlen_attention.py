@@ -1,6 +1,6 @@
-"""Attention over a batch of sequences of different lengths in NumPy, as the formulas define it.
+"""Attention over a batch of sequences of different lengths in NumPy, computed as the formulas say.
 
-The arguments are those of `cukern.ops.varlen_attention`, already checked there but for what arrays hold.
+`cukern.ops.varlen_attention` has checked the arguments, but not the values in arrays.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from cukern.runtime import check
 from cukern.runtime.tolerance import Tolerance
 
-#: How closely the kernels match the twin, by result, then by dtype. Integers and booleans are exact.
+#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # Weights are rounded to float16 or bfloat16 before their product with the values, which changes a result by up to
-    # half a unit in the last place of the largest value, 1 in the tests. In float32 the scores have all of the error.
+    # Weights are rounded to float16 or bfloat16 before the product with the values. This changes a result by up to
+    # half a unit in the last place of the largest value, which is 1 in the tests. In float32 the error comes from the
+    # scores.
     "out": {
         "float32": Tolerance(relative=2e-5, absolute=2e-5),
         "float16": Tolerance(relative=2**-10, absolute=2**-11),
@@ -28,15 +29,15 @@ Array = NDArray[Any]
 
 
 def _check_sums(name: str, cu_seqlens: Array, tokens: int) -> None:
-    """Raises ValueError unless these are sums of lengths of at most `tokens` rows in all."""
+    """Raise ValueError unless `cu_seqlens` are cumulative lengths of at most `tokens` rows in total."""
     if cu_seqlens[0] != 0 or (np.diff(cu_seqlens) < 0).any() or cu_seqlens[-1] > tokens:
         check.fail(name, f"0, then sums of lengths up to {tokens} at most", cu_seqlens.tolist())
 
 
 def _attend(query: Array, key: Array, value: Array, scale: float, causal: bool) -> Array:
-    """The attention of one sequence, in float64: query [heads, n, dim], key and value [heads, m, dim].
+    """Return the attention of one sequence, in float64: query [heads, n, dim], key and value [heads, m, dim].
 
-    A query without keys, or whose scores all are -inf, gets zeros.
+    A query without keys, or with all scores -inf, gets zeros.
     """
     queries, keys = query.shape[1], key.shape[1]
     with np.errstate(invalid="ignore", over="ignore"):

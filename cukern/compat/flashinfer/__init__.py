@@ -1,9 +1,9 @@
-"""FlashInfer's functions as far as cukern has them, by the names and arguments of flashinfer-python 0.7.2.post1.
+"""FlashInfer's functions that cukern covers, with the names and arguments of flashinfer-python 0.7.2.post1.
 
-The modules `sampling`, `norm`, `activation` and `page` stand for those of FlashInfer, and the names here for those that
-`flashinfer` itself has; each module says what it does not cover and what differs. Not covered at all, besides:
-attention (plans and wrappers), rope, products, fused mixtures of experts, communication. Of these names an
-AttributeError, or in an import an ImportError, says so.
+The modules `sampling`, `norm`, `activation` and `page` replace FlashInfer's, and the names here replace the names of
+`flashinfer` itself. Each module's docstring lists what it does not cover and the differences. Attention (plans and
+wrappers), rope, GEMMs, fused mixtures of experts and communication are not covered at all. Their names raise
+AttributeError, or ImportError in an import.
 """
 
 from cukern.compat._limits import not_covered

@@ -1,7 +1,7 @@
 """FlashInfer's gated activations (`flashinfer.activation`), with its arguments and results.
 
-The signatures are those of flashinfer-python 0.7.2.post1. `enable_pdl` speaks of the launch and changes nothing.
-Not covered: `silu_and_mul_scaled_nvfp4_experts_quantize`, which raises NotImplementedError when it is called.
+The signatures match flashinfer-python 0.7.2.post1. `enable_pdl` only affects the launch and is ignored. Not covered:
+`silu_and_mul_scaled_nvfp4_experts_quantize`, which raises NotImplementedError when called.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ __getattr__ = not_covered("cukern.compat.flashinfer.activation", "flashinfer.act
 
 
 def silu_and_mul(input: AnyArray, out: AnyArray | None = None, enable_pdl: bool | None = None) -> AnyArray:
-    """`cukern.silu_and_mul`."""
+    """Call `cukern.silu_and_mul`."""
     return cukern.silu_and_mul(input, out=out)
 
 
 def gelu_tanh_and_mul(input: AnyArray, out: AnyArray | None = None, enable_pdl: bool | None = None) -> AnyArray:
-    """`cukern.gelu_tanh_and_mul`."""
+    """Call `cukern.gelu_tanh_and_mul`."""
     return cukern.gelu_tanh_and_mul(input, out=out)
 
 
 def gelu_and_mul(input: AnyArray, out: AnyArray | None = None, enable_pdl: bool | None = None) -> AnyArray:
-    """`cukern.gelu_and_mul`."""
+    """Call `cukern.gelu_and_mul`."""
     return cukern.gelu_and_mul(input, out=out)

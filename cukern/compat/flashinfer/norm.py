@@ -1,8 +1,8 @@
 """FlashInfer's norms (`flashinfer.norm`): the names, orders and defaults of the arguments, and the results.
 
-The signatures are those of flashinfer-python 0.7.2.post1. `enable_pdl` speaks of the launch and changes nothing.
-The norm of a sum is that of the sum in float32. Not covered: FP8 of other formats than e4m3, and the functions of
-`NOT_COVERED`; they raise NotImplementedError.
+The signatures match flashinfer-python 0.7.2.post1. `enable_pdl` only affects the launch and is ignored. The fused sum
+is normalized in float32, without rounding it first. Not covered: FP8 formats other than e4m3, and the functions of
+`NOT_COVERED`. They raise NotImplementedError.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _expect_e4m3(function: str, out: Any) -> None:
 def rmsnorm(
     input: AnyArray, weight: AnyArray, eps: float = 1e-6, out: AnyArray | None = None, enable_pdl: bool | None = None
 ) -> AnyArray:
-    """`cukern.rms_norm`."""
+    """Call `cukern.rms_norm`."""
     return cukern.rms_norm(input, weight, eps, out=out)
 
 
@@ -57,7 +57,7 @@ def rmsnorm_quant(
     eps: float = 1e-6,
     enable_pdl: bool | None = None,
 ) -> None:
-    """`cukern.rms_norm_quant` with one given scale, into `out`. Refused: an `out` that is not float8_e4m3fn."""
+    """Call `cukern.rms_norm_quant` with one given scale, into `out`. Refuses an `out` that is not float8_e4m3fn."""
     _expect_e4m3("rmsnorm_quant", out)
     cukern.rms_norm_quant(input, weight, eps, scale=scale, out_q=out)
 
@@ -65,7 +65,7 @@ def rmsnorm_quant(
 def fused_add_rmsnorm(
     input: AnyArray, residual: AnyArray, weight: AnyArray, eps: float = 1e-6, enable_pdl: bool | None = None
 ) -> None:
-    """`cukern.fused_add_rms_norm`: `input` and `residual` are written."""
+    """Call `cukern.fused_add_rms_norm`. `input` and `residual` are written."""
     cukern.fused_add_rms_norm(input, residual, weight, eps, round_sum=False)
 
 
@@ -78,9 +78,9 @@ def fused_add_rmsnorm_quant(
     eps: float = 1e-6,
     enable_pdl: bool | None = None,
 ) -> None:
-    """`cukern.fused_add_rms_norm_quant` with one given scale: `out` and `residual` are written.
+    """Call `cukern.fused_add_rms_norm_quant` with one given scale. `out` and `residual` are written.
 
-    Refused: an `out` that is not float8_e4m3fn.
+    Refuses an `out` that is not float8_e4m3fn.
     """
     _expect_e4m3("fused_add_rmsnorm_quant", out)
     cukern.fused_add_rms_norm_quant(input, residual, weight, eps, scale=scale, round_sum=False, out_q=out)
@@ -89,17 +89,17 @@ def fused_add_rmsnorm_quant(
 def gemma_rmsnorm(
     input: AnyArray, weight: AnyArray, eps: float = 1e-6, out: AnyArray | None = None, enable_pdl: bool | None = None
 ) -> AnyArray:
-    """`cukern.rms_norm` with weights that are stored less 1."""
+    """Call `cukern.rms_norm` with weights that are stored minus 1."""
     return cukern.rms_norm(input, weight, eps, weight_offset=1.0, out=out)
 
 
 def gemma_fused_add_rmsnorm(
     input: AnyArray, residual: AnyArray, weight: AnyArray, eps: float = 1e-6, enable_pdl: bool | None = None
 ) -> None:
-    """`cukern.fused_add_rms_norm` with weights that are stored less 1: `input` and `residual` are written."""
+    """Call `cukern.fused_add_rms_norm` with weights that are stored minus 1. `input` and `residual` are written."""
     cukern.fused_add_rms_norm(input, residual, weight, eps, weight_offset=1.0, round_sum=False)
 
 
 def layernorm(input: AnyArray, gemma: AnyArray, beta: AnyArray, eps: float = 1e-6) -> AnyArray:
-    """`cukern.layer_norm`; `gemma` is the weight, `beta` the bias."""
+    """Call `cukern.layer_norm`. `gemma` is the weight, `beta` the bias."""
     return cukern.layer_norm(input, gemma, beta, eps)

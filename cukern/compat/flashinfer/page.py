@@ -1,7 +1,7 @@
-"""FlashInfer's functions of the paged cache (`flashinfer.page`), with its arguments and results.
+"""FlashInfer's functions for the paged cache (`flashinfer.page`), with its arguments and results.
 
-The signatures are those of flashinfer-python 0.7.2.post1. Not covered: caches of MLA and of 4 bits, the functions of
-`NOT_COVERED`, which raise NotImplementedError when they are called.
+The signatures match flashinfer-python 0.7.2.post1. Not covered: MLA caches and 4-bit caches. The functions of
+`NOT_COVERED` raise NotImplementedError when called.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __getattr__ = not_covered("cukern.compat.flashinfer.page", "flashinfer.page", na
 
 
 def get_seq_lens(kv_indptr: AnyArray, kv_last_page_len: AnyArray, page_size: int) -> AnyArray:
-    """The tokens of each sequence [batch], from its pages, kv_indptr [batch + 1], and the tokens in its last one."""
+    """Return the tokens of each sequence [batch], from kv_indptr [batch + 1] and the tokens in each last page."""
     pages: Any = kv_indptr[1:] - kv_indptr[:-1]
     return torch.clamp(pages - 1, min=0) * page_size + kv_last_page_len
 
@@ -39,10 +39,10 @@ def get_batch_indices_positions(
     batch_indices: AnyArray | None = None,
     positions: AnyArray | None = None,
 ) -> tuple[AnyArray, AnyArray]:
-    """The sequence of each of `nnz` new tokens, and its place there, int32 [nnz], by small launches of torch.
+    """Return the sequence of each of `nnz` new tokens and its position there, int32 [nnz], with small torch launches.
 
-    The new tokens of sequence b, append_indptr[b] to append_indptr[b + 1], are its last ones. Tokens past the last
-    sequence have the sequence -1 and the place 0. Written into `batch_indices` and `positions` if they are given.
+    The new tokens of sequence b, append_indptr[b] to append_indptr[b + 1], are its last tokens. Tokens past the last
+    sequence get the sequence -1 and the position 0. `batch_indices` and `positions`, if given, receive the results.
     """
     ends: Any = append_indptr[1:]
     tokens = torch.arange(nnz, dtype=torch.int32, device=ends.device)
@@ -68,12 +68,12 @@ def append_paged_kv_cache(
     kv_last_page_len: AnyArray,
     kv_layout: str = "NHD",
 ) -> None:
-    """`cukern.reshape_and_cache_flash` of new tokens, into slots that small launches of torch find first.
+    """Call `cukern.reshape_and_cache_flash` for new tokens, with slots that small torch launches compute first.
 
-    Token i is number positions[i] of sequence batch_indices[i]: its page is kv_indices[kv_indptr[b] + position //
-    page_size]. A token whose batch index is negative, or whose position is past the pages of its sequence, is left out.
-    `paged_kv_cache` is one tensor with keys and values along dimension 1, or a pair. `kv_last_page_len` is not needed.
-    An FP8 cache gets the numbers as they are, without a scale.
+    Token i is at positions[i] of sequence b = batch_indices[i]: its page is kv_indices[kv_indptr[b] + position //
+    page_size]. A token with a negative batch index, or with a position past the pages of its sequence, is not stored.
+    `paged_kv_cache` is one tensor with keys and values along dimension 1, or a pair. `kv_last_page_len` is ignored. An
+    FP8 cache stores the numbers without a scale.
     """
     check.one_of("kv_layout", kv_layout, ("NHD", "HND"))
     if not isinstance(paged_kv_cache, (tuple, list)):

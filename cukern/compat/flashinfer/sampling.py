@@ -1,13 +1,18 @@
 """FlashInfer's `flashinfer.sampling`: the names, orders and defaults of the arguments, and the results.
 
-The signatures are those of flashinfer-python 0.7.2.post1. All functions of that module are covered.
+The signatures match flashinfer-python 0.7.2.post1. All functions of that module are covered.
 
-What differs: the tokens that a seed gives are cukern's. A seed for each row determines its draw at any place of any
-batch; in FlashInfer the place counts too, as it does for one seed in both. A `seed` without `offset` has the offset 0,
-where FlashInfer draws from the generator. All draws are deterministic, so `deterministic` and `is_deterministic`
-change nothing; nor does `enable_pdl`, which speaks of the launch. Ties at a threshold of top-k go to the lower id, so
-exactly k tokens are kept. `check_nan` waits for the device, as in FlashInfer. Without `seed` the numbers come from
-`generator`, or from torch's default one for the device, also in a CUDA graph.
+Differences:
+
+- A seed gives cukern's tokens. With a seed per row, a row's sample depends only on that seed; in FlashInfer it also
+  depends on the row's place in the batch. With a single seed it depends on the place in both libraries.
+- A `seed` without `offset` uses the offset 0. FlashInfer takes the offset from the generator.
+- All samples are deterministic, so `deterministic` and `is_deterministic` are ignored. `enable_pdl` only affects the
+  launch and is ignored too.
+- Ties at a top-k threshold go to the lower id, so exactly k tokens are kept.
+- `check_nan` waits for the device, as in FlashInfer.
+- Without `seed` the random numbers come from `generator`, or from torch's default generator of the device, also in a
+  CUDA graph.
 """
 
 from __future__ import annotations
@@ -39,13 +44,13 @@ __all__ = [
 
 __getattr__ = not_covered("cukern.compat.flashinfer.sampling", "flashinfer.sampling", names=("get_seed_and_offset",))
 
-#: The dtypes that the functions of cukern take; others are converted, as there.
+#: The dtypes that cukern's functions take. Other dtypes are converted, as in FlashInfer.
 _INTEGERS = torch.int32, torch.int64
 _NUMBERS = torch.float32, *_INTEGERS
 
 
 def _randomness(generator: Any, seed: Any, offset: Any) -> dict[str, Any]:
-    """`seed`, `offset` and `generator` of a draw; an offset without a seed is not used, as there."""
+    """Return the keywords for randomness; without a seed the offset is ignored, as in FlashInfer."""
     if seed is None:
         return {"generator": generator}
     if offset is not None and isinstance(seed, torch.Tensor) != isinstance(offset, torch.Tensor):
@@ -63,9 +68,9 @@ def _refuse_nan(check_nan: bool, name: str, values: Any) -> None:
 
 
 def _parameter(name: str, given: Any, values: Any, indices: Any = None) -> Any:
-    """A parameter as cukern takes it: top-k at most the vocabulary, no doubles or halves.
+    """Return a parameter as cukern takes it: top-k at most the vocabulary, no doubles or halves.
 
-    Raises ValueError, with FlashInfer's words, for a tensor that is not [batch].
+    Raises ValueError, with FlashInfer's message, for a tensor that is not [batch].
     """
     vocab, counts = values.shape[-1], name == "top_k"
     if not isinstance(given, torch.Tensor):
@@ -82,14 +87,14 @@ def _parameter(name: str, given: Any, values: Any, indices: Any = None) -> Any:
     if not counts:
         return given if given.dtype in _NUMBERS else given.float()
     given = given if given.dtype in _INTEGERS else given.int()
-    # The kernels clamp; the twins, which can see the numbers, refuse.
+    # The kernels clamp. The NumPy references see the values and refuse them, so clamp for those.
     return given if given.is_cuda else given.clamp(max=vocab)
 
 
 def _drawn(
     function: Any, name: str, values: Any, filters: dict[str, Any], draw: tuple[Any, ...], **options: Any
 ) -> Any:
-    """Draw; `draw` is (indices, generator, check_nan, seed, offset)."""
+    """Draw tokens; `draw` is (indices, generator, check_nan, seed, offset)."""
     indices, generator, check_nan, seed, offset = draw
     _refuse_nan(check_nan, name, values)
     converted = [_parameter(each, given, values, indices) for each, given in filters.items()]
@@ -97,7 +102,7 @@ def _drawn(
 
 
 def softmax(logits: AnyArray, temperature: AnyArray | float | None = None, enable_pdl: bool | None = None) -> AnyArray:
-    """`cukern.softmax`."""
+    """Call `cukern.softmax`."""
     return cukern.softmax(logits, _parameter("temperature", temperature, logits))
 
 
@@ -110,7 +115,7 @@ def sampling_from_logits(
     seed: int | AnyArray | None = None,
     offset: int | AnyArray | None = None,
 ) -> AnyArray:
-    """`cukern.sampling_from_logits`; ids int32, or of the dtype of `indices`."""
+    """Call `cukern.sampling_from_logits`; ids are int32, or of the dtype of `indices`."""
     draw = indices, generator, check_nan, seed, offset
     return _drawn(cukern.sampling_from_logits, "logits", logits, {}, draw)
 
@@ -125,7 +130,7 @@ def sampling_from_probs(
     offset: int | AnyArray | None = None,
     return_valid: bool = False,
 ) -> AnyArray:
-    """`cukern.sampling_from_probs`; with `return_valid` a pair (ids, valid)."""
+    """Call `cukern.sampling_from_probs`; with `return_valid` return a pair (ids, valid)."""
     draw = indices, generator, check_nan, seed, offset
     return _drawn(cukern.sampling_from_probs, "probs", probs, {}, draw, return_valid=return_valid)
 
@@ -141,7 +146,7 @@ def top_p_sampling_from_probs(
     offset: int | AnyArray | None = None,
     return_valid: bool = False,
 ) -> AnyArray:
-    """`cukern.top_p_sampling_from_probs`; with `return_valid` a pair (ids, valid)."""
+    """Call `cukern.top_p_sampling_from_probs`; with `return_valid` return a pair (ids, valid)."""
     draw, filters = (indices, generator, check_nan, seed, offset), {"top_p": top_p}
     return _drawn(cukern.top_p_sampling_from_probs, "probs", probs, filters, draw, return_valid=return_valid)
 
@@ -157,7 +162,7 @@ def top_k_sampling_from_probs(
     offset: int | AnyArray | None = None,
     return_valid: bool = False,
 ) -> AnyArray:
-    """`cukern.top_k_sampling_from_probs`; with `return_valid` a pair (ids, valid)."""
+    """Call `cukern.top_k_sampling_from_probs`; with `return_valid` return a pair (ids, valid)."""
     draw, filters = (indices, generator, check_nan, seed, offset), {"top_k": top_k}
     return _drawn(cukern.top_k_sampling_from_probs, "probs", probs, filters, draw, return_valid=return_valid)
 
@@ -173,7 +178,7 @@ def min_p_sampling_from_probs(
     offset: int | AnyArray | None = None,
     return_valid: bool = False,
 ) -> AnyArray:
-    """`cukern.min_p_sampling_from_probs`; with `return_valid` a pair (ids, valid)."""
+    """Call `cukern.min_p_sampling_from_probs`; with `return_valid` return a pair (ids, valid)."""
     draw, filters = (indices, generator, check_nan, seed, offset), {"min_p": min_p}
     return _drawn(cukern.min_p_sampling_from_probs, "probs", probs, filters, draw, return_valid=return_valid)
 
@@ -190,7 +195,7 @@ def top_k_top_p_sampling_from_logits(
     seed: int | AnyArray | None = None,
     offset: int | AnyArray | None = None,
 ) -> AnyArray:
-    """`cukern.top_k_top_p_sampling_from_logits`."""
+    """Call `cukern.top_k_top_p_sampling_from_logits`."""
     draw, filters = (indices, generator, check_nan, seed, offset), {"top_k": top_k, "top_p": top_p}
     options = {"filter_apply_order": filter_apply_order}
     return _drawn(cukern.top_k_top_p_sampling_from_logits, "logits", logits, filters, draw, **options)
@@ -209,19 +214,19 @@ def top_k_top_p_sampling_from_probs(
     offset: int | AnyArray | None = None,
     return_valid: bool = False,
 ) -> AnyArray:
-    """`cukern.top_k_top_p_sampling_from_probs`; with `return_valid` a pair (ids, valid)."""
+    """Call `cukern.top_k_top_p_sampling_from_probs`; with `return_valid` return a pair (ids, valid)."""
     draw, filters = (indices, generator, check_nan, seed, offset), {"top_k": top_k, "top_p": top_p}
     options = {"filter_apply_order": filter_apply_order, "return_valid": return_valid}
     return _drawn(cukern.top_k_top_p_sampling_from_probs, "probs", probs, filters, draw, **options)
 
 
 def top_p_renorm_probs(probs: AnyArray, top_p: AnyArray | float, is_deterministic: bool = False) -> AnyArray:
-    """`cukern.top_p_renorm_probs`."""
+    """Call `cukern.top_p_renorm_probs`."""
     return cukern.top_p_renorm_probs(probs, _parameter("top_p", top_p, probs))
 
 
 def top_k_renorm_probs(probs: AnyArray, top_k: AnyArray | int, is_deterministic: bool = False) -> AnyArray:
-    """`cukern.top_k_renorm_probs`."""
+    """Call `cukern.top_k_renorm_probs`."""
     return cukern.top_k_renorm_probs(probs, _parameter("top_k", top_k, probs))
 
 
@@ -230,7 +235,7 @@ top_k_renorm_prob = top_k_renorm_probs
 
 
 def top_k_mask_logits(logits: AnyArray, top_k: AnyArray | int) -> AnyArray:
-    """`cukern.top_k_mask_logits`."""
+    """Call `cukern.top_k_mask_logits`."""
     return cukern.top_k_mask_logits(logits, _parameter("top_k", top_k, logits))
 
 
@@ -245,7 +250,7 @@ def chain_speculative_sampling(
     seed: int | AnyArray | None = None,
     offset: int | AnyArray | None = None,
 ) -> tuple[AnyArray, AnyArray, AnyArray]:
-    """`cukern.chain_speculative_sampling`; counts are added to the arrays that are given for them."""
+    """Call `cukern.chain_speculative_sampling`. Counts are added to the count arrays, if given."""
     draws = _randomness(generator, seed, offset)
     drafts = draft_token_ids.int() if isinstance(draft_token_ids, torch.Tensor) else draft_token_ids
     ids, accepted, emitted = cukern.chain_speculative_sampling(draft_probs, drafts, target_probs, **draws)

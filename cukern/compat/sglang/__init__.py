@@ -1,14 +1,18 @@
-"""SGLang's kernels, `sgl_kernel`, as far as cukern has them: the names, orders and defaults, and the results.
+"""SGLang's kernels, `sgl_kernel`, that cukern covers: the names, orders and defaults of the arguments, and the results.
 
-The signatures are those of sglang-kernel 0.4.2.post2. `enable_pdl` speaks of the launch and changes nothing;
-`cumsum_buffer` and `enable_v2` are not needed.
+The signatures match sglang-kernel 0.4.2.post2. `enable_pdl`, which only affects the launch, `cumsum_buffer` and
+`enable_v2` are ignored.
 
-Not covered: packed UE8M0 scales (`scale_ue8m0`) and other ranges than e4m3's and int8's in the quantization by groups;
-the functions of `NOT_COVERED`. They raise NotImplementedError, the functions when they are called.
+Not covered: in the quantization by groups, packed UE8M0 scales (`scale_ue8m0`) and ranges other than e4m3's and int8's;
+the functions of `NOT_COVERED`. They raise NotImplementedError; the functions raise it when called.
 
-What differs: gates score in float32 whatever the dtype; the order of the tokens of an expert is stable; an activation
-that is quantized is not rounded to 16 bits in between, and quotients are those of a division, not products with a
-reciprocal; `top_k_renorm_probs` keeps exactly k, of equal probabilities those of lower ids.
+Differences:
+
+- Gates score in float32 for every dtype.
+- The order of an expert's tokens is stable.
+- A quantized activation is not rounded to 16 bits first, and it is divided by the scale instead of multiplied by the
+  reciprocal.
+- `top_k_renorm_probs` keeps exactly k probabilities. Among equal ones, lower ids come first.
 """
 
 from __future__ import annotations
@@ -97,35 +101,35 @@ __getattr__ = not_covered("cukern.compat.sglang", "sgl_kernel", COVERS, names=NO
 
 
 def silu_and_mul(input: AnyArray, out: AnyArray | None = None) -> AnyArray:
-    """`cukern.silu_and_mul`."""
+    """Call `cukern.silu_and_mul`."""
     return cukern.silu_and_mul(input, out=out)
 
 
 def gelu_tanh_and_mul(input: AnyArray, out: AnyArray | None = None) -> AnyArray:
-    """`cukern.gelu_tanh_and_mul`."""
+    """Call `cukern.gelu_tanh_and_mul`."""
     return cukern.gelu_tanh_and_mul(input, out=out)
 
 
 def gelu_and_mul(input: AnyArray, out: AnyArray | None = None) -> AnyArray:
-    """`cukern.gelu_and_mul`."""
+    """Call `cukern.gelu_and_mul`."""
     return cukern.gelu_and_mul(input, out=out)
 
 
 def gelu_quick(input: AnyArray, out: AnyArray | None = None) -> AnyArray:
-    """`cukern.gelu_quick`, which SGLang has on AMD's GPUs alone."""
+    """Call `cukern.gelu_quick`, which SGLang only has on AMD GPUs."""
     return cukern.gelu_quick(input, out=out)
 
 
 def top_k_renorm_probs(probs: AnyArray, top_k: AnyArray | int) -> AnyArray:
-    """`cukern.top_k_renorm_probs`: exactly k are kept, of equals those of lower ids, where SGLang keeps all equals.
+    """Call `cukern.top_k_renorm_probs`, which keeps exactly k and lower ids first. SGLang keeps all equal ones.
 
-    A number above the vocabulary keeps all.
+    A `top_k` above the vocabulary keeps all.
     """
     return sampling.top_k_renorm_probs(probs, top_k)
 
 
 def top_p_renorm_probs(probs: AnyArray, top_p: AnyArray | float) -> AnyArray:
-    """`cukern.top_p_renorm_probs`."""
+    """Call `cukern.top_p_renorm_probs`."""
     return sampling.top_p_renorm_probs(probs, top_p)
 
 
@@ -144,7 +148,7 @@ def topk_softmax(
     moe_softcapping: float = 0.0,
     correction_bias: AnyArray | None = None,
 ) -> None:
-    """`cukern.topk_softmax` into `topk_weights` and `topk_ids`."""
+    """Call `cukern.topk_softmax` into `topk_weights` and `topk_ids`."""
     cukern.topk_softmax(topk_weights, topk_ids, gating_output, renormalize, moe_softcapping, correction_bias)
 
 
@@ -155,7 +159,7 @@ def topk_sigmoid(
     renormalize: bool = False,
     correction_bias: AnyArray | None = None,
 ) -> None:
-    """`cukern.topk_sigmoid` into `topk_weights` and `topk_ids`."""
+    """Call `cukern.topk_sigmoid` into `topk_weights` and `topk_ids`."""
     cukern.topk_sigmoid(topk_weights, topk_ids, gating_output, renormalize, correction_bias)
 
 
@@ -169,9 +173,9 @@ def moe_fused_gate(
     routed_scaling_factor: float = 0,
     apply_routed_scaling_factor_on_output: bool = False,
 ) -> tuple[AnyArray, AnyArray]:
-    """`cukern.moe_fused_gate`: weights float32 and ids int32 [tokens, topk]."""
+    """Call `cukern.moe_fused_gate`. Returns weights float32 and ids int32, [tokens, topk]."""
     sizes = num_expert_group, topk_group, topk, num_fused_shared_experts
-    # The factor of 0, which is the default, is of no use: then it is not read.
+    # The default factor of 0 is a placeholder. Pass 1 if the factor has no effect.
     factor = routed_scaling_factor if num_fused_shared_experts or apply_routed_scaling_factor_on_output else 1.0
     return cukern.moe_fused_gate(input_tensor, bias, *sizes, factor, apply_routed_scaling_factor_on_output)
 
@@ -184,7 +188,7 @@ def kimi_k2_moe_fused_gate(
     routed_scaling_factor: float = 1.0,
     apply_routed_scaling_factor_on_output: bool = False,
 ) -> tuple[AnyArray, AnyArray]:
-    """`cukern.biased_grouped_topk` of one group and any number of experts."""
+    """Call `cukern.biased_grouped_topk` with one group and any number of experts."""
     scaling: dict[str, Any] = {
         "routed_scaling_factor": routed_scaling_factor,
         "apply_routed_scaling_factor_on_output": apply_routed_scaling_factor_on_output,
@@ -202,11 +206,11 @@ def moe_align_block_size(
     cumsum_buffer: AnyArray,
     pad_sorted_token_ids: bool = False,
 ) -> None:
-    """`cukern.moe_align_block_size` into the three arrays; `num_experts` is one more than there are, as in SGLang.
+    """Call `cukern.moe_align_block_size` into the three arrays; `num_experts` is the number of experts plus 1.
 
-    The one more is -1, the id of a token that was filtered out, which has blocks of its own, with -1 in `experts_ids`:
-    two small launches of torch make it the first expert. What lies past the last block is filled in any case, with
-    topk_ids.numel() and -1.
+    As in SGLang, the additional expert has the id -1, the id of a token that was filtered out. It has its own blocks,
+    with -1 in `experts_ids`. Two small torch launches make it the first expert. The elements past the last block are
+    always filled, with topk_ids.numel() and -1.
     """
     ids: Any = topk_ids + 1
     numbers = torch.arange(-1, num_experts - 1, dtype=torch.int32, device=ids.device)
@@ -215,12 +219,12 @@ def moe_align_block_size(
 
 
 def moe_sum(input_tensor: AnyArray, output_tensor: AnyArray) -> None:
-    """`cukern.moe_sum` into `output_tensor`."""
+    """Call `cukern.moe_sum` into `output_tensor`."""
     cukern.moe_sum(input_tensor, output_tensor)
 
 
 def moe_sum_reduce(input_tensor: AnyArray, output_tensor: AnyArray, routed_scaling_factor: float = 0) -> None:
-    """The sum of the slots of each token times a factor, rounded once: `cukern.moe_unpermute` of rows in order."""
+    """Sum the slots of each token, times a factor and rounded once, with `cukern.moe_unpermute` of rows in order."""
     tokens, topk, hidden = input_tensor.shape
     weights = torch.full((tokens, topk), routed_scaling_factor, dtype=torch.float32, device=input_tensor.device)
     cukern.moe_unpermute(output_tensor, input_tensor.reshape(tokens * topk, hidden), weights, None)
@@ -228,7 +232,7 @@ def moe_sum_reduce(input_tensor: AnyArray, output_tensor: AnyArray, routed_scali
 
 # --- quantization -------------------------------------------------------------------------------------
 
-#: The range that a dtype is quantized to, by the bounds that SGLang's callers give.
+#: The quantized range of a dtype, with the bounds that SGLang's callers pass.
 _RANGES = {torch.float8_e4m3fn: (-448.0, 448.0), torch.int8: (-128.0, 127.0)}
 
 
@@ -245,11 +249,11 @@ def sgl_per_token_group_quant_8bit(
     masked_m: AnyArray | None = None,
     enable_v2: bool | None = None,
 ) -> None:
-    """`cukern.per_token_group_quant_fp8` or `_int8` into `output_q` and `output_s`, by the dtype of `output_q`.
+    """Call `cukern.per_token_group_quant_fp8` or `_int8` into `output_q` and `output_s`, by the dtype of `output_q`.
 
-    int8 is rounded towards zero. With `fuse_silu_and_mul` `cukern.silu_and_mul_quant`, to FP8 and with an `eps` of
-    1e-10. Scales that are not row by row in memory are copied. Refused: `scale_ue8m0`, and another range than that of
-    the dtype.
+    int8 is rounded toward zero. `fuse_silu_and_mul` calls `cukern.silu_and_mul_quant`, and needs FP8 and an `eps` of
+    1e-10. Scales that are not row-major in memory are copied. Refuses `scale_ue8m0`, and a range that is not the
+    dtype's.
     """
     function = "sgl_per_token_group_quant_8bit"
     if scale_ue8m0:
@@ -281,7 +285,7 @@ sgl_per_token_group_quant_int8 = sgl_per_token_group_quant_8bit
 
 
 def sgl_per_token_quant_fp8(input: AnyArray, output_q: AnyArray, output_s: AnyArray) -> None:
-    """`cukern.per_token_group_quant_fp8` with a row for a group, into `output_q` and `output_s` [tokens, 1]."""
+    """Call `cukern.per_token_group_quant_fp8` with a row as a group, into `output_q` and `output_s` [tokens, 1]."""
     scales = output_s.view(*input.shape[:-1], 1)
     cukern.per_token_group_quant_fp8(input, input.shape[-1], out_q=output_q, out_s=scales)
 
@@ -297,7 +301,7 @@ def merge_state_v2(
     v_merged: AnyArray | None = None,
     s_merged: AnyArray | None = None,
 ) -> tuple[AnyArray, AnyArray]:
-    """`cukern.merge_attention_states` of [tokens, heads, head_dim] and lse [tokens, heads]: the pair of both merged."""
+    """Call `cukern.merge_attention_states` on [tokens, heads, head_dim] and lse [tokens, heads]; return both merged."""
     out = torch.empty_like(v_a) if v_merged is None else v_merged
     lse = torch.empty_like(s_a, dtype=torch.float32) if s_merged is None else s_merged
     return cukern.merge_attention_states(v_a, s_a.float(), v_b, s_b.float(), out=(out, lse))

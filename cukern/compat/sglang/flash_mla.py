@@ -1,8 +1,8 @@
 """SGLang's `sgl_kernel.flash_mla`: the names, orders and defaults of the arguments, and the results.
 
-The signatures are those of sglang-kernel 0.4.2.post2. Plans are cukern's: take both functions from here. Not covered:
-queries of 8 bits with `descale_q` and `descale_k`, a plan for a dense FP8 cache, and `flash_mla_sparse_fwd`; they raise
-NotImplementedError.
+The signatures match sglang-kernel 0.4.2.post2. Plans are cukern's, so take both functions from this module. Not
+covered: 8-bit queries with `descale_q` and `descale_k`, a plan for a dense FP8 cache, and `flash_mla_sparse_fwd`. They
+raise NotImplementedError.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def get_mla_metadata(
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
 ) -> tuple[AnyArray, AnyArray]:
-    """`cukern.get_mla_metadata`. Refused: `is_fp8_kvcache` without `topk`, which is SGLang's cache of 576 bytes."""
+    """Call `cukern.get_mla_metadata`. Refuses `is_fp8_kvcache` without `topk`, which is SGLang's 576-byte cache."""
     if is_fp8_kvcache and topk is None:
         refuse("get_mla_metadata", "is_fp8_kvcache", "False without topk", True)
     return cukern.get_mla_metadata(
@@ -48,7 +48,7 @@ def flash_mla_with_kvcache(
     is_fp8_kvcache: bool = False,
     indices: AnyArray | None = None,
 ) -> tuple[AnyArray, AnyArray]:
-    """`cukern.flash_mla_with_kvcache` over a plan of `get_mla_metadata`. Refused: `descale_q`, `descale_k`."""
+    """Call `cukern.flash_mla_with_kvcache` with a plan of `get_mla_metadata`. Refuses `descale_q` and `descale_k`."""
     unless_default("flash_mla_with_kvcache", None, descale_q=descale_q, descale_k=descale_k)
     return cukern.flash_mla_with_kvcache(
         q,
