@@ -1,17 +1,19 @@
-// Apply a soft cap to logits, which keeps them between -cap and cap.
+// Apply a soft cap to logits: limit them smoothly to the range from -cap to cap.
 //
 //   out[r, c] = cap * tanh(logits[r, c] / cap)                                            in float32
 //
-// For 16-bit types tanh(y) = (1 - e) / (1 + e) with e = exp(-2 |y|), and the sign of y; float32 uses CUDA's tanhf. Near
-// 0 the subtraction 1 - e loses most digits, and y may be too small for float32. The series x - x y^2 / 3 with y = x /
-// cap is used there. At |y| = 1 / 16 both forms have a relative error of at most 2^-18.
+// Let y = x / cap for a logit x. float32 uses CUDA's tanhf. 16-bit types compute |tanh(y)| = (1 - e) / (1 + e) with e =
+// exp(-2 |y|), and then set the sign. For y near 0 the subtraction 1 - e loses most digits, and y itself may underflow.
+// There the result is the series x - x y^2 / 3. For 16-bit types the switch is at |y| = 1 / 16, where both forms have a
+// relative error of at most 2^-18.
 //
 // BYTES: width of a load; a unit is BYTES bytes. ITEMS: units per thread.
 //
-// Grid: x: tiles of rows; y: parts of long rows. A row of a tile has row_threads = tile_columns / ITEMS neighbouring
-// threads. A thread has ITEMS units of the row, row_threads apart, and loads all of them before it computes the first.
+// Grid: x: tiles of rows; y: parts of long rows. In a tile, `row_threads` = tile_columns / ITEMS neighbouring threads
+// process a row. A thread has ITEMS units of the row, which are row_threads units apart. It loads all of them before it
+// computes the first.
 //
-// Speed of light: memory bandwidth. Per result one element is read and one written, with some fifteen flops.
+// Speed of light: memory bandwidth. Each result takes one element to read, one to write and about fifteen flops.
 #include "common/numeric.cuh"
 #include "common/overlap.cuh"
 #include "common/units.cuh"
@@ -21,7 +23,7 @@ struct Params {
     char* out;               // [rows, vocab], may be `logits`
     long long logits_stride; // bytes between rows
     long long out_stride;    // bytes between rows
-    float cap, reciprocal;   // reciprocal = 1 / cap: a division takes more instructions than the rest of the kernel
+    float cap, reciprocal;   // reciprocal = 1 / cap; a division would take more instructions than the rest
     int rows;
     int columns;      // units per row
     int tile_rows;    // tile_rows * row_threads <= blockDim.x
@@ -39,7 +41,7 @@ template <typename T> __device__ __forceinline__ float softcapped(float x, float
         const float e = fast_exp2(-2.885390082f * fabsf(y)); // 2 / ln(2)
         tanh = copysignf((1.f - e) * fast_reciprocal(1.f + e), y);
     }
-    // A comparison with NaN is false, so NaN takes the tanh and stays NaN.
+    // If y is NaN, the comparison is false, so the result is cap * NaN = NaN.
     return fabsf(y) < SMALL ? series : cap * tanh;
 }
 

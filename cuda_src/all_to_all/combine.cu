@@ -1,38 +1,42 @@
-// Send the experts' rows back over NVLink to the ranks of their tokens, and sum them there.
+// Send the experts' output rows over NVLink back to the ranks that own the tokens, and sum them there.
 //
 //   partial[d, t] = sum over the slots s of token t on rank d, in order, of weights[s] * src[inverse[s]]
 //   out[t]        = sum over the ranks d that have an expert of token t, in order, of partial[d, t]
 //
-// Sums are in float32. `partial` is sent rounded to T, so the bits of the result do not depend on the order of arrival.
-// MODE: `partial` is given (SUMMED) or computed here (BY_SLOT), or each slot's row is sent separately (APART). With
-// APART, out[t] sums weights[s] * src[inverse[s]] over all slots, in order: the same bits for any number of ranks.
+// A slot is one (token, expert) pair: a token has `topk` slots. Sums are in float32, and `partial` is rounded to T
+// before it is sent. The sums have a fixed order, so the bits of the result do not depend on the order in which the
+// data arrives. MODE says who computes `partial`. SUMMED: the caller. BY_SLOT: this kernel. APART: nobody; each slot's
+// row is sent separately, and `out[t]` is the sum of `weights[s] * src[inverse[s]]` over all slots of the token, in
+// order. The result of APART has the same bits for any number of ranks.
 //
-// Grid: blocks of 256 threads, all resident. A block handles one chunk of a token's row at a time. The first `senders`
-// blocks handle the tokens of other ranks: they store each chunk into the window of the source, and then a flag. Sums
-// for a source with few tokens travel as lines, without flags. The other blocks handle this rank's own tokens: they
-// compute this rank's contribution, wait for the contributions of the other ranks, and add them.
+// Grid: blocks of 256 threads, all resident. A block handles one chunk (a part of a token's row) at a time. The source
+// of a token is the rank that owns it. The first `senders` blocks handle the tokens of other ranks: they store each
+// chunk into the source's window, and then set a flag there. For a source with few tokens they send lines instead,
+// which need no flags (all_to_all/lines.cuh). The other blocks handle this rank's own tokens: they compute this rank's
+// contribution, wait for the contributions of the other ranks, and add them.
 //
-// Speed of light: with many tokens, one row per token and other rank over the peers' bandwidth. With few tokens, the
-// latency of a store to a peer. On two H200s, with rows of 7168 bfloat16, 4096 tokens per rank take 186 us if `partial`
-// is given, 86% of the bandwidth of plain stores to the peer, and 253 us if it is computed here. 128 tokens take 11.1
-// and 12.9 us; 8 tokens take 4.5 and 5.6 us.
+// Speed of light: with many tokens, the bandwidth to the peers; each token's row crosses NVLink once per other rank
+// that contributes to it. With few tokens, the latency of a store to a peer. On two H200s, with rows of 7168 bfloat16,
+// 4096 tokens per rank take 186 us with SUMMED, which is 86% of the bandwidth of plain stores to the peer, and 253 us
+// with BY_SLOT. 128 tokens take 11.1 us (SUMMED) and 12.9 us (BY_SLOT); 8 tokens take 4.5 us and 5.6 us.
 #include "all_to_all/contribution.cuh"
 #include "all_to_all/writer.cuh"
 
-// Return the index of a token's row in its source's window. `part` is the slot if APART, else the contributing rank.
+// Return the index of a received row in the window of the token's source. `part` is the slot if APART, else the rank
+// that sends the row.
 template <int MODE> __device__ __forceinline__ long long row_of(const Params& p, int token, int part) {
     return MODE == APART ? (long long)token * p.topk + part : (long long)part * p.max_tokens + token;
 }
 
-// Return the flags of a chunk of a row in a rank's window.
+// Return the flags that belong to a chunk of a row, in the window of `rank`.
 template <int UNITS>
 __device__ __forceinline__ Flags<UNITS> flags_of(const Params& p, int rank, long long row, int chunk) {
     return {reinterpret_cast<unsigned*>(p.ranks.windows[rank] + p.flags_at) + row * p.flags +
             chunk * (UNITS / FLAG_UNITS)};
 }
 
-// Return the address of a lane's line i in the window of the source, for a chunk of a rank's contribution to a token.
-// Null past the end of the row.
+// Return the address of a lane's i-th line in the source's window, for a chunk of the contribution of `rank` to
+// `token`. Return null past the end of the row.
 template <int UNITS>
 __device__ __forceinline__ char* line_at(const Params& p, int source, int token, int rank, int chunk, int i) {
     const int line = chunk * (UNITS * LINES_AT_ONCE) + line_of(i);
@@ -40,7 +44,7 @@ __device__ __forceinline__ char* line_at(const Params& p, int source, int token,
     return line < p.lines ? p.ranks.windows[source] + p.lines_at + (row * p.lines + line) * LINE_BYTES : nullptr;
 }
 
-// A chunk to send, for a token of another rank. With APART, for one slot of the token.
+// A job: one chunk to send to the source of a token. With APART, the chunk belongs to one slot of the token.
 struct Job {
     unsigned number;
     int source, token, part, chunk;
@@ -50,15 +54,15 @@ struct Job {
         return (long long)source * p.max_tokens + token;
     }
 
-    // Return the mask of the slots whose rows this rank contributes.
+    // Return a mask of the slots whose rows this job sends.
     template <int MODE> __device__ __forceinline__ unsigned which(const Params& p) const {
         const unsigned here = slots.here(p);
         return MODE == APART ? here & 1u << part : here;
     }
 };
 
-// Return job `number`. The first blocks share the jobs. Neighbouring jobs have different sources and each rank begins
-// with a different source, so that the ranks do not all send to the same rank at once.
+// Return job `number`; a job is one chunk to send. Consecutive jobs have different sources, and each rank begins with a
+// different source, so that the ranks do not all send to the same rank at the same time.
 template <int MODE> __device__ __forceinline__ Job job_of(const Params& p, unsigned number) {
     const unsigned others = p.ranks.ranks - 1;
     Job job = {number};
@@ -67,12 +71,13 @@ template <int MODE> __device__ __forceinline__ Job job_of(const Params& p, unsig
     if (MODE == APART) job.part = number % p.topk, number /= p.topk;
     job.source = (p.ranks.rank + 1 + number % others) % p.ranks.ranks;
     job.token = number / others;
-    // Tokens past the source's last token also have memory, so these loads need not wait for its token count.
+    // The arrays have space for max_tokens tokens of each source, so these loads are valid before the source's number
+    // of tokens is known.
     if (job.token < p.max_tokens) job.slots = Slots::load<MODE>(p, job.place(p));
     return job;
 }
 
-// Send this block's chunks of the rows for tokens of other ranks.
+// Send this block's share of the chunks for tokens of other ranks.
 template <typename T, int MODE, int UNITS>
 __device__ __forceinline__ void send(const Params& p, unsigned long long step) {
     __shared__ alignas(128) uint4 staged[STAGES][CHUNK<UNITS>];
@@ -93,7 +98,8 @@ __device__ __forceinline__ void send(const Params& p, unsigned long long step) {
         const int first = job.chunk * CHUNK<UNITS>;
         uint4 value[UNITS];
         contribution<T, MODE>(value, p, job.slots, which, job.place(p), first);
-        // After a failure, which is reported to the other ranks, no row may look complete.
+        // If a row is missing, stop before the flags are set, so that no receiver takes an incomplete row for a
+        // complete one. `have_rows` has reported the failure to all ranks.
         if (MODE != SUMMED && __syncthreads_or(!job.slots.have_rows<MODE>(p, which, step))) break;
         if (MODE != APART && tokens[job.source] <= p.line_tokens) {
 #pragma unroll
@@ -110,22 +116,23 @@ __device__ __forceinline__ void send(const Params& p, unsigned long long step) {
     writer.finish();
 }
 
-// The parts to sum for a token of this rank, as masks: slots if APART, else the ranks that have its experts.
+// The parts (summands) of a token of this rank. Bit i of a mask stands for slot i if APART, else for the contribution
+// of rank i.
 struct Parts {
-    unsigned all, own; // own: the parts of this rank
+    unsigned all, own; // all: all parts; own: the parts that this rank computes
     int rank;          // in lane i, the rank of part i
-    float weight;      // in lane i, the weight of part i
+    float weight;      // in lane i, the weight of slot i if APART, else 1
 };
 
-// A chunk to receive, for a token of this rank.
+// A piece: one chunk of the output, for a token of this rank.
 struct Piece {
     unsigned number;
     int token, chunk;
-    int id = -1;        // in lane k, of slot k
-    float weight = 1.f; // of the slot; APART only
-    Slots slots;        // the slots that this rank contributes
+    int id = -1;        // in lane k, the expert of slot k
+    float weight = 1.f; // in lane k, the weight of slot k; APART only
+    Slots slots;        // the row and weight of each slot, if its expert is on this rank
 
-    // Load piece `number`. The first use of the piece waits for the loads.
+    // Start to load piece `number`, one chunk of the output. The first use of the loaded values waits for them.
     template <int MODE, typename ID> static __device__ __forceinline__ Piece load(const Params& p, unsigned number) {
         Piece piece = {number, int(number / p.chunks), int(number % p.chunks)};
         if (piece.token >= p.tokens) return piece;
@@ -151,7 +158,8 @@ struct Piece {
     }
 };
 
-// Wait for the flags of a chunk of a token's rows. Return whether all arrived. The same in all lanes.
+// Wait until the flags of a chunk are set for all rows that other ranks send for a token. Return whether all arrived;
+// the result is the same in all lanes.
 template <int MODE, int UNITS>
 __device__ __forceinline__ bool wait_for_chunk(const Params& p, const Parts& parts, int token, int chunk,
                                                unsigned long long step) {
@@ -164,7 +172,8 @@ __device__ __forceinline__ bool wait_for_chunk(const Params& p, const Parts& par
     return __all_sync(FULL_WARP, there);
 }
 
-// Receive a thread's units of a chunk sent as lines. Return whether they arrived; the same in all lanes.
+// Receive a thread's units of a chunk that was sent as lines. Return whether they arrived; the result is the same in
+// all lanes.
 template <int UNITS>
 __device__ __forceinline__ bool receive_lines(uint4 (&value)[UNITS], const Params& p, int token, int rank, int chunk,
                                               unsigned long long step) {
@@ -178,7 +187,8 @@ __device__ __forceinline__ bool receive_lines(uint4 (&value)[UNITS], const Param
     });
 }
 
-// Compute this rank's part of a token's chunk, wait for the other parts, and add all parts in order.
+// Compute one chunk of a token's output: compute this rank's contribution, wait for the contributions of the other
+// ranks, and add all of them in order.
 template <typename T, int MODE, int UNITS>
 __device__ __forceinline__ void receive(const Params& p, const Piece& piece, unsigned long long step) {
     const uint4* const partial = reinterpret_cast<const uint4*>(p.ranks.windows[p.ranks.rank] + p.partial_at);
@@ -229,7 +239,7 @@ __global__ void __launch_bounds__(THREADS, MODE == BY_SLOT || UNITS > FLAG_UNITS
     if (threadIdx.x == 0) {
         failed = now(progress.failed);
         if (now(progress.buffer) != p.buffer) {
-            // The last dispatch does not belong to this combine.
+            // The last dispatch used a different buffer, so it does not belong to this combine.
             fail(p.ranks, OTHER_CALL, p.ranks.rank, COMBINE, step);
             failed = true;
         }
@@ -243,7 +253,7 @@ __global__ void __launch_bounds__(THREADS, MODE == BY_SLOT || UNITS > FLAG_UNITS
         Piece next = Piece::load<MODE, ID>(p, blockIdx.x - senders);
         while (next.number < pieces) {
             const Piece piece = next;
-            // Load the next piece while this piece is waited for.
+            // Load the next piece before waiting for the data of this piece.
             next = Piece::load<MODE, ID>(p, piece.number + receivers);
             receive<T, MODE, UNITS>(p, piece, step);
         }

@@ -1,19 +1,22 @@
-// Compute a rank's contribution to a token: the rows of its experts, separately or summed.
+// Compute a rank's contribution to a token: the output rows of the rank's experts for this token, either each row
+// separately or their weighted sum.
 #pragma once
 #include "all_to_all/lines.cuh"
 #include "common/numeric.cuh"
 
 constexpr int THREADS = 256;
-// A block processes one chunk of a row at a time: UNITS lines per eight lanes, in 16-byte units. Smaller chunks have
-// less latency; larger chunks have less overhead.
+// A block processes one chunk of a row at a time. A unit is 16 bytes. Each eight lanes process UNITS lines of a chunk,
+// and a line has 7 units (all_to_all/lines.cuh). Smaller chunks have less latency; larger chunks have less overhead.
 constexpr int LINES_AT_ONCE = THREADS / LANES_OF_LINE, UNITS_AT_ONCE = LINES_AT_ONCE * UNITS_OF_LINE;
 template <int UNITS> constexpr int CHUNK = UNITS * UNITS_AT_ONCE;
-// Units per thread that one flag covers. Independent of the chunk sizes of the sending and the receiving rank.
+// Units per thread that one flag covers. This is a constant, because the sending and the receiving rank may use
+// different chunk sizes.
 constexpr int FLAG_UNITS = 2;
-// SUMMED: src holds the sums at their tokens' rows. BY_SLOT: src holds rows per expert, `inverse` locates them, and
-// they are summed here. APART: like BY_SLOT, but each row is sent separately.
+// SUMMED: src holds one row per token, summed by the caller. BY_SLOT: src holds one row per slot, a (token, expert)
+// pair; `inverse` gives the row of a slot, and this rank sums the rows of a token. APART: like BY_SLOT, but each row is
+// sent separately.
 constexpr int SUMMED = 0, BY_SLOT = 1, APART = 2;
-// Resident blocks per multiprocessor that the registers allow; RESIDENT_LARGE for sums of rows or large chunks.
+// Resident blocks per multiprocessor that the registers allow. RESIDENT_LARGE applies to BY_SLOT and to large chunks.
 constexpr int RESIDENT = 3, RESIDENT_LARGE = 2;
 
 struct Params {
@@ -23,14 +26,14 @@ struct Params {
     const void* topk_ids; // [tokens, topk]  ID, of this rank's own tokens
     const float* weights; // [tokens, topk], of this rank's own tokens
     void* out;            // [tokens, 8 * units]  T
-    long long ids_at;     // offsets in a window, for the last dispatch's buffer: [ranks, max_tokens, topk]
+    long long ids_at;     // offsets in a window, for the last dispatch's buffer; here: [ranks, max_tokens, topk]
     long long weights_at; // [ranks, max_tokens, topk]
     long long partial_at; // [ranks, max_tokens, 8 * units]; APART: [max_tokens, topk, 8 * units]
     long long flags_at;   // [ranks, max_tokens, flags], unsigned; APART: [max_tokens, topk, flags]
     long long lines_at;   // [ranks, line_tokens, lines]
     int weighted;         // 0: all weights are 1
     int rows, tokens, units, chunks, flags, lines, topk, max_tokens, senders, buffer;
-    int line_tokens; // the sums of a source with up to this many tokens travel as lines
+    int line_tokens; // a source with at most this many tokens receives lines, not flags
 };
 
 // Eight 16-bit numbers.
@@ -45,7 +48,7 @@ template <typename T> __device__ __forceinline__ void add(float (&sum)[8], const
     Eight<T> eight;
     eight.unit = unit;
 #pragma unroll
-    // Not fused, as in unpermute_rows, so that every kernel computes the same sum.
+    // No fused multiply-add: unpermute_rows also rounds the product and the sum separately, so both give the same bits.
     for (int i = 0; i < 8; ++i) sum[i] = __fadd_rn(sum[i], __fmul_rn(weight, to_float(eight.number[i])));
 }
 
@@ -56,12 +59,13 @@ template <typename T> __device__ __forceinline__ uint4 rounded(const float (&sum
     return eight.unit;
 }
 
-// The slots of a token that this rank received. Lane k holds slot k.
+// The slots of a token that this rank received. A slot is a (token, expert) pair; lane k holds slot k.
 struct Slots {
     int id = -1, row = -1; // row: index of the row in src
     float weight = 1.f;
 
-    // Load the slots of token `place` = (source, token). The first use, in `here` or `has_row`, waits for the loads.
+    // Start to load the slots of a token; `place` is source * max_tokens + token. The first use of the slots, in `here`
+    // or `has_row`, waits for the loads.
     template <int MODE> static __device__ __forceinline__ Slots load(const Params& p, long long place) {
         const char* const window = p.ranks.windows[p.ranks.rank];
         const int lane = threadIdx.x % 32;
@@ -83,7 +87,8 @@ struct Slots {
     // Return whether this lane's slot has a row.
     __device__ __forceinline__ bool has_row(const Params& p) const { return unsigned(row) < unsigned(p.rows); }
 
-    // Return whether every slot of `here` has a row. If not, an expert had no room for it, and this rank gives up.
+    // Return whether every slot of the mask `here` has a row in src. A slot has none if its expert was over capacity.
+    // In that case, record the failure on all ranks.
     template <int MODE>
     __device__ __forceinline__ bool have_rows(const Params& p, unsigned here, unsigned long long step) const {
         if (MODE == SUMMED) return true;
@@ -93,12 +98,13 @@ struct Slots {
     }
 };
 
-// The index of a lane's line and of its unit in a chunk, and whether it has a unit: the last lane of a line has none.
+// Return the index, within a chunk, of a thread's i-th line (line_of) and i-th unit (unit_of). has_unit: the last of
+// the eight lanes of a line has no unit, because it stores the epoch.
 __device__ __forceinline__ int line_of(int i) { return i * LINES_AT_ONCE + threadIdx.x / LANES_OF_LINE; }
 __device__ __forceinline__ int unit_of(int i) { return line_of(i) * UNITS_OF_LINE + threadIdx.x % LANES_OF_LINE; }
 __device__ __forceinline__ bool has_unit() { return threadIdx.x % LANES_OF_LINE < UNITS_OF_LINE; }
 
-// Load a thread's units of the chunk of a row that begins at unit `first`.
+// Load a thread's units of a chunk. The chunk begins at unit `first` of the row.
 template <int UNITS>
 __device__ __forceinline__ void load_chunk(uint4 (&value)[UNITS], const uint4* row, int first, int units) {
 #pragma unroll
@@ -108,11 +114,13 @@ __device__ __forceinline__ void load_chunk(uint4 (&value)[UNITS], const uint4* r
     }
 }
 
-// Compute a thread's units of this rank's contribution from the slots `which`. All lanes of a warp must call it.
+// Compute a thread's units of this rank's contribution to a token. `which` is a mask of the slots to sum. All lanes of
+// a warp must call it.
 template <typename T, int MODE, int UNITS>
 __device__ __forceinline__ void contribution(uint4 (&value)[UNITS], const Params& p, const Slots& slots, unsigned which,
                                              long long place, int first) {
-    // Slots loaded together. On architectures other than Hopper the compiler uses more registers.
+    // Number of rows that are loaded before they are added. It is smaller on architectures other than Hopper, where the
+    // compiler uses more registers.
     constexpr int AT_ONCE = (__CUDA_ARCH__ == 900 ? 8 : 4) / UNITS;
     const uint4* const src = static_cast<const uint4*>(p.src);
     if constexpr (MODE == SUMMED) {

@@ -1,20 +1,22 @@
-// Send each token over NVLink to every rank that has one of its experts, once per rank.
+// Send each token's row over NVLink to every rank that has at least one of the token's experts, once per rank.
 //
 //   rows[s, t]    = hidden[t] of source s, unchanged or in FP8 (a scale per 128), if one of its experts is here
 //   ids[s, t]     = topk_ids[t] of source s; -1 for t >= its tokens
 //   weights[s, t] = topk_weights[t] of source s; 0 for t >= its tokens
 //
-// Nothing is counted first, because source and token determine a row's index. Rows of tokens for other ranks are
-// undefined, and their ids name no expert of this rank. Each rank has its own number of tokens, at most max_tokens.
+// (source, token) is the index of a received row, so the ranks need not exchange counts first. If a token has no expert
+// on this rank, its received row is undefined, but its ids show that. Each rank may have a different number of tokens,
+// at most max_tokens.
 //
-// Grid: blocks of 256 threads. A block handles every gridDim.x-th token: it stores the row in units of 16 bytes into
-// the windows of the token's ranks, then signals all ranks. Then each block waits for all sources and copies its part
-// of the ids and weights. PHASES: SEND, RECEIVE, or both; a launch that only sends precedes one that only receives.
+// Grid: blocks of 256 threads. A block handles every gridDim.x-th token: it stores the token's row, in units of 16
+// bytes, into the windows of the ranks that have its experts. After its last token the block signals all ranks. Then
+// each block waits for all sources and copies its share of the ids and weights out of the window. PHASES: one launch
+// does SEND and RECEIVE, or one launch does SEND and the next launch does RECEIVE.
 //
-// Speed of light: with many tokens, the bytes of each row once per rank over the peers' bandwidth. With few tokens, the
-// latency of a store to a peer, of the release after it, and of the addition that signals it. On two H200s, with rows
-// of 7168 numbers in FP8, 4096 tokens per rank take 97 us, 86% of the bandwidth of plain stores to the peer. 128 tokens
-// take 8.1 us and 8 tokens take 5.1 us; a minimal exchange of 16 bytes and a flag takes 2.9 us.
+// Speed of light: with many tokens, the bandwidth to the peers; each row crosses NVLink once per destination rank. With
+// few tokens, the latency of a store to a peer, a release and the atomic addition of the signal. On two H200s, with
+// rows of 7168 numbers in FP8, 4096 tokens per rank take 97 us, which is 86% of the bandwidth of plain stores to the
+// peer. 128 tokens take 8.1 us and 8 tokens take 5.1 us; a minimal exchange of 16 bytes and a flag takes 2.9 us.
 #include "all_to_all/window.cuh"
 #include "common/quantize.cuh"
 
@@ -29,19 +31,19 @@ struct Params {
     const float* weights; // [tokens, topk]
     int* ids_out;         // [ranks, max_tokens, topk]
     float* weights_out;   // [ranks, max_tokens, topk]
-    int* expert_load;     // [experts]: incremented by the slots received for this rank's experts; may be null
-    long long rows_at;    // offsets in a window, for this call's buffer
+    int* expert_load;     // [experts]: adds the number of slots received per expert of this rank; may be null
+    long long rows_at;    // these are byte offsets in a window, for this call's buffer
     long long scales_at;
     long long ids_at;
     long long weights_at;
     int tokens, width, scale_columns, topk, max_tokens, buffer;
 };
 
-// A thread's share of a row: UNITS units of 16 bytes in the format that is sent.
+// The part of a row that a thread sends: UNITS units of 16 bytes each, in the format that is sent (FP8 if QUANTIZE).
 template <typename T, bool QUANTIZE> struct Share {
-    // On architectures other than Hopper the compiler uses more registers.
+    // UNITS is smaller on architectures other than Hopper, where the compiler uses more registers.
     static constexpr int UNITS = !QUANTIZE ? 4 : __CUDA_ARCH__ == 900 ? 2 : 1, LOADS = QUANTIZE ? 2 : 1;
-    static constexpr int EACH = 16; // per unit: numbers if quantized, else bytes
+    static constexpr int EACH = 16; // elements per unit: numbers if QUANTIZE, else bytes
     uint4 loaded[UNITS][LOADS];
 
     __device__ __forceinline__ void load(const Params& p, int token, int first) {
@@ -82,7 +84,7 @@ template <typename T, bool QUANTIZE> struct Share {
     }
 };
 
-// Return a mask of the ranks that have an expert of the token. The same in all lanes.
+// Return a mask of the ranks that have an expert of the token. The result is the same in all lanes.
 template <typename ID> __device__ __forceinline__ unsigned ranks_of(const Params& p, int token) {
     unsigned mask = 0;
     for (int k = threadIdx.x % 32; k < p.topk; k += 32) {
@@ -148,7 +150,8 @@ __device__ __forceinline__ void send_token(const Params& p, int token) {
     if (!QUANTIZE && p.scales) send_scales(p, token, place, mask);
 }
 
-// If the last dispatch used this buffer, its rows may be in use: wait until all ranks have entered this dispatch.
+// Wait until this call may write to the buffer. If the last dispatch used the same buffer, a rank may still be reading
+// the rows of that dispatch; so wait until every rank has entered this dispatch.
 __device__ __forceinline__ bool buffer_is_free(const Params& p, unsigned long long step) {
     if (step == 0 || p.ranks.progress->buffer != p.buffer) return true;
     const int rank = threadIdx.x;
@@ -161,8 +164,8 @@ __device__ __forceinline__ bool buffer_is_free(const Params& p, unsigned long lo
     return __syncthreads_and(there);
 }
 
-// Signal every rank that this block's rows have arrived. Block 0 adds the remainder to ARRIVALS, so that a call adds
-// the same total for any grid.
+// Signal to every rank that this block's rows have arrived. Each block adds 1, and block 0 adds the rest of ARRIVALS,
+// so that a call adds the same total for any number of blocks.
 __device__ __forceinline__ void signal(const Params& p, unsigned long long step) {
     __syncthreads();
     const int senders = max(1, min(int(gridDim.x), p.tokens));
@@ -172,14 +175,15 @@ __device__ __forceinline__ void signal(const Params& p, unsigned long long step)
     add_release(&signals.dispatched[p.ranks.rank], blockIdx.x == 0 ? ARRIVALS - (senders - 1) : 1);
 }
 
-// Wait for all sources, then copy this block's part of the ids and weights.
+// Wait for all sources, then copy this block's share of the received ids and weights to the outputs.
 __device__ __forceinline__ void receive(const Params& p, unsigned long long step) {
     const int of_rank = p.max_tokens * p.topk, all = p.ranks.ranks * of_rank, first = blockIdx.x * THREADS;
     if (first >= all && blockIdx.x > 0) return;
     const int rank = p.ranks.rank;
     const Signals& own = p.ranks.signals(rank);
     __shared__ int tokens[MAX_RANKS];
-    // Ranks with different buffers in a step have made different calls, and the received data is invalid.
+    // All ranks must use the same buffer in the same dispatch. If a source used another buffer, it made a different
+    // call, and the received data is invalid.
     bool came = true, alike = true;
     if (threadIdx.x < p.ranks.ranks) {
         const int source = threadIdx.x;

@@ -1,8 +1,9 @@
-// Lines of NCCL's protocol LL128: 128 bytes, with 112 bytes of data and the epoch repeated in the last 16 bytes.
+// Lines as in NCCL's LL128 protocol. A line is 128 bytes: 112 bytes of data, and then the epoch (the number of the
+// call), repeated in the last 16 bytes.
 //
-// Over NVLink, a line that eight neighbouring lanes store with one instruction arrives as a whole. A reader that sees
-// the epoch therefore sees the data. So a line needs no release, which would wait for a round trip to the peer, and no
-// flag. This does not hold over PCIe.
+// Eight neighbouring lanes store a line with one instruction, and NVLink delivers the line as a whole. A reader that
+// sees the epoch therefore also sees the data. So a line needs no flag, and no release, which would wait for a round
+// trip to the peer. PCIe does not guarantee this.
 #pragma once
 #include "all_to_all/window.cuh"
 
@@ -17,7 +18,8 @@ __device__ __forceinline__ void store_line(char* line, uint4 unit, unsigned epoc
                  : "memory");
 }
 
-// Load a lane's unit. In the last lane of a line, return whether the line has arrived; in the others, true.
+// Load a lane's unit of a line. In the last of the eight lanes, return whether the line has arrived; in the other
+// lanes, return true.
 __device__ __forceinline__ bool load_line(uint4& unit, const char* line, unsigned epoch) {
     const int lane = threadIdx.x % LANES_OF_LINE;
     asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -1,42 +1,43 @@
-// Memory windows of the ranks of one host. All ranks map every window. A window begins with its signals.
+// Memory windows: each rank of a host has one buffer (its window) that all ranks map and write to. A window begins with
+// the rank's signals.
 //
-// To signal, a rank performs a release store or a release addition of system scope in the window of the waiting rank.
-// The waiting rank polls its own memory. Signals count epochs (calls) and are never reset, so a late signal cannot be
-// mistaken for another. A wait checks a deadline and an abort word. After the first failed wait, every further wait of
-// the rank fails at once.
+// To signal another rank, a rank performs a store or an atomic addition with release semantics and system scope in that
+// rank's window. The waiting rank polls its own window. Signals count calls (epochs) and are never reset, so a late
+// signal of one call cannot be mistaken for a signal of the next. A wait fails after a deadline, or if another rank has
+// set this rank's abort flag. After a rank's first failed wait, all its later waits fail at once.
 #pragma once
 #include "common/warp.cuh"
 
 constexpr int MAX_RANKS = 16;
-// Total that a sender's blocks add to a rank's signal in one call. It must exceed the number of blocks.
+// In one call, the blocks of a sender together add this number to a rank's signal. It must exceed the number of blocks.
 constexpr int ARRIVALS = 1 << 16;
 constexpr int DISPATCH = 0, COMBINE = 1;
-// Phases of a call. One launch does both, or one launch sends and the next launch receives.
+// Phases of a call. Either one launch does both, or one launch does SEND and the next launch does RECEIVE.
 constexpr int SEND = 1, RECEIVE = 2;
 // Reasons for a failed wait.
 enum { PAST_DEADLINE = 1, ABORTED, OVER_CAPACITY, OTHER_CALL };
 
-// The beginning of each window. Sources are ranks.
+// The signals at the beginning of each window. The arrays are indexed by source, the rank that sends.
 struct Signals {
-    unsigned long long dispatched[MAX_RANKS]; // by source: ARRIVALS times the number of completed dispatches
-    unsigned long long entered[MAX_RANKS];    // by source: the number of dispatches begun; used if buffers are reused
-    unsigned batches[2][MAX_RANKS];           // by parity of the dispatch and by source: 2 * tokens + buffer
-    int abort;                                // 1 + the rank that gave up, and every wait of this rank fails; 0: none
+    unsigned long long dispatched[MAX_RANKS]; // ARRIVALS times the source's number of completed dispatches
+    unsigned long long entered[MAX_RANKS];    // the source's number of dispatches begun; used if buffers are reused
+    unsigned batches[2][MAX_RANKS];           // [dispatch % 2]: 2 * tokens + buffer, of the source's dispatch
+    int abort;                                // 0, or 1 + the rank that failed: then every wait of this rank fails
 };
 
-// A rank's own state on its device.
+// The state of a rank, in the memory of its own device; other ranks cannot access it.
 struct Progress {
-    unsigned long long dispatches, combines; // calls that ended
-    unsigned leaving;                        // blocks of the running call that have read these counters
+    unsigned long long dispatches, combines; // number of completed calls
+    unsigned leaving;                        // number of blocks that have called is_last in this call
     int failed;                              // not 0: a wait failed
-    int buffer;                              // of the last dispatch
-    int tokens[MAX_RANKS];                   // by source, of the last dispatch
+    int buffer;                              // buffer of the last dispatch
+    int tokens[MAX_RANKS];                   // tokens per source in the last dispatch
 };
 
 // The first failed wait, in host memory. Written once.
 struct Failure {
     int code;  // 0: none
-    int rank;  // the rank that was waited for, or that gave up
+    int rank;  // the rank that was waited for, or that failed first
     int phase; // DISPATCH or COMBINE
     int step;  // index of the dispatch or combine, from 0
 };
@@ -87,9 +88,9 @@ template <typename Number> __device__ __forceinline__ Number now(const Number& w
     return *static_cast<const volatile Number*>(&word);
 }
 
-// Record that a wait for `rank` failed, or that this rank cannot go on, and set the abort word of every rank, because
-// the other ranks would wait for this rank. Not every device supports atomics on host memory, so an atomic on the
-// device's own word selects the first failure.
+// Record that a wait for `rank` failed, or that this rank cannot continue. Then set the abort flag of every rank,
+// because the other ranks would otherwise wait for this rank. Only the first failure is recorded. The atomicCAS that
+// selects it works on device memory, because not every device supports atomics on host memory.
 __device__ inline void fail(const Ranks& ranks, int code, int rank, int phase, unsigned long long step) {
     if (atomicCAS(&ranks.progress->failed, 0, code)) return;
     volatile Failure* const to = ranks.failure;
@@ -100,8 +101,9 @@ __device__ inline void fail(const Ranks& ranks, int code, int rank, int phase, u
         *static_cast<volatile int*>(&ranks.signals(other).abort) = 1 + ranks.rank;
 }
 
-// Wait until `ready()`; return false if the wait failed. Waits sleep, so that processes that share a GPU make progress.
-// WARP: all lanes of a warp wait together, and `ready()` must return the same value in all of them.
+// Wait until `ready()` returns true. Return false if the wait failed. Long waits sleep between polls, so that other
+// processes on the same GPU make progress. WARP: all lanes of a warp wait together, and `ready()` must return the same
+// value in all lanes.
 template <bool WARP = false, typename Ready>
 __device__ __forceinline__ bool wait_for(const Ranks& ranks, int rank, int phase, unsigned long long step,
                                          const Ready& ready) {
@@ -110,7 +112,7 @@ __device__ __forceinline__ bool wait_for(const Ranks& ranks, int rank, int phase
 #pragma unroll 1
         for (int i = 0; i < 64; ++i)
             if (ready()) return true;
-        // Reading the clock takes as long as several polls, so it is read only after 64 polls.
+        // Reading the clock takes as long as several polls, so read it only after every 64 polls.
         const unsigned long long time = nanoseconds();
         if (round == 0) begin = time;
         bool over = now(ranks.progress->failed);

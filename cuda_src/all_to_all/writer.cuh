@@ -1,11 +1,12 @@
-// Store chunks of rows into another rank's window, followed by a flag per chunk.
+// Store chunks of rows into another rank's window. After each chunk has arrived, set its flags there.
 //
-// On Hopper a chunk is written with a bulk copy from shared memory. Several copies are in flight while the next chunks
-// are computed. A release waits until all earlier stores have arrived, so one release serves several chunks.
+// From Hopper on, a bulk copy (cp.async.bulk) writes a chunk from shared memory. Several copies are in flight while the
+// block computes the next chunks. A release fence waits for the arrival of all earlier stores, so one fence serves
+// several chunks before their flags are set.
 #pragma once
 #include "all_to_all/contribution.cuh"
 
-// The flags of a chunk: one or two.
+// The flags of a chunk: one flag per FLAG_UNITS units of a thread, so one or two flags.
 template <int UNITS> struct Flags {
     unsigned* at;
 
@@ -16,7 +17,8 @@ template <int UNITS> struct Flags {
             *reinterpret_cast<volatile unsigned long long*>(at) = (unsigned long long)epoch << 32 | epoch;
     }
 
-    // Return whether the flags are set. At the end of some rows only the first of the two flags `exist`s.
+    // Return whether the flags are set to `epoch`. `exist` is the number of flags that the chunk has: the last chunk of
+    // a row may have only the first of the two.
     __device__ __forceinline__ bool are_set(unsigned epoch, int exist) const {
         if constexpr (UNITS == FLAG_UNITS) {
             return load_acquire(at) == epoch;
@@ -30,8 +32,8 @@ template <int UNITS> struct Flags {
 #if __CUDA_ARCH__ >= 900
 #include "common/bulk.cuh"
 
-constexpr int STAGES = 3;  // chunks in flight or being written
-constexpr int AT_ONCE = 4; // chunks that one release announces
+constexpr int STAGES = 3;  // chunks in shared memory: copies in flight, and the chunk being written
+constexpr int AT_ONCE = 4; // maximum number of chunks whose flags are set after one fence
 
 template <int UNITS> struct ChunkWriter {
     using Stage = uint4[CHUNK<UNITS>];
@@ -39,12 +41,12 @@ template <int UNITS> struct ChunkWriter {
     unsigned epoch;
     int stage = 0;
     // Used by thread 0 only.
-    Flags<UNITS> flags[AT_ONCE] = {}; // flags of the chunks not announced yet
+    Flags<UNITS> flags[AT_ONCE] = {}; // flags that are not set yet
     int count = 0;
 
     __device__ __forceinline__ ChunkWriter(Stage (&shared)[STAGES], unsigned epoch) : staged(shared), epoch(epoch) {}
 
-    // Write the first `units` units of a chunk.
+    // Copy the first `units` units of a chunk to the window at `to`.
     __device__ __forceinline__ void write(uint4* to, const uint4 (&value)[UNITS], int units,
                                           Flags<UNITS> flags_of_chunk) {
         uint4* const own = staged[stage];
@@ -66,7 +68,7 @@ template <int UNITS> struct ChunkWriter {
             ++count;
             bulk_wait_read<STAGES - 1>();
         }
-        // The stage to be written next has been read by its copy.
+        // The copy that used the next stage has finished reading it, so all threads may overwrite that stage.
         __syncthreads();
     }
 

@@ -1,20 +1,21 @@
-// Merge the candidate lists and perform one step of beam search: select the running beams, update the pool of finished
+// Perform one step of beam search: merge the candidate lists, select the running beams, update the pool of finished
 // hypotheses, and decide whether the search is done.
 //
-//   candidates    the k largest keys of the lists, best first; an id is parent * vocab + token
+//   candidates    the k largest keys of the lists (selection.cuh), best first; an id is parent * vocab + token
 //   new_*         the running beams: the best `beams` candidates whose token is not an end token
 //   new_finished  the pool: the best `beams` hypotheses among the old pool and the ending candidates. Only the best
 //                 `beams` candidates may end; their score is total / penalty
-//   new_done      the search was done before, or this is the last step, or the pool is full and (unless stop_when_full)
+//   new_done      true if done was true, or this is the last step, or the pool is full and (unless stop_when_full)
 //                 no running beam can still beat its worst hypothesis
 //
 // Grid: one block per batch entry. Thread i handles candidate i and pool entry i.
 // GROUPS: 32 for up to 16 candidates, THREADS for more.
-// LATE: the kernel reads the index of the step from `step`, so that one captured launch serves all steps.
+// LATE: the kernel reads the index of the step from device memory (`step`), so that one captured CUDA graph serves all
+// steps.
 //
-// Speed of light: latency of a launch and of a chain of block reductions; the state is a few numbers per beam. On an
-// H200, a step for 32 requests of 4 beams of 128256 float32 takes 27 us including topk_chunks, 1.5 us more than a top-k
-// of the same size alone.
+// Speed of light: the latency of a launch and of a chain of block reductions; the state is only a few numbers per beam.
+// On an H200, a step for 32 requests with 4 beams each and a vocabulary of 128256 (float32) takes 27 us including
+// topk_chunks, 1.5 us more than a top-k of the same size without beam_step.
 #include "beam_search/beams.cuh"
 #include "beam_search/merge.cuh"
 #include "common/overlap.cuh"
@@ -24,7 +25,7 @@ constexpr int MAX_ENDS = 8;
 struct StepParams {
     const Key* lists;             // [batch, count, k]
     const void* log_probs;        // [batch, beams, vocab]; read again only with a diversity rate
-    const float* scores;          // [batch, beams]; this and the next arrays may alias the new_ array of the same name
+    const float* scores;          // [batch, beams]; this and the following arrays may be the same as the new_ arrays
     const float* finished_scores; // [batch, beams]
     const int* finished_lengths;
     const int* finished_ids;
@@ -43,28 +44,28 @@ struct StepParams {
     int depth, beam_depth; // arguments of merge
     int beams;
     int vocab;
-    int dtype;   // of log_probs: 0 float, 1 half, 2 bfloat16
-    int diverse; // the keys include a diversity term, which is not part of the scores
-    int length;  // of a hypothesis that ends in this step
-    int last;    // all candidates end in this step
+    int dtype;   // type of log_probs: 0 float, 1 half, 2 bfloat16
+    int diverse; // the keys include the diversity term, but the scores must not: recompute them
+    int length;  // length of a hypothesis that ends in this step
+    int last;    // this is the last step: all candidates end
     int stop_when_full;
     int ends;
     int end_ids[MAX_ENDS];
     float penalty;          // length ** length_penalty
-    float furthest_penalty; // the penalty at the length that a running beam may reach
+    float furthest_penalty; // length penalty at the greatest length that a running beam may reach
     // LATE: the kernel derives `length`, `last` and `penalty` from these, and `furthest_penalty` if it is 0.
     int max_steps;
     const int* step; // [1], clamped to [0, max_steps - 1]
     double length_penalty;
 };
 
-// The values that a LATE launch derives from its step.
+// The values that the kernel derives from `step` if LATE.
 struct Found {
     int length, last;
     float penalty, furthest_penalty;
 };
 
-// The values of the step: from Found if LATE, else from the parameters.
+// Accessors to the values that depend on the step. They come from Found if LATE, else from the kernel's parameters.
 template <bool LATE> struct Moment {
     const StepParams& p;
     const Found& found;
@@ -85,7 +86,8 @@ struct Exchange {
     int pool_length[MAX_BEAMS];
 };
 
-// A thread's candidate. A thread without a candidate keeps the defaults, which neither run nor end.
+// A thread's candidate. `runs`: it may become a running beam; `ends`: it may enter the pool. Both stay false in a
+// thread without a candidate.
 struct Candidate {
     bool runs = false, ends = false;
     int token = 0, parent = 0;
@@ -108,12 +110,13 @@ struct Candidate {
         bool is_end = false;
         for (int e = 0; e < p.ends; ++e) is_end |= token == p.end_ids[e];
         runs = !is_end;
-        // Only the best `beams` candidates may finish. The others ensure that `beams` candidates are left to run.
+        // Only the best `beams` candidates may enter the pool. The other candidates exist so that `beams` of them do
+        // not end.
         ends = threadIdx.x < p.beams && (is_end || now.last()) && !was_done && score > -CUDART_INF_F;
     }
 };
 
-// A pool entry.
+// An entry of the pool: a finished hypothesis.
 struct Hypothesis {
     float score = -CUDART_INF_F;
     int length = 0, id = 0, parent = 0;
@@ -126,7 +129,8 @@ struct Hypothesis {
     }
 };
 
-// Write the running beams: the best candidates that do not end. `running` is the mask of this warp's lanes that run.
+// Write the running beams: the best candidates that do not end. `running` is a mask of the lanes of this warp whose
+// candidate runs.
 __device__ __forceinline__ void write_running(const StepParams& p, long long b, Exchange& shared, const Candidate& mine,
                                               unsigned running) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -141,7 +145,8 @@ __device__ __forceinline__ void write_running(const StepParams& p, long long b, 
     }
 }
 
-// Write the pool: the best of the old and the new hypotheses. Old hypotheses win ties.
+// Write the new pool: the best hypotheses of the old pool and of the candidates that end. At equal scores, entries of
+// the old pool are better.
 template <bool LATE>
 __device__ __forceinline__ void write_pool(const StepParams& p, long long b, Exchange& shared, const Hypothesis& old,
                                            const Candidate& mine, float ended, const Moment<LATE>& now) {
@@ -167,7 +172,7 @@ __device__ __forceinline__ void write_pool(const StepParams& p, long long b, Exc
     if (mine.ends) keep(new_rank, ended, now.length(), mine.token, mine.parent);
 }
 
-// Write whether the search is done. Run by one warp.
+// Write to new_done whether the search of batch entry b is done. Run by one warp.
 template <bool LATE>
 __device__ __forceinline__ void write_done(const StepParams& p, long long b, const Exchange& shared, bool was_done,
                                            const Moment<LATE>& now) {
@@ -186,8 +191,8 @@ __device__ __forceinline__ void write_done(const StepParams& p, long long b, con
     if (lane == 0) p.new_done[b] = was_done || !can_improve || (p.stop_when_full && full) || now.last();
 }
 
-// Derive the values of a step whose index is in device memory. One thread does it, because double precision is slow on
-// some GPUs. The penalty has the same bits as on the host.
+// Derive the values of a step whose index is in device memory. Only one thread calls this function, because double
+// precision is slow on some GPUs. The penalty has the same bits as a penalty computed on the host.
 __device__ __forceinline__ Found find_moment(const StepParams& p) {
     const int length = min(max(*p.step, 0), p.max_steps - 1) + 1;
     const float penalty = p.length_penalty == 1.0 ? float(length) : float(pow(double(length), p.length_penalty));
@@ -208,7 +213,7 @@ __global__ void __launch_bounds__(THREADS, 2) beam_step(const __grid_constant__ 
     if (LATE && i == THREADS - 1) found = find_moment(p);
     merge(s, p.lists + b * p.count * p.k, p.count, p.k, p.depth, p.beam_depth, sorted);
 
-    // Read everything before the first write, because the new arrays may alias the old arrays.
+    // Read all inputs before the first write, because the new arrays may alias the old arrays.
     const bool was_done = p.done[b];
     Candidate mine;
     if (i < p.k) mine.load(p, b, sorted[i], was_done, now);

@@ -1,15 +1,16 @@
-// Gather the tokens of each beam from the tokens and parents of all steps.
+// Reconstruct the tokens of each beam from the tokens and parents of all steps.
 //
 //   out[t, b, j] = ids[t, b, beam(t)],   beam(t - 1) = parents[t, b, beam(t)],   beam(length - 1) = j
-//   out[t, b, j] = end_id   from the length of beam j on, and after its first end_id
+//   out[t, b, j] = end_id   for all t from the length of beam j on, and after the first end_id of beam j
 //
-// If last_ids and last_parents are given, they replace the token and the parent of beam j in step length - 1.
+// If last_ids and last_parents are given, they replace the token and the parent of beam j in its last step.
 //
-// Grid: one block per batch entry, one thread per beam. Following a beam back takes one dependent load per step, so the
-// block copies ENTRIES of the steps at a time to shared memory, from the last to the first.
+// Grid: one block per batch entry, one thread per beam. A thread follows its beam from the last step to the first, with
+// one dependent load per step. To shorten the latency of these loads, the block first copies as many steps as fit
+// (ENTRIES tokens and parents) to shared memory, then follows the beams through them, and repeats.
 //
-// Speed of light: latency of one dependent shared memory load per step. On an H200, 128 steps of 32 batch entries of 4
-// beams take 6.5 us; the bytes alone would take less than a launch.
+// Speed of light: the latency of one dependent load from shared memory per step. On an H200, 128 steps of 32 batch
+// entries with 4 beams each take 6.5 us; the memory traffic alone would take less time than a kernel launch.
 #include "beam_search/beams.cuh"
 #include "common/overlap.cuh"
 
@@ -17,7 +18,7 @@ struct TreeParams {
     const int* ids;      // [steps, batch, beams]
     const int* parents;  // [steps, batch, beams]
     const int* lengths;  // [batch] or [batch, beams]; null: steps
-    const int* last_ids; // [batch, beams], with last_parents replaces a beam's own last step; may be null
+    const int* last_ids; // [batch, beams], replaces the token of a beam's last step; may be null
     const int* last_parents;
     int* out; // [steps, batch, beams]
     int steps;
@@ -40,7 +41,8 @@ template <int ENTRIES> __global__ void __launch_bounds__(THREADS) gather_tree(co
     if (j < beams) {
         length = p.steps;
         if (p.lengths) length = min(max(p.lengths[p.length_per_beam ? base + j : b], 0), p.steps);
-        // The fill begins here unless an end_id comes earlier.
+        // The fill writes end_id from step `ended` on: the beam's length, or the step of its first end_id if that is
+        // earlier.
         ended = length;
     }
     const int at_once = ENTRIES / beams;

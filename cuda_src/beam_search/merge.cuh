@@ -1,18 +1,21 @@
-// Merge sorted lists of keys in the second stage of a top-k.
+// Merge sorted lists of keys (selection.cuh): the second stage of a top-k.
 #pragma once
 #include "beam_search/selection.cuh"
 
-// Write the k largest keys of `lists` sorted lists of k keys to `sorted`, largest first, then 0 if there are fewer.
+// Merge `lists` sorted lists of k keys each. Write the k largest keys to `sorted`, largest first; fill with 0 if there
+// are fewer than k keys.
 //
-// The first list entries serve as the group maxima for the lower bound. They give a poor bound if there are fewer lists
-// than results, or if few lists hold nearly all results (in the first step, the lists of one beam). The entries at
-// position `depth` of the lists, counted from 1, then give a better bound: m * depth keys reach the m-th largest of
-// these entries. Two depths are tried: `depth` suits results that are spread over all lists, `beam_depth` suits results
-// in the lists of one beam.
+// The merge first finds a lower bound of the k-th largest key from one entry of each list: the entry at position
+// `depth`, counted from 1. At least `m * depth` keys reach the m-th largest of these entries. Position 1 (the maximum
+// of each list) gives a poor bound if there are fewer lists than results, or if few lists hold nearly all results; in
+// the first step of a search these are the lists of one beam. Then a larger depth gives a better bound. The merge
+// computes the bound for two depths and takes the larger: `depth` suits results that are spread over all lists, and
+// `beam_depth` suits results that are all in the lists of one beam.
 template <int GROUPS>
 __device__ __forceinline__ void merge(Selection<GROUPS>& s, const Key* from, int lists, int k, int depth,
                                       int beam_depth, Key* sorted) {
-    // Neighbouring lists go to different groups. There are at least 32 groups.
+    // Threads of the same group (lower_bound) take lists that are far apart, so neighbouring lists go to different
+    // groups. There are at least 32 groups.
     const int first = threadIdx.x / 8 + threadIdx.x % 8 * 32;
     const auto bound_by = [&](int depth) {
         unsigned mine = 0;

@@ -1,16 +1,17 @@
-// Reorder cached keys and values by beam, so that each beam gets the past of its parent.
+// Reorder the cached keys and values of beams, so that each beam gets the keys and values of its parent.
 //
 //   new_keys[t, b, j] = keys[t, b, parents[b, j]]   for t < steps; the same for the values
 //
-// Grid: (keys and values) * steps * batch * tiles. A block loads all beams of a tile into registers before it writes
-// the first, so the new cache may be the old cache. In place, a beam that keeps its row is skipped.
-// WIDTH: bytes of a vector, a power of two up to 16 that divides the rows and the addresses.
-// LATE: the kernel reads the number of steps from `step`, so that one captured launch serves all steps. The grid is
-// then one wave of resident blocks, and each block loops over its tiles.
+// Grid: `2 * steps * batch * tiles` blocks (2: keys and values). A tile is a range of columns. A block loads the tile
+// of all beams into registers before it writes, so the new cache may be the same array as the old cache. In that case a
+// beam that is its own parent is skipped.
+// WIDTH: bytes of a vector, a power of two up to 16 that divides the row size and the addresses.
+// LATE: the kernel reads the number of steps from device memory (`step`), so that one captured CUDA graph serves all
+// steps. The grid is then one wave of resident blocks, and each block loops over tiles.
 //
-// Speed of light: memory; each number is read once and written once. On an H200, 512 steps of 32 beams of 16 heads of
-// 64 bfloat16 take 30 us, the bandwidth of a copy. With random parents some rows are read twice, the second time from
-// L2, and others not at all.
+// Speed of light: memory bandwidth; each number is read once and written once. On an H200, 512 steps of 32 beams with
+// 16 heads of 64 bfloat16 take 30 us, the same bandwidth as a copy. With random parents some rows are read more than
+// once, then from L2, and other rows are not read at all.
 #include "beam_search/beams.cuh"
 #include "common/overlap.cuh"
 #include "common/units.cuh"
@@ -21,12 +22,12 @@ struct CacheParams {
     void* new_keys; // like keys; may be the same array
     void* new_values;
     const int* parents; // [batch, beams]
-    int steps;          // steps to copy; LATE: the maximum
+    int steps;          // number of steps to copy; LATE: maximum of `step`
     int batch;
     int beams;
-    int row;         // vectors of one step of one beam: heads * dim
-    int columns;     // vectors of a row in a tile; times beams at most THREADS * LOADS
-    int tiles;       // across a row
+    int row;         // vectors per row; a row is one step of one beam, heads * dim numbers
+    int columns;     // vectors per row of a tile; columns * beams <= THREADS * LOADS
+    int tiles;       // tiles per row
     const int* step; // LATE: [1], clamped to [0, steps]
 };
 
@@ -34,7 +35,7 @@ constexpr int THREADS = 256;
 constexpr int LOADS = 4;
 static_assert(MAX_BEAMS <= THREADS * LOADS, "a tile has at least one column");
 
-// Copy tile `block` of all tiles of `steps` steps.
+// Copy one tile. `block` is its index among the tiles of all steps, batch entries, keys and values.
 template <int WIDTH> __device__ __forceinline__ void copy_tile(const CacheParams& p, unsigned block, int steps) {
     using Vector = typename UnitOf<WIDTH>::Type;
     const unsigned tile = block % p.tiles, entry = block / p.tiles; // entry: [2, steps, batch]

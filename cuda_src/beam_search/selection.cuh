@@ -1,26 +1,28 @@
-// Select the k largest of n keys with one block, without a sort and without k passes.
+// Select the k largest of n keys with one block. The method needs neither a sort of all keys nor k passes over them.
 //
-// A key has 64 bits. The high half is the value, as an unsigned integer that orders like the float. The low half is the
-// complement of the id. So keys are distinct, and a larger key has a larger value, or at equal values a lower id.
+// A key is a 64-bit integer. Its high half is the value, as an unsigned integer that orders like the float. Its low
+// half is the complement of the id. All keys are therefore distinct. Of two keys, the larger has the larger value, or
+// the lower id if the values are equal.
 //
-//   1. Bound: find the largest value of each group of threads. The k-th largest of these maxima is a lower bound of the
-//      k-th largest value. Few values lie between: with n values spread over G groups, about k + k * k / (2 * G) reach
+//   1. Bound: find the largest value of each group of threads. The k-th largest of these maxima is a lower bound on the
+//      k-th largest value, and a close one: with n values spread over G groups, about k + k * k / (2 * G) values reach
 //      the bound.
-//   2. List: threads whose largest value reaches the bound read their values again, and append the values that reach it
+//   2. List: threads whose largest value reaches the bound read all their values again, and append those that reach it
 //      to a list in shared memory.
 //   3. Rank: rank each key of the list by counting the larger keys.
 //
-// If more keys reach the bound than the list holds (a masked row, a sorted row), bisection over the keys raises the
-// bound until they fit.
+// A masked or a sorted row may have more keys that reach the bound than the list can hold. Then bisection raises the
+// bound until the keys fit.
 //
-// GROUPS == 32: up to 16 results; each warp finds the bound itself. GROUPS == THREADS: more results.
+// GROUPS == 32 serves up to 16 results; each warp finds the bound without the other warps. GROUPS == THREADS serves
+// more results.
 #pragma once
 #include "common/warp.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 constexpr int CAPACITY = 1024; // keys in a block's list
-constexpr int SLACK = 64;      // up to this many keys beyond k are cheaper to rank than to drop
+constexpr int SLACK = 64;      // up to this many surplus keys are ranked too; more are dropped before the ranking
 constexpr int MAX_K = 128;
 
 using Key = unsigned long long;
@@ -34,7 +36,7 @@ template <int GROUPS> struct Selection {
     alignas(16) unsigned maxima[GROUPS];
     Key list[CAPACITY];
     int sums[WARPS];
-    int count; // appended keys; may exceed the capacity of the list
+    int count; // number of appended keys; may exceed CAPACITY
     unsigned bound;
 
     // Initialize. A barrier must follow before the first use.
@@ -54,8 +56,8 @@ template <int GROUPS> struct Selection {
     }
 };
 
-// Return the rank-th largest of the groups' maxima, a lower bound of the rank-th largest value. `mine` is the largest
-// value of this thread. A group is THREADS / GROUPS neighbouring threads.
+// Return the rank-th largest of the maxima of the groups: a lower bound on the rank-th largest value of the block.
+// `mine` is the largest value of this thread. A group is THREADS / GROUPS neighbouring threads.
 template <int GROUPS> __device__ __forceinline__ unsigned lower_bound(Selection<GROUPS>& s, unsigned mine, int rank) {
     constexpr int MEMBERS = THREADS / GROUPS;
 #pragma unroll
@@ -91,8 +93,9 @@ __device__ __forceinline__ int block_sum(int* sums, int own) {
     return total;
 }
 
-// Raise `low`, which `count` keys reach, until at least k and at most `limit` keys reach it. Return their number. Fewer
-// than k keys reach `high`. count_own(key) counts this thread's keys that reach `key`. The loop ends, as keys differ.
+// Raise `low` by bisection until at least k and at most `limit` keys are `>= low`, and return their number. On entry,
+// `count` keys are `>= low` and fewer than k keys are `>= high`. `probe` is the first key that the bisection tests.
+// count_own(key) counts this thread's keys that are `>= key`. The loop ends because all keys are distinct.
 template <typename Count>
 __device__ __forceinline__ int raise(int* sums, Key& low, Key& high, Key probe, int count, int k, int limit,
                                      Count count_own) {
@@ -107,10 +110,11 @@ __device__ __forceinline__ int raise(int* sums, Key& low, Key& high, Key probe, 
     return count;
 }
 
-// Raise the bound and refill the list after an overflow. Return the length of the list.
+// Raise the bound `low` after the list has overflowed, and fill the list again. Return the length of the list.
 template <int GROUPS, typename Visit>
 __device__ __forceinline__ int fill_again(Selection<GROUPS>& s, Key& low, Key& high, Key highest, int k, Visit visit) {
-    // The first probe excludes all ties at the bound, the most frequent cause of an overflow.
+    // The most frequent cause of an overflow is a large number of values equal to the bound. The first probe excludes
+    // all of them.
     raise(s.sums, low, high, highest + 1, s.count, k, CAPACITY, [&](Key key) {
         int own = 0;
         visit(key, [&](Key) { ++own; });
@@ -122,7 +126,7 @@ __device__ __forceinline__ int fill_again(Selection<GROUPS>& s, Key& low, Key& h
     return s.count;
 }
 
-// Shorten a long list to the largest k + SLACK keys or fewer. Return the length of the list.
+// Shorten the list to at most k + SLACK keys; the largest k keys stay. Return the length of the list.
 template <int GROUPS>
 __device__ __forceinline__ int shorten(Selection<GROUPS>& s, Key low, Key high, int k, int count) {
     Key own[CAPACITY / THREADS];
@@ -145,9 +149,10 @@ __device__ __forceinline__ int shorten(Selection<GROUPS>& s, Key low, Key high, 
     return s.count;
 }
 
-// Call place(rank, key) for the k largest keys, and possibly for some more. Return the number of calls. `visit(low, f)`
-// calls f for each key of this thread that reaches `low`. At least k keys reach `lowest`, or all keys if there are
-// fewer. `highest` is at least every key with the same value as `lowest`.
+// Call place(rank, key) for each of the k largest keys, and possibly for a few more keys. Return the number of these
+// keys. `visit(low, f)` must call f for each key of this thread that is `>= low`. `lowest` is a lower bound: at least k
+// keys must be `>= lowest`, or all keys if there are fewer than k. No key with the same value as `lowest` may exceed
+// `highest`.
 template <int GROUPS, typename Visit, typename Place>
 __device__ __forceinline__ int select(Selection<GROUPS>& s, Key lowest, Key highest, int k, Visit visit, Place place) {
     Key low = lowest, high = ~Key(0);

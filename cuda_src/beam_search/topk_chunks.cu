@@ -1,18 +1,19 @@
-// Find the k best candidates of each chunk of a row: the first stage of a top-k over beams * vocab candidates.
+// Find the k best candidates of each chunk of a row. This is the first stage of a top-k over `beams * vocab`
+// candidates.
 //
-//   total[b, i] = log_probs[b, i] + score of the beam     i is in beams * vocab; the score is optional
-//   best        = the k largest keys of a chunk, best first; ties to the lower i; NaN counts as -inf
+//   total[b, i] = log_probs[b, i] + score of the beam     i = beam * vocab + token; the score is optional
+//   best        = the k largest totals of a chunk as keys, best first; ties to the lower i; NaN counts as -inf
 //
-// A row of the vocabulary is long and k is small, so the list of a chunk is short, and the second stage (topk_merge.cu,
+// Because k is much smaller than the vocabulary, the lists are short, and the second stage (topk_merge.cu or
 // beam_step.cu) reads little.
 //
-// Grid: rows * chunks, one block per chunk. selection.cuh describes the selection.
+// Grid: rows * chunks, one block per chunk. selection.cuh describes the selection and the keys.
 // GROUPS: 32 for up to 16 results, THREADS for more.
 //
-// Speed of light: memory; each value is read once. The few threads that read their values again find them in L1 or L2.
-// On an H200, both stages together take 24 us for 32 requests of 4 beams of 128256 float32 (k = 4), 66% of a copy's
-// bandwidth. The bound of one request of 4 beams of 32000 is latency: two launches, each with a chain of a load, a
-// bound, a list and its ranks, take 5.1 us.
+// Speed of light: memory bandwidth; each value is read once. The few threads that read their values again find them in
+// L1 or L2. On an H200, both stages together take 24 us for 32 requests with 4 beams each, a vocabulary of 128256
+// (float32) and k = 4, which is 66% of a copy's bandwidth. One request with 4 beams and a vocabulary of 32000 is
+// latency-bound: two launches take 5.1 us; each is a chain of a load, a bound, a list and the ranks of its keys.
 #include "beam_search/selection.cuh"
 #include "common/overlap.cuh"
 
@@ -22,18 +23,18 @@ struct ChunkParams {
     const void* log_probs; // [rows, vocab]  T
     const float* scores;   // [rows], added to each row; may be null
     Key* best;             // [rows, chunks, k], best first, then 0 if the chunk has fewer
-    int beams;             // rows of a batch entry; an id is beam * vocab + column
+    int beams;             // rows per batch entry; an id is beam * vocab + column
     int vocab;
     int chunks;
     int vectors; // 16-byte vectors in a chunk, at most THREADS * LOADS
     int k;
 };
 
-// A chunk of a row, as seen by the block and by this thread.
+// A chunk of a row, and the values in it that this thread reads.
 //
-// A row may start at any address, so vectors are counted from the aligned 16 bytes that contain column 0, which is item
-// `skipped` of that vector. The edges of a row are the values before its first whole vector and after its last. The
-// block of the first chunk reads the edges, one value per thread.
+// A row may start at any address, but vectors are aligned to 16 bytes. Vector 0 is the vector that contains column 0;
+// its first `skipped` items lie before the row. The edges of a row are the values before its first whole vector and
+// after its last whole vector. The block of the first chunk reads the edges, one value per thread.
 template <typename T> struct Chunk {
     static constexpr int ITEMS = 16 / sizeof(T);
     struct alignas(16) Vector {
@@ -44,9 +45,9 @@ template <typename T> struct Chunk {
     int row;
     const T* values; // [vocab], the row
     const Vector* vectors;
-    float score;           // of the beam
+    float score;           // score of the beam
     int skipped, from, to; // the chunk is vectors from ... to - 1
-    int edge;              // edge column that this thread reads; vocab or more: none
+    int edge;              // column of the edge value that this thread reads; none if >= vocab
     bool is_first;
 
     __device__ __forceinline__ explicit Chunk(const ChunkParams& p) : p(p) {
@@ -75,7 +76,7 @@ template <typename T> struct Chunk {
     // fmaxf turns a NaN into -inf, and adding 0 turns -0 into 0.
     __device__ __forceinline__ float total(T value) const { return fmaxf(to_float(value) + score, -CUDART_INF_F); }
 
-    // Return the largest total of this thread. All loads are issued before the first is used.
+    // Return the largest total of this thread. The thread issues all its loads before it uses the first value.
     __device__ __forceinline__ float best() const {
         Vector loaded[LOADS];
 #pragma unroll
@@ -94,8 +95,8 @@ template <typename T> struct Chunk {
         return best;
     }
 
-    // Call f for each key of this thread that reaches `low`. This reads the values again, but few threads do so, and
-    // they find the values in L1 or L2.
+    // Call f for each key of this thread that is `>= low`. The thread reads its values again from L1 or L2; only few
+    // threads do so.
     template <typename F> __device__ __forceinline__ void visit(Key low, int first_id, F f) const {
         const auto look = [&](T value, int column) {
             const Key key = make_key(sortable(total(value)), first_id + column);

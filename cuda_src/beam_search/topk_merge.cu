@@ -1,17 +1,18 @@
-// Merge the lists of a row's chunks in the second stage of a top-k.
+// Merge the lists of the chunks of a row: the second stage of a top-k.
 //
 //   values, ids = the k largest keys of the lists, best first, ties to the lower id
 //   best        = with a diversity rate, instead of values and ids: the keys with diversity_rate * r added to the value
 //                 of rank r, sorted again
 //
-// A diversity rate ranks the candidates of each beam separately, so the kernel first runs with one row per beam. Its
-// lists are then merged like the lists of chunks.
+// With a diversity rate, the candidates of each beam are ranked separately first: this kernel runs with one row per
+// beam. A second merge then treats the resulting lists of the beams like lists of chunks.
 //
-// Grid: one block per row. A row is a batch entry, or with a diversity rate a beam.
+// Grid: one block per row. A row is a batch entry, or a beam if there is a diversity rate.
 // GROUPS: 32 for up to 16 results, THREADS for more.
 //
-// Speed of light: latency. The lists hold k keys per chunk of 4 to 32 KB. So the time is a launch and a chain: load the
-// maxima, find a bound, load the keys that reach it, rank them. topk_chunks.cu gives the time of both stages.
+// Speed of light: latency. The lists are small: k keys per chunk of 4 to 32 KB. The time is therefore a launch and a
+// chain of dependent steps: load one entry of each list, find a bound, load the keys that reach the bound, and rank
+// them. topk_chunks.cu gives the time of both stages.
 #include "beam_search/merge.cuh"
 #include "common/overlap.cuh"
 
@@ -19,7 +20,7 @@ struct MergeParams {
     const Key* lists; // [rows, count, k]
     float* values;    // [rows, k]
     int* ids;         // [rows, k]
-    Key* best;        // [rows, k], or null; with a diversity rate, written instead of the two above
+    Key* best;        // [rows, k], written instead of the two above if there is a diversity rate; else null
     int count;        // lists per row
     int k;
     int depth, beam_depth; // arguments of merge
@@ -49,7 +50,8 @@ template <int GROUPS> __global__ void __launch_bounds__(THREADS, 4) topk_merge(c
     __syncthreads();
     if (i < k) sorted[i] = own;
     __syncthreads();
-    // A rate above 0 may have changed the order. Among keys of 0 the index decides, so that each rank is written once.
+    // The diversity term may have changed the order, so rank the keys again. Keys of 0 (no candidate) are ordered by
+    // their index, so that each rank is written exactly once.
     int rank = 0;
     for (int other = 0; other < k; ++other) rank += sorted[other] > own || (sorted[other] == own && other < i);
     if (i < k) p.best[row * k + rank] = own;

@@ -1,4 +1,4 @@
-// Activations of a gated feed-forward layer, in float32, of the gate and the up projection of a token:
+// Activations of a gated feed-forward layer, in float32. `gate` and `up` are the gate and the up projection of a token.
 //
 //   silu        gate / (1 + exp(-gate)) * up
 //   gelu        gate * (1 + erf(gate / sqrt(2))) / 2 * up
@@ -9,7 +9,7 @@
 #pragma once
 #include "common/numeric.cuh"
 
-// The host parses the names of the activations here. ACTIVATIONS ends the list.
+// The host reads the names of the activations from this line. ACTIVATIONS only marks the end of the list.
 enum Activation { NO_ACTIVATION, SILU, GELU, GELU_TANH, SWIGLUOAI, RELU2, ACTIVATIONS };
 
 constexpr float ALPHA = 1.702f, LIMIT = 7.f; // defaults of swigluoai, as in cukern/runtime/activation.py
@@ -20,8 +20,9 @@ template <int ACTIVATION>
 __device__ __forceinline__ float activate(float gate, float up, float alpha = ALPHA, float limit = LIMIT) {
     if constexpr (ACTIVATION == SILU) return gate * sigmoid_of(gate) * up;
     if constexpr (ACTIVATION == GELU) {
-        // tail = (1 - erf(|gate| / sqrt(2))) / 2 is the normal distribution function at -|gate|, computed as a power of
-        // two. The exponent is a minimax polynomial. The error of tail * |gate| is at most 2e-8 max(1, |gate|).
+        // tail = (1 - erf(|gate| / sqrt(2))) / 2 is the cumulative distribution function of the standard normal
+        // distribution at -|gate|. It is computed as 2^exponent, and the exponent is a minimax polynomial in |gate|.
+        // The error of tail * |gate| is at most 2e-8 max(1, |gate|).
         const float x = fabsf(gate);
         float exponent = -1.84005739e-06f;
         exponent = fmaf(exponent, x, 2.74955746e-05f);

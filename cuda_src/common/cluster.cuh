@@ -17,8 +17,8 @@ template <int CLUSTER> __device__ __forceinline__ int cluster_rank() {
     return rank;
 }
 
-// The two halves of a barrier of all threads of the cluster. Writes before `arrive`, also to other blocks, are visible
-// after `wait`.
+// The two halves, arrive and wait, of a barrier of all threads of the cluster. Writes before cluster_arrive, also to
+// other blocks, are visible after cluster_wait.
 template <int CLUSTER> __device__ __forceinline__ void cluster_arrive() {
     if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
@@ -35,7 +35,7 @@ template <int CLUSTER> __device__ __forceinline__ void cluster_sync() {
     cluster_wait<CLUSTER>();
 }
 
-// Return the cluster address of the variable in block `rank` at the offset that `here` has in this block.
+// Return the shared::cluster address of the variable in block `rank` that corresponds to `here` in this block.
 __device__ __forceinline__ unsigned map_shared_rank(const void* here, int rank) {
     unsigned there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;"

@@ -71,16 +71,16 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, int 
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Return the cluster address of the barrier in block `rank` that has the same shared address.
+// Return the shared::cluster address of the barrier in block `rank` that corresponds to `barrier` in this block.
 __device__ __forceinline__ unsigned map_shared_rank(unsigned barrier, unsigned rank) {
     unsigned there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(barrier), "r"(rank));
     return there;
 }
 
-// Arrive at a barrier of any block of the cluster, given its cluster address. The arrival is a release at block scope
-// (PTX's default). This signals that the block has read a buffer, but publishes no writes to other blocks. A release at
-// cluster scope would wait for outstanding memory accesses each time.
+// Arrive at a barrier of any block of the cluster, given the shared::cluster address of the barrier. The arrival is a
+// release at block scope (PTX's default). It is enough to signal that the block has read a buffer, but it publishes no
+// writes to other blocks. A release at cluster scope would wait for outstanding memory accesses each time.
 __device__ __forceinline__ void mbarrier_arrive_cluster(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -119,7 +119,7 @@ __device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {
 // L2 eviction policies of a tile load, as createpolicy encodes them.
 constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000, EVICT_NORMAL = 0x1000000000000000;
 
-// Issue the copy of the box at coordinates (x, y, z, w) of the mapped tensor. `barrier` counts its bytes.
+// Issue the copy of the box at coordinates (x, y, z, w) of the mapped tensor. `barrier` counts the bytes that arrive.
 template <unsigned long long POLICY = EVICT_FIRST>
 __device__ __forceinline__ void tma_load(unsigned to, const TensorMap& map, int x, int y, int z, int w,
                                          unsigned barrier) {
@@ -183,8 +183,8 @@ template <int TILE_BYTES> __device__ __forceinline__ unsigned long long mn_major
            1ull << 62;
 }
 
-// Order earlier register accesses before the wgmmas that follow. The registers of a wgmma must not be accessed until it
-// is waited for.
+// Order earlier register accesses before the wgmmas that follow. The registers of a wgmma must not be accessed until
+// wgmma_wait_group has waited for it.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // Commit a group of all wgmmas since the last commit.
@@ -206,14 +206,14 @@ template <int N> __device__ __forceinline__ void wgmma_fence_operand(float (&c)[
 //
 //   64 rows: warp w of the warpgroup has rows 16 w ... 16 w + 15
 //   8, 16, 32, 64, 128 or 256 columns: twice the number of registers of c
-//   32 bytes along K: 16 numbers of 16 bits, or 32 of 8
+//   32 bytes along K: 16 numbers of 16 bits, or 32 numbers of 8 bits
 //
 // A lane has columns n = 8 j + 2 (lane % 4) and n + 1. In row lane / 4 they are c[4 j] and c[4 j + 1], and in row lane
 // / 4 + 8 they are c[4 j + 2] and c[4 j + 3].
 //
-// The macros write out the instruction, because each register of c is an operand of it. REGISTERS_n are n registers as
-// asm operands, and NAMES_n are their names in the asm text. `how` has PTX's transpose flags of A and B, 1 for
-// MN-major.
+// The macros write out the instruction for each number of columns, because every register of c is an operand.
+// REGISTERS_n are n registers as asm operands, and NAMES_n are their names in the asm text. `how` has PTX's transpose
+// flags of A and B, 1 for MN-major.
 #define FOUR(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define REGISTERS_4 FOUR(0)
 #define REGISTERS_8 REGISTERS_4, FOUR(4)

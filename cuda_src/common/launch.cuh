@@ -8,10 +8,11 @@
 struct Launch {
     int threads;      // threads of a block; the maximum if the call decides
     int shared_bytes; // bytes of dynamic shared memory
-    int box = 0;      // rows of a TMA box, if the form determines them
+    int box = 0;      // rows of a TMA box, if the template arguments determine them
 };
 
 constexpr int HOPPER_SHARED_BYTES = 227 << 10; // maximum shared memory of a block on Hopper
 
-// Return the shared memory of the only resident block of a multiprocessor, which needs `bytes`: all there is.
+// Return the shared memory to request for a block that needs `bytes`. The maximum is requested, so that no other block
+// is resident on the same multiprocessor.
 constexpr int all_for(int bytes) { return bytes <= HOPPER_SHARED_BYTES ? HOPPER_SHARED_BYTES : bytes; }

@@ -12,9 +12,9 @@ __device__ __forceinline__ void wait_for_earlier_kernels() {
 }
 
 // Trigger programmatic dependent launch (griddepcontrol.launch_dependents): once every block has called this or exited,
-// the next grid may start. The call comes after the wait, so that at most one kernel waits while one runs. In a long
-// kernel that fills the GPU, a block calls this just before its final merge and stores. Otherwise the blocks of the
-// next kernel would crowd onto the few multiprocessors that become free first.
+// the next grid may start. Call this after wait_for_earlier_kernels, so that at most one kernel waits while another
+// runs. In a long kernel that fills the GPU, a block calls this just before its final merge and stores. Otherwise the
+// blocks of the next kernel would crowd onto the few multiprocessors that become free first.
 __device__ __forceinline__ void let_later_kernels_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

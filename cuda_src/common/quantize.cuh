@@ -1,5 +1,5 @@
-// Quantization to 8 bits: quotients rounded as by IEEE division, and their bytes. Any other implementation of IEEE
-// arithmetic gives the same bits.
+// Quantization to 8 bits. Quotients are rounded as by IEEE division before they are converted to bytes, so any
+// implementation in IEEE arithmetic gives the same bits.
 #pragma once
 #include "common/fp8.cuh"
 #include "common/quotient.cuh"

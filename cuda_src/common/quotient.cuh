@@ -4,7 +4,8 @@
 
 // The assumptions of Quotient about its operands.
 //
-//   SMALL   |x| <= 448 scale. The scale is infinite, or its remainders are exact and its reciprocal is a normal number.
+//   SMALL   |x| <= 448 * scale. The scale is infinite, or the remainders are exact and 1 / scale is a normal float (not
+//           subnormal).
 //   LARGE   As SMALL, but x may be larger, or infinite.
 //   ANY     x and the scale may be anything.
 enum Size { SMALL, LARGE, ANY };
@@ -14,15 +15,15 @@ enum Size { SMALL, LARGE, ANY };
 // NaN (infinities, overflow, a scale of 0), the product is already the result of the division.
 template <int SIZE> struct Quotient {
     float scale, reciprocal;
-    float raise = 1.f; // power of two that x and scale are multiplied by, to keep scale and remainders normal
+    float raise = 1.f; // power of two that multiplies x and scale, so that scale and remainders are not subnormal
     __device__ __forceinline__ explicit Quotient(float s) {
         if constexpr (SIZE == ANY) {
             raise = fabsf(s) < 0x1p-64f ? 0x1p64f : fabsf(s) > 0x1p64f ? 0x1p-64f : 1.f;
             s = __fmul_rn(s, raise);
         }
         reciprocal = __frcp_rn(s);
-        // An infinite scale gives products of 0. With 0 as the scale in the remainder, the correction is 0 instead of
-        // NaN.
+        // With an infinite scale the product is 0, which is already the quotient. The scale in the remainder is then
+        // set to 0, so that the correction is 0 instead of NaN.
         scale = SIZE == SMALL && s == CUDART_INF_F ? 0.f : s;
     }
     __device__ __forceinline__ float operator()(float x) const {

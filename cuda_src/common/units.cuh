@@ -19,7 +19,8 @@ template <> struct UnitOf<1> {
     using Type = unsigned char;
 };
 
-// Division of a number below 2^31 by a constant of the launch: n * multiplier >> shift.
+// Division of n < 2^31 by a number that is constant during a launch. The host chooses `multiplier` and `shift` so that
+// the quotient is (n * multiplier) >> shift.
 struct Divisor {
     unsigned multiplier;
     int shift;

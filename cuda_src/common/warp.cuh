@@ -17,7 +17,8 @@ template <int LANES> __device__ __forceinline__ float lanes_min(float value) {
     return value;
 }
 
-// Return the sum. Neighbours are added first, so 16 lanes give the same bits as 32 lanes whose upper 16 hold 0.
+// Return the sum over LANES lanes. Neighbours are added first, so 16 lanes give the same bits as 32 lanes whose upper
+// 16 hold 0.
 template <int LANES, typename T> __device__ __forceinline__ T lanes_sum(T value) {
 #pragma unroll
     for (int step = 1; step < LANES; step *= 2) value += __shfl_xor_sync(FULL_WARP, value, step);
@@ -26,8 +27,8 @@ template <int LANES, typename T> __device__ __forceinline__ T lanes_sum(T value)
 
 // Return the sum over this lane and the lanes before it.
 template <int LANES> __device__ __forceinline__ int lanes_inclusive_sum(int value) {
-    // Operand c of shfl. Bits 8 to 12 mask the bits of a lane index that select its segment. Bits 0 to 4 are 0, so that
-    // `up` reads from the first lane of the segment on.
+    // Operand c of shfl, which divides the warp into segments of LANES lanes. Bits 8 to 12 mask the bits of the lane
+    // index that select the segment. Bits 0 to 4 are 0, the first lane in a segment that `up` may read.
     constexpr int SEGMENT = (32 - LANES) << 8;
 #pragma unroll
     for (int step = 1; step < LANES; step *= 2)
@@ -49,8 +50,8 @@ template <int LANES> __device__ __forceinline__ float lanes_inclusive_sum(float 
     return value;
 }
 
-// Return the k-th largest of the lanes' keys (1: the largest). With 32 lanes equal keys count once, so the result may
-// be smaller.
+// Return the k-th largest of the lanes' keys (1: the largest). With LANES == 32 equal keys count once, so the result
+// may be smaller than the k-th largest key.
 template <int LANES> __device__ __forceinline__ unsigned lanes_kth_largest(unsigned key, int k) {
     if constexpr (LANES == 32) {
         // Remove the largest key k - 1 times. A reduction over a whole warp is one instruction.

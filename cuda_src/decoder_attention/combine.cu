@@ -1,15 +1,16 @@
-// Merge the splits of each row of `decoder_attention`.
+// Merge the partial results of each row of `decoder_attention`. A row has one partial result per split, a range of
+// cache entries.
 //
 //   largest = max over splits of statistics[split, row].x
 //   weight  = 2^(statistics[split, row].x - largest)
 //   out     = sum over splits of partial[split, row] * weight / sum over splits of statistics[split, row].y * weight
 //
-// Grid: one block per row. Thread: one element of the row. For every 32 splits, lane l of each warp holds the
-// statistics of split l.
+// Grid: one block per row. Thread: one element of the row. The splits are processed 32 at a time, and lane l of each
+// warp holds the statistics of the l-th of them.
 //
-// Speed of light: `partial` is read once from L2, where the splits have just written it: at most 256 KB per row. The
-// launch and two dependent loads are the bound. They are included in the 68% of a copy that decoder_attention.cu states
-// for one sequence.
+// Speed of light: `partial` is read once from L2, where `decoder_attention` has just written it: at most 256 KB per
+// row. The bound is the latency of the launch and of two dependent loads. The time for one sequence in
+// decoder_attention.cu (68% of a copy) includes this kernel.
 #include "common/overlap.cuh"
 #include "common/warp.cuh"
 #include "decoder_attention/softmax.cuh"

@@ -9,20 +9,21 @@
 //
 // If there are no entries, or only scores of -inf, the result is zero.
 //
-// Grid: x: columns of 32 / LANES rows; y: splits of the sequence. Block: one column and one split. Its warps take the
-// split's entries in turn, STEPS at a time. Warp: LANES lanes per row, so that one load of a warp reads neighbouring
-// rows of one entry, 512 contiguous bytes. Lane: CHUNKS loads of VECTOR elements of each key and value.
+// Grid: blockIdx.x selects 32 / LANES rows, where a row is one head of one sequence. blockIdx.y selects a split, a
+// range of cache entries. The warps of a block take the entries of the split in turn, STEPS entries at a time. In a
+// warp, LANES lanes share a row, so that one load of a warp reads one entry of neighbouring rows, 512 contiguous bytes.
+// A lane loads CHUNKS vectors of VECTOR elements of each key and value.
 //
-// Each warp runs an online softmax. The warps of a block are merged in shared memory. `combine` merges the splits if
-// there are several.
+// Each warp runs an online softmax. The results of the warps of a block are merged in shared memory. If there are
+// several splits, the kernel `combine` merges their results.
 //
-// DIM == 0: the dimension of a head is dynamic, at most LANES * CHUNKS * VECTOR.
+// DIM == 0: the dimension of a head is p.dim, at most LANES * CHUNKS * VECTOR.
 //
 // MODE == LATE_STEP: the number of entries is read from `step`, so that a captured launch serves all steps. The grid is
 // sized for the largest number of entries; splits that begin after the last entry contribute nothing.
 //
-// MODE == SHARED_MEMORY: `copies` consecutive sequences share keys, values and length, as the beams of a search share
-// the encoder's output.
+// MODE == SHARED_MEMORY: `copies` consecutive sequences share keys, values and length, as the beams of a beam search
+// share the output of the encoder.
 //
 // Speed of light: keys and values are read once, with one flop per byte in 16 bits, so memory bandwidth is the bound.
 // On an H200 the self-attention of 64 sequences with 16 heads of 64 over 1024 tokens takes 65.8 us; a copy of the same
@@ -62,7 +63,7 @@ struct Params {
     int split_steps; // entries per split, a multiple of STEPS
     int bias_is_float;
     float scale;     // times log2(e)
-    int copies;      // SHARED_MEMORY: one item of `lengths` and one `batch_stride` per `copies` sequences
+    int copies;      // SHARED_MEMORY: this many sequences share one element of `lengths` and one `batch_stride`
     const int* step; // LATE_STEP: [1], the tokens including the new one, clamped to [1, entries + 1]
 };
 
@@ -86,9 +87,8 @@ template <typename T_, int DIM_, int VECTOR_, int LANES_, int CHUNKS_, int STEPS
     static constexpr bool FILLED = DIM == LANES * VALUES; // no lane is past the row's end
 };
 
-// The row of a lane, and the lane's elements of that row. Lanes past the last row repeat the last row and store
-// nothing. Lanes past the end of a row repeat the row's first elements, which saves a predicate per load, and do not
-// count them.
+// The row of a lane, and the lane's elements of that row. Lanes past the last row load the last row and store nothing.
+// Lanes past the end of a row load the row's first elements, which saves a predicate per load, and ignore them.
 template <typename F> struct Place {
     int dim, row, batch, head;
     bool held[F::CHUNKS]; // whether the chunk belongs to the row
@@ -257,8 +257,8 @@ __global__ __launch_bounds__(MAX_WARPS * 32, 2) void decoder_attention(const __g
 
     // --- the new entry -------------------------------------------------------------------------------------
     Softmax<F> softmax;
-    // The last warp of the last split takes the new entry first. It rounds key and value to T, because the cache stores
-    // T.
+    // The last warp of the last split processes the new token's entry before its other entries. It rounds key and value
+    // to T, because the cache stores T.
     if (p.k != nullptr && blockIdx.y == gridDim.y - 1 && warp == warps - 1) {
         float new_key[F::VALUES];
         load_new<F>(p, own, p.k, p.k_stride, p.bias_k, new_key);
@@ -286,8 +286,8 @@ __global__ __launch_bounds__(MAX_WARPS * 32, 2) void decoder_attention(const __g
         softmax.total = 1.f;
     }
 
-    // --- the entries in memory -----------------------------------------------------------------------------
-    // Each array is loaded again as soon as it has been used, so that half of the loads are always in flight.
+    // --- the entries in memory ----------------------------------------------------------------------------- `key` and
+    // `value` are each loaded again as soon as they have been used, so that half of the loads are always in flight.
 #pragma unroll 1
     for (int first = warp * STEPS; first < longest; first += warps * STEPS) {
         float score[STEPS];

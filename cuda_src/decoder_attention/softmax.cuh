@@ -1,8 +1,8 @@
-// Helpers for an online softmax that may have seen no entries: then the largest score is -inf and all sums are 0.
+// Helpers for an online softmax. Before the first cache entry its largest score is -inf and all its sums are 0.
 #pragma once
 #include "common/numeric.cuh"
 
-// Return the result of a row: 0 if the weights sum to 0.
+// Return the result of a row, sum / total, or 0 if the weights sum to 0.
 __device__ __forceinline__ float quotient(float sum, float total) {
     return total == 0.f ? 0.f : __fdividef(sum, total);
 }

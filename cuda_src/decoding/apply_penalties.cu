@@ -1,7 +1,8 @@
-// Apply penalties for the tokens that the sequence already holds to the logits, then divide by the temperature.
+// Apply penalties to the logits of the tokens that the sequence already has, then divide all logits by the temperature.
 //
-// Let x = logits[b, i], and let n[i] be the count of token i among the generated tokens. made[i]: token i was generated
-// or is in `output_mask`. seen[i]: made[i] is true, or token i is in the prompt or in `prompt_mask`.
+// x starts as logits[b, i], and n[i] is the number of times that token i was generated. made[i] is true if token i was
+// generated or is in `output_mask`. seen[i] is true if made[i] is true, or if token i is in the prompt or in
+// `prompt_mask`.
 //
 //   x = seen[i] ? x * (x > 0 ? 1 / repetition : repetition) : x
 //   x = n[i] > 0 ? x - frequency * n[i] : x
@@ -9,21 +10,22 @@
 //   x = -inf   if token i would complete a bad word, or is end_id before min_length tokens are generated
 //   out[b, i] = x * (1 / temperature)   (x if the temperature is not a positive normal number)
 //
-// Grid: `slices` blocks per row, each for TOKENS neighbouring tokens of the vocabulary. A block keeps a mark per token
-// in shared memory. It walks the row's whole sequence and counts with integer atomics, so the order does not matter.
-// Then one thread penalizes each token once, with its exact count.
+// Grid: `slices` blocks per row, each for TOKENS neighbouring tokens of the vocabulary. A block keeps one 32-bit mark
+// per token in shared memory: the token's count and flags. The block reads the whole sequence of its row and counts
+// with integer atomics, so the result does not depend on their order. Then one thread per token applies the penalties
+// once, with the final count.
 //
-// COUNTED: tokens may have marks; else only the temperature applies. WHOLE: all tokens are written; else `out` is
-// `logits`, the temperature is 1, and only the marked tokens are read and written. WIDTH > 1 needs aligned rows of a
-// multiple of WIDTH tokens.
+// COUNTED: there are penalties, so tokens may have marks; else the kernel only divides by the temperature. WHOLE: all
+// logits are read and written; else `out` is `logits`, the temperature is 1, and only logits of tokens with a nonzero
+// mark are read and written. A WIDTH above 1 needs aligned rows whose length is a multiple of WIDTH.
 //
 // `logits` and `out` are [batch, vocab] with separate row strides. They may be the same array, because the thread that
 // reads a logit also writes it.
 //
-// Speed of light: memory if WHOLE; each logit is read once and written once. On an H200, 64 rows of 128256 float32 with
-// histories of 512 tokens take 20 us, 77% of a copy's bandwidth. In place the bytes are few, and latency is the bound:
-// each block fills its marks with zeros or from the masks, then follows the chain of the length, the sequence, the
-// atomics and the marked logits. In place these rows take 14 us.
+// Speed of light: memory bandwidth if WHOLE; each logit is read once and written once. On an H200, 64 rows of 128256
+// float32 with sequences of 512 tokens take 20 us, which is 77% of a copy's bandwidth. If not WHOLE, the kernel moves
+// few bytes and is latency-bound: each block initializes its marks, then loads the length, loads the sequence, waits
+// for the atomics, and loads the marked logits, each step after the one before. The same rows then take 14 us.
 #include "common/numeric.cuh"
 #include "common/overlap.cuh"
 #include "decoding/pack.cuh"
@@ -60,10 +62,10 @@ struct PenaltyParams {
     int max_length;
     int bad_words_size;
     int end_id;
-    int counts; // some penalty depends on the tokens of the sequence
+    int counts; // some penalty needs the counts, so the sequence must be read
 };
 
-// A block's work: `tokens` neighbouring tokens of the vocabulary from `base` on, in one row.
+// A slice is the work of one block: the `tokens` tokens of the vocabulary that start at `base`, in one row.
 template <int TOKENS> struct Slice {
     int row, base;
     unsigned tokens;
@@ -83,7 +85,7 @@ template <int TOKENS> struct Slice {
 struct Sequence {
     const int* ids;
     int given_length; // may exceed the size of `ids`
-    int length;       // tokens in `ids`
+    int length;       // number of tokens in `ids`
     int prompt;       // may exceed `length`
 
     __device__ __forceinline__ Sequence(const PenaltyParams& p, int row) {
@@ -96,13 +98,14 @@ struct Sequence {
     __device__ __forceinline__ int generated() const { return max(given_length - prompt, 0); }
 };
 
-// --- marks: what the sequence says about the tokens of the slice -----------------------------------------
+// --- marks: the count and the flags of each token of the slice -----------------------------------------
 
-// A mark is the count of a token among the generated tokens, plus these bits. IN_OUTPUT: the token is in `output_mask`.
+// A mark is the number of times that a token was generated, plus these flag bits. IN_OUTPUT: the token is in
+// `output_mask`. IN_PROMPT: the token is in the prompt or in `prompt_mask`. BANNED: the logit becomes -inf.
 constexpr unsigned IN_OUTPUT = 1u << 29, IN_PROMPT = 1u << 30, BANNED = 1u << 31;
 
-// Return the mask bytes of four neighbouring tokens, or 0 without a mask. `left` tokens remain in the row. aligned: use
-// one 32-bit load.
+// Return the mask bytes of four neighbouring tokens, or 0 if `mask` is null. The slice has only `left` tokens from the
+// first of these on. aligned: use one 32-bit load.
 __device__ __forceinline__ unsigned mask_bytes(const void* mask, long long at, unsigned left, bool aligned) {
     if (!mask) return 0;
     const unsigned char* from = static_cast<const unsigned char*>(mask) + at;
@@ -124,7 +127,7 @@ template <int THREADS, int TOKENS> struct Marks {
     static constexpr int QUADS = TOKENS / THREADS / 4; // vectors of four marks that a thread initializes
     unsigned* mark;                                    // [TOKENS], in shared memory
     const Slice<TOKENS>& slice;
-    bool any = false; // whether this thread has marked a token
+    bool any = false; // whether this thread has set a mark
 
     // Initialize the marks from the masks, or to zero.
     __device__ __forceinline__ void begin(const PenaltyParams& p) {
@@ -143,7 +146,7 @@ template <int THREADS, int TOKENS> struct Marks {
         __syncthreads();
     }
 
-    // ALIGNED: the bytes of four tokens are one aligned word within a row.
+    // Initialize the marks from the masks. ALIGNED: the mask bytes of four tokens can be loaded as one 32-bit word.
     template <bool ALIGNED> __device__ __forceinline__ void begin_masked(const PenaltyParams& p) {
         constexpr int AT_ONCE = 2; // loads in flight for each mask; more would need too many registers
         static_assert(QUADS % AT_ONCE == 0, "whole groups of loads");
@@ -173,7 +176,7 @@ template <int THREADS, int TOKENS> struct Marks {
     }
 
     __device__ __forceinline__ void count(const Sequence& sequence) {
-        constexpr int AT_ONCE = 4; // tokens of the sequence that a thread loads at once
+        constexpr int AT_ONCE = 4; // tokens of the sequence that a thread loads before it uses the first
         for (int start = threadIdx.x; start < sequence.length; start += AT_ONCE * THREADS) {
             unsigned place[AT_ONCE];
 #pragma unroll
@@ -193,7 +196,7 @@ template <int THREADS, int TOKENS> struct Marks {
         }
     }
 
-    // Ban the last token of each bad word whose other tokens end the sequence.
+    // Ban the last token of a bad word if the sequence ends with the other tokens of the bad word.
     __device__ __forceinline__ void ban_words(const Sequence& sequence, const Words& words) {
         for (int w = threadIdx.x; w < words.size; w += THREADS) {
             int begin, end;
@@ -228,7 +231,8 @@ struct Penalties {
         frequency = p.frequency.of(row);
     }
 
-    // Apply the penalties to a logit with a nonzero mark. Each product is rounded (no FMA), as in the reference.
+    // Apply the penalties to a logit with a nonzero mark. Each product is rounded (no fused multiply-add), as in the
+    // CPU reference.
     __device__ __forceinline__ float apply(float x, unsigned mark) const {
         if (mark & BANNED) return -CUDART_INF_F;
         x = __fmul_rn(x, x > 0.f ? inverse_repetition : repetition);
@@ -238,14 +242,15 @@ struct Penalties {
     }
 };
 
-// Return 1 / temperature, or 1 if the temperature is not a positive normal number. For a smaller temperature 1 /
-// temperature would be infinite. For an infinite temperature it would be 0 and turn -inf into NaN.
+// Return 1 / temperature, or 1 if the temperature is not a positive, normal, finite float. A smaller temperature could
+// give an infinite result. An infinite temperature would give 0, and 0 turns a logit of -inf into NaN.
 __device__ __forceinline__ float scale_of(float temperature) {
     const bool divides = temperature >= 0x1p-126f && temperature <= LARGEST_FLOAT;
     return divides ? __fdiv_rn(1.f, temperature) : 1.f;
 }
 
-// The logits of a slice that is read and written whole. A thread handles every THREADS-th pack.
+// The logits of a slice, if WHOLE: all are read and written. A thread handles every THREADS-th pack; a pack is WIDTH
+// logits.
 template <typename T, int WIDTH, int THREADS, int TOKENS> struct Logits {
     static constexpr int PACKS = TOKENS / THREADS / WIDTH;
     static_assert(TOKENS % (THREADS * WIDTH) == 0, "whole packs");
@@ -259,7 +264,7 @@ template <typename T, int WIDTH, int THREADS, int TOKENS> struct Logits {
             if (column_of(i) < tokens) packs[i] = *reinterpret_cast<const RawPack<T, WIDTH>*>(from + column_of(i));
     }
 
-    // `marked`: some token has a mark; else `marks` is not read.
+    // `marked`: some token of the slice has a nonzero mark; else `marks` is not read.
     __device__ __forceinline__ void write(T* to, unsigned tokens, bool marked, const unsigned* marks,
                                           const Penalties& penalties, float scale) const {
         using Packed = Pack<T, WIDTH>;
@@ -291,7 +296,7 @@ __global__ void __launch_bounds__(THREADS) apply_penalties(const __grid_constant
     const T* logits = static_cast<const T*>(p.logits) + slice.row * p.row_stride + slice.base;
     T* out = static_cast<T*>(p.out) + slice.row * p.out_row_stride + slice.base;
 
-    // Issue the loads of the logits before walking the sequence.
+    // Issue the loads of the logits before reading the sequence.
     Logits<T, WIDTH, THREADS, TOKENS> whole;
     if constexpr (WHOLE) whole.load(logits, slice.tokens);
 

@@ -1,4 +1,4 @@
-// Set the state of each sequence before the first step.
+// Initialize the state of each sequence before the first decoding step.
 //
 //   word_ids[b] = start_ids[b],   sequence_length[b] = 0,   finished[b] = false,   cum_log_probs[b] = 0
 //
@@ -6,10 +6,11 @@
 //
 //   offsets[b] = b * vocab,   id_vals[b, i] = i
 //
-// Grid: one thread per sequence. With SORTED, `slices` blocks per sequence, and each thread writes ITEMS ids.
+// Grid: one thread per sequence. With SORTED, `slices` blocks per sequence, and each thread writes ITEMS elements of
+// id_vals.
 //
-// Speed of light: latency of a launch, for a few numbers per sequence. With SORTED, memory: 4 bytes are written per
-// token of the vocabulary, and none are read.
+// Speed of light: the latency of a launch, because only a few numbers are written per sequence. With SORTED, memory
+// bandwidth: 4 bytes are written per element of id_vals, and nothing is read for them.
 #include "common/overlap.cuh"
 
 struct DecodingInitParams {

@@ -1,4 +1,4 @@
-// Load and store neighbouring items together.
+// Load and store WIDTH neighbouring items with one instruction.
 #pragma once
 #include "common/units.cuh"
 
@@ -6,5 +6,6 @@ template <typename T, int WIDTH> struct alignas(WIDTH * sizeof(T)) Pack {
     T item[WIDTH];
 };
 
-// A pack between its load and its use. It occupies whole registers; 16-bit items would take one register each.
+// A pack as it stays in registers between its load and its use. A RawPack fills whole 32-bit registers, while a Pack of
+// 16-bit items would take one register per item.
 template <typename T, int WIDTH> using RawPack = typename UnitOf<sizeof(Pack<T, WIDTH>)>::Type;

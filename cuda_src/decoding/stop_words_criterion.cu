@@ -1,11 +1,12 @@
-// Mark the sequences that end with a stop word as finished.
+// Set `finished` for the sequences that end with a stop word.
 //
-//   finished[b] |= the last tokens of sequence b match one of its stop words
+//   finished[b] |= sequence b ends with one of its stop words
 //
 // Grid: one warp per sequence. Lane l tests words l, l + 32, ...
 //
-// Speed of light: latency of a launch and of a chain of dependent loads: the length, the ends of a word, its tokens,
-// and the tokens of the sequence. Nearly all words differ in the first token compared.
+// Speed of light: the latency of a launch and of a chain of dependent loads: the length of the sequence, the end index
+// of a word, and the tokens of the word and of the sequence. The comparison of a word nearly always stops at the first
+// token.
 #include "common/overlap.cuh"
 #include "common/warp.cuh"
 #include "decoding/words.cuh"

@@ -4,7 +4,7 @@
 //
 // Grid: one thread per sequence.
 //
-// Speed of light: latency of a launch and of two dependent loads; the bytes are few.
+// Speed of light: the latency of a launch and of two dependent loads, because few bytes move.
 #include "common/overlap.cuh"
 
 struct UpdateFinishedParams {

@@ -1,8 +1,9 @@
-// Read lists of words of one or more tokens, and test whether a sequence ends with a word.
+// Read a list of words (stop words or bad words, each of one or more tokens), and test whether a sequence ends with a
+// word.
 #pragma once
 
-// A list of words in FasterTransformer's layout [2, size]: first the tokens of all words one after the other, then the
-// end index of each word. The rest of the second row is -1.
+// A list of words in FasterTransformer's layout [2, size]. The first row has the tokens of all words, one word after
+// the other. The second row has the end index of each word in the first row, then -1 up to its end.
 struct Words {
     const int* ids;
     const int* ends;
@@ -10,7 +11,7 @@ struct Words {
 
     __device__ __forceinline__ Words(const int* list, int size) : ids(list), ends(list + size), size(size) {}
 
-    // Find word `w`: ids[begin], ..., ids[end - 1]. Return false if the list has no such word.
+    // Find word `w`, whose tokens are ids[begin] to ids[end - 1]. Return false if the list has no word `w`.
     __device__ __forceinline__ bool find(int w, int& begin, int& end) const {
         begin = w ? ends[w - 1] : 0;
         end = ends[w];

@@ -1,17 +1,18 @@
-// Look up rows of an embedding table, and add to each the row of its position.
+// Look up rows of an embedding table, scale them, and add the embedding of each row's position.
 //
 //   position = step + position_ids[row], or step + row % period
 //   out[row] = table[ids[row]] * scale + position_table[position], in float32, rounded once
 //
-// period: rows per sequence. If an id or position is out of range, the row is zero.
+// `period` is the number of rows per sequence. If the id or the position of a row is out of range, the row becomes 0.
 //
-// Grid: as in embedding/rows.cuh.
+// Grid: see embedding/rows.cuh.
 //
-// WIDTH: bytes per load, a power of two between one element and 16 bytes that divides the rows and the addresses.
+// WIDTH: bytes per load, a power of two from the size of an element to 16; it divides the row size and the addresses.
 //
-// Speed of light: memory bandwidth. Each row is read once and written once; the rows of positions are few and stay in
-// L2. On an H200 8192 rows of 4096 bfloat16 take 39 us, 81% of the bandwidth of a copy; rows of 1024 take 12 us (65%).
-// For 64 rows the bound is the latency of a launch and two dependent loads, index and row: 2.5 us.
+// Speed of light: memory bandwidth. Each row is read once and written once; the position table is small and stays in
+// L2. On an H200, 8192 rows of 4096 bfloat16 take 39 us, which is 81% of the bandwidth of a copy; 8192 rows of 1024
+// take 12 us (65%). 64 rows take 2.5 us; they are bound by the latency of a launch and two dependent loads, the index
+// and the row.
 #include "common/numeric.cuh"
 #include "common/overlap.cuh"
 #include "embedding/rows.cuh"
@@ -50,8 +51,8 @@ __global__ __launch_bounds__(THREADS) void embedding_add(const __grid_constant__
         Load result;
 #pragma unroll
         for (int j = 0; j < COUNT; ++j) {
-            // No fused multiply-add: product and sum are rounded separately, as in the formula, so every machine gives
-            // the same bits.
+            // No fused multiply-add: the product and the sum are rounded separately, so that every machine gives the
+            // same bits.
             const float scaled = __fmul_rn(to_float(x[j]), p.scale);
             reinterpret_cast<T*>(&result)[j] = from_float<T>(__fadd_rn(scaled, to_float(y[j])));
         }

@@ -2,15 +2,15 @@
 //
 //   out[row] = table[ids[row]]
 //
-// If an id is out of range, the row is zero.
+// If the id of a row is out of range, the row becomes 0.
 //
-// Grid: as in embedding/rows.cuh.
+// Grid: see embedding/rows.cuh.
 //
-// WIDTH: bytes per load, a power of two up to 16 that divides the rows and the addresses. A copy keeps the bits, so the
-// type of the elements does not matter.
+// WIDTH: bytes per load, a power of two up to 16 that divides the row size and the addresses. The kernel copies bytes,
+// so the type of the elements does not matter.
 //
-// Speed of light: memory bandwidth. Each row is read once and written once. On an H200 8192 rows of 4096 bfloat16 take
-// 34 us, 93% of the bandwidth of a copy.
+// Speed of light: memory bandwidth. Each row is read once and written once. On an H200, 8192 rows of 4096 bfloat16 take
+// 34 us, which is 93% of the bandwidth of a copy.
 #include "common/overlap.cuh"
 #include "embedding/rows.cuh"
 

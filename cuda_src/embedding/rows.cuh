@@ -1,9 +1,9 @@
-// Shared by both lookups: the parameters, the loads of indices, and the rows and chunk of a thread.
+// Shared by embedding_add and embedding_copy: the parameters, the load of an index, and the work of a thread.
 //
-// Grid: x: groups of rows; y: parts of a row. A row is `chunks` chunks of WIDTH bytes. Neighbouring threads have
-// neighbouring chunks of a row. A row has one thread per chunk, up to a block's threads; several short rows share a
-// block. A thread has the same chunk of ROWS_AT_ONCE rows. It loads all of them before it stores the first, so it waits
-// once for its indices and once for its rows.
+// Grid: x: groups of rows; y: parts of a row. A row is `chunks` chunks of WIDTH bytes. Neighbouring threads handle
+// neighbouring chunks of a row. A long row is divided among several blocks, and several short rows share a block. Each
+// thread handles the same chunk of ROWS_AT_ONCE rows. It loads the chunk of all these rows before its first store, so
+// it waits only once for indices and once for rows.
 #pragma once
 #include "common/units.cuh"
 
@@ -14,7 +14,7 @@ struct Params {
     const void* table;          // [vocab, hidden]
     const void* ids;            // [rows]  int64 if ids_are_int64, else int32
     const void* position_table; // [positions, hidden]; null for a copy
-    const void* position_ids;   // [rows], or [1] if one_position; null: the position follows from the row
+    const void* position_ids;   // [rows], or [1] if one_position; null: the position is row % period
     void* out;                  // [rows, hidden]
     long long vocab;
     long long positions;
@@ -33,7 +33,7 @@ __device__ __forceinline__ long long load_index(const void* indices, int at, boo
     return is_int64 ? static_cast<const long long*>(indices)[at] : static_cast<const int*>(indices)[at];
 }
 
-// A thread's part of the work: chunk `chunk` of the rows first_row, first_row + distance, ...
+// The work of one thread: chunk `chunk` of ROWS_AT_ONCE rows, first_row, first_row + distance and so on.
 struct Part {
     int first_row, distance, chunk;
     __device__ explicit Part(const Params& p) {

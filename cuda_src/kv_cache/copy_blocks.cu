@@ -1,14 +1,14 @@
-// Copy blocks of a paged cache, in the caches of all layers.
+// Copy blocks within a paged cache, in the caches of all layers at once.
 //
 //   cache[to] = cache[from], for all pairs (from, to) of blocks
 //
-// A pair with a block outside of the cache is skipped.
+// A pair is skipped if one of its blocks is outside of the cache.
 //
-// Grid: x: parts of a pair's block, pair after pair; y: caches. The caches' addresses are launch parameters, so that no
-// copy to the device precedes the kernel.
+// Grid: x: `parts` thread blocks per pair; y: caches. The addresses of the caches are kernel arguments, so that they
+// need not be copied to the device first.
 //
-// Speed of light: memory bandwidth; each block is read once and written once. An H200 reaches 88% of the bandwidth of a
-// copy for 64 pairs in 64 caches, with blocks of 16 tokens of 8 heads of 128 in bfloat16.
+// Speed of light: memory bandwidth; each block is read once and written once. For 64 pairs in each of 64 caches, with
+// blocks of 16 tokens of 8 heads of 128 in bfloat16, an H200 reaches 88% of the bandwidth of a copy.
 #include "common/overlap.cuh"
 #include "common/units.cuh"
 
@@ -18,11 +18,11 @@ constexpr int CACHES = 64; // maximum caches per launch
 
 struct CopyBlocksParams {
     char* cache[CACHES];
-    const long long* block_mapping; // [pairs, 2]: from, to
+    const long long* block_mapping; // [pairs, 2]: block numbers (from, to)
     long long block_stride;
     int blocks;  // blocks per cache
     int columns; // units per block
-    int parts;   // tiles of THREADS * ITEMS units per block
+    int parts;   // thread blocks per cache block, each for THREADS * ITEMS units
 };
 
 template <int BYTES, int THREADS, int ITEMS>

@@ -1,10 +1,11 @@
-// The formats of a cache, and the conversion of units of BYTES bytes of T to and from them.
+// Convert units of BYTES bytes, with elements of type T, to the formats of a cache and back.
 //
-//   SAME         the cache has the bits of T
+//   SAME         the cache stores T unchanged
 //   E4M3, E5M2   stored(x) = x / scale in float32, rounded to the nearest, ties to even, and saturated
 //                read(x) = x * scale in float32, rounded to T
 //
-// T: the type that is converted; without a conversion, any type of the same size. Strides are in bytes.
+// T: the type of the numbers outside of the cache. With SAME, any type of the same size will do. All strides are in
+// bytes.
 #pragma once
 #include "common/fp8.cuh"
 #include "common/numeric.cuh"
@@ -16,20 +17,21 @@ enum Format { SAME, E4M3, E5M2 };
 
 template <int FORMAT> constexpr __nv_fp8_interpretation_t INTERPRETATION = FORMAT == E4M3 ? __NV_E4M3 : __NV_E5M2;
 
-// x / scale, computed as a product with the reciprocal. An fma gives the remainder of the product exactly, and a
-// correction by the remainder gives the quotient rounded to nearest. If the corrected value is NaN (infinities,
-// overflow, a scale of 0), the product already equals the quotient.
+// Compute x / scale without a division: multiply by the reciprocal of the scale, then correct the product by its
+// remainder, which a fused multiply-add computes exactly. The result is the quotient rounded to nearest, as in an IEEE
+// division. If the corrected value is NaN (infinities, overflow, a scale of 0), the uncorrected product already equals
+// the quotient.
 struct Quotient {
     float scale, reciprocal;
     __device__ __forceinline__ explicit Quotient(float s) : scale(s), reciprocal(__frcp_rn(s)) {}
     __device__ __forceinline__ float operator()(float x) const {
         const float product = __fmul_rn(x, reciprocal);
         const float corrected = __fmaf_rn(__fmaf_rn(-product, scale, x), reciprocal, product);
-        return corrected == corrected ? copysignf(corrected, product) : product; // keeps the sign of a zero
+        return corrected == corrected ? copysignf(corrected, product) : product; // a quotient of -0 keeps its sign
     }
 };
 
-// Converts a unit of T to the unit that is stored.
+// Converts a unit of T to the format of the cache.
 template <typename T, int FORMAT, int BYTES> struct Store {
     static constexpr int OUT_BYTES = FORMAT == SAME ? BYTES : BYTES / int(sizeof(T));
     static __device__ __forceinline__ Unit<OUT_BYTES> convert(const Unit<BYTES>& unit, const Quotient& quotient) {
@@ -52,7 +54,7 @@ template <typename T, int FORMAT, int BYTES> struct Store {
     }
 };
 
-// Converts a stored unit to a unit of T.
+// Converts a unit in the format of the cache to T.
 template <typename T, int FORMAT, int BYTES> struct Read {
     static constexpr int IN_BYTES = FORMAT == SAME ? BYTES : BYTES / int(sizeof(T));
     static __device__ __forceinline__ Unit<BYTES> convert(const Unit<IN_BYTES>& unit, float scale) {

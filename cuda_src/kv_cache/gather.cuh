@@ -1,10 +1,10 @@
-// Locate the rows of gathered sequences in a paged cache.
+// Locate, in a paged cache, the rows that a gather copies to dst.
 //
-//   row cu_seq_lens[b] + t of dst is place u % block_size of block block_table[b, u / block_size],
+//   row cu_seq_lens[b] + t of dst is token u % block_size of block block_table[b, u / block_size],
 //   with u = seq_starts[b] + t
 //
-// A row is skipped if it belongs to no sequence, to an entry outside of the table or to a block outside of the cache.
-// Whatever the arrays hold, nothing outside of them is read or written.
+// A row of dst is not written if it belongs to no sequence, to an entry outside of the block table or to a block
+// outside of the cache. Wrong values in the index arrays therefore never cause an access outside of an array.
 #pragma once
 #include "common/warp.cuh"
 #include "kv_cache/format.cuh"
@@ -32,8 +32,8 @@ struct GatherRowsParams {
     Divisor by_tile_columns;
 };
 
-// Return how many elements of the ascending array `values` are at most `limit`. A whole warp searches: each round of 32
-// probes leaves a 32nd of the range.
+// Return how many elements of the ascending array `values` are at most `limit`. A whole warp searches: the 32 lanes
+// test 32 elements at once, which narrows the range to 1/32.
 __device__ __forceinline__ int count_up_to(const int* values, int count, long long limit, int lane) {
     int low = 0, high = count;
     while (low < high) {
@@ -46,8 +46,8 @@ __device__ __forceinline__ int count_up_to(const int* values, int count, long lo
     return low;
 }
 
-// Return the offset in src of row `token` of dst, or -1. Between `low` and `high` elements of cu_seq_lens are at most
-// `token`.
+// Return the offset in src of row `token` of dst, or -1 if the row is skipped. The caller knows that at least `low` and
+// at most `high` elements of cu_seq_lens are at most `token`.
 __device__ __forceinline__ long long find_row(const GatherRowsParams& p, long long token, int low, int high) {
     while (low < high) {
         const int middle = (low + high) / 2;
@@ -76,8 +76,9 @@ __device__ __forceinline__ long long find_row(const GatherRowsParams& p, long lo
     return block * p.block_stride + place * p.token_stride;
 }
 
-// Find the offsets in src of a tile's rows: from[r], or -1. All threads of the block call it. Two warps find the
-// sequences of the tile's first and last row; the other rows search between these two.
+// Set from[r] to the offset in src of row r of a tile, or to -1 if the row is skipped. All threads of the block must
+// call it. Two warps first find the sequences of the tile's first and last row. Each row then searches only between
+// these two sequences.
 template <int THREADS>
 __device__ __forceinline__ void find_rows(const GatherRowsParams& p, long long first, int rows, long long* from) {
     __shared__ int ends[2];

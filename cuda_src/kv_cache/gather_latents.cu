@@ -1,10 +1,10 @@
-// Gather the tokens of sequences from FlashMLA's FP8 cache into consecutive rows of T.
+// Copy the tokens of sequences from FlashMLA's FP8 cache to consecutive rows of type T.
 //
-//   dst[cu_seq_lens[b] + t] = [latent * the scale of its GROUP, rotary]
+//   dst[cu_seq_lens[b] + t] = [latents * scales, rotary numbers], with one scale per GROUP latents
 //
-// Layout of a token: see kv_cache/latents.cuh. Location of a token: see kv_cache/gather.cuh.
+// kv_cache/latents.cuh describes the layout of a token, and kv_cache/gather.cuh its location in the cache.
 //
-// Grid: as in gather_rows. A unit is NUMBERS latents or NUMBERS rotary numbers.
+// Grid: as in gather_rows.cu. A unit is NUMBERS latents or NUMBERS rotary numbers.
 //
 // Speed of light: memory bandwidth; for bfloat16, 656 bytes are read and 1152 written per token. An H200 reaches 71% of
 // the bandwidth of a copy at 8 sequences of 4096 tokens.

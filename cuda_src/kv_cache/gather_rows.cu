@@ -1,10 +1,12 @@
-// Gather the tokens of sequences from a paged cache into consecutive rows, converted from the cache's format.
+// Copy the tokens of sequences from a paged cache to consecutive rows, and convert them from the format of the cache to
+// T.
 //
 //   dst[cu_seq_lens[b] + t] = read(src[block_table[b, u / block_size], u % block_size])
 //
-// u = seq_starts[b] + t: see kv_cache/gather.cuh. read: see kv_cache/format.cuh.
+// Here `u = seq_starts[b] + t` (kv_cache/gather.cuh), and read() is the conversion of kv_cache/format.cuh.
 //
-// Grid: x: tiles of tokens of dst; y: parts of a row. After the rows are located, threads move units as in store_rows.
+// Grid: x: tiles of rows of dst; y: parts of a row. A block first locates its rows in the cache. Then each thread
+// copies ITEMS units, as in store_rows.cu.
 //
 // Speed of light: memory bandwidth; each row is read once and written once. An H200 reaches 81% of the bandwidth of a
 // copy at 8 sequences of 4096 rows of 576 bfloat16, and 73% from an FP8 cache.

@@ -1,5 +1,5 @@
-// The layout of a token in FlashMLA's FP8 cache, 656 bytes: 512 latents in E4M3, one float32 scale per 128 latents, 64
-// rotary numbers in bfloat16.
+// Define the layout of a token in FlashMLA's FP8 cache. A token has 656 bytes: 512 latents in E4M3, then one float32
+// scale per 128 latents, then 64 rotary numbers in bfloat16.
 #pragma once
 #include "kv_cache/format.cuh"
 
@@ -8,7 +8,7 @@ constexpr int LATENTS = 512, GROUP = 128;
 constexpr int SCALES_AT = LATENTS, ROTARY_AT = SCALES_AT + LATENTS / GROUP * 4; // in bytes
 constexpr float LARGEST_E4M3 = 448.f, SMALLEST_SCALE = 1e-4f;
 
-// Load a unit at once or, if it is not ALIGNED, byte by byte.
+// Load a unit with one instruction or, if it is not ALIGNED, byte by byte.
 template <typename U, bool ALIGNED> __device__ __forceinline__ U load_unit(const char* from) {
     if constexpr (ALIGNED) {
         return __ldg(reinterpret_cast<const U*>(from));
@@ -29,7 +29,7 @@ template <bool ALIGNED, typename U> __device__ __forceinline__ void store_unit(c
     }
 }
 
-// Convert between T and bfloat16. A conversion from bfloat16 to bfloat16 keeps all bits, even of a NaN.
+// Convert between T and bfloat16. If T is bfloat16, all bits are kept, even if the number is a NaN.
 template <typename T> __device__ __forceinline__ __nv_bfloat16 to_bfloat16(T x) {
     return from_float<__nv_bfloat16>(to_float(x));
 }

@@ -3,21 +3,23 @@
 //   key_cache[block, head, d / x, place, d % x] = stored(key[token, head, d]), x elements = 16 bytes
 //   value_cache[block, head, d, place] = stored(value[token, head, d])        stored: see kv_cache/format.cuh
 //
-// slot_mapping gives each new token its slot: place slot % block_size of block slot / block_size. A token with a slot
-// outside of the cache, such as -1, is skipped.
+// slot_mapping has the slot of each new token. Slot s is place `s % block_size` of block `s / block_size`. A token
+// whose slot is outside of the cache, such as -1, is not stored.
 //
-// Runs. In key_cache 16 bytes of a token are contiguous. In value_cache a token's elements lie block_size elements
-// apart: stored element by element, 64 bytes of a warp would touch 32 sectors of memory. RUN tokens with consecutive
-// slots from a multiple of RUN on fill a whole vector of each column. Such a run is loaded as rows, transposed in
-// registers and stored as column vectors. Tokens outside of runs are written element by element.
+// Runs. In key_cache 16 bytes of a token are contiguous. In value_cache the elements of a token are block_size elements
+// apart, so a warp that stored single elements would touch 32 sectors of memory for 64 bytes. A run is RUN tokens with
+// consecutive slots; its first slot is a multiple of RUN. In each column of value_cache, a run fills one whole vector.
+// So the kernel loads a run as rows, transposes it in registers and stores column vectors. Tokens outside of runs are
+// stored element by element.
 //
-// Grid: x: windows of WINDOW tokens, PARTS blocks per window; y: WARPS * LINE units of the columns; z: keys, values. A
-// part takes a PARTS-th of each thread's tokens, so that a small batch keeps the whole GPU busy; part 0 takes all runs.
-// A large batch needs loads in flight instead: 32 warps per multiprocessor with 8 loads per thread.
+// Grid: x: PARTS thread blocks per window of WINDOW tokens; y: groups of WARPS * LINE units of 16 bytes along a row; z:
+// keys, values. With PARTS > 1, the tokens of each thread are divided among PARTS blocks, so that a small batch keeps
+// the whole GPU busy; all runs go to part 0. A large batch uses PARTS = 1, because it needs many loads in flight: 32
+// warps per multiprocessor with 8 loads per thread.
 //
-// Speed of light: memory bandwidth; each row is read once and written once. An H200 reaches 77% of the bandwidth of a
-// copy at 8192 tokens of 8 heads of 128 in bfloat16, 60% if sequences begin anywhere in the batch, 65% with an FP8
-// cache. A decoding step of 64 tokens takes 5.0 us, because all its values are written element by element.
+// Speed of light: memory bandwidth; each row is read once and written once. At 8192 tokens of 8 heads of 128 in
+// bfloat16, an H200 reaches 77% of the bandwidth of a copy; 60% if sequences begin anywhere in the batch; 65% with an
+// FP8 cache. A decoding step of 64 tokens takes 5.0 us, because all its values are stored element by element.
 #include "common/overlap.cuh"
 #include "common/warp.cuh"
 #include "kv_cache/format.cuh"
@@ -35,7 +37,7 @@ struct StoreBlocksParams {
     Side key, value;
     const long long* slot_mapping; // [tokens]
     int tokens;
-    int slots;   // of the cache
+    int slots;   // slots in the cache
     int columns; // heads * head_dim
     int head_dim;
     Divisor by_head_dim;
@@ -44,20 +46,20 @@ struct StoreBlocksParams {
 };
 
 constexpr int WINDOW = 32; // tokens per window
-// Units of 16 bytes per cache line. LINE lanes of a warp load one line of a token, so a warp loads from 32 / LINE
-// tokens.
+// Units of 16 bytes per cache line. LINE lanes of a warp load one line of a token, so one load of a warp covers 32 /
+// LINE tokens.
 constexpr int LINE = 8;
 constexpr int RUN = 8; // tokens per run
 static_assert(32 / LINE * RUN == WINDOW);
 
-// Return the token's slot, or -1 if it has none.
+// Return the slot of a token, or -1 if the token does not exist or its slot is outside of the cache.
 __device__ __forceinline__ int slot_of(const StoreBlocksParams& p, int token) {
     if (unsigned(token) >= unsigned(p.tokens)) return -1;
     const long long slot = __ldg(p.slot_mapping + token);
     return (unsigned long long)slot < (unsigned long long)p.slots ? int(slot) : -1;
 }
 
-// Load 16 bytes of a row at once or, if it is not ALIGNED, element by element.
+// Load 16 bytes of a row with one instruction or, if the row is not ALIGNED, element by element.
 template <typename T, bool ALIGNED> __device__ __forceinline__ uint4 load_vector(const char* from) {
     if constexpr (ALIGNED) {
         return __ldg(reinterpret_cast<const uint4*>(from));
@@ -70,14 +72,15 @@ template <typename T, bool ALIGNED> __device__ __forceinline__ uint4 load_vector
     }
 }
 
-// Store the keys of a window. In the cache 16 bytes of a token are contiguous, and the 16 bytes of the next place
-// follow. Lane l takes unit l % LINE of tokens l / LINE + 0, 4, 8, ...: a warp reads whole lines of 4 tokens. If the
-// slots of these tokens are consecutive, it writes 64 contiguous bytes.
+// Store the keys of a window. In the cache, 16 bytes of a token are followed by the same 16 bytes of the token in the
+// next slot. Lane l copies unit `l % LINE` of tokens `l / LINE`, `l / LINE + 4`, `l / LINE + 8` and so on, so each load
+// of a warp reads one whole line of 4 tokens. If these 4 tokens have consecutive slots, each store writes pieces of 64
+// contiguous bytes.
 template <typename T, int FORMAT, bool ALIGNED, int WARPS, int PARTS>
 __device__ __forceinline__ void store_keys(const StoreBlocksParams& p, int first, int part) {
     constexpr int OUT_SIZE = FORMAT == SAME ? sizeof(T) : 1, COLUMNS = 16 / OUT_SIZE;
     constexpr int LOADS = COLUMNS * sizeof(T) / 16, TOKENS = RUN / PARTS;
-    constexpr int BATCH = TOKENS < RUN / LOADS ? TOKENS : RUN / LOADS; // RUN loads at once
+    constexpr int BATCH = TOKENS < RUN / LOADS ? TOKENS : RUN / LOADS; // tokens per batch of RUN loads
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int column = ((blockIdx.y * WARPS + warp) * LINE + lane % LINE) * COLUMNS;
     if (column >= p.columns) return;
@@ -128,17 +131,18 @@ __device__ __forceinline__ void store_keys(const StoreBlocksParams& p, int first
     }
 }
 
-// The values that a warp stores in a window of tokens. Bit i of a mask stands for token first + i.
+// How a warp stores the values of a window of tokens. Bit i of a mask stands for token `first + i`.
 struct Runs {
     unsigned begins; // tokens at which a run begins
-    unsigned alone;  // tokens with a slot outside of runs
+    unsigned alone;  // tokens that have a slot but are not in a run
 };
 
-// Find the runs of a window. Every warp does this itself, from the slots of the window and of the tokens around it. A
-// run belongs to the window of its first token and may end in the next window. So a sequence may begin anywhere in the
-// batch.
+// Find the runs of a window. Every warp does this itself, from the slots of the window's tokens and of their neighbours
+// before and after the window. A run belongs to the window of its first token and may end in the next window. Runs
+// therefore need no alignment within the batch.
 template <bool ALIGNED> __device__ __forceinline__ Runs find_runs(const StoreBlocksParams& p, int first, int lane) {
-    // The slots of 64 tokens, two per lane. In the masks, bit i stands for token first - RUN + i.
+    // Each lane has the slots of two tokens, so a warp has 64 slots. In the masks below, bit i stands for token
+    // `first - RUN + i`.
     const int early = slot_of(p, first - RUN + lane), late = slot_of(p, first - RUN + 32 + lane);
     unsigned long long runs = 0;
     if constexpr (ALIGNED) {
@@ -164,7 +168,7 @@ template <bool ALIGNED> __device__ __forceinline__ Runs find_runs(const StoreBlo
     return {unsigned(runs >> RUN), unsigned((valid & ~in_runs) >> RUN)};
 }
 
-// Return word j of a column of elements of SIZE bytes, from the words of RUN rows.
+// Transpose: return 32-bit word j of a column, from the words of RUN rows. Elements have SIZE bytes.
 template <int SIZE, int WORDS>
 __device__ __forceinline__ unsigned column_word(const unsigned (&row)[RUN][WORDS], int column, int j) {
     if constexpr (SIZE == 4) {
@@ -178,24 +182,23 @@ __device__ __forceinline__ unsigned column_word(const unsigned (&row)[RUN][WORDS
     }
 }
 
-// COLUMNS columns of the value cache: 16 bytes of a token's values.
+// The columns of value_cache that one thread stores: COLUMNS columns, 16 bytes of each token's values.
 template <typename T, int FORMAT, bool ALIGNED> struct Values {
     static constexpr int OUT_SIZE = FORMAT == SAME ? sizeof(T) : 1, COLUMNS = 16 / sizeof(T);
-    static constexpr int WORDS = COLUMNS * OUT_SIZE / 4; // words of a converted row
+    static constexpr int WORDS = COLUMNS * OUT_SIZE / 4; // 32-bit words of a row after conversion
     using Converted = Unit<WORDS * 4>;
     const StoreBlocksParams& p;
-    const char* src;         // of token 0
-    char* cache;             // of block 0, place 0
+    const char* src;         // the columns of token 0
+    char* cache;             // the first of the columns, in block 0, place 0
     long long column_stride; // bytes between columns of the cache
     Quotient quotient;
 
-    // Load the rows of RUN tokens from `token` on.
+    // Load this thread's part of the rows of RUN tokens, starting at `token`.
     __device__ __forceinline__ void load_run(int token, uint4 (&vector)[RUN]) const {
 #pragma unroll
         for (int i = 0; i < RUN; ++i) vector[i] = load_vector<T, ALIGNED>(src + (token + i) * p.value.src_stride);
     }
-    // Transpose the rows of a run in registers and store them as column vectors. Other lanes hold neighbouring runs;
-    // one store of the warp writes the vectors of all of them.
+    // Transpose the rows of a run in registers and store them as column vectors, one vector per column.
     __device__ __forceinline__ void store_run(int token, const uint4 (&vector)[RUN]) const {
         unsigned row[RUN][WORDS];
         const unsigned slot = unsigned(__ldg(p.slot_mapping + token));
@@ -209,7 +212,7 @@ template <typename T, int FORMAT, bool ALIGNED> struct Values {
         }
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
-            constexpr int LENGTH = RUN * OUT_SIZE / 4; // words of a column vector
+            constexpr int LENGTH = RUN * OUT_SIZE / 4; // 32-bit words of a column vector
             unsigned word[LENGTH];
 #pragma unroll
             for (int j = 0; j < LENGTH; ++j) word[j] = column_word<OUT_SIZE, WORDS>(row, c, j);
@@ -223,7 +226,8 @@ template <typename T, int FORMAT, bool ALIGNED> struct Values {
             }
         }
     }
-    // Store tokens first + index to first + index + TOKENS - 1 element by element, if their bits are set in `alone`.
+    // Store the TOKENS tokens that start at `first + index`, element by element. Skip those whose bit in `alone` is 0;
+    // bit i stands for token `first + i`.
     template <int TOKENS> __device__ __forceinline__ void store_alone(int first, int index, unsigned alone) const {
         using Element = Unit<OUT_SIZE>;
         uint4 vector[TOKENS];
@@ -249,7 +253,8 @@ template <typename T, int FORMAT, bool ALIGNED> struct Values {
     }
 };
 
-// Store the values of a window. Lane l takes unit l % LINE of run l / LINE, then of the tokens outside of runs.
+// Store the values of a window. Lane l copies unit `l % LINE` of the window's run number `l / LINE`, and then the same
+// unit of tokens outside of runs.
 template <typename T, int FORMAT, bool ALIGNED, int WARPS, int PARTS>
 __device__ __forceinline__ void store_values(const StoreBlocksParams& p, int first, int part) {
     using Columns = Values<T, FORMAT, ALIGNED>;
@@ -265,7 +270,8 @@ __device__ __forceinline__ void store_values(const StoreBlocksParams& p, int fir
     char* cache = p.value.cache + head * p.value.head_stride + (column - head * p.head_dim) * column_stride;
     const Columns columns{p, src, cache, column_stride, Quotient(FORMAT == SAME ? 1.f : p.value.scale.load())};
 
-    // Skip the first l / LINE runs. At most 32 / LINE runs begin in a window, because each has RUN tokens.
+    // Clear the bits of the first `lane / LINE` runs, so that the lowest bit is the run of this lane. At most 32 / LINE
+    // runs begin in a window, because each has RUN tokens.
     unsigned begin = runs.begins;
 #pragma unroll
     for (int i = 1; i < 32 / LINE; ++i)

@@ -1,16 +1,16 @@
 // Store new tokens in FlashMLA's FP8 cache (kv_cache/latents.cuh), with one scale per GROUP latents.
 //
-//   scale  = smallest power of two that is at least max(max(|latent|) / 448, 1e-4), over the GROUP without NaN
+//   scale  = smallest power of two that is at least max(max(|latent|) / 448, 1e-4); max over the group, NaN ignored
 //   stored = E4M3(latent / scale), rounded to the nearest, ties to even, and saturated
 //
-// A power of two as scale makes the quotient here, and the product at reading, exact: only the conversion to 8 bits
-// rounds. A token without rotary numbers gets zeros for them.
+// Because the scale is a power of two, the division here and the multiplication when the cache is read are exact. Only
+// the conversion to 8 bits rounds. If the caller gives no rotary numbers, zeros are stored.
 //
-// slot_mapping gives each new token its slot: place slot % block_size of block slot / block_size. A token with a slot
-// outside of the cache, such as -1, is skipped.
+// slot_mapping has the slot of each new token. Slot s is place `s % block_size` of block `s / block_size`. A token
+// whose slot is outside of the cache, such as -1, is not stored.
 //
-// Grid: one warp per token. Lane l takes latents 16 l to 16 l + 15, so that 8 lanes share a group, and rotary numbers 2
-// l and 2 l + 1.
+// Grid: one warp per token. Lane l has the 16 latents from `16 * l` on, so a group of 128 latents is shared by 8 lanes.
+// It also has rotary numbers `2 * l` and `2 * l + 1`.
 //
 // Speed of light: memory bandwidth; for bfloat16, 1152 bytes are read and 656 written per token. An H200 reaches 61% of
 // the bandwidth of a copy at 8192 tokens. 64 tokens take 1.8 us; an empty kernel takes 0.5 us.
@@ -28,7 +28,7 @@ struct StoreLatentsParams {
     long long block_stride;
     long long token_stride;
     int tokens;
-    int slots; // of the cache
+    int slots; // slots in the cache
     int block_size;
     Divisor by_block_size;
 };

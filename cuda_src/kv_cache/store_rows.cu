@@ -1,19 +1,22 @@
-// Store the rows of new tokens in a paged cache with contiguous rows: FlashAttention's layout or, if CONCAT, MLA's.
+// Store the rows of new tokens in a paged cache with contiguous rows. The layout is FlashAttention's or, if CONCAT,
+// that for multi-head latent attention (MLA).
 //
 //   cache[slot, head, d] = stored(src[token, head, d])              stored: see kv_cache/format.cuh
-//   cache[slot] = [stored(src0[token]), stored(src1[token])]        if CONCAT: latents and rotary parts
+//   cache[slot] = [stored(src0[token]), stored(src1[token])]        if CONCAT: latents, then rotary numbers
 //
-// slot_mapping gives each new token its slot: place slot % block_size of block slot / block_size. A token with a slot
-// outside of the cache, such as -1, is skipped.
+// slot_mapping has the slot of each new token. Slot s is place `s % block_size` of block `s / block_size`. A token
+// whose slot is outside of the cache, such as -1, is not stored.
 //
-// Grid: x: tiles of tokens; y: parts of a row; z: keys, values. If CONCAT, a token's columns are the columns of both
-// sources, and z is 0. A block takes a tile of tokens, or of parts of long rows. Thread t takes ITEMS units, t, t +
-// THREADS, ..., and issues all loads of units and slots before its first store. No block starts the next grid early:
-// the next kernel's blocks would all begin at once, and 8192 tokens of 512 + 64 would take 6.6 us instead of 6.1.
+// Grid: x: tiles of tokens; y: parts of a row; z: keys, values. If CONCAT, a row has the columns of both sources, and z
+// is 0. A block takes a tile: several whole rows, or the same part of several long rows. Thread t takes ITEMS units: t,
+// t + THREADS and so on. It issues all loads of units and slots before its first store. The kernel does not trigger
+// programmatic dependent launch early. With an early trigger, 8192 tokens of 512 + 64 columns take 6.6 us instead of
+// 6.1 us, because all blocks of the next kernel begin at once.
 //
-// Speed of light: memory bandwidth; each row is read once and written once. An H200 reaches 84% of the bandwidth of a
-// copy at 8192 tokens of 8 heads of 128 in bfloat16 and 65% with an FP8 cache; with CONCAT, at 8192 tokens of 512 + 64,
-// 67% and 40%. A decoding step of 64 tokens takes 1.9 us; an empty kernel takes 0.5 us.
+// Speed of light: memory bandwidth; each row is read once and written once. At 8192 tokens of 8 heads of 128 in
+// bfloat16, an H200 reaches 84% of the bandwidth of a copy, and 65% with an FP8 cache. With CONCAT, at 8192 tokens of
+// 512 + 64 columns, it reaches 67%, and 40% with an FP8 cache. A decoding step of 64 tokens takes 1.9 us; an empty
+// kernel takes 0.5 us.
 #include "common/overlap.cuh"
 #include "kv_cache/format.cuh"
 
@@ -34,7 +37,7 @@ struct StoreRowsParams {
     Rows rows[2];                  // keys, values; if CONCAT: two sources without heads, one cache (rows[0])
     const long long* slot_mapping; // [tokens]
     int tokens;
-    int slots; // of the cache
+    int slots; // slots in the cache
     int block_size;
     Divisor by_block_size;
     int columns;   // units per row, of both sources if CONCAT

@@ -6,8 +6,8 @@
 //   out      = sum_t p[t] * cache[t, head / group, : head_dim_v], times exp(lse) / (exp(lse) + exp(sink[head]))
 //   lse      = log sum_t exp(score[t])
 //
-// A row without tokens gets out = 0 and lse = +inf. Sequences that several parts visit leave partial results for
-// combine_parts.
+// A row without tokens gets out = 0 and lse = +inf. If a sequence is split over several parts (see parts.cuh), each
+// part stores a partial result, and combine_parts merges the partial results.
 //
 // Grid: (ceil(rows / ROWS), kv_heads, parts) blocks of 256 threads, with Form<...>::BYTES of dynamic shared memory.
 // mma_form.cuh describes how the warps divide the work.
@@ -35,8 +35,8 @@ template <typename F> using SoftmaxOf = Softmax<F, typename TileOf<F>::Scales>;
 template <typename F>
 using RingOf = typename Choose<F::APART, BarrierRing<F, TileOf<F>>, LockstepRing<F, TileOf<F>>>::Type;
 
-// A barrier of all threads, as an mbarrier: compute-sanitizer loses track of named barriers if a kernel mixes several
-// kinds.
+// A barrier of all threads of the block. It is an mbarrier, because compute-sanitizer loses track of named barriers if
+// a kernel mixes several kinds of barriers.
 struct Meeting {
     const unsigned barrier;
     int met = 0;
@@ -47,12 +47,12 @@ struct Meeting {
     }
 };
 
-// Write the rows of a group that shares them with no other group (RINGS == 1).
+// Store the output rows of a group if no other group computes the same rows (RINGS == 1).
 template <typename F>
 __device__ __forceinline__ void write_rows(const Params& p, const Thread<F>& thread, const SoftmaxOf<F>& softmax,
                                            const float (&out)[F::M][F::V][4], int sequence, bool bad) {
     thread.group_barrier(); // the group's sums are in shared memory
-    // Part and visit are computed again, so that they occupy no registers in the mainloop.
+    // `part` and `visit` are computed again, so that they occupy no registers in the mainloop.
     const Part part(p, blockIdx.z);
     const VisitOf<F::EXTRA> visit(p, part, sequence);
 #pragma unroll
@@ -69,7 +69,7 @@ __device__ __forceinline__ void write_rows(const Params& p, const Thread<F>& thr
         }
 }
 
-// The merge of rows that both groups have (RINGS == 2), each over its own tiles.
+// The merge of the two groups if both compute all rows, each over its own tiles (RINGS == 2).
 template <typename F> struct MergedRows {
     float base[2], total[2];
     float factors[2][2]; // [group][row half]: rescales a group to the common base
@@ -180,8 +180,8 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
         bool bad = !visit.whole;
         // Every row of the group sees the tokens before this one.
         const int all_see = p.causal ? causal_end(p, visit.length, thread.first_row()) : visit.length;
-        // When this barrier completes, the group's queries are in shared memory, and the last visit's sums have been
-        // read.
+        // When this barrier completes, the group's queries are in shared memory, and the sums of the previous sequence
+        // have been read.
         thread.group_barrier();
 #pragma unroll 1
         for (int token = visit.begin + thread.first_token(); token < visit.end; token += F::RINGS * TILE) {

@@ -7,8 +7,8 @@
 //   out      = sum_t p[t] * cache[t, head / group, : 512], times exp(lse) / (exp(lse) + exp(sink[head]))
 //   lse      = log sum_t exp(score[t])
 //
-// A row without tokens gets out = 0 and lse = +inf. Sequences that several parts visit leave partial results for
-// combine_parts.
+// A row without tokens gets out = 0 and lse = +inf. If a sequence is split over several parts (see parts.cuh), each
+// part stores a partial result, and combine_parts merges the partial results.
 //
 // Grid: (ceil(rows / 64), kv_heads, parts) blocks of 384 threads, with all the shared memory of a multiprocessor.
 //
@@ -22,15 +22,15 @@
 //
 // The consumers alternate: while one exponentiates, the MMAs of the other keep the tensor cores busy. (FlashMLA's
 // "seesaw" schedule has the same idea. Here both consumers run the same program, half a period apart.) Both consumers
-// need the same base of a row, so the base is passed on with the probabilities. It is raised to the row's maximum only
-// if the maximum is more than BASE_LAG above it. The probabilities overwrite the rotary part of their own keys, which
-// only S reads. A half of a buffer is refilled as soon as the last MMA that reads it is complete.
+// need the same base of a row, so the base is passed on with the probabilities. The base is raised to the row's maximum
+// only if the maximum exceeds the base by more than BASE_LAG. The probabilities overwrite the rotary part of their own
+// keys, which only S reads. A half of a buffer is refilled as soon as the last MMA that reads it is complete.
 //
 // Speed of light: memory bandwidth up to about 100 rows per kv head, tensor cores with more rows. A row costs 2 (576 +
 // 512) operations per token of 1152 bytes. The floor is the longer of two times: the bytes at copy bandwidth, or the
 // operations at the rate of a large GEMM. On an H200 with 128 sequences of 4096 tokens, the kernel reaches 89 % of the
 // floor with 64 heads (164.5 us), 75 % with 128 heads (246.3 us), and 80 % with two query tokens of 128 heads (459.7
-// us). One sequence of 8192 tokens is bound by latency: it takes 22.1 us, combine_parts included, for a floor of 2.8
+// us). One sequence of 8192 tokens is bound by latency: it takes 22.1 us, combine_parts included, and its floor is 2.8
 // us.
 //
 // attend_two_loaders replaces this kernel if TMA cannot copy the tokens and EXTRA is false, except for float16 queries
@@ -61,7 +61,7 @@ template <typename, bool FP8, bool, bool = false, int = BYTES_OF_576> constexpr 
 
 //   T        type of the queries and results
 //   FP8      the cache has 8-bit numbers
-//   GATHER   `indices` name the tokens
+//   GATHER   the tokens are given by `indices`
 //   EXTRA    there is a second cache, or topk_lengths limits the indices
 //   BYTES    bytes per token of an 8-bit cache: 656, or with EXTRA also 584
 template <typename T, bool FP8, bool GATHER, bool EXTRA = false, int BYTES = BYTES_OF_576>

@@ -1,20 +1,22 @@
-// Merge the partial results of the sequences that several parts visit, weighted by their sums.
+// Merge the partial results of the sequences that are split over several parts (see parts.cuh). The weight of a partial
+// result is its sum of exponentials.
 //
-//   lse = log2 sum_i 2^lse[i],   out = sum_i 2^(lse[i] - lse) * out[i]      over the visits i to the sequence
+//   lse = log2 sum_i 2^lse[i],   out = sum_i 2^(lse[i] - lse) * out[i], over the partial results i of the sequence
 //
-// TEAM == 8: (sequences * rows, kv_heads, ceil(head_dim_v / (EACH * 128))) blocks of 256 threads. For few rows, to
-// spread them over the GPU. A block merges EACH * 128 columns of a row. Each warp takes every 8th visit, and the first
-// warp adds up the warps' sums in order.
+// TEAM == 8, for few rows: (sequences * rows, kv_heads, ceil(head_dim_v / (EACH * 128))) blocks of 256 threads. A block
+// merges EACH * 128 columns of one row, so that few rows still occupy many multiprocessors. Each warp adds up every 8th
+// partial result, and the first warp adds up the sums of the warps in order.
 //
-// TEAM == 1: (any, kv_heads, parts) blocks of 256 threads. For many rows. A warp merges whole rows, so EACH * 128 is at
-// least head_dim_v. The blocks with blockIdx.z == i merge the sequence whose second visit part i made, and exit at once
-// if part i made none.
+// TEAM == 1, for many rows: (any, kv_heads, parts) blocks of 256 threads. A warp merges whole rows, so EACH * 128 is at
+// least head_dim_v. The blocks with blockIdx.z == i merge the sequence that part i is the second part to process. They
+// exit at once if there is no such sequence.
 //
-// DIM_V == 0: the number of columns comes from the argument.
+// DIM_V == 0: the number of columns is p.head_dim_v.
 //
-// Speed of light: latency, because the plan, the lse of all visits and the partial results are read one after the
-// other. A second launch in the same call costs an H200 6.7 us for one sequence of 8192 tokens with 128 heads, 5.1 us
-// for one sequence of 16384 tokens with 16 heads, and 8.6 us for 128 sequences of mixed lengths with 128 heads.
+// Speed of light: latency, because three dependent loads follow each other: the plan, the lse of the partial results,
+// and the partial results. A second launch of this kernel in the same call adds 6.7 us on an H200 for one sequence of
+// 8192 tokens with 128 heads, 5.1 us for one sequence of 16384 tokens with 16 heads, and 8.6 us for 128 sequences of
+// mixed lengths with 128 heads.
 #include "common/overlap.cuh"
 #include "common/warp.cuh"
 #include "mla_decode/parts.cuh"
@@ -22,13 +24,13 @@
 
 // The partial results of a row.
 struct Partials {
-    const float* lses;  // [count] visits, `step` apart
-    const float4* outs; // [count] visits of `fours` float4, `step` rows apart
+    const float* lses;  // [count]: the lse of each partial result; `step` floats apart
+    const float4* outs; // [count, fours]: the columns of each partial result; `step` rows apart
     long long step;
     int count, fours;
 };
 
-// Call `use` with the lse of visits lane, lane + 32, ...
+// Call `use` with the lse of partial results lane, lane + 32, ... of a row.
 template <int TEAM, typename USE>
 __device__ __forceinline__ void each_lse(const Partials& row, int lane, const USE& use) {
     // From sm_100 on, unrolling this loop spills registers if a warp holds a whole row (TEAM == 1).
@@ -40,7 +42,7 @@ __device__ __forceinline__ void each_lse(const Partials& row, int lane, const US
     }
 }
 
-// Issue the loads of BATCH visits: split, split + TEAM, ...
+// Issue the loads of BATCH partial results of a row: split, split + TEAM, ...
 template <int DIM_V, int TEAM, int EACH, int BATCH>
 __device__ __forceinline__ void load_batch(float4 (&values)[BATCH][EACH], const Partials& row, int split,
                                            int first_four) {
@@ -56,7 +58,7 @@ __device__ __forceinline__ void load_batch(float4 (&values)[BATCH][EACH], const 
         }
 }
 
-// Add a batch to the sums, weighted. `largest` is the largest lse of all visits.
+// Add a batch of weighted partial results to `total`. `largest` is the largest lse of all partial results of the row.
 template <int TEAM, int EACH, int BATCH>
 __device__ __forceinline__ void add_batch(float4 (&total)[EACH], const float4 (&values)[BATCH][EACH],
                                           const Partials& row, int split, float largest) {
@@ -73,7 +75,7 @@ __device__ __forceinline__ void add_batch(float4 (&total)[EACH], const float4 (&
     }
 }
 
-// Add the sums of a team's other warps to the first warp's.
+// Add the sums of the other warps of a block to the sums of the first warp.
 template <int TEAM, int EACH>
 __device__ __forceinline__ void add_others(float4 (&total)[EACH], const float4 (&found)[TEAM][EACH * 32], int lane) {
 #pragma unroll
@@ -85,7 +87,7 @@ __device__ __forceinline__ void add_others(float4 (&total)[EACH], const float4 (
         }
 }
 
-// Write a row, divided by `sum`, the sum of the visits' weights.
+// Store a merged row, divided by `sum`, the sum of the weights of its partial results.
 template <typename T, int EACH>
 __device__ __forceinline__ void write_row(const Params& p, const Visit& visit, int kv_head, int r,
                                           const float4 (&total)[EACH], float largest, float sum, int first_four,
@@ -110,7 +112,7 @@ constexpr int COMBINE_WARPS = 8;
 template <typename T, int DIM_V, int TEAM, int EACH>
 __global__ __launch_bounds__(32 * COMBINE_WARPS, 2) void combine_parts(const __grid_constant__ Params p) {
     begin_behind_earlier_kernels();
-    constexpr int WARPS = COMBINE_WARPS, BATCH = EACH == 1 ? 9 : TEAM == 1 ? 2 : 3; // visits in flight per warp
+    constexpr int WARPS = COMBINE_WARPS, BATCH = EACH == 1 ? 9 : TEAM == 1 ? 2 : 3; // in flight per warp
     static_assert(TEAM == 1 || TEAM == WARPS, "");
     __shared__ float4 found[TEAM == 1 ? 1 : WARPS][EACH * 32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, member = TEAM == 1 ? 0 : warp;
@@ -129,7 +131,7 @@ __global__ __launch_bounds__(32 * COMBINE_WARPS, 2) void combine_parts(const __g
     if (splits <= 1) return;
     const long long first = min(max(2 * ((long long)before - sequence), 0ll), 2ll * p.parts - 1);
     const int count = int(min((long long)splits, 2ll * p.parts - first));
-    const long long step = (long long)p.kv_heads * rows; // rows from one visit to the next
+    const long long step = (long long)p.kv_heads * rows; // rows from one partial result to the next
     for (; r < end; r += gridDim.x * WARPS) {
         const long long at = first * step + (long long)kv_head * rows + r;
         const Partials row{p.partial_lse + at, reinterpret_cast<const float4*>(p.partial_out + at * (fours * 4)), step,

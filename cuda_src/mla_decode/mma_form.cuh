@@ -3,25 +3,26 @@
 // A block has ROWS query rows and GROUPS groups of MEMBERS warps. The groups divide the rows. The warps of a group
 // divide both MMAs of a tile:
 //
-//   scores   The group splits the TILE tokens of the tile into HALVES, and the dimensions into DEPTHS. A warp thus has
-//            a large piece of the product, which takes few shared-memory loads per MMA. The warps exchange their
-//            partial sums over the dimensions through shared memory. Each warp adds up and exponentiates the few
-//            tokens that it owns.
-//   values   The group splits the columns of the output.
+//   scores   The TILE tokens of a tile are split into HALVES, and the dimensions into DEPTHS. A warp computes one such
+//            combination for all rows of its group, which takes few shared-memory loads per MMA. The warps exchange
+//            their partial sums over the dimensions through shared memory. Each warp then adds up and exponentiates the
+//            scores of the few tokens that it owns.
+//   values   The columns of the output are split over the warps of the group.
 //
-// Two groups do not wait for each other: while one exponentiates, the other keeps the tensor cores busy. If the rows
-// are too few for two groups, both groups have all rows and take alternate tiles, each from its own ring of stages
-// (RINGS == 2). Their results are merged after a visit.
+// The two groups do not wait for each other: while one exponentiates, the other keeps the tensor cores busy. If a block
+// has too few rows for two groups, both groups compute all rows and take alternate tiles, each from its own ring of
+// stages (RINGS == 2). The results of the two groups are merged at the end of each sequence.
 //
 // A token of a tile in shared memory is a row of 16-byte chunks. The chunks are swizzled within each 128 bytes, so that
 // ldmatrix reads the same chunk of eight tokens without bank conflicts. Queries, partial scores and probabilities are
 // stored as mma.sync fragments, lane by lane.
 //
-// An 8-bit tile has the layout of the cache. A token of 656 bytes is an odd number of chunks, so eight tokens are in
-// different banks without a swizzle. A warp converts the numbers that it needs to float16 in registers, which is exact.
-// The MMAs leave out the scales. A warp's 128 dimensions in the first MMA share one scale, and so do its 128 columns in
-// the second. Scores are multiplied by their scale after the first MMA. Probabilities have a copy for each scale,
-// multiplied by it. In the first MMA a warp also has 16 dimensions of the rotary part, in the format of the queries.
+// A tile of an 8-bit cache keeps the layout of the cache. A token of 656 bytes is an odd number of chunks, so the same
+// chunk of eight tokens is in different banks without a swizzle. A warp converts the e4m3 numbers to float16 in
+// registers, which is exact, and multiplies them without their scales. In the first MMA the 128 dimensions of a warp
+// share one scale per token, so the scores are multiplied by the scale afterwards. In the second MMA the 128 columns of
+// a warp share one scale per token. The probabilities are therefore stored once per scale, multiplied by that scale. In
+// the first MMA each warp also computes 16 dimensions of the rotary part, in the type of the queries.
 #pragma once
 #include "common/mma.cuh"
 #include "mla_decode/copies.cuh"
@@ -33,8 +34,8 @@
 //   RINGS * STAGES * (tile + 32) + ROWS / 16 * (36 - KEPT_STEPS * 4 / (G H / 2)) * 512 + 4096 * SENT * M
 //   + G * GROUP_ROWS * TILE * 2 * SCALES + GROUP_ROWS * 64,
 //
-// where a tile has TILE * 1152 bytes (also if DIM == 0), or TILE * 656 bytes with an 8-bit cache. These values of ROWS,
-// TILE and STAGES fit:
+// where a tile has TILE * 1152 bytes (also if DIM == 0), or TILE * 656 bytes with an 8-bit cache. These combinations of
+// ROWS, TILE and STAGES fit into the shared memory of a block:
 //
 //   shared memory          227 KiB       163 KiB       99 KiB
 //   16-bit cache           16, 64, 2     16, 64, 2     16, 32, 2
@@ -62,7 +63,8 @@ struct Form {
 
     static constexpr int DIMS = DIM ? DIM : 576, DIMS_V = DIM_V ? DIM_V : 576;
     static constexpr int LINES = DIMS / 64; // lines of 128 bytes, 64 dimensions each
-    // A warp's steps of 16 dimensions: LINE_STEPS in whole lines, then REST_STEPS in the last line if LINES is odd.
+    // MMA steps of a warp, 16 dimensions each: LINE_STEPS in whole lines, then REST_STEPS in the last line if LINES is
+    // odd.
     static constexpr int STEPS = LINES * 4 / DEPTHS, LINE_STEPS = LINES / DEPTHS * 4, REST_STEPS = STEPS - LINE_STEPS;
     // Steps whose query fragments stay in registers. Other fragments are in shared memory.
     static constexpr int KEPT_STEPS = M == 1 || GROUPS == 1 ? STEPS : FP8 ? 0 : 4;
@@ -76,9 +78,10 @@ struct Form {
 
     static constexpr bool APART = GROUPS == 2;              // the groups do not wait for each other
     static constexpr int COPIERS = APART ? MEMBERS : WARPS; // warps that copy tiles
-    static constexpr int COPIED = TILE / COPIERS;           // tokens per copying warp, all in one page
+    static constexpr int COPIED = TILE / COPIERS;           // tokens per copying warp; all are in one page
     static constexpr bool ROW_COPIES = FP8 && HAS_ROW_COPIES;
-    // Arrivals at a full barrier: one per copying warp, plus one per lane with cp.async.
+    // Arrivals at a full barrier: one per copying warp with cp.async.bulk, or one per copying warp and one per lane
+    // with cp.async.
     static constexpr int ARRIVALS_OF_TILE = ROW_COPIES ? COPIERS : COPIERS * 33;
 
     // Offsets in shared memory.
@@ -92,8 +95,8 @@ struct Form {
     static constexpr int BARRIERS = ARRIVALS + RINGS * STAGES * 16;
     static constexpr int BYTES = BARRIERS + RINGS * STAGES * 16;
 
-    // Output fragments that group 1 gives to group 0 per round. They overwrite the partial scores and the
-    // probabilities.
+    // With RINGS == 2, group 1 passes its output to group 0 through shared memory, GIVEN fragments at a time. They
+    // overwrite the partial scores and the probabilities.
     static constexpr int GIVEN = MAXIMA - PARTIAL_SCORES >= V * MEMBERS * 512       ? V
                                  : MAXIMA - PARTIAL_SCORES >= V / 2 * MEMBERS * 512 ? V / 2
                                                                                     : V / 4;
@@ -138,7 +141,7 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Wait at the same barrier. Return whether `mine` holds for any of the threads.
+// Wait at named barrier `id` in the same way. Return whether `mine` is true for any of the threads.
 __device__ __forceinline__ bool named_barrier_any(int id, int threads, bool mine) {
     unsigned any;
     asm volatile("{ .reg .pred mine, any;\n"
@@ -151,11 +154,11 @@ __device__ __forceinline__ bool named_barrier_any(int id, int threads, bool mine
     return any;
 }
 
-// The position of a thread in the block. Thread and Params are passed as arguments: a struct that stored the address of
-// either would hide from the compiler that they are constant.
+// The position of a thread in the block. Functions receive Thread and Params as arguments. If a struct stored
+// references to them, the compiler would not know that they are constant.
 template <typename F> struct Thread {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int row = lane / 4, pair = lane % 4; // in a fragment
+    const int row = lane / 4, pair = lane % 4; // row and column pair in a fragment
     const int group = warp / F::MEMBERS, member = warp % F::MEMBERS;
     const int half = member / F::DEPTHS, depth = member % F::DEPTHS;
     const int kv_head = blockIdx.y, block_row = blockIdx.x * F::ROWS; // the first row of the block
@@ -170,7 +173,7 @@ template <typename F> struct Thread {
     // Return the first stage of the group's ring, counted over all rings.
     __device__ __forceinline__ int first_stage() const { return F::RINGS == 2 ? group * F::STAGES : 0; }
 
-    // Return the offset of the group's first tile in a visit, in tokens.
+    // Return the offset, in tokens, of the first tile of a sequence that the group takes.
     __device__ __forceinline__ int first_token() const { return F::RINGS == 2 ? group * F::TILE : 0; }
 
     __device__ __forceinline__ void group_barrier() const { named_barrier(1 + group, F::MEMBERS * 32); }

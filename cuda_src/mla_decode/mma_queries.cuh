@@ -52,7 +52,8 @@ template <typename F> struct QueryFragments {
         for (int m = 0; m < M; ++m) {
 #pragma unroll
             for (int step = 0; step < F::KEPT_STEPS; ++step) load_step(step, m, kept[step][m]);
-            // Both halves of the tokens need the same queries: the warps of a half store every second step.
+            // The warps for both halves of the tokens need the same queries, so the warps for each half store every
+            // second step.
 #pragma unroll 2
             for (int step = F::KEPT_STEPS + thread.half; step < F::STEPS; step += F::HALVES) {
                 unsigned a[4];

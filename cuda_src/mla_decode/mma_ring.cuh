@@ -1,15 +1,17 @@
-// The rings of attend_mma: tiles are copied ahead into a ring of stages, across all visits of a part.
+// The rings of attend_mma. A ring is a circular buffer of stages in shared memory, into which tiles are copied ahead of
+// their use. The copies continue across the sequences of a part, the work of one thread block.
 //
 // A ring has the methods init, start (the prologue), acquire and release. LockstepRing is for warps that all use the
-// same tile, BarrierRing for groups that do not wait for each other. TILE::copy issues the copies of one warp's tokens.
+// same tile at the same time. BarrierRing is for groups of warps that do not wait for each other. TILE::copy issues the
+// copies of one warp's tokens.
 #pragma once
 #include "common/barrier.cuh"
 #include "common/hopper.cuh"
 #include "common/warp.cuh"
 #include "mla_decode/mma_form.cuh"
 
-// Bit masks of a tile, 64 / COPIERS bits per copying warp. `valid`: a bit per token, set if it exists. `bad`: not 0 if
-// a table entry is outside the cache.
+// Bit masks of a tile. Each copying warp writes 64 / COPIERS bits of each mask. `valid`: a bit per token, set if it
+// exists. `bad`: not 0 if a table entry is outside the cache.
 struct alignas(16) Arrival {
     unsigned long long valid, bad;
 };
@@ -54,7 +56,8 @@ template <typename F> struct TileCursor {
           copier(F::RINGS == 2 ? thread.member : thread.warp - (F::WARPS - F::COPIERS)),
           arrivals(reinterpret_cast<Arrival*>(shared + F::ARRIVALS) + thread.first_stage()) {}
 
-    // Move to the first tile of sequence `next`, or of the next sequence with tokens in this part.
+    // Move to the first tile of sequence `next`. If this part has no tokens of `next`, move to the next sequence that
+    // has some.
     __device__ __forceinline__ void enter(const Params& p, const Part& part, const Thread<F>& thread, int next) {
         more = false;
         for (; next <= part.last; ++next) {
@@ -208,7 +211,8 @@ template <typename F, typename TILE> struct BarrierRing {
         __syncthreads(); // the barriers are initialized
     }
 
-    // Issue the copies of the next tile into a stage. Its full barrier completes when the copies have arrived.
+    // Issue the copies of the next tile into a stage. The full barrier of the stage completes when the copies have
+    // arrived.
     __device__ __forceinline__ void tma_load(const Params& p, const Part& part, const Thread<F>& thread, int stage) {
         if (!cursor.more) return;
         const Sources sources = cursor.find(p, thread, stage);

@@ -5,8 +5,8 @@
 #include "mla_decode/mma_ring.cuh"
 #include "mla_decode/rows.cuh"
 
-// The softmax state of a group's rows. A thread has two rows in each fragment. SCALES is the type TILE::Scales of the
-// tile.
+// The softmax state of the rows of a group of warps. A thread has two rows in each fragment. SCALES is the type
+// TILE::Scales of the tile.
 template <typename F, typename SCALES> struct Softmax {
     static constexpr int M = F::M, N = F::N, V = F::V, OWN = F::OWN;
 
@@ -15,7 +15,7 @@ template <typename F, typename SCALES> struct Softmax {
     char* const probabilities;
     float *const maxima, *const sums;
 
-    float base[M][2], sum[M][2];          // of the visit so far; sums are in units of 2^base
+    float base[M][2], sum[M][2];          // of the sequence so far; sums are in units of 2^base
     float tile_max[M][2], tile_sum[M][2]; // over the tokens of the tile that the warp owns
     bool lags;                            // whether a base is more than BASE_LAG below its row's maximum
     SCALES scales;
@@ -44,7 +44,8 @@ template <typename F, typename SCALES> struct Softmax {
         }
     }
 
-    // Return the place of the `sent`-th fragment that warp `sender` of the group sends.
+    // Return the place in shared memory of the `sent`-th fragment of partial scores that warp `sender` of the group
+    // sends.
     __device__ __forceinline__ float4& partial(const Thread<F>& thread, int sender, int sent, int m) const {
         return partial_scores[((thread.group * F::MEMBERS + sender) * F::SENT + sent) * M * 32 + m * 32];
     }
@@ -68,8 +69,8 @@ template <typename F, typename SCALES> struct Softmax {
             const int sender = (thread.depth + other) % F::DEPTHS;
 #pragma unroll
             for (int n = 0; n < OWN; ++n) {
-                // Every warp counts fragments from its first own one. This warp's fragment n has index `sent` in the
-                // sender.
+                // Each warp numbers its fragments from the first one that it owns. The sender's number for this warp's
+                // fragment n is `sent`.
                 const int sent = ((thread.depth - sender) * OWN + n) & (N - 1);
 #pragma unroll
                 for (int m = 0; m < M; ++m) {
@@ -190,8 +191,8 @@ template <typename F, typename SCALES> struct Softmax {
         for (int m = 0; m < M; ++m) sum[m][0] += tile_sum[m][0], sum[m][1] += tile_sum[m][1];
     }
 
-    // Store the warp's sums. If both groups have all rows (RINGS == 2), also store the bases, and NaN as the sum of bad
-    // rows.
+    // Store the row sums of the warp. If both groups compute all rows (RINGS == 2), also store the bases, and store NaN
+    // as the sums if `bad`.
     __device__ __forceinline__ void store_sums(const Thread<F>& thread, bool bad) const {
 #pragma unroll
         for (int m = 0; m < M; ++m)

@@ -6,14 +6,14 @@
 #include "mla_decode/mma_ring.cuh"
 #include "mla_decode/rows.cuh"
 
-// The addresses that a lane gives to ldmatrix, as offsets in a tile. A step within a line of 128 bytes only flips bits
-// of an offset, because of the swizzle.
+// The addresses that a lane gives to ldmatrix, as offsets in a tile. Because of the swizzle, moving by 16 dimensions
+// within a line of 128 bytes flips bits of the offset (XOR) instead of adding to it.
 template <typename F> struct Tile16 {
     using T = typename F::T;
     static constexpr int M = F::M, N = F::N, V = F::V;
     int of_tokens[N / 2]; // for token fragments 2 j and 2 j + 1 of a warp; the fragments that it owns come first
     int of_columns;       // for two column fragments of a warp
-    int rest_of_step, flip_of_step; // for the last line: distance from `of_tokens`, bits to flip
+    int rest_of_step, flip_of_step; // for the last line: added to `of_tokens`; bits to flip
 
     __device__ __forceinline__ explicit Tile16(const Thread<F>& thread) {
         const int lane = thread.lane, depth = thread.depth;
@@ -173,7 +173,7 @@ template <typename F> struct Tile16 {
         }
     }
 
-    // Store the output of half j of a fragment's rows.
+    // Store output row lane / 4 + 8 j of the fragments.
     static __device__ __forceinline__ void store(const Params& p, const Thread<F>& thread, const Destination<T>& to,
                                                  const float (&out)[V][4], int j) {
         to.template store<F::LINE_V, F::DIM_V>(p, out, j, F::column_of(thread.member, 0));

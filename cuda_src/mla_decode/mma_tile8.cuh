@@ -23,8 +23,8 @@ template <typename F> struct Tile8 {
     static constexpr int M = F::M, N = F::N, V = F::V;
     int of_tokens[N]; // per token fragment of a warp; the fragments that it owns come first
     int of_columns;   // for 16 tokens and 32 columns of the values
-    // Distances from `of_tokens`: to the scale of the first of a lane's two tokens in a C fragment, and to the rotary
-    // part.
+    // Offsets that are added to `of_tokens`. to_scale leads to the scale of the first of a lane's two tokens in a C
+    // fragment, and to_rotary to the rotary part.
     int to_scale, to_rotary;
 
     __device__ __forceinline__ explicit Tile8(const Thread<F>& thread) {
@@ -75,10 +75,10 @@ template <typename F> struct Tile8 {
         }
     }
 
-    // MMAs with 8-bit numbers use float16, whose range is narrower than bfloat16's. A bfloat16 row is therefore divided
-    // by a power of two that brings its largest number to exponent 0. Float16 then represents every number down to
-    // 2^-17 exactly, and rounds smaller numbers by at most 2^-25. A lane has four neighbouring dimensions of a step,
-    // which matches the bytes of a tile.
+    // The queries for an 8-bit cache. The MMAs use float16, whose range is narrower than the range of bfloat16. A
+    // bfloat16 query row is therefore divided by a power of two, so that its largest magnitude is in [1, 2). Float16
+    // then represents every number down to 2^-17 exactly, and rounds smaller numbers by at most 2^-25. A lane holds
+    // four neighbouring dimensions of each step of 16 dimensions, in the order of the bytes of a tile.
     struct Queries : QueryFragments<F> {
         static constexpr bool RESCALED = IS_BFLOAT16<T>;
         float factor[M][2]; // the divisor of each row, if RESCALED
@@ -137,8 +137,8 @@ template <typename F> struct Tile8 {
         }
     };
 
-    // Compute the partial scores over a warp's dimensions: the 128 dimensions of its scale, then its share of the
-    // rotary part.
+    // Compute the partial scores over a warp's dimensions: the 128 dimensions that share a scale, then 16 dimensions of
+    // the rotary part.
     __device__ __forceinline__ void add_scores(const Params&, const Thread<F>& thread, float (&scores)[N][M][4],
                                                const Queries& queries, const char* tile, unsigned tile_at) const {
         add_latent(scores, queries, tile_at);
@@ -213,8 +213,9 @@ template <typename F> struct Tile8 {
         }
     }
 
-    // The scales of the tokens that a warp owns. The probabilities are multiplied by their scales before they are
-    // rounded. Maxima are therefore taken over a score plus the exponent of its token's scales.
+    // The scales of the tokens that a warp owns. The probabilities are multiplied by the scales before they are rounded
+    // to float16. To keep the products in range, a row's maximum is taken over each score plus the exponent of the
+    // token's largest scale.
     struct Scales {
         float4 scales[F::OWN][2];
         float exponents[F::OWN][2]; // of the largest scale of a token
@@ -252,8 +253,8 @@ template <typename F> struct Tile8 {
                 ldmatrix_trans(words, tokens_at + of_columns + n * 8);
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    // A word has two neighbouring columns of two tokens. `low` has the first 8 of the 16 tokens, `high`
-                    // the other 8. Index 0 of both is the even column, index 1 the odd column.
+                    // A register of `words` holds two neighbouring columns of two tokens. `low` has the first 8 of the
+                    // 16 tokens, `high` the other 8. Index 0 of both is the even column, index 1 the odd column.
                     unsigned low[2], high[2];
                     to_halves<__nv_fp8_e4m3>(low, __byte_perm(words[2 * i], 0, 0x3120));
                     to_halves<__nv_fp8_e4m3>(high, __byte_perm(words[2 * i + 1], 0, 0x3120));
@@ -267,7 +268,7 @@ template <typename F> struct Tile8 {
         }
     }
 
-    // Store the output of half j of a fragment's rows.
+    // Store output row lane / 4 + 8 j of the fragments.
     static __device__ __forceinline__ void store(const Params&, const Thread<F>& thread, const Destination<T>& to,
                                                  const float (&out)[V][4], int j) {
         to.template store_interleaved<V>(out, j, F::column_of(thread.member, 0));

@@ -1,18 +1,20 @@
-// The arguments of latent attention, and the units that the plan divides its work into: parts and visits.
+// The arguments of latent attention, and the parts and visits that its work is divided into.
 //
-// The query rows of a (sequence, kv head) are its query tokens times the heads of a group. They share one read of the
-// cache. With `indices` every query token is a sequence of its own.
+// A (sequence, kv head) has one query row for each query token and each head of the group. All of these rows share one
+// read of the cache. With `indices` every query token counts as a sequence of its own, because it has its own list of
+// tokens.
 //
-// Sequences are cut into blocks of 64 tokens, and `plan_parts` assigns the blocks to parts. The thread blocks with
-// blockIdx.z == i compute part i. A part visits consecutive sequences. The first visit may begin, and the last visit
-// may end, in the middle of a sequence. `combine_parts` merges the results of a sequence that several parts visit.
+// Sequences are cut into token blocks of 64 tokens, and `plan_parts` assigns the token blocks to parts. A part is the
+// work of the thread blocks with the same blockIdx.z. It covers consecutive sequences, and may begin and end in the
+// middle of a sequence. A visit is the work of one part on one sequence. If several parts visit a sequence, each stores
+// a partial result, and `combine_parts` merges the partial results.
 //
-// Token t of a sequence is slot t % page_size of page block_table[sequence, t / page_size]. With `indices` token t is
-// slot indices[..., t], counted over all pages. With the flag EXTRA only the first `topk_lengths` indices count, and
-// the tokens of a second cache follow. Without EXTRA the kernels read neither.
+// Token t of a sequence is in slot t % page_size of page block_table[sequence, t / page_size]. With `indices` it is in
+// slot indices[..., t], where slots are numbered over all pages. The template flag EXTRA adds two features: only the
+// first `topk_lengths` indices count, and the tokens of a second cache (`extra_cache`) follow the tokens of the first.
 #pragma once
 
-constexpr int BLOCK_TOKENS = 64; // tokens of a block, the unit of the plan
+constexpr int BLOCK_TOKENS = 64; // tokens of a token block, the unit of the plan
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -24,13 +26,13 @@ struct Params {
     const int* indices;     // [batch, query_tokens, topk]; null: all tokens of the block table
     const float* sinks;     // [heads], may be null
     const int* metadata;    // [parts, 8], see Part
-    const int* splits;      // [sequences + 1]: number of visits to all earlier sequences
+    const int* splits;      // [sequences + 1]: splits[i] is the number of visits to sequences 0 ... i - 1
     void* out;              // [batch, query_tokens, heads, head_dim_v]  T
     float* lse;             // [batch, heads, query_tokens]
-    // Partial results of the sequences with several visits. Visit i to a sequence has slot 2 (splits[sequence] -
-    // sequence) + i.
+    // Partial results of the sequences that several parts visit. The i-th visit to a sequence has slot 2
+    // (splits[sequence] - sequence) + i.
     float* partial_out;         // [2 parts, kv_heads, rows, head_dim_v], divided by the row's sum of weights
-    float* partial_lse;         // [2 parts, kv_heads, rows], log2; -inf: no token, NaN: a bad row
+    float* partial_lse;         // [2 parts, kv_heads, rows], base 2; -inf: no tokens, NaN: an invalid page or slot
     long long q_strides[3];     // batch, token, head; in elements
     long long cache_strides[3]; // page, token, head; in elements (8-bit cache: in bytes)
     long long table_stride;
@@ -54,11 +56,12 @@ struct Params {
     __device__ __forceinline__ int rows() const { return indices ? group() : query_tokens * group(); }
 };
 
-// One row of the metadata. It may be the caller's own, so every number is clamped to its range.
+// One row of the metadata: the token blocks of a part. The metadata may come from the caller, so every number is
+// clamped to its range.
 struct Part {
-    int first, first_block; // first sequence, and its first block
-    int last, last_block;   // last sequence, and the end of its blocks
-    int split;              // number of earlier visits to the first sequence, by other parts
+    int first, first_block; // first sequence, and the first token block in it
+    int last, last_block;   // last sequence, and the end (exclusive) of the token blocks in it
+    int split;              // number of earlier parts that visit the first sequence
 
     __device__ __forceinline__ Part(const Params& p, int part) {
         const int* const row = p.metadata + part * 8ll;
@@ -76,12 +79,12 @@ __device__ __forceinline__ int counted(const int* lengths, int batch, int topk) 
     return lengths ? min(max(lengths[batch], 0), topk) : topk;
 }
 
-// A visit of a part to a sequence.
+// A visit: the work of one part on one sequence.
 struct Visit {
     int sequence;
     int batch, token;       // batch entry and query token; without `indices` the first one
-    int length, begin, end; // tokens of the sequence; first token and end of the visit
-    int before, splits;     // number of visits to all earlier sequences, and to this sequence
+    int length, begin, end; // tokens of the sequence; first token and end (exclusive) of the visit
+    int before, splits;     // number of visits to all earlier sequences; number of visits to this sequence
     bool whole;             // whether the block table covers every token
 
     // Set only the members that locate the queries.
@@ -93,7 +96,7 @@ struct Visit {
     __device__ __forceinline__ Visit(const Params& p, const Part& part, int sequence) : Visit(p, sequence) {
         before = p.splits[sequence], splits = p.splits[sequence + 1] - before;
         const int wanted = p.indices ? p.topk : max(p.lengths[sequence], 0);
-        // At most 2^30 tokens, because tokens are counted in 32 bits.
+        // The capacity is at most 2^30 tokens, because token indices have 32 bits.
         const int capacity = int(min(p.indices ? p.topk : (long long)p.max_pages * p.page_size, 1ll << 30));
         whole = wanted <= capacity, length = min(wanted, capacity);
         begin = sequence == part.first ? part.first_block * BLOCK_TOKENS : 0;
@@ -101,7 +104,7 @@ struct Visit {
     }
 };
 
-// A visit. With EXTRA, `length` counts the tokens of both caches.
+// A Visit whose `length` counts the tokens of both caches if EXTRA.
 template <bool EXTRA> struct VisitOf : Visit {
     using Visit::Visit;
 };
@@ -117,22 +120,22 @@ template <> struct VisitOf<true> : Visit {
 
 // Bytes per token of an 8-bit cache.
 //
-// Heads of 576 dimensions have 656 bytes: 512 e4m3 numbers, a float32 scale for each 128 of them, and 64 rotary numbers
-// in bfloat16. The rotary numbers do not belong to the value.
+// With heads of 576 dimensions a token has 656 bytes: 512 e4m3 numbers, a float32 scale for each 128 of them, and 64
+// rotary numbers in bfloat16. The rotary numbers do not belong to the value.
 //
-// Heads of 512 dimensions have 584 bytes, and all dimensions belong to the value. A page has two areas. The first area
-// has 448 e4m3 numbers and 64 rotary numbers in bfloat16 per token. The second area has 8 bytes per token: 7 scales,
-// which are powers of two (E8M0) for 64 numbers each, and an unused byte.
+// With heads of 512 dimensions a token has 584 bytes, and all dimensions belong to the value. A page has two areas. The
+// first area has 448 e4m3 numbers and 64 rotary numbers in bfloat16 per token. The second area has 8 bytes per token: 7
+// scales, which are powers of two (E8M0) for 64 numbers each, and an unused byte.
 constexpr int BYTES_OF_576 = 656, BYTES_OF_512 = 584;
 constexpr int PAGED_BYTES = 576, PAGED_SCALES = 8; // bytes per token in the two areas of such a page
-constexpr int PAGED_LATENT = 448;                  // offset of the rotary numbers in the first area's token
+constexpr int PAGED_LATENT = 448;                  // byte offset of a token's rotary numbers in the first area
 
 // Decode an E8M0 scale, 2^(byte - 127); 255 is NaN.
 __device__ __forceinline__ float of_e8m0(unsigned byte) {
     return __uint_as_float(byte == 0 ? 0x400000 : byte == 255 ? 0x7fc00000 : byte << 23);
 }
 
-// The layout of the first or the second cache, for slots that `indices` name.
+// The layout of the first or the second cache. Slots are numbered over all pages, as in `indices`.
 struct Place {
     const char* cache;
     long long strides[3];
@@ -146,13 +149,14 @@ struct Place {
     }
     __device__ __forceinline__ bool has(int slot) const { return slot >= 0 && slot < (long long)pages * page_size; }
 
-    // Return the address of a valid slot. A number of the cache has ITEM bytes.
+    // Return the address of a valid slot. ITEM is the size of a cache element in bytes.
     template <int ITEM> __device__ __forceinline__ const char* at(int slot, int kv_head) const {
         const int page = unsigned(slot) / unsigned(page_size), place = slot - page * page_size;
         return cache + (page * strides[0] + place * strides[1] + kv_head * strides[2]) * ITEM;
     }
 
-    // Return the address of a valid slot in a page of two areas. Set `scales` to the address of its scales.
+    // Return the address of a valid slot if pages have two areas (584 bytes per token). Set `scales` to the address of
+    // the token's scales.
     __device__ __forceinline__ const char* in_two_parts(int slot, const char*& scales) const {
         const int page = unsigned(slot) / unsigned(page_size), place = slot - page * page_size;
         const char* const from = cache + page * strides[0];
@@ -161,8 +165,8 @@ struct Place {
     }
 };
 
-// The slot of the i-th token of a sequence, from `indices` or `extra_indices`. The first cache's number of tokens is
-// computed each time, because it would occupy a register in the mainloop.
+// The slot of the i-th token of a sequence, from `indices` or `extra_indices`. The number of tokens in the first cache
+// is computed at each use, because storing it would occupy a register in the mainloop.
 struct Index {
     int slot;
     bool second; // whether the slot is in the second cache

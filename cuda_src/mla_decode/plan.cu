@@ -1,19 +1,22 @@
-// Divide the tokens of all sequences into parts of nearly equal cost, for the attention kernels.
+// Divide the tokens of all sequences into parts of nearly equal cost. A part is the work of the thread blocks of an
+// attention kernel with the same blockIdx.z (see parts.cuh).
 //
-//   blocks[i] = ceil(max(lengths[i], 0) / BLOCK_TOKENS), the blocks of sequence i
-//   cost      = FIXED + n, of a visit to n blocks of a sequence
-//   load      = the smallest cost limit per part such that `parts` parts hold all visits, in sequence order
+//   blocks[i] = ceil(max(lengths[i], 0) / BLOCK_TOKENS), the number of token blocks of sequence i
+//   cost      = FIXED + n, the cost of n token blocks of one sequence in one part
+//   load      = the smallest cost limit per part such that `parts` parts, filled in sequence order, suffice
 //
 // Grid: one block of PLAN_THREADS threads.
 //
-// The load is at least ceil(total cost / parts) and at most 2 FIXED more, because a part wastes at most FIXED at its
-// end and pays FIXED again to continue a sequence. The kernel tries these LOADS candidates in parallel and takes the
-// smallest that fits. A candidate is tested by a sequential chain: over the sequences (plan_by_sequences.cuh), or over
-// the parts (plan_by_parts.cuh). Launches with more than 256 threads, for more sequences, use the chain over the parts
-// if its table can hold the total cost.
+// The load is at least ceil(total cost / parts) and at most 2 FIXED larger: a part leaves at most FIXED unused at its
+// end, and pays FIXED again if it continues a sequence. The kernel therefore tests LOADS = 2 FIXED + 1 candidates in
+// parallel and takes the smallest that suffices. A candidate is tested by a chain of dependent steps: one step per
+// sequence (plan_by_sequences.cuh) or one step per part (plan_by_parts.cuh). The chain over the parts is used if the
+// launch has more than 256 threads, which the host chooses for many sequences, and if the table of this chain can hold
+// the total cost.
 //
-// Speed of light: the latency of the chain. An H200 takes 3.3 us for 1 sequence, 4.2 us for 128 and 5.8 us for 1024.
-// The chain over the sequences takes 6.3 us for 128 and 52.4 us for 1024. An empty kernel takes 0.5 us.
+// Speed of light: the latency of the chain. On an H200 the kernel takes 3.3 us for 1 sequence, 4.2 us for 128 and 5.8
+// us for 1024. With the chain over the sequences it takes 6.3 us for 128 sequences and 52.4 us for 1024. An empty
+// kernel takes 0.5 us.
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "mla_decode/plan_by_parts.cuh"

@@ -1,9 +1,9 @@
-// The planning chain over parts, several steps at once. The total cost of the sequences must fit into a table in shared
-// memory.
+// The planning chain with one step per part (see plan.cu). A warp takes up to 32 steps at once. The total cost of the
+// sequences must fit into a table in shared memory.
 //
-// Line up the costs of all sequences: sequence i begins at starts[i], the sum of FIXED + blocks over the earlier ones.
-// A part that begins at x has room up to q = x + load. Let sequence i be the last sequence that begins at or before q.
-// The next part begins at the larger of two positions:
+// Place the costs of all sequences on a line, one after the other. Sequence i begins at position starts[i], the sum of
+// FIXED + blocks over the earlier sequences. A part that begins at position x has room up to q = x + load. Let i be the
+// last sequence that begins at or before q. The next part begins at the larger of two positions:
 //
 //   q - FIXED   within sequence i: the next part pays the fixed cost of this sequence again
 //   starts[i]   at the start of sequence i: at most FIXED is left of the part, too little for a block of this sequence
@@ -11,28 +11,29 @@
 // So the next part begins at q - spare[q] with spare[q] = min(FIXED, q - starts[i]). `spare` is a table of bytes. Its
 // entries are FIXED except at the first FIXED positions of each sequence.
 //
-// One warp follows this chain for each load. Most steps have the same `spare` as the step before. The warp therefore
-// looks up 32 steps as if all had this `spare`, and accepts them up to the first with another `spare`, inclusive.
+// One warp follows this chain for each candidate load. Most steps find the same `spare` as the step before. The warp
+// therefore looks up the next 32 steps under the assumption that `spare` stays the same. It accepts the steps up to and
+// including the first one that finds another `spare`.
 //
 // All other phases use one thread per part or per sequence, with binary searches.
 #pragma once
 #include "mla_decode/plan_params.cuh"
 
-constexpr int MOST_PARTS = 255; // each part needs a thread, and so does the end of the last part
+constexpr int MOST_PARTS = 255; // one thread per part, and one for the end of the last part
 constexpr int CUT_PITCH = MOST_PARTS + 1;
 constexpr int FILLED_EARLY = 32768; // bytes of the table that are filled while the loads of the lengths are in flight
 
 struct PartsMemory {
-    int cuts[LOADS][CUT_PITCH];     // [load][part]: where the part begins; the total cost for unused parts
-    int2 firsts[MOST_PARTS + 1];    // [part]: the sequence and the block at which it begins
-    int cut_counts[MOST_PARTS + 1]; // [part]: parts of its warp, up to this part, that begin within a sequence
+    int cuts[LOADS][CUT_PITCH];     // [load][part]: position where the part begins; the total cost for an unused part
+    int2 firsts[MOST_PARTS + 1];    // [part]: the sequence and the token block at which the part begins
+    int cut_counts[MOST_PARTS + 1]; // [part]: parts of its warp, up to this one, that begin within a sequence
     int sums[32], cut_sums[8];      // [warp]: sums over the threads of a warp
     bool fits[LOADS];               // [load]: whether `parts` parts hold all sequences
 };
 constexpr int BY_PARTS_BYTES = 14512; // offset of the table
 static_assert((sizeof(PartsMemory) + 15) / 16 * 16 == BY_PARTS_BYTES, "plan_parts: BY_PARTS_BYTES");
 
-// Return the index of the last of `count` ascending numbers that is at most `value`. numbers[0] is 0.
+// Return the index of the last number that is at most `value`. The `count` numbers ascend, and numbers[0] is 0.
 __device__ __forceinline__ int last_up_to(const int* numbers, int count, int value) {
     int low = 0, high = count; // numbers[low] <= value < numbers[high]
     while (high - low > 1) {
@@ -65,8 +66,8 @@ __device__ __forceinline__ bool follow(const unsigned char* spare, int* cuts, in
     return false;
 }
 
-// Fill `starts` and the table, and return the total cost; at least table_bytes if the table is too small. A block
-// barrier must follow.
+// Fill `starts` and the table, and return the total cost. If the total cost is at least table_bytes, the table is too
+// small and is not filled. The caller must pass a block barrier before it reads `starts` and the table.
 template <int THREADS, bool EXTRA>
 __device__ __forceinline__ int line_up(const PlanParams& p, PartsMemory& memory, int* starts, unsigned char* spare) {
     constexpr int WARPS = THREADS / 32, MOST = 1 << 18; // more blocks than the table has room for
@@ -128,7 +129,8 @@ template <int THREADS, bool EXTRA> __device__ __forceinline__ bool plan_by_parts
     const unsigned fitting = __ballot_sync(FULL_WARP, lane < LOADS && memory.fits[min(lane, LOADS - 1)]);
     const int* const cuts = memory.cuts[fitting ? __ffs(fitting) - 1 : LOADS - 1];
 
-    // The last threads find the part where each sequence begins. `part_of` overwrites the table.
+    // Find the part in which each sequence begins. Threads take the sequences in reverse order, because the first
+    // threads have another search below. `part_of` overwrites the table.
     int* const part_of = reinterpret_cast<int*>(spare);
     for (int i = THREADS - 1 - thread; i < p.sequences; i += THREADS) part_of[i] = last_up_to(cuts, p.parts, starts[i]);
     // Thread k finds where part k begins.

@@ -1,15 +1,14 @@
-// The planning chain over sequences, for any number of sequences and blocks.
+// The planning chain with one step per sequence (see plan.cu), for any number of sequences and token blocks.
 //
-// Lane l of the first warp tests the l-th load, sequence by sequence. It tracks `room`, the number of blocks that still
-// fit into its current part after the fixed cost of another visit. A new part has room for `capacity` = load - FIXED
-// blocks. The blocks of a sequence are split as blocks = whole * capacity + rest with 1 <= rest <= capacity (no blocks:
-// both 0). If the rest does not fit into the room, the sequence either begins in a new part (room <= 0) or ends one
-// part later. Both cases have the same update:
+// Lane l of the first warp tests the l-th candidate load, sequence by sequence. `room` is the number of token blocks
+// that fit into the current part if it starts on another sequence, which costs FIXED. A new part has room for
+// `capacity` = load - FIXED token blocks. The number of token blocks of a sequence is whole * capacity + rest, with 1
+// <= rest <= capacity (both are 0 for an empty sequence). If the rest does not fit into the room, the sequence either
+// begins in a new part (room <= 0) or ends one part later. Both cases have the same update:
 //
 //   part += whole + (room < rest),   room = max(room, 0) + (room < rest ? capacity : 0) - rest - FIXED.
 //
-// All threads compute `whole` and `rest` before the chain. After the chain, they write the visits from `part` and
-// `room`.
+// All threads compute `whole` and `rest` before the chain. After the chain, they write the plan from `part` and `room`.
 #pragma once
 #include "mla_decode/plan_params.cuh"
 
@@ -18,11 +17,11 @@ constexpr int PLAN_CHUNK = 256; // sequences per chunk
 // A chunk of up to PLAN_CHUNK sequences, in shared memory.
 struct PlanChunk {
     int2* const steps; // [sequence][load]: whole and rest; deal() replaces them by the current part and room
-    int* const fresh;  // [sequence][load]: parts so far that begin with a sequence
-    int* const blocks; // [sequence]
+    int* const fresh;  // [sequence][load]: number of parts so far that begin at the start of a sequence
+    int* const blocks; // [sequence]: number of token blocks
 };
 
-// Return the total cost of all sequences. Store the blocks of the first chunk in `blocks`.
+// Return the total cost of all sequences. Store the numbers of token blocks of the first chunk in `blocks`.
 template <int THREADS, bool EXTRA>
 __device__ __forceinline__ long long total_cost(const PlanParams& p, int* blocks, long long* totals, int thread,
                                                 int lane) {
@@ -75,7 +74,7 @@ struct SequencesMemory {
     int fresh[PLAN_CHUNK * LOADS];
     int blocks[PLAN_CHUNK];
     long long totals[32];
-    int chosen; // index of the load that is taken
+    int chosen; // index of the chosen load
 };
 constexpr int BY_SEQUENCES_BYTES = 35080;
 static_assert(sizeof(SequencesMemory) == BY_SEQUENCES_BYTES, "plan_parts: BY_SEQUENCES_BYTES");
@@ -113,7 +112,8 @@ __device__ __forceinline__ void plan_by_sequences(const PlanParams& p, Sequences
             }
             if (pass == 0) continue;
             __syncthreads();
-            // LANES lanes share the visits of a sequence. Lane i writes visits i, i + LANES, ...
+            // A visit is the work of one part on one sequence. LANES lanes share a sequence, and lane i of them writes
+            // the metadata of visits i, i + LANES, ...
             constexpr int LANES = 8;
             for (int i = thread / LANES; i < count; i += PLAN_THREADS / LANES) {
                 const int sequence = start + i, n = blocks[i], at = i * LOADS + (one_chunk ? chosen : 0);

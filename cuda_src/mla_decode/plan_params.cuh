@@ -1,17 +1,17 @@
-// The arguments of plan_parts and the number of blocks of a sequence, for both planning chains.
+// The arguments of plan_parts, and the number of token blocks of a sequence. Both planning chains use them.
 #pragma once
 #include "common/warp.cuh"
 #include "mla_decode/parts.cuh"
 
-constexpr int FIXED = 5; // fixed cost of a visit, in blocks: loading the queries and storing the result
-constexpr int LOADS = 2 * FIXED + 1;
+constexpr int FIXED = 5; // fixed cost of a sequence in a part, in token blocks: loading queries, storing results
+constexpr int LOADS = 2 * FIXED + 1; // number of candidates for the cost limit of a part (see plan.cu)
 
 struct PlanParams {
     const int* lengths; // [sequences]; null: every length is `length`
-    int* metadata;      // [parts, 8], the rows that Part reads; an unused part has sequences, 0, 0, ...
-    int* splits;        // [sequences + 1]: number of visits to all earlier sequences
+    int* metadata;      // [parts, 8]: the rows that Part reads; the row of an unused part is sequences, 0, 0, ...
+    int* splits;        // [sequences + 1]: splits[i] is the number of visits to sequences 0 ... i - 1
     int sequences, parts, length;
-    // Only with EXTRA: a sequence is one query token. Sequence i belongs to batch entry i / query_tokens.
+    // Only with EXTRA. Each query token is then a sequence: sequence i belongs to batch entry i / query_tokens.
     int query_tokens, extra_topk;
     const int* topk_lengths;       // [batch], clamped to 0 ... `length`; null: all are `length`
     const int* extra_topk_lengths; // [batch], clamped to 0 ... `extra_topk`; null: all are `extra_topk`

@@ -40,15 +40,15 @@ __device__ __forceinline__ void store_lse(const Params& p, const Visit& visit, c
         lse == -CUDART_INF_F ? CUDART_INF_F : lse * LN_2;
 }
 
-// The destination of row r of a visit: `out` if the sequence has no other visit, else a slot of the partial results.
-// The other pointer is null; both are null if the row does not exist.
+// The destination of query row r: `out` if only this part processes the sequence, else a slot of the partial results
+// (`partial`). The unused pointer is null. Both are null if the row does not exist.
 template <typename T> struct Destination {
     T* out;
     float* partial;
     float factor; // multiplies the accumulated output
 
-    // The exponentials of the row's scores sum to total * 2^base. `writes_lse` is true in one of the lanes that share
-    // the row.
+    // The sum of the exponentials of the row's scores is `total` * 2^`base`. Several lanes share the row, and
+    // `writes_lse` is true in one of them.
     __device__ __forceinline__ Destination(const Params& p, const Part& part, const Visit& visit, int kv_head, int r,
                                            float base, float total, bool bad, bool writes_lse)
         : out(nullptr), partial(nullptr), factor(0.f) {
@@ -72,8 +72,8 @@ template <typename T> struct Destination {
         }
     }
 
-    // Store 8 N columns of the row, from column `first` on: half `half` of N accumulator fragments (C of m16n8k16),
-    // which four neighbouring lanes hold.
+    // Store 8 N columns of the row, from column `first` on. The values are in N accumulator fragments (C of m16n8k16),
+    // spread over four neighbouring lanes. `half` selects the fragment row: 0 for row lane / 4, 1 for row lane / 4 + 8.
     template <int N, int DIM_V>
     __device__ __forceinline__ void store(const Params& p, const float (*sums)[4], int half, int first) const {
         const int pair = threadIdx.x % 4, head_dim_v = DIM_V ? DIM_V : p.head_dim_v;
@@ -111,7 +111,7 @@ template <typename T> struct Destination {
         }
     }
 
-    // Store the columns if fragment 2 k has the even columns of 16 and fragment 2 k + 1 has the odd columns.
+    // Like `store`, but of each 16 columns fragment 2 k holds the even columns and fragment 2 k + 1 the odd columns.
     template <int N>
     __device__ __forceinline__ void store_interleaved(const float (*sums)[4], int half, int first) const {
         const int pair = threadIdx.x % 4;
@@ -127,7 +127,7 @@ template <typename T> struct Destination {
     }
 };
 
-// Largest lead of a row's maximum over the base that is subtracted from its scores, as an exponent of 2. Up to this
-// lead nothing overflows, no digit is lost, and the accumulators are seldom rescaled (counts in
-// notebooks/mla_decode.ipynb).
+// The exponentials of a row are 2^(score - base). The base is raised to the row's maximum score only when the maximum
+// exceeds the base by more than BASE_LAG. The exponentials are therefore at most 2^BASE_LAG: they do not overflow or
+// lose precision, and the accumulators are seldom rescaled (counts in notebooks/mla_decode.ipynb).
 constexpr float BASE_LAG = 8.f;

@@ -1,5 +1,5 @@
-// The producer warpgroups of attend_two_loaders for an 8-bit cache of 656 bytes per token, in pages or with `indices`,
-// which they convert to bfloat16.
+// The producer warpgroups of attend_two_loaders for an 8-bit cache of 656 bytes per token, in pages or with `indices`.
+// They convert the tokens to bfloat16.
 //
 // A warp converts eight tokens of each tile, one half of the value columns after the other. A lane converts 16 numbers
 // of every second token. Four lanes write the 64 columns of one row of a tile in shared memory. The next four lanes
@@ -45,18 +45,20 @@ __device__ __forceinline__ void copy_token_async(unsigned to, unsigned long long
                  : "memory");
 }
 
-// A converting warp's notes about its tokens of a tile.
+// The data that a converting warp keeps about a tile: where the tile begins, and which of the warp's eight tokens
+// exist.
 struct TileNote {
     static constexpr int NONE = -1, END = -2;
 
-    int start;            // sequence whose visit begins with the tile; NONE: no visit does; END: there is no tile
+    int start;            // sequence, if the tile is its first tile in the part; NONE: another tile; END: no tile
     unsigned short there; // a bit per token, set if the token exists
     unsigned short bad;   // not 0 if an entry is outside the cache
 };
 
-// The state of the converting warps, each for itself. In shared memory it occupies no registers in the mainloop.
+// The state of the converting warps. Each warp uses its own entries. The state is in shared memory, so that it occupies
+// no registers in the mainloop.
 struct ConverterShared : WgmmaShared {
-    static constexpr int FOUND = 8, AHEAD = FOUND / 2; // tiles with kept addresses; tiles from look_up to conversion
+    static constexpr int FOUND = 8, AHEAD = FOUND / 2; // tiles with stored addresses; tiles from look_up to conversion
 
     alignas(16) float scales[2][BLOCK_TOKENS][4];      // of the tokens of a tile and the next tile
     unsigned long long addresses[FOUND][BLOCK_TOKENS]; // first an Entry, then the address of a token or MISSING
@@ -92,8 +94,9 @@ struct Converter {
     }
     __device__ __forceinline__ TileNote& note(unsigned tile) const { return shared.notes[tile % FOUND][warp]; }
 
-    // Issue the lookups of TOGETHER tiles, from `tile` on. The lane's cursor is at the lane's tile. The table entry of
-    // a token is copied to the place where its address will be.
+    // Issue the copies of the table entries of TOGETHER tiles, from `tile` on. TOKENS lanes look up one tile, and
+    // `cursor` is at the lane's tile. The entry of a token is copied to the place where the address of the token will
+    // be stored.
     template <typename Cursor> __device__ __forceinline__ void look_up(Cursor cursor, unsigned tile) const {
         const unsigned lane = Converter::lane(), which = lane / TOKENS, i = lane % TOKENS;
         Entry& entry = reinterpret_cast<Entry&>(address(tile + which, i));
@@ -111,7 +114,7 @@ struct Converter {
         if (i == 0) shared.places[which][warp] = cursor;
     }
 
-    // Replace the entries of these tiles by the addresses of their tokens.
+    // Replace the table entries of TOGETHER tiles, from `tile` on, by the addresses of the tokens.
     template <bool GATHER> __device__ __forceinline__ void find(unsigned tile) const {
         const unsigned lane = Converter::lane(), which = lane / TOKENS, i = lane % TOKENS;
         unsigned long long& to = address(tile + which, i);
@@ -151,7 +154,7 @@ struct Converter {
         cp_async_commit_group();
     }
 
-    // Issue the copies of the warp's query rows of a visit. They arrive at queries_full on completion. One row at a
+    // Issue the copies of the warp's query rows of a sequence. They arrive at queries_full on completion. One row at a
     // time takes fewer registers than load_queries.
     template <typename T> __device__ __forceinline__ void copy_queries(const Visit& visit) const {
         const unsigned lane = Converter::lane();
@@ -175,7 +178,7 @@ struct Converter {
         if (note.bad) shared.bad[visited % VISITS] = visited;
     }
 
-    // Issue the loads of the lane's bytes of a half of a tile.
+    // Issue the loads of this lane's share of half `half` of a tile.
     __device__ __forceinline__ void load(uint4 (&raw)[EACH], unsigned tile, unsigned half) const {
         const unsigned lane = Converter::lane(), odd = lane / 4 % 2;
         const unsigned offset = half * 256 + lane / 8 * 64 + lane % 4 * 16;
@@ -201,7 +204,7 @@ struct Converter {
         return make_uint4(to[0], to[1], to[2], to[3]);
     }
 
-    // Convert and store the lane's bytes of a half of a tile, then arrive at its full barrier for the warp.
+    // Convert and store this lane's share of half `half` of a tile, then arrive at its full barrier for the warp.
     __device__ __forceinline__ void convert(const uint4 (&raw)[EACH], unsigned tile, unsigned half) const {
         const unsigned lane = Converter::lane(), odd = lane / 4 % 2, buffer = tile & 1;
         const unsigned to = key_tile(queries, buffer, half * 4) + lane / 8 * TILE_BYTES + (first() + odd) * ROW_BYTES +
@@ -236,10 +239,10 @@ __device__ __forceinline__ void convert_by_two(const Params& p, WgmmaShared& all
     __syncwarp();
     c.template find<GATHER>(0);
     c.copy_scales(0);
-    cp_async_commit_group(); // an empty group, because the loop counts one per rotary part
+    cp_async_commit_group(); // an empty group, because the loop expects one per rotary part
     uint4 raw[2][C::EACH];   // bytes of the half that is converted first, and of the other half
     c.load(raw[0], 0, 0), c.load(raw[1], 0, 1);
-    int visited = 0; // visits with tiles so far
+    int visited = 0; // sequences with tiles so far
 #pragma unroll 1
     for (unsigned tile = 0;; ++tile) {
         const TileNote note = c.note(tile);
@@ -252,7 +255,7 @@ __device__ __forceinline__ void convert_by_two(const Params& p, WgmmaShared& all
         cp_async_wait_group<1>();
         __syncwarp();
         c.copy_scales(tile + 1);
-        // The half that the buffer's consumer reads as values comes first, because it is freed first.
+        // Convert the half that the buffer's own consumer reads as values first, because this half is freed first.
         const unsigned buffer = tile & 1, phase = tile / 2 + 1;
         mbarrier_wait(shared_address(&shared.empty[buffer][buffer]), phase);
         c.template tell<GATHER>(note, tile, visited);

@@ -26,8 +26,8 @@ __device__ __forceinline__ void copy_32_rotaries(const Found& found, unsigned qu
     }
 }
 
-// The producer loop. Each half of each buffer has two warps with 32 tokens each, which refill it when its empty barrier
-// completes.
+// The producer loop. Each half of each buffer belongs to two warps. They refill the half as soon as its empty barrier
+// completes, with 32 tokens each.
 template <typename T>
 __device__ __forceinline__ void gather_by_two(const Params& p, WgmmaShared& shared, unsigned queries) {
     constexpr int OWN = BLOCK_TOKENS / 2;
@@ -38,7 +38,7 @@ __device__ __forceinline__ void gather_by_two(const Params& p, WgmmaShared& shar
                    rotary_full = shared_address(&shared.full[buffer][ROTARY_FULL]),
                    empty = shared_address(&shared.empty[buffer][half]);
     TileCursor<true, false, true> cursor(p, part);
-    Entry entry; // table entry of the tile after the one in `own`
+    Entry entry; // entry of the token in the tile after the one in `own`
     Found own;
     auto look_up = [&] {
         entry = cursor.entry(first_token + lane);
@@ -47,7 +47,7 @@ __device__ __forceinline__ void gather_by_two(const Params& p, WgmmaShared& shar
     auto find = [&] { own.template find<false, true>(p, entry); };
     if (buffer == 1) cursor.advance();
     look_up(), find(), look_up();
-    int used = 0, visited = 0; // tiles, and visits with tiles, so far
+    int used = 0, visited = 0; // number of tiles, and of sequences with tiles, so far
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
         const Visit visit(p, part_again<true>(p, part), sequence);
         if (visit.begin >= visit.end) continue;
@@ -57,7 +57,7 @@ __device__ __forceinline__ void gather_by_two(const Params& p, WgmmaShared& shar
         for (int start = visit.begin; start < visit.end; start += BLOCK_TOKENS, ++used) {
             if ((used & 1) != buffer) continue;
             mbarrier_wait(empty, used / 2 + 1);
-            // The warps of the first half publish which of the buffer's tokens exist.
+            // The two warps of one half (half == buffer) publish which tokens of the tile exist.
             if (half == buffer && lane == 0) {
                 reinterpret_cast<unsigned*>(&shared.valid[buffer])[side] = own.there;
                 if (own.bad) shared.bad[visited % VISITS] = visited;
@@ -78,6 +78,6 @@ __device__ __forceinline__ void gather_by_two(const Params& p, WgmmaShared& shar
                 publish_keys(rotary_full);
             }
         }
-        if (first) publish_queries<0>(shared); // the visit's only tile is in the other buffer
+        if (first) publish_queries<0>(shared); // the sequence's only tile is in the other buffer
     }
 }

@@ -8,21 +8,22 @@
 // A consumer warpgroup. It computes columns SIDE * 256 ... SIDE * 256 + 255 of the output, and the probabilities of the
 // tiles in buffer SIDE.
 //
-// ROTARY_APART is not 0 with two producer warpgroups. The rotary part then has its own full barrier,
-// full[SIDE][ROTARY_APART]. The MMA with 256 columns of values is split into two MMAs with 128 columns: ptxas accepts N
-// = 256 only if the thread has at least 158 registers at kernel entry, and with two producers it has 128.
+// ROTARY_APART is nonzero if there are two producer warpgroups (attend_two_loaders). The rotary part then has its own
+// full barrier, full[SIDE][ROTARY_APART]. The MMA with 256 columns of values is split into two MMAs with 128 columns:
+// ptxas accepts N = 256 only if the thread has at least 158 registers at kernel entry, and with two producers it has
+// 128.
 template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY_APART = 0> struct Seesaw {
-    // With TMA the keys arrive tile by tile, and the values after the last token must be cleared. Otherwise the keys
-    // arrive half by half, with zeros after the last token.
+    // With TMA each tile of 64 columns has a full barrier, and the values after the last token must be cleared. Without
+    // TMA each half of a buffer has a full barrier, and the producer writes zeros after the last token.
     static constexpr bool BY_TILE = !FP8 && !GATHER;
-    // Two gathering producers: their copies take longer than the MMAs. A consumer therefore adds the values of the
-    // other tile before, not during, the scores of its own tile. This frees their half of the buffer even while the own
-    // tile has not arrived.
+    // Two producer warpgroups that gather tokens: their copies take longer than the MMAs. A consumer therefore adds the
+    // values of the other consumer's tile before, not during, the scores of its own tile. This frees half of the other
+    // buffer even if the keys of its own tile have not arrived yet.
     static constexpr bool VALUES_FIRST = ROTARY_APART && !FP8;
-    // Two converting producers: their tiles arrive early enough, and the consumers wait for each other's probabilities.
-    // A consumer therefore publishes its probabilities before it waits for the MMAs with the other tile's values. It
-    // also executes the proxy fence between the producers' stores and its wgmma reads: in a producer, the fence would
-    // wait for the producer's loads.
+    // Two producer warpgroups that convert tokens: their tiles arrive early enough, and the consumers wait for each
+    // other's probabilities. A consumer therefore publishes its probabilities before it waits for the MMAs with the
+    // values of the other consumer's tile. It also executes the proxy fence between the producers' stores and its wgmma
+    // reads: in a producer, the fence would wait for the producer's loads.
     static constexpr bool CONVERTED = ROTARY_APART && FP8;
     const Params& p;
     WgmmaShared& shared;
@@ -62,13 +63,13 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
     }
     static constexpr int key_offset(int buffer, int tile) { return ((buffer + 1) * TILES + tile) * TILE_BYTES; }
 
-    // Wait at the full barrier of a part of the own keys: a tile, a half or the rotary part.
+    // Wait at full barrier `part` of this consumer's key buffer. The barrier covers a tile, a half or the rotary part.
     __device__ __forceinline__ void wait_for_keys(int part, int phase) {
         mbarrier_wait(shared_address(&shared.full[SIDE][part]), phase);
         if constexpr (CONVERTED) fence_proxy_async();
     }
 
-    // Issue S = Q K' of the own buffer, tile by tile as the keys arrive.
+    // Issue the MMAs of S = Q K' for the keys in this consumer's buffer, tile by tile as the keys arrive.
     __device__ __forceinline__ void start_scores(float (&scores)[32], int phase) {
         wgmma_fence();
 #pragma unroll
@@ -99,7 +100,8 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
     }
 
     // Compute P as A fragments, and in float32 in `scores`. Row i sees the first limits[i] tokens of the tile, or all
-    // tokens if `all`. `higher` is the base, and is raised if the scores are more than BASE_LAG above it.
+    // tokens if `all`. `higher` holds the bases of the two rows; a base is raised to the row's maximum if the maximum
+    // exceeds it by more than BASE_LAG.
     __device__ __forceinline__ void exponentiate(unsigned (&probabilities)[4][4], float (&scores)[32],
                                                  const int (&limits)[2], bool all, float (&higher)[2]) {
         if (!all) {
@@ -200,7 +202,8 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         if (lane == 0) mbarrier_arrive(shared_address(&shared.queries_empty));
     }
 
-    // Publish the row sums, and wait for the other consumer's. `visit` counts the part's visits.
+    // Publish the row sums, and wait for the sums of the other consumer. `visit` is the index of the sequence in the
+    // part.
     __device__ __forceinline__ void exchange_sums(int visit) {
         float (&sums)[WGMMA_ROWS] = shared.sums[visit & 1][SIDE];
 #pragma unroll
@@ -217,9 +220,9 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         return sum[i] + shared.sums[visit & 1][1 - SIDE][row(i)];
     }
 
-    // The mainloop body for an own tile: S, P V of the other buffer's tile, P, and P V of the own tile. With causal
-    // masking, row i sees the tokens before visit.length + ends[i], and the block's first row sees the tokens before
-    // visit.length + first_end.
+    // The mainloop body for one tile of this consumer: S, P V of the tile in the other buffer, P, and P V of this tile.
+    // With causal masking, row i sees the tokens before visit.length + ends[i], and the block's first row sees the
+    // tokens before visit.length + first_end.
     __device__ __forceinline__ void own_tile(const Visit& visit, int tile, int tiles, int phase, int first_end,
                                              const int (&ends)[2]) {
         float scores[32];
@@ -271,7 +274,7 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
     }
 };
 
-// The consumer loop over all visits of the part.
+// The consumer loop over all sequences of the part, the work of one thread block.
 template <typename T, bool FP8, bool GATHER, int SIDE, bool EXTRA, int KEY_TILES, int ROTARY_APART = 0>
 __device__ __forceinline__ void compute(const Params& p, WgmmaShared& shared, unsigned queries) {
     const int lane = threadIdx.x % 32, first_row = blockIdx.x * WGMMA_ROWS;
@@ -280,7 +283,7 @@ __device__ __forceinline__ void compute(const Params& p, WgmmaShared& shared, un
     // Causal limits for `own_tile`. They take divisions and are the same for all visits, so they are computed once.
     const int first_end = causal_end(p, 0, first_row);
     const int ends[2] = {causal_end(p, 0, first_row + w.row(0)), causal_end(p, 0, first_row + w.row(1))};
-    int used = 0, visited = 0; // tiles, and visits with tiles, so far
+    int used = 0, visited = 0; // number of tiles, and of sequences with tiles, so far
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
         const VisitOf<EXTRA> visit(p, part, sequence);
         const int tiles = ceil_div(max(visit.end - visit.begin, 0), BLOCK_TOKENS);

@@ -1,9 +1,11 @@
-// The producer warpgroup of attend_wgmma for an 8-bit cache, in pages or with `indices`, which it converts to 16 bits.
+// The producer warpgroup of attend_wgmma for an 8-bit cache, in pages or with `indices`. The producer converts the
+// tokens to 16 bits.
 //
 // A warp converts 16 tokens of each tile, one half of the value columns after the other. A lane converts 16 numbers of
 // every second token. Four lanes write the 64 columns of one row of a tile in shared memory. The next four lanes write
-// the row of the next token, whose chunks are in other banks. While a half's place is still in use, its bytes are
-// already in registers. The tokens two tiles ahead are prefetched into L2.
+// the row of the next token, whose chunks are in other banks. The bytes of a half are loaded into registers while the
+// consumers still read the place in shared memory where the half will go. The tokens two tiles ahead are prefetched
+// into L2.
 #pragma once
 #include "common/fp8.cuh"
 #include "mla_decode/wgmma_tokens.cuh"
@@ -22,7 +24,7 @@ template <int BYTES> struct ConverterLane {
     static constexpr int ROTARIES = TOKENS / 4; // 16-byte registers that the rotary part needs
     static constexpr int LATENT_DIMS = 512, SCALES = 4;
     static constexpr int FETCHED = PAGED ? PAGED_BYTES : BYTES;   // contiguous bytes of a token
-    static constexpr unsigned long long MISSING = 0, OUTSIDE = 1; // instead of a token's address
+    static constexpr unsigned long long MISSING = 0, OUTSIDE = 1; // values instead of an address
 
     int warp, lane, odd;    // odd: 1 if the lane converts the odd tokens
     int first, own;         // first token of the warp, and the token whose address the lane finds
@@ -52,7 +54,8 @@ __device__ __forceinline__ uint4 load_rotary(ConvertShared& shared, const Conver
     return load_bytes(address, c.PAGED ? PAGED_LATENT + c.lane % 8 * 16 : c.rotary_offset);
 }
 
-// Load a scale of the token that the lane finds: for columns 128 (lane / 16) ... of a half.
+// Load a scale of the token whose address this lane finds. Lanes 0 to 15 load the scale of the first 128 columns of a
+// half, lanes 16 to 31 the scale of the other 128.
 template <int BYTES>
 __device__ __forceinline__ float load_scale(ConvertShared& shared, const ConverterLane<BYTES>& c, int tile, int half) {
     const unsigned long long address = address_of(shared, tile, c.own);
@@ -84,15 +87,15 @@ __device__ __forceinline__ void store_scaled(unsigned queries, const ConverterLa
     store_shared(to ^ 16, make_uint4(scaled[4], scaled[5], scaled[6], scaled[7]));
 }
 
-// Convert and store the lane's i-th token. `scale` is the result of `load_scale` in each lane. A shuffle fetches the
-// token's scale.
+// Convert and store 16 numbers of the lane's i-th token. Each lane passes its result of `load_scale`, and a shuffle
+// fetches the scale of the token.
 template <typename T, int BYTES>
 __device__ __forceinline__ void store_latent(unsigned queries, const ConverterLane<BYTES>& c, int buffer, int half,
                                              int i, const uint4& raw, float scale) {
     store_scaled<T>(queries, c, buffer, half, i, raw, __shfl_sync(FULL_WARP, scale, 2 * i + c.odd + (c.lane & 16)));
 }
 
-// Convert and store the lane's i-th token if PAGED. Each tile of 64 columns then has its own scale.
+// Convert and store 16 numbers of the lane's i-th token if PAGED. Each tile of 64 columns has its own scale.
 template <typename T, int BYTES>
 __device__ __forceinline__ void store_paged(ConvertShared& shared, unsigned queries, const ConverterLane<BYTES>& c,
                                             int tile, int half, int i, const uint4& raw) {
@@ -133,7 +136,8 @@ __device__ __forceinline__ void convert_first_half(ConvertShared& shared, unsign
     scale = next_scale;
 }
 
-// Convert the other half and the rotary part. Refill `raw` with the first half of the next tile.
+// Convert the half of the tile that `convert_first_half` left, and the rotary part. Refill `raw` with the first half of
+// the next tile.
 template <typename T, int BYTES>
 __device__ __forceinline__ void convert_second_half(ConvertShared& shared, unsigned queries,
                                                     const ConverterLane<BYTES>& c,
@@ -156,8 +160,8 @@ __device__ __forceinline__ void convert_second_half(ConvertShared& shared, unsig
     }
 }
 
-// If PAGED: convert half `half` of tile `used`, and the rotary part if `half` is 1. Refill `raw` with half 1 - (used &
-// 1) of tile `next`.
+// Only if PAGED: convert half `half` of tile `used`, and the rotary part if `half` is 1. Refill `raw` with half 1 -
+// (used & 1) of tile `next`.
 template <typename T, int BYTES>
 __device__ __forceinline__ void
 convert_paged_half(ConvertShared& shared, unsigned queries, const ConverterLane<BYTES>& c,
@@ -198,7 +202,7 @@ __device__ __forceinline__ void convert_tiles(const Params& p, WgmmaShared& all,
               unsigned(quarter * 64 + lane % 4 * 16),
               unsigned((C::PAGED ? PAGED_LATENT : C::LATENT_DIMS + C::SCALES * 4) + lane % 8 * 16),
               unsigned(quarter * TILE_BYTES + (first + odd) * COLUMNS * 2 + ((lane % 4 * 2) ^ odd) * 16)};
-    Entry entry; // table entry of the tile after the ones in `addresses`
+    Entry entry; // entry of this lane's token in the first tile that is not yet in `addresses`
     auto look_up = [&] {
         entry = cursor.entry(c.own);
         cursor.advance();
@@ -234,7 +238,7 @@ __device__ __forceinline__ void convert_tiles(const Params& p, WgmmaShared& all,
 #pragma unroll
     for (int i = 0; i < C::HELD; ++i) raw[i] = load_latent(shared, c, 0, 0, i);
     find(1);
-    int used = 0, visited = 0; // tiles, and visits with tiles, so far
+    int used = 0, visited = 0; // number of tiles, and of sequences with tiles, so far
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
         const VisitOf<EXTRA> visit(p, part_again<EXTRA>(p, part), sequence);
         if (visit.begin >= visit.end) continue;
@@ -252,7 +256,7 @@ __device__ __forceinline__ void convert_tiles(const Params& p, WgmmaShared& all,
             }
             if (address == C::OUTSIDE) shared.bad[visited % VISITS] = visited;
             if constexpr (C::PAGED) {
-                cp_async_wait_group<2>(); // all copies except the scales of the next two tiles
+                cp_async_wait_group<2>(); // all copies are complete except the scales of the next two tiles
                 __syncwarp();
             }
             if constexpr (C::PAGED)

@@ -28,8 +28,9 @@ __device__ __forceinline__ void copy_rotary(const Found (&found)[2], unsigned qu
     }
 }
 
-// The producer loop. Each warp fills one half of one buffer when its empty barrier completes, so that no half waits for
-// another. It prefetches the tokens of its next tile into L2.
+// The producer loop. Each of the four warps fills one half of one buffer as soon as the empty barrier of that half
+// completes, so that no half waits for another. The two warps of a buffer also prefetch the next tile of the buffer
+// into L2, 32 tokens each.
 template <typename T, bool EXTRA>
 __device__ __forceinline__ void gather_tiles(const Params& p, WgmmaShared& shared, unsigned queries) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -38,7 +39,7 @@ __device__ __forceinline__ void gather_tiles(const Params& p, WgmmaShared& share
     const unsigned full = shared_address(&shared.full[buffer][half]),
                    empty = shared_address(&shared.empty[buffer][half]);
     TileCursor<true, EXTRA> cursor(p, part);
-    Entry entries[2]; // table entries of the tile after the one in `found`
+    Entry entries[2]; // entries of the tile after the one in `found`
     Found found[2];   // lane i has tokens i and i + 32
     auto look_up = [&] {
         entries[0] = cursor.entry(lane), entries[1] = cursor.entry(lane + 32);
@@ -55,7 +56,7 @@ __device__ __forceinline__ void gather_tiles(const Params& p, WgmmaShared& share
     };
     if (buffer == 1) cursor.advance();
     look_up(), find(), look_up();
-    int used = 0, visited = 0; // tiles, and visits with tiles, so far
+    int used = 0, visited = 0; // number of tiles, and of sequences with tiles, so far
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
         const VisitOf<EXTRA> visit(p, part, sequence);
         if (visit.begin >= visit.end) continue;
@@ -65,7 +66,7 @@ __device__ __forceinline__ void gather_tiles(const Params& p, WgmmaShared& share
         for (int start = visit.begin; start < visit.end; start += BLOCK_TOKENS, ++used) {
             if ((used & 1) != buffer) continue;
             mbarrier_wait(empty, used / 2 + 1);
-            // One of a buffer's two warps publishes which of its tokens exist.
+            // One of the two warps of a buffer publishes which tokens of the tile exist.
             if (half == buffer && lane == 0) {
                 shared.valid[buffer] = found[0].there | (unsigned long long)found[1].there << 32;
                 if (found[0].bad || found[1].bad) shared.bad[visited % VISITS] = visited;
@@ -84,6 +85,6 @@ __device__ __forceinline__ void gather_tiles(const Params& p, WgmmaShared& share
             for (int k = 0; k < 2; ++k)
                 if (k == half) found[k].prefetch<32, TILES * COLUMNS * 2>();
         }
-        if (first) publish_queries<0>(shared); // the visit's only tile is in the other buffer
+        if (first) publish_queries<0>(shared); // the sequence's only tile is in the other buffer
     }
 }

@@ -9,25 +9,25 @@
 
 constexpr int WGMMA_ROWS = 64;
 constexpr int WGMMA_THREADS = 3 * WARPGROUP;
-// A tile in shared memory has 64 rows of COLUMNS numbers, which are 128 bytes.
+// A tile in shared memory has 64 rows of COLUMNS 16-bit numbers. A row has 128 bytes.
 constexpr int COLUMNS = 64;
 constexpr int TILE_BYTES = 64 * COLUMNS * 2;
-// Tiles of 64 queries or 64 tokens: four for each half of the value columns, then the rotary part. Heads of 512
+// The tiles of 64 queries or of 64 tokens: four for each half of the value columns, then the rotary part. Heads of 512
 // dimensions have only the first eight tiles. Their ninth key tile holds nothing except the probabilities.
 constexpr int TILES = 9, VALUE_TILES = 8, ROTARY_TILE = 8;
-constexpr int VISITS = 4; // visits whose `bad` flag is kept; the producers are up to two visits ahead
+constexpr int VISITS = 4; // sequences whose `bad` entry is kept; producers are up to two sequences ahead
 
 // The shared memory after 27 tiles: 9 of queries, and two buffers of 9 tiles of keys. Converting producers keep more
 // data after it.
 struct WgmmaShared {
-    unsigned long long full[2][TILES]; // full barriers: a tile of a buffer is loaded; without TMA a half
-    unsigned long long empty[2][2];    // empty barriers: a half of a buffer has been read
-    unsigned long long queries_full;   // full barrier: the queries of a visit are loaded
+    unsigned long long full[2][TILES]; // full barriers of the buffers: one per tile, without TMA one per half
+    unsigned long long empty[2][2];    // empty barriers of the buffers, one per half
+    unsigned long long queries_full;   // full barrier: the queries of a sequence are loaded
     unsigned long long queries_empty;  // empty barrier: the queries have been read
-    unsigned long long summed;         // both consumers have stored their sums of a visit
+    unsigned long long summed;         // both consumers have stored their sums of a sequence
     float base[2][WGMMA_ROWS];         // [consumer]: bases after its latest tile
-    float sums[2][2][WGMMA_ROWS];      // [parity of the visit][consumer]
-    int bad[VISITS];                   // [visit % VISITS]: the latest visit with a bad page or slot
+    float sums[2][2][WGMMA_ROWS];      // [index of the sequence in the part % 2][consumer]
+    int bad[VISITS];                   // [i % VISITS]: i, if the i-th sequence with tiles has an invalid page or slot
     unsigned long long valid[2];       // with `indices`: a bit per token of a buffer, set if it exists
 };
 // Bytes before WgmmaShared: the 1024-byte alignment of the first tile, and the tiles.
@@ -50,8 +50,8 @@ __device__ __forceinline__ unsigned key_tile(unsigned queries, int buffer, int t
     return queries + ((buffer + 1) * TILES + tile) * TILE_BYTES;
 }
 
-// Issue the copies of query rows first, first + LOADERS, ... as one commit group. A row has ROW_TILES tiles, 8 or 9.
-// AT_ONCE: rows in flight at once, limited by the registers.
+// Issue the copies of query rows first, first + LOADERS, ... as one commit group, with one of LOADERS warps. A row has
+// ROW_TILES tiles, 8 or 9. AT_ONCE: rows in flight at once, limited by the registers.
 template <typename T, int LOADERS, int ROW_TILES, int AT_ONCE = LOADERS == 4 ? 2 : 4>
 __device__ __forceinline__ void load_queries(const Params& p, const Visit& visit, unsigned queries, int first) {
     constexpr int EACH = (WGMMA_ROWS + LOADERS - 1) / LOADERS;

@@ -2,7 +2,7 @@
 #pragma once
 #include "mla_decode/wgmma_shared.cuh"
 
-// Load the queries of all visits, with three warps.
+// Load the queries of each sequence of the part, with three warps. The part is the work of this thread block.
 template <typename T>
 __device__ __forceinline__ void load_queries_of_visits(const Params& p, const Part& part, WgmmaShared& shared,
                                                        unsigned queries, int warp) {
@@ -27,7 +27,7 @@ __device__ __forceinline__ void load_tiles(const WgmmaParams& params, WgmmaShare
         return;
     }
     const int box = params.box_tokens, boxes = BLOCK_TOKENS / box;
-    int visited = 0, used = 0; // visits with tiles, and tiles, so far
+    int visited = 0, used = 0; // number of sequences with tiles, and of tiles, so far
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
         const Visit visit(p, part, sequence);
         if (visit.begin < visit.end) ++visited;
@@ -52,11 +52,13 @@ __device__ __forceinline__ void load_tiles(const WgmmaParams& params, WgmmaShare
             find(start + BLOCK_TOKENS, next_page, next_slot);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                // The half that the other warpgroup reads comes second, because this half is freed last. The rotary
-                // tile is freed with it, because the other warpgroup reads the probabilities there.
+                // Load the half that the other consumer reads as values second, because this half is freed last. The
+                // rotary tile is freed together with this half, because the other consumer reads the probabilities
+                // there.
                 const int half = i ^ buffer;
                 mbarrier_wait(shared_address(&shared.empty[buffer][half]), phase);
-                // The flag is set after this wait, because visit `visited` - VISITS may read the same entry until then.
+                // Set the flag only after this wait: until then the consumers may still read the same entry of `bad`
+                // for an earlier sequence.
                 if (i == 1 && bad) shared.bad[visited % VISITS] = visited;
                 __syncwarp();
                 for (int j = 0; j < 4 + i; ++j) {

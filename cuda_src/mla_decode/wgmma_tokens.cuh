@@ -17,7 +17,8 @@ struct Entry {
     static constexpr int LAST = 0x7ffffffe; // larger than any real slot number
 };
 
-// Return the block's part. With AGAIN it is read again, so that it occupies no registers in the mainloop.
+// Return the part of this thread block. With AGAIN the part is read from memory again, so that it occupies no registers
+// in the mainloop.
 template <bool AGAIN> __device__ __forceinline__ Part part_again(const Params& p, const Part& part) {
     if constexpr (AGAIN)
         return Part(p, blockIdx.z);
@@ -25,12 +26,13 @@ template <bool AGAIN> __device__ __forceinline__ Part part_again(const Params& p
         return part;
 }
 
-// A tile of a visit: its first token, and the end of the visit's tokens. Both are 0 after the last visit.
+// The place of a tile of 64 tokens: the sequence, the first token, and the end of the part's tokens in this sequence.
+// `token` and `end` are 0 after the last tile of the part.
 struct TilePlace {
     int sequence, token, end;
 };
 
-// A cursor over the tiles of all visits of a part.
+// A cursor over all tiles of a part, sequence by sequence.
 template <bool GATHER, bool EXTRA, bool AGAIN = EXTRA> struct TileCursor : TilePlace {
     const Params& p;
     const Part& part;
@@ -39,7 +41,8 @@ template <bool GATHER, bool EXTRA, bool AGAIN = EXTRA> struct TileCursor : TileP
     __device__ __forceinline__ TileCursor(const Params& p, const Part& part, const TilePlace& place)
         : TilePlace(place), p(p), part(part) {}
 
-    // Move to the first tile of sequence `first`, or of the next sequence with tokens in this part.
+    // Move to the first tile of sequence `first`. If this part has no tokens of `first`, move to the next sequence that
+    // has some.
     __device__ __forceinline__ void enter(int first) {
         for (sequence = first; sequence <= part.last; ++sequence) {
             const VisitOf<EXTRA> visit(p, part_again<AGAIN>(p, part), sequence);
@@ -69,8 +72,8 @@ template <bool GATHER, bool EXTRA, bool AGAIN = EXTRA> struct TileCursor : TileP
         return entry;
     }
 
-    // Return the address of token `at` in the block table or in `indices`. Set `slot` to its slot in the page. Not with
-    // EXTRA.
+    // Return the address of the entry for token `at` in the block table or in `indices`. Set `slot` to the token's slot
+    // in its page (0 with `indices`). Not for EXTRA.
     __device__ __forceinline__ const int* id_of(int at, int& slot) const {
         if constexpr (GATHER) {
             const Visit which(p, sequence);

@@ -1,4 +1,4 @@
-// Add the bias of the first product of a feed-forward layer without a gate, and apply the activation.
+// Add the bias to the output of the first projection of a feed-forward layer, and apply an activation without a gate.
 //
 //   z[r, c]   = x[r, c] + bias[c]                                                                         in float32
 //   out[r, c] = z * (1 + erf(z / sqrt(2))) / 2                                          GELU
@@ -7,22 +7,24 @@
 //             = max(z, 0)                                                               RELU
 //             = z / (1 + exp(-1.702 z))                                                 GELU_QUICK
 //
-// float32 uses CUDA's accurate functions, which are good to a few units in the last place even if erf and tanh are near
-// -1. 16-bit types use the fast forms of common/activation.cuh, whose errors are far below the rounding of the result.
+// For float32 the kernel uses CUDA's accurate functions, so the error is a few units in the last place, even where erf
+// and tanh are near -1. For 16-bit types it uses the fast approximations of common/activation.cuh. Their errors are far
+// below the rounding error of the result.
 //
-// BYTES: width of a load; a unit is BYTES bytes. ROWS: rows per thread, which share a unit of the bias.
+// BYTES: width of a load; a unit is BYTES bytes. ROWS: rows per thread; the thread loads a unit of the bias once for
+// all of them.
 //
-// Grid: x: tiles of rows; y: parts of long rows. A row of a tile has tile_columns neighbouring threads, one per unit.
-// Each thread has this unit of ROWS rows, and loads all of them before it computes the first.
+// Grid: x: tiles of rows; y: parts of long rows. In a tile, tile_columns neighbouring threads process ROWS rows. Each
+// thread has one unit of each of these rows, and loads all its units before it computes the first.
 //
-// Speed of light: memory bandwidth. Per result one element is read and one written, with some ten to thirty flops.
+// Speed of light: memory bandwidth. Each result takes one element to read, one to write and ten to thirty flops.
 #include "common/activation.cuh"
 #include "common/overlap.cuh"
 #include "common/units.cuh"
 
 template <int BYTES> using Unit = typename UnitOf<BYTES>::Type;
 
-enum { RELU = ACTIVATIONS, GELU_QUICK }; // follow the activations that may have a gate
+enum { RELU = ACTIVATIONS, GELU_QUICK }; // numbered after the activations of common/activation.cuh
 
 struct Params {
     const char* x;      // [rows, inter]
@@ -44,7 +46,7 @@ template <typename T, int ACTIVATION> __device__ __forceinline__ float activated
     }
     if constexpr (sizeof(T) < 4) return activate<ACTIVATION>(z, 1.f);
     if constexpr (ACTIVATION == GELU) return z * normcdff(z);
-    // (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)), which loses no digits if tanh is near -1.
+    // Use (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)). The right side loses no digits where tanh is near -1.
     const float y = ACTIVATION == SILU ? z : 1.5957691216f * (z + .044715f * z * z * z);
     return z / (1.f + expf(-y));
 }

@@ -3,17 +3,20 @@
 //   out[r, c] = activate(x[r, c], x[r, inter + c])                 the formulas are in common/activation.cuh
 //             = activate(x[r, 2 c], x[r, 2 c + 1])                 INTERLEAVED
 //
-// With counts, x is [experts, max_tokens, 2 * inter]. Rows of an expert from its count on are neither read nor written.
+// If `counts` is given, x is [experts, max_tokens, 2 * inter], and only the first counts[e] rows of expert e are read
+// and written.
 //
 // BYTES: width of a load; a unit is BYTES bytes. ITEMS: units per thread. GATE_LAST: the second half of a row is the
-// gate: activate(x[r, inter + c], x[r, c]). BOUNDED: alpha and limit come from the arguments.
+// gate, so out[r, c] = activate(x[r, inter + c], x[r, c]). BOUNDED: the parameters `alpha` and `limit` of the
+// activation come from the kernel's arguments.
 //
-// Grid: x: tiles of rows; y: parts of long rows. A row of a tile has tile_columns / ITEMS neighbouring threads. Thread
-// t has units t, t + threads, ... of the row, and loads all of them before it computes the first.
+// Grid: x: tiles of rows; y: parts of long rows. In a tile, `threads` = tile_columns / ITEMS neighbouring threads
+// process a row. Thread t has ITEMS units of the row: t, t + threads and so on. It loads all of them before it computes
+// the first.
 //
-// Speed of light: memory bandwidth. Per result two elements are read and one written, with some ten flops. On an H200
-// with bfloat16, 8192 tokens of inter 2048 take 25 us (93% of a copy's bandwidth), and 4096 of 14336 take 85 us (97%).
-// All activations take the same time. 64 tokens take 2.3 us; an empty kernel takes 0.54 us.
+// Speed of light: memory bandwidth. Each result takes two elements to read, one to write and about ten flops. On an
+// H200 with bfloat16, 8192 tokens with inter = 2048 take 25 us (93% of a copy's bandwidth), and 4096 tokens with inter
+// = 14336 take 85 us (97%). All activations take the same time. 64 tokens take 2.3 us; an empty kernel takes 0.54 us.
 #include "common/activation.cuh"
 #include "common/overlap.cuh"
 #include "common/units.cuh"
@@ -55,7 +58,7 @@ __global__ void __launch_bounds__(256) moe_activation(const __grid_constant__ Pa
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         if (column + i * threads >= p.columns) continue;
-        if constexpr (INTERLEAVED) { // `gate` and `up` each have (gate, up) pairs
+        if constexpr (INTERLEAVED) { // both arrays hold (gate, up) pairs
             gate[i] = __ldg(reinterpret_cast<const Unit<BYTES>*>(from) + 2 * i * threads);
             up[i] = __ldg(reinterpret_cast<const Unit<BYTES>*>(from) + 2 * i * threads + 1);
         } else {

@@ -1,9 +1,10 @@
 // Route each token to its top-k of at most 16 experts, without groups and bias, with one thread per token.
 //
-// Formulas, ties and the bits of the results are the same as in moe_gate.cu. A row of 8 logits takes one or two 16-byte
-// loads. Everything else stays in the registers of one thread, so no lane waits for another.
+// The header of moe_gate.cu has the formulas and the rule for ties. The results of this kernel are bit-identical to
+// moe_gate.cu. A row of 8 logits takes one or two 16-byte loads. Everything else stays in the registers of one thread,
+// so no lane waits for another.
 //
-// EXPERTS: at most 16. SCORING: SOFTMAX, or ANY for the other scorings, which are an argument.
+// EXPERTS: at most 16. SCORING: SOFTMAX, or ANY if an argument selects one of the other scorings.
 //
 // Grid: one thread per token, at most THREADS per block.
 //
@@ -29,14 +30,14 @@ struct Params {
     int scoring;
     int renormalize;
     int valid_is_int64;
-    float shared_scale; // a shared expert's weight is the routed sum times this
+    float shared_scale; // a shared expert's weight is this times the sum of the routed weights
     float output_scale;
 };
 
 // Return the weight of a choice before normalization; 0 for -inf.
 template <int SCORING> __device__ __forceinline__ float weigh(const Scores<false>& scores, float choice) {
     if constexpr (SCORING == SOFTMAX)
-        // As Scores::softmax, except that -inf stays -inf.
+        // Like Scores::softmax without inverse_sum, but a choice of -inf is not clamped, so its weight is 0.
         return fast_exp2(__fmul_rn(__fsub_rn(fminf(choice, LARGEST_FLOAT), scores.largest), LOG2_E));
     const float score = scores.scoring == SIGMOID ? scores.sigmoid(choice) : scores.sqrtsoftplus(choice);
     return choice == -CUDART_INF_F ? 0.f : score;
@@ -48,13 +49,13 @@ __device__ __forceinline__ float inverse_sum(const Scores<false>& scores, const 
     unsigned long long sum = 0;
 #pragma unroll
     for (int e = 0; e < EXPERTS; ++e) sum += __float2uint_rn(weigh<SCORING>(scores, choice[e]) * 0x1p31f);
-    // This equals a division by the sum, which is a normal number, but has no branch.
+    // The sum is not subnormal, so this product equals `0x1p31f / sum`. Unlike a division it has no branch.
     const float factor = __fmul_rn(fast_reciprocal(float(sum)), 0x1p31f);
     return sum ? factor : 0.f;
 }
 
 struct Ranked {
-    unsigned key; // in the order of the choices, never 0
+    unsigned key; // the choice as a sortable integer, never 0; 0 after removal
     int id;
 };
 
@@ -89,15 +90,15 @@ __device__ __forceinline__ void select(const float (&choice)[EXPERTS], int topk,
     }
 }
 
-// Return a mask of the upper three bytes if the float is negative, else 0, in one instruction.
+// Return 0xffffff00 if the float with these bits is negative, else 0, in one instruction.
 __device__ __forceinline__ unsigned sign_mask(unsigned bits) {
     unsigned mask;
     asm("prmt.b32 %0, %1, 0, 0xBBB4;" : "=r"(mask) : "r"(bits));
     return mask;
 }
 
-// Find the choices and ids of all slots with a sort. For 16-bit logits: the last byte of their choices is 0, so it can
-// hold the id. All keys then differ, and min and max instructions sort them.
+// Find the choices and ids of all slots with a sort. This needs 16-bit logits: as float32 their lowest byte is 0, so
+// the lowest byte of a key can hold the id. All keys then differ, and min and max instructions sort them.
 template <int EXPERTS>
 __device__ __forceinline__ void select_by_keys(const float (&choice)[EXPERTS], float (&slot)[EXPERTS],
                                                int (&id)[EXPERTS]) {
@@ -105,7 +106,7 @@ __device__ __forceinline__ void select_by_keys(const float (&choice)[EXPERTS], f
 #pragma unroll
     for (int e = 0; e < EXPERTS; ++e) {
         const unsigned bits = __float_as_uint(choice[e]);
-        key[e] = bits ^ (sign_mask(bits) | 0x80000000u | (15 - e)); // `sortable` with the id in the last byte
+        key[e] = bits ^ (sign_mask(bits) | 0x80000000u | (15 - e)); // `sortable` with the id in the lowest byte
     }
     sort_descending(key);
 #pragma unroll
@@ -151,7 +152,7 @@ __global__ void __launch_bounds__(THREADS) gate_by_thread(const __grid_constant_
     // Compute the output addresses while the logits are in flight.
     float* weights = p.weights + token * (long long)(topk + p.shared);
     int* ids = p.ids + token * (long long)(topk + p.shared);
-    asm volatile("" : "+l"(weights), "+l"(ids)); // else the compiler moves them to the end
+    asm volatile("" : "+l"(weights), "+l"(ids)); // otherwise the compiler computes them at the end
 #pragma unroll
     for (int e = 0; e < EXPERTS; ++e) choice[e] = __fadd_rn(fmaxf(choice[e], -CUDART_INF_F), 0.f); // no NaN and no -0
 

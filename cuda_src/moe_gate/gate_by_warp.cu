@@ -1,19 +1,21 @@
-// Route each token to its top-k experts, for few tokens: the gates of moe_gate.cu with one warp per token.
+// Route each token to its top-k experts with one warp per token. This kernel is for few tokens.
 //
-// Formulas, ties and the bits of the results are the same as in moe_gate.cu. Lane l holds the VALUES = EXPERTS / 32
-// experts from l * VALUES on, and sorts their choices. Then the warp repeats topk times: one redux over the sortable
-// bits finds the largest of the lanes' first choices; the lowest lane that holds it (one vote) is the winner and
-// advances to its next choice. At the end the warp looks up the experts of all slots at once.
+// The header of moe_gate.cu has the formulas and the rule for ties. The results of this kernel are bit-identical to
+// moe_gate.cu. Lane l holds VALUES = EXPERTS / 32 consecutive experts, starting at `l * VALUES`, and sorts their
+// choices. Then the warp fills the topk slots, one per iteration. One redux finds the largest of the lanes' best
+// remaining choices. One vote finds the winner, the lowest lane that holds this choice. The winner removes the choice
+// from its sorted choices. At the end the warp looks up the expert ids of all slots at once.
 //
-// With few tokens only the chain of dependent steps matters. Here the chain is about ten instructions per slot. With
-// many slots the candidate list of moe_gate.cu has the shorter chain.
+// With few tokens the time depends only on the length of the chain of dependent instructions. Here the chain has about
+// ten instructions per slot. With many slots the candidate list of moe_gate.cu has the shorter chain.
 //
 // SCORING == ANY: the scoring is an argument. BIASED: there is a bias, of type float or OTHER. topk <= 32.
 //
 // Grid: one warp per token, blockDim.x / 32 <= WARPS tokens per block.
 //
-// Speed of light: latency of the launch, of one round trip to memory, and of the chain. On an H200, with 256 experts
-// without groups and topk 8, 1 bfloat16 token takes 2.5 us and 64 tokens take 2.7 us; an empty kernel takes 0.54 us.
+// Speed of light: the latencies of the launch, of one round trip to memory, and of the chain of instructions. On an
+// H200, with 256 experts without groups and topk 8, 1 bfloat16 token takes 2.5 us and 64 tokens take 2.7 us; an empty
+// kernel takes 0.54 us.
 #include "common/overlap.cuh"
 #include "moe_gate/scores.cuh"
 #include "moe_gate/selection.cuh"
@@ -37,11 +39,12 @@ struct Params {
     int renormalize;
     int bias_is_float;
     int valid_is_int64;
-    float shared_scale; // a shared expert's weight is the routed sum times this
+    float shared_scale; // a shared expert's weight is this times the sum of the routed weights
     float output_scale;
 };
 
-// Store a lane's consecutive words in the widest stores that COUNT allows. Single words would conflict in a few banks.
+// Store COUNT consecutive values of a lane in the widest stores that COUNT allows. Stores of single values would
+// conflict in a few banks.
 template <typename T, int COUNT> __device__ __forceinline__ void store_own(T* to, const T (&from)[COUNT]) {
     constexpr int PER_STORE = COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1;
     struct alignas(PER_STORE * sizeof(T)) Pack {
@@ -56,7 +59,7 @@ template <typename T, int COUNT> __device__ __forceinline__ void store_own(T* to
     }
 }
 
-// Set `largest` and `inverse_sum` of the scores as Scores::sum_exponentials does, but with redux.
+// Set `largest` and `inverse_sum` of `scores`, with the same result as Scores::sum_exponentials but with redux.
 template <typename Scores, int VALUES>
 __device__ __forceinline__ void sum_exponentials(Scores& scores, const float (&logit)[VALUES], float largest) {
     scores.largest = scores.softmax_argument(largest);
@@ -71,14 +74,15 @@ __device__ __forceinline__ void sum_exponentials(Scores& scores, const float (&l
     scores.inverse_sum = __fdividef(0x1p31f, float(((unsigned long long)high << 24) + low));
 }
 
-// The slot with the lane's index.
+// A result slot. Lane k holds slot k, the k-th best choice of the token.
 struct Slot {
-    unsigned key = 0; // of the choice; 0 in lanes from topk on
+    unsigned key = 0; // the choice as a sortable integer; 0 in lanes from topk on
     int winner = 0;   // the lane that holds the expert
     int skip = 0;     // earlier slots with the same key and the same winner
 };
 
-// Assign the largest of the lanes' sorted keys to the slots, one slot per iteration.
+// Fill the topk slots with the largest keys of all lanes, one slot per iteration. Each lane's keys are in descending
+// order.
 template <int VALUES> __device__ __forceinline__ Slot select_slots(unsigned (&sorted)[VALUES], int topk, int lane) {
     Slot own;
     unsigned last = 0;
@@ -99,7 +103,8 @@ template <int VALUES> __device__ __forceinline__ Slot select_slots(unsigned (&so
     return own;
 }
 
-// Return the index of the slot's expert among the keys of the winning lane.
+// Return the index of the slot's key among the winner's keys, which are in expert order. If several keys are equal,
+// skip the keys of earlier slots.
 template <int VALUES> __device__ __forceinline__ int place_of(const unsigned* keys, const Slot& slot) {
     unsigned equal = 0;
 #pragma unroll
@@ -190,7 +195,8 @@ __global__ void __launch_bounds__(WARPS * 32) gate_by_warp(const __grid_constant
         }
     }
     if (!BIASED && scores.scoring == SOFTMAX) {
-        // The choices are the logits. In normalized weights a common factor cancels.
+        // The choices are the logits. Renormalized weights need no sum of exponentials, because the normalization
+        // cancels a common factor.
         const float largest = from_sortable(__reduce_max_sync(FULL_WARP, sorted[0]));
         if (p.renormalize)
             scores.largest = scores.softmax_argument(largest);

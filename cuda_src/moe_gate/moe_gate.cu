@@ -1,25 +1,25 @@
 // Route each token to its top-k experts (DeepSeek-V3's biased grouped top-k, and the plainer gates).
 //
 //   score[e]  = sigmoid | softmax | sqrt(softplus) of logits[t, e], in float32
-//   choice[e] = score[e] + bias[e]; without a bias the logit itself, which has the order of the score
-//   kept      = the topk_group groups with the largest sum of their two best choices (or best choice)
+//   choice[e] = score[e] + bias[e]; without a bias, the logit itself (it has the same order as the score)
+//   kept      = the topk_group best groups; a group's score is the sum of its two best choices, or its best choice
 //   ids       = the topk experts of the kept groups with the largest choice, best first
-//   weights   = score[ids] (/ their sum if renormalize) * output_scale
+//   weights   = score[ids] * output_scale; with renormalize, divided by the sum of score[ids]
 //
-// Ties go to the lower group and the lower expert. An expert whose logit or choice is NaN or -inf ranks last, by id,
-// and has weight 0.
+// Among equal groups or equal choices the lower index wins. Experts with a NaN or -inf logit or choice rank last, by
+// id, with weight 0.
 //
-// Removing the best choice topk times would scan the row topk times. Instead:
-//   1. One pass finds a threshold that at least topk choices reach, and only a few more.
-//   2. The choices that reach it (about 12 of 256) go to a candidate list in shared memory.
-//   3. Each lane ranks its list entries by counting the entries that beat them.
+// Taking the best remaining choice topk times would scan the row topk times. Instead:
+//   1. One pass over the row finds a threshold. At least topk choices reach it, and usually only a few more.
+//   2. The choices that reach the threshold (about 12 of 256) go to a candidate list in shared memory.
+//   3. Each lane takes a few list entries. The rank of an entry is the number of entries that beat it.
 //
-// Template parameters (no sum depends on the lane of an expert, so all instances return the same bits):
-//   - EXPERTS > 0: the numbers of experts and groups are compile-time constants. Lane l holds the VALUES = EXPERTS /
-//     LANES neighbouring experts from l * VALUES on, so a group is one or more whole neighbouring lanes.
+// Template parameters. No sum depends on which lane holds an expert, so all instances return bit-identical results:
+//   - EXPERTS > 0: the numbers of experts and groups are compile-time constants. Lane l holds VALUES = EXPERTS / LANES
+//     consecutive experts, starting at `l * VALUES`. So a group consists of one or more whole neighbouring lanes.
 //   - EXPERTS == 0 (dynamic): the sizes are arguments. Lane l holds experts l, l + LANES, ..., at most VALUES of them.
-//   - GROUPS == WHOLE_LANES: dynamic, with exactly LANES * VALUES experts and groups of whole neighbouring lanes. The
-//     lanes exchange choices so that each lane holds neighbouring experts; the rest runs as with compile-time sizes.
+//   - GROUPS == WHOLE_LANES: dynamic, with exactly LANES * VALUES experts. The lanes exchange choices (hand_on). Then
+//     each lane holds consecutive experts, a group is whole lanes, and the rest runs as with compile-time sizes.
 //   - SCORING == ANY: the scoring is an argument.
 //   - BIASED: there is a bias. Dynamic instances ignore it and test p.bias.
 //   - OTHER: the element type of a bias that is not float.
@@ -41,10 +41,11 @@ constexpr int CAPACITY = 28; // entries in a token's candidate list, except in d
 static_assert(CAPACITY + 4 <= 2 * BLOCK, "a list has at most two blocks");
 constexpr int WHOLE_LANES = -1;
 constexpr int STAGED_LANES = 16; // up to this many lanes per token, rows are staged in shared memory
-constexpr int KEPT_SCORES = 16;  // a lane with more 16-bit logits than this has no registers to keep their scores
-// Up to this many blocks, the kernel triggers the next grid at its start. In larger grids, blocks of the next grid that
-// already wait would all begin at once, and then load in step and compute in step. Instances with groups and up to
-// STAGED_LANES lanes per token serve many tokens, which fill the GPU: their blocks trigger before they write instead.
+constexpr int KEPT_SCORES = 16;  // with more 16-bit logits per lane, registers are too few to keep scores
+// In grids of up to this many blocks, each block triggers programmatic dependent launch at its start. In larger grids,
+// all waiting blocks of the next grid would begin at the same moment, and then load and compute at the same times.
+// Instances with groups and up to STAGED_LANES lanes serve many tokens, which fill the GPU. They trigger the launch
+// just before they write.
 constexpr int MANY_BLOCKS = 4096;
 
 struct Params {
@@ -69,24 +70,24 @@ struct Params {
     int valid_is_int64;
     int capacity;             // dynamic only, except WHOLE_LANES: entries in a token's candidate list, a multiple of 4
     int group_size;           // experts per group; same instances as capacity
-    int log2_lanes_per_group; // dynamic only; 2 to this power divides the experts of a group
-    unsigned group_magic;     // same instances as capacity; e / group_size == e * group_magic >> 20
-    float shared_scale;       // a shared expert's weight is the routed sum times this
+    int log2_lanes_per_group; // dynamic only; log2 of the lanes that scan a group
+    unsigned group_magic;     // same instances as capacity; `e * group_magic >> 20` is `e / group_size`
+    float shared_scale;       // a shared expert's weight is this times the sum of the routed weights
     float output_scale;
     float softcap; // dynamic only: a softmax uses softcap * tanh(logit / softcap); 0: off
 };
 
 // --- loads ----------------------------------------------------------------------------------------------
 
-// Copy a token's row from global memory to the lanes through shared memory. If each lane read its own COUNT values from
-// global memory, every load of a warp would touch one cache line per lane or two. Instead, the lanes copy whole lines
-// to shared memory with cp.async, and each lane reads its part there. If a part is an even number of 16-byte chunks, a
-// gap of one chunk follows it, so that 8 neighbouring lanes read from different banks. Dynamic lanes read neighbouring
-// experts from global memory and need no staging. ROOM: bytes reserved per value, at least sizeof(T); larger values may
-// replace the staged ones.
+// Copy a token's row from global memory to the lanes through shared memory. If each lane loaded its own COUNT values
+// from global memory, a load of a warp would touch one cache line for every one or two lanes. Instead, the lanes copy
+// whole lines to shared memory with cp.async. Then each lane reads its part of the row, the values of its experts. If a
+// part is an even number of 16-byte chunks, a gap of one chunk follows it, so that 8 neighbouring lanes read from
+// different banks. Dynamic instances need no staging, because their neighbouring lanes load neighbouring experts. ROOM:
+// bytes reserved per value; if more than sizeof(T), wider values may overwrite the staged ones.
 template <typename T, int COUNT, int LANES, int ROOM = sizeof(T)> struct Staging {
     static constexpr int CHUNKS = COUNT * sizeof(T) / 16;
-    static constexpr int ROOMS = COUNT * ROOM / 16; // chunks
+    static constexpr int ROOMS = COUNT * ROOM / 16; // chunks per part, with ROOM bytes per value
     static constexpr bool USED = LANES <= STAGED_LANES && COUNT > 1 && COUNT * sizeof(T) % 16 == 0;
     static constexpr int PITCH = ROOMS % 2 ? ROOMS : ROOMS + 1;
     static constexpr int UNITS = USED ? LANES * PITCH : 0;
@@ -96,7 +97,7 @@ template <typename T, int COUNT, int LANES, int ROOM = sizeof(T)> struct Staging
 #pragma unroll
         for (int i = 0; i < CHUNKS; ++i) {
             const int chunk = i * LANES + lane;
-            // If one round covers whole parts, consecutive rounds are a constant distance apart.
+            // If the LANES chunks of an iteration are whole parts, the addresses differ by a constant.
             const uint4* to = LANES % CHUNKS
                                   ? staged + chunk / CHUNKS * PITCH + chunk % CHUNKS
                                   : staged + lane / CHUNKS * PITCH + lane % CHUNKS + i * (LANES / CHUNKS * PITCH);
@@ -119,15 +120,15 @@ template <typename T, int COUNT, int LANES, int ROOM = sizeof(T)> struct Staging
     }
 };
 
-// A lane's view of its token's row: the lane's experts, with their logits and biases.
+// A lane's access to its token's row: which experts the lane's values belong to, and their logits and biases.
 template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED, typename OTHER> struct Row {
     static constexpr bool DYNAMIC = EXPERTS == 0;
     static constexpr bool SCORES_FIT = BIASED && (VALUES <= KEPT_SCORES || sizeof(T) == sizeof(float));
     using Stage = Staging<T, DYNAMIC ? 1 : VALUES, LANES, SCORES_FIT ? sizeof(float) : sizeof(T)>;
     using BiasStage = Staging<float, VALUES, LANES>; // the layout of the bias and of kept scores
-    // With a bias, every expert's score is needed. The scores then overwrite the logits of a staged row, so that no
-    // score is computed again for a candidate. Exponentials are scarce: a multiprocessor issues 16 exponentials or
-    // reciprocals per clock, but 128 additions.
+    // With a bias, the score of every expert is computed. The scores then overwrite the logits of a staged row, so that
+    // candidates read their scores instead of computing them again. Exponentials are expensive: a multiprocessor issues
+    // 16 exponentials or reciprocals per clock, but 128 additions.
     static constexpr bool KEEPS_SCORES = Stage::USED && SCORES_FIT;
     static constexpr int BIAS_UNITS = Stage::USED && BIASED ? BiasStage::UNITS : 0;
 
@@ -140,12 +141,12 @@ template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED, typename 
     __device__ __forceinline__ int expert_of(int i) const { return DYNAMIC ? i * LANES + lane : lane * VALUES + i; }
     __device__ __forceinline__ int group_of(int e) const { return int(e * p.group_magic >> 20); }
 
-    // Return the expert whose logit the lane loads as value i. Indices past the last expert load the last expert again.
+    // Return the expert whose logit the lane loads as value i. Values past the last expert load the last expert.
     __device__ __forceinline__ int load_expert_of(int i) const {
         return DYNAMIC ? min(expert_of(i), experts - 1) : expert_of(i);
     }
-    // Set to[i] to load(e) of value i's expert e. If no index is past the last expert, the addresses differ by
-    // constants and a load is one instruction.
+    // Set `to[i]` to `load(e)`, where e is the expert of value i. If no value is past the last expert, the addresses
+    // differ by constants, so each load is one instruction.
     template <typename Load> __device__ __forceinline__ void load_each(Load load, float (&to)[VALUES]) const {
         if (experts == LANES * VALUES) {
 #pragma unroll
@@ -168,7 +169,7 @@ template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED, typename 
         else
             return load_bias_of(e);
     }
-    // Load the bias of each value, NaN included. If rows are staged, put it in shared memory for `load`.
+    // Load the bias of each value, NaN included. If rows are staged, store it to shared memory instead, NaN as -inf.
     __device__ __forceinline__ void load_bias(float (&bias)[VALUES], bool biased) const {
         if constexpr (BIAS_UNITS > 0) {
 #pragma unroll
@@ -217,7 +218,7 @@ template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED, typename 
             reinterpret_cast<float4*>(BiasStage::part(staged, lane))[i / 4] =
                 make_float4(score[i], score[i + 1], score[i + 2], score[i + 3]);
     }
-    // Zero the kept score of value i, whose choice is -inf but which is listed nevertheless.
+    // Set the kept score of value i to 0. Used for an expert that is listed although its choice is -inf.
     __device__ __forceinline__ void drop_score(int i) const {
         if constexpr (KEEPS_SCORES) BiasStage::part(staged, lane)[i] = 0.f;
     }
@@ -239,7 +240,7 @@ template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED, typename 
     }
 };
 
-// Return a mask of the lane's values that are experts. Only a dynamic lane can have values past the last expert.
+// Return a mask of the lane's values that are experts. Dynamic lanes can have values past the last expert.
 template <bool DYNAMIC, int LANES, int VALUES>
 __device__ __forceinline__ unsigned existing_values(int experts, int lane) {
     unsigned existing = VALUES < 32 ? (1u << (VALUES % 32)) - 1 : ~0u;
@@ -252,24 +253,24 @@ __device__ __forceinline__ unsigned existing_values(int experts, int lane) {
 
 // --- phases ---------------------------------------------------------------------------------------------
 
-// Turn the lane's logits into choices and find its two best choices. Return whether any row of the warp has a NaN or an
-// infinity among its logits.
+// Turn the lane's logits into choices, and set `top` to its two best choices. Return whether any row of the warp is
+// irregular: has a logit that is NaN or infinite.
 template <typename Row, typename Scores, int VALUES>
 __device__ __forceinline__ bool choose(const Row& row, const Scores& scores, bool biased, const float (&bias)[VALUES],
                                        float (&choice)[VALUES], TopTwo& top) {
-    // A sum of products is not finite if a factor is NaN or infinite, so one multiply-add per two values finds
-    // irregular rows. It also finds rows with products above 2^128, whose result does not change. The bias has no NaN.
+    // A sum of products is not finite if a factor is NaN or infinite. So one multiply-add per two values detects
+    // irregular rows. Rows with products above 2^128 are detected too, but their result stays the same.
     float irregular = 0.f;
 #pragma unroll
     for (int i = 0; i < VALUES; i += 2)
         irregular = __fmaf_rn(choice[i], i + 1 < VALUES ? choice[i + 1 < VALUES ? i + 1 : i] : 0.f, irregular);
     irregular = __fmul_rn(irregular, 0.f);
     float score[VALUES];
-    // Add 0 so that no choice is -0: the sign bit of -0 - 0 would report -0 as below a threshold of 0.
+    // -0 would count as below a threshold of 0, because the sign bit of `-0 - 0` is set. So without a bias, add 0.
     const auto add_bias = [&](auto score_of) {
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) {
-            // Remove a NaN bias here: at its load the lane would wait for it before loading the logits.
+            // Turn a NaN bias into -inf here and not earlier, so that the logit loads do not wait for the bias.
             const float regular_bias = Row::BIAS_UNITS > 0 ? bias[i] : fmaxf(bias[i], -CUDART_INF_F);
             score[i] = score_of(choice[i]);
             choice[i] = __fadd_rn(score[i], regular_bias);
@@ -287,7 +288,7 @@ __device__ __forceinline__ bool choose(const Row& row, const Scores& scores, boo
         for (int i = 0; i < VALUES; ++i) choice[i] = __fadd_rn(choice[i], 0.f);
     }
     if constexpr (Row::KEEPS_SCORES) row.keep_scores(score);
-    // These comparisons overlap with the exponentials. The rare irregular rows repeat them.
+    // The comparisons of top_two overlap with the exponentials. The rare irregular rows call top_two again.
     top = top_two(choice);
     const bool any_irregular = __any_sync(FULL_WARP, irregular != 0.f);
     if (any_irregular) {
@@ -301,15 +302,15 @@ __device__ __forceinline__ bool choose(const Row& row, const Scores& scores, boo
     return any_irregular;
 }
 
-// The experts of a lane after `hand_on`, in the role of Row.
+// The experts that a lane holds after `hand_on`. Passed to list_candidates instead of a Row.
 struct Part {
     int first, lane;
     __device__ __forceinline__ int expert_of(int value) const { return first + value; }
     __device__ __forceinline__ void drop_score(int) const {}
 };
 
-// Redistribute the choices through shared memory: lane l holds experts l, l + LANES, ... before, and the VALUES experts
-// from l * VALUES on afterwards. A gap of 16 bytes between the lanes' parts avoids bank conflicts.
+// Redistribute the choices through shared memory: lane l holds experts l, l + LANES, ... before, and VALUES consecutive
+// experts from `l * VALUES` afterwards. A gap of 16 bytes after each lane's values avoids bank conflicts.
 template <int VALUES> constexpr int HANDED_ON = VALUES + 4; // words of shared memory per lane
 
 template <int LANES, int VALUES>
@@ -341,7 +342,8 @@ __device__ __forceinline__ float2 score_listed(const Row& row, const Scores& sco
 }
 
 // Write the scores and ids of the topk best listed experts to `sorted`, best first, and their scores to
-// `ranked_scores`. The list is in order of the ids, or best first if `best_first`. Only the latter can contain -inf.
+// `ranked_scores`. The list is in order of the ids, or best first if `best_first`. Only with `best_first` it may
+// contain -inf.
 template <int LANES, typename Row, typename Scores>
 __device__ __forceinline__ void sort_listed(const Row& row, const Scores& scores, const int* listed, int count,
                                             bool biased, bool any_irregular, bool best_first, int topk, float* choices,
@@ -376,7 +378,7 @@ __device__ __forceinline__ void sort_listed(const Row& row, const Scores& scores
             }
         }
     };
-    // Few lists are longer than one block.
+    // This loop rarely runs, because few lists are longer than one block of BLOCK entries.
 #pragma unroll 1
     for (int first = BLOCK; first < count; first += BLOCK) score_block(first), list_choices(first);
     score_block(0);
@@ -388,7 +390,7 @@ __device__ __forceinline__ void sort_listed(const Row& row, const Scores& scores
     __syncwarp();
 }
 
-// Write a candidate and a score for each listed expert.
+// Write the Candidate and the score of each listed expert. Three zeros follow the candidates, as rank_in requires.
 template <int LANES, typename Row, typename Scores>
 __device__ __forceinline__ void score_candidates(const Row& row, const Scores& scores, const int* listed, int count,
                                                  bool biased, bool any_irregular, Candidate* candidates, float* score) {
@@ -409,8 +411,8 @@ __device__ __forceinline__ void score_candidates(const Row& row, const Scores& s
     __syncwarp();
 }
 
-// Return the sum of the topk best scores. lanes_sum adds neighbours first and blocks of LANES last, so the order of the
-// additions does not depend on LANES.
+// Return the sum of the topk best scores. lanes_sum adds neighbours first, and the loop adds blocks of LANES last, so
+// the order of the additions does not depend on LANES.
 template <int LANES> __device__ __forceinline__ float sum_of_sorted(const uint2* sorted, int lane, int topk) {
     float sum = 0.f;
 #pragma unroll 1
@@ -452,18 +454,18 @@ __device__ __forceinline__ void write_results(const Params& p, const uint2* sort
     }
 }
 
-// Resident blocks to request from __launch_bounds__, which limits the registers per thread.
+// Return the resident blocks per multiprocessor for __launch_bounds__. They limit the registers per thread.
 constexpr int resident_blocks(int lanes, int values, bool dynamic) {
-    // More resident blocks would spill registers: with 32 values from sm_100 on, with 16 values on sm_120.
+    // More blocks would spill registers with more than 16 values from sm_100 on, and with 16 values from sm_120 on.
     const int fewer_from = values > 16 ? 1000 : values == 16 ? 1200 : 9999;
     const int resident_warps = dynamic ? 24 : (values <= 16 ? 32 : 28) - (__CUDA_ARCH__ >= fewer_from ? 4 : 0);
     return lanes > STAGED_LANES ? 1 : resident_warps / WARPS_PER_BLOCK;
 }
 
-// Return the 16-byte units of shared memory of a token's list. The row follows the list.
+// Return the size of a token's list in shared memory, in units of 16 bytes. The token's row follows the list.
 constexpr int list_units_of(int capacity) { return capacity + capacity / 4 + 2; }
 
-// Return the number of groups that LANES * VALUES experts would fill. It includes indices past the last expert.
+// Return the number of groups that LANES * VALUES experts would fill: the lanes' values past the last expert count too.
 template <int LANES, int VALUES> constexpr int padded_groups_of(unsigned group_magic) {
     return int((LANES * VALUES - 1) * group_magic >> 20) + 1;
 }
@@ -476,7 +478,7 @@ constexpr int row_units_of(int groups, int padded_groups, int log2_lanes_per_gro
                                  : Stage::UNITS;
 }
 
-// The launch of an instance. Only dynamic instances depend on the arguments.
+// Return the threads and the shared memory of a block. Only dynamic instances depend on the arguments.
 template <typename T, int EXPERTS, int GROUPS, int, int LANES, int VALUES, bool BIASED, typename OTHER = T>
 constexpr Launch moe_gate_launch(int capacity = CAPACITY, int groups = 1, unsigned group_magic = 0,
                                  int log2_lanes_per_group = 0) {
@@ -514,8 +516,8 @@ __global__ void __launch_bounds__(WARPS_PER_BLOCK * 32,
     // Shared memory, in 16-byte units. Per block: the bias, if rows are staged. Per token: the list (candidates,
     // scores, ids), then the staged row, or in a dynamic instance the buffer of hand_on or mask_of_kept_groups.
     extern __shared__ uint4 shared[];
-    const int list_units = capacity + capacity / 4 + 2; // list_units_of; calling it here spills 8 bytes on sm_100a
-    // A dynamic lane's values past the last expert also have space in shared memory.
+    const int list_units = capacity + capacity / 4 + 2; // list_units_of: a call spills 8 bytes on sm_100a
+    // In a dynamic instance, shared memory also has space for the lanes' values past the last expert.
     const int padded_groups = DYNAMIC ? padded_groups_of<LANES, VALUES>(p.group_magic) : 0;
     const int row_units =
         row_units_of<EXPERTS, GROUPS, LANES, VALUES, Stage>(groups, padded_groups, p.log2_lanes_per_group);
@@ -526,7 +528,7 @@ __global__ void __launch_bounds__(WARPS_PER_BLOCK * 32,
     uint2* sorted = reinterpret_cast<uint2*>(listed);                   // [capacity] scores and ids
     uint4* staged = own_shared + list_units;
     float* ranked_scores = reinterpret_cast<float*>(listed + capacity); // [capacity] if IN_ORDER
-    // If a token's lanes hold neighbouring experts, the list is in order of the ids.
+    // If each lane holds consecutive experts, the list is in order of the ids.
     constexpr bool IN_ORDER = (!DYNAMIC || HANDS_ON) && LANES <= STAGED_LANES;
     if constexpr (IN_ORDER) {
 #pragma unroll
@@ -551,7 +553,8 @@ __global__ void __launch_bounds__(WARPS_PER_BLOCK * 32,
     const bool any_irregular = choose(row, scores, biased, bias, choice, top);
 
     unsigned alive = existing; // mask of the values that may be chosen
-    // Each kept group has two choices that reach its second best, so the smallest second best is a threshold.
+    // Each kept group has two choices that are at least its second best choice. So if topk <= 2 * topk_group, the
+    // smallest second best choice of all kept groups is a threshold that at least topk choices reach.
     const bool threshold_from_groups = (HANDS_ON || (GROUPS > 1 && EXPERTS > GROUPS)) && topk <= 2 * p.topk_group;
     float second = CUDART_INF_F;
     if constexpr (HANDS_ON) {
@@ -582,7 +585,7 @@ __global__ void __launch_bounds__(WARPS_PER_BLOCK * 32,
     else
         count = list_candidates<LANES, IN_ORDER>(row, choice, alive, threshold, topk, capacity, listed, best_first);
     if (scoring == SOFTMAX && !biased && p.renormalize) {
-        // A common factor cancels in the normalization, so the largest logit serves only to keep exp in range.
+        // The normalization cancels a common factor. So subtracting the largest logit serves only to keep exp in range.
         float best = -CUDART_INF_F;
 #pragma unroll 1
         for (int i = lane; i < count; i += LANES) best = fmaxf(best, row.logit_of(listed[i]));

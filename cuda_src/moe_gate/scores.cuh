@@ -5,7 +5,7 @@
 
 enum Scoring { ANY, SIGMOID, SOFTMAX, SQRTSOFTPLUS };
 
-// For a float64 bias.
+// Round a float64 bias to float32.
 __device__ __forceinline__ float to_float(double x) { return __double2float_rn(x); }
 
 // Load COUNT consecutive values of type T as floats, in the widest loads that COUNT allows.
@@ -34,14 +34,14 @@ template <typename Params> __device__ __forceinline__ int load_valid(const Param
     return valid;
 }
 
-// Scores of logits. Multiplies and adds are separate intrinsics, because the compiler could fuse them in one instance
-// and not in another.
+// Compute scores of logits. Multiplications and additions are intrinsics, which the compiler does not fuse. Otherwise
+// it could fuse them in one kernel instance and not in another, and the results would differ.
 template <bool DYNAMIC> struct Scores {
     const float softcap; // 0: off; always off unless DYNAMIC
     const int scoring;
-    float inverse_sum = 1.f, largest = 0.f; // of a row's exponentials and of its logits, for a softmax
+    float inverse_sum = 1.f, largest = 0.f; // softmax: 1 / sum of the row's exponentials; the row's largest logit
 
-    // Return the logit as an argument of the softmax. The cap is monotonic and keeps the order of the logits.
+    // Return the softmax argument of a logit. The softcap is monotonic, so it keeps the order of the logits.
     __device__ __forceinline__ float softmax_argument(float x) const {
         if constexpr (DYNAMIC)
             if (softcap != 0.f) return softcap * tanhf(x / softcap);

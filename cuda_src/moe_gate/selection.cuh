@@ -1,6 +1,7 @@
-// Select experts from a row of choices in registers: which groups are kept, which choices reach a threshold, and in
-// what order. LANES lanes hold the row, VALUES choices each. `row` maps a lane's values to experts (Row in
-// moe_gate.cu). A mask has one bit per value of a lane.
+// Select a token's experts from choices in registers: find the kept groups, list the choices that reach a threshold,
+// and rank them. A choice is the number by which experts compete (defined in moe_gate.cu). LANES lanes hold the choices
+// of a token, VALUES choices each. `row` maps a lane's values to experts (Row in moe_gate.cu). A mask has one bit per
+// value of a lane.
 #pragma once
 #include "common/numeric.cuh"
 #include "common/warp.cuh"
@@ -36,7 +37,8 @@ __device__ __forceinline__ void rank_in(const Candidate* list, int count, const 
     for (int k = 0; k < COUNT; ++k) rank[k] = -minus_rank[k];
 }
 
-// List entries that a token's lanes rank in one pass. A list in order of the ids has at most two such blocks.
+// Entries of a block, the part of a list that a token's lanes rank in one pass. A list in order of the ids has at most
+// two blocks.
 constexpr int BLOCK = 16;
 
 // Return the next float below x, which must not be NaN, -inf or -0.
@@ -55,13 +57,14 @@ __device__ __forceinline__ void add_greater(int& rank, const float (&mine)[4], c
     rank += __float_as_uint(__fsub_rn(mine[3], four.w)) >> 31;
 }
 
-// Rank the lane's entries first + lane + k * LANES of a list of choices in order of the ids. The rank of an entry is
-// the number of entries that beat it: greater entries, and equal entries before it. To count an equal entry, compare
-// with the next float below the own choice. Only the padding of the last block is -inf.
+// Set rank[k] to the rank of list entry `first + lane + k * LANES`, which is own[k]. The list has choices in order of
+// the ids. The rank of an entry is the number of entries that beat it: greater entries, and equal entries before it. To
+// count an equal entry, compare it with the next float below own[k]. Only the padding of the last block is -inf.
 //
-// Each lane visits the quads of four entries of the block by XOR distance from its own quad. Another quad comes before
-// the own quad if the highest set bit of the distance is also set in the own quad's index. So whether ties count is
-// selected once per quad; a visit in list order would need a selection for every comparison.
+// A quad is four entries of a block. In iteration `distance` a lane compares with the quad whose index is its own
+// quad's index XOR `distance`. That quad comes before the own quad if the highest set bit of `distance` is also set in
+// the own quad's index. So one selection per quad decides whether equal entries count. If the lanes read the quads in
+// list order, every comparison would need a selection.
 template <int LANES>
 __device__ __forceinline__ void rank_in_order(const float* list, int count, int first, int lane,
                                               const float (&own)[BLOCK / LANES], int (&rank)[BLOCK / LANES]) {
@@ -89,7 +92,7 @@ __device__ __forceinline__ void rank_in_order(const float* list, int count, int 
             }
         }
     }
-    // Compare with the other block, which few lists have.
+    // Compare with the entries of the other block. Few lists have two blocks.
     const int end = first ? first : count;
 #pragma unroll 1
     for (int i = first ? 0 : BLOCK; i < end; i += 4) {
@@ -123,7 +126,8 @@ struct TopTwo {
     }
 };
 
-// Return the two largest of a lane's choices, which must not be NaN. Taking values in pairs halves the dependent chain.
+// Return the two largest of a lane's choices, which must not be NaN. Two values per iteration halve the chain of
+// dependent instructions.
 template <int VALUES> __device__ __forceinline__ TopTwo top_two(const float (&choice)[VALUES]) {
     constexpr int FIRST = VALUES % 2 ? 1 : 2;
     TopTwo top;
@@ -138,10 +142,10 @@ template <int VALUES> __device__ __forceinline__ TopTwo top_two(const float (&ch
     return top;
 }
 
-// Return whether this lane's group is kept, where a group is LANES / GROUPS neighbouring lanes. `top` has the lane's
-// own two best choices. A group's score is the sum of its two best choices if BY_TWO, else its best choice. `second`
-// becomes the second best choice of the lane's group. The rank of a group is the number of groups that beat it, which
-// takes one shuffle per other group.
+// Return whether this lane's group is one of the topk_group best groups. A group is LANES / GROUPS neighbouring lanes.
+// `top` has the lane's own two best choices. A group's score is the sum of its two best choices if BY_TWO, else its
+// best choice. Set `second` to the second best choice of the lane's group. The rank of a group is the number of groups
+// that beat it. One shuffle per other group fetches that group's score.
 template <int LANES, int GROUPS, bool BY_TWO>
 __device__ __forceinline__ bool own_group_is_kept(TopTwo top, int lane, int topk_group, float& second) {
     constexpr int LANES_PER_GROUP = LANES / GROUPS;
@@ -161,7 +165,7 @@ __device__ __forceinline__ bool own_group_is_kept(TopTwo top, int lane, int topk
     return -minus_rank < topk_group;
 }
 
-// own_group_is_kept for groups of 2 ^ log2_lanes_per_group lanes.
+// The same as own_group_is_kept, but the number of lanes per group is an argument: 2^log2_lanes_per_group.
 template <int LANES>
 __device__ __forceinline__ bool own_dynamic_group_is_kept(TopTwo top, int lane, int log2_lanes_per_group, bool by_two,
                                                           int topk_group, float& second) {
@@ -180,7 +184,7 @@ __device__ __forceinline__ bool own_dynamic_group_is_kept(TopTwo top, int lane, 
     return -minus_rank < topk_group;
 }
 
-// Return the minimum over the groups of a value that is equal in all lanes of a group.
+// Return the minimum of `value` over the groups. All lanes of a group have the same value.
 template <int LANES, int LANES_PER_GROUP> __device__ __forceinline__ float groups_min(float value) {
 #pragma unroll
     for (int step = LANES / 2; step >= LANES_PER_GROUP; step /= 2)
@@ -188,7 +192,8 @@ template <int LANES, int LANES_PER_GROUP> __device__ __forceinline__ float group
     return value;
 }
 
-// Return `alive` without the values whose group is not kept. For dynamic lanes, which hold experts of many groups.
+// Return `alive` without the values whose group is not kept. Dynamic instances need this function, because their lanes
+// hold experts of many groups.
 //
 // The choices go to shared memory, where `split` lanes scan each group. After each group `split` words stay unused, so
 // that the lanes that scan neighbouring groups read from different banks.
@@ -197,7 +202,7 @@ __device__ __forceinline__ unsigned mask_of_kept_groups(const Params& p, const R
                                                         unsigned alive, int groups, int padded_groups, uint4* shared) {
     const int lane = row.lane, log2_split = p.log2_lanes_per_group, split = 1 << log2_split;
     Candidate* group_list = reinterpret_cast<Candidate*>(shared);                  // [groups + 3]
-    unsigned* group_kept = reinterpret_cast<unsigned*>(shared + (groups + 5) / 2); // [padded_groups] all bits or none
+    unsigned* group_kept = reinterpret_cast<unsigned*>(shared + (groups + 5) / 2); // [padded_groups] ~0 if kept, else 0
     float* choice_row = reinterpret_cast<float*>(group_kept + padded_groups);
 #pragma unroll
     for (int i = 0; i < VALUES; ++i)
@@ -245,12 +250,13 @@ template <int VALUES> __device__ __forceinline__ float best_of(const float (&cho
     return best;
 }
 
-// Return a threshold that at least topk choices reach: the topk-th largest of the lanes' best choices. topk <= LANES.
+// Return a threshold that at least topk choices reach: the topk-th largest `best` of the lanes, where `best` is a
+// lane's best choice. topk must be at most LANES.
 template <int LANES> __device__ __forceinline__ float lane_threshold(float best, int topk) {
     return from_sortable(lanes_kth_largest<LANES>(sortable(best), topk));
 }
 
-// Slow path: list the best of the `reached` choices, topk times.
+// Slow path: write the ids of the topk best choices of the mask `reached` to `listed`, best first.
 template <int LANES, typename Row, int VALUES>
 __device__ __forceinline__ void list_topk(const Row& row, const float (&choice)[VALUES], unsigned reached, int topk,
                                           int* listed) {
@@ -281,13 +287,15 @@ __device__ __forceinline__ void store_if(bool condition, unsigned to, int value)
                  : "memory");
 }
 
-// List the experts whose choices reach the threshold, and return their number. Many equal choices, or a row in the
-// worst order, overflow the list. In that case list only the topk best experts, best first, and set `best_first`. With
-// FINITE do the same if the threshold is -inf, so that a list in order of the ids contains no choice of -inf.
+// List the experts whose choices reach the threshold, and return their number. If more than `capacity` choices reach it
+// (many are equal, or the row is in an unfavourable order), list only the topk best experts, best first, and set
+// `best_first`. With FINITE do the same if the threshold is -inf, so that a list in order of the ids contains no choice
+// of -inf.
 template <int LANES, bool FINITE, typename Row, int VALUES>
 __device__ __forceinline__ int list_candidates(const Row& row, const float (&choice)[VALUES], unsigned alive,
                                                float threshold, int topk, int capacity, int* listed, bool& best_first) {
-    // The sign bit of choice - threshold is the comparison. One funnel shift appends it to the mask.
+    // The sign bit of `choice - threshold` is set if the choice is below the threshold. One funnel shift appends it to
+    // the mask.
     unsigned below = 0;
 #pragma unroll
     for (int i = VALUES - 1; i >= 0; --i)
@@ -296,7 +304,8 @@ __device__ __forceinline__ int list_candidates(const Row& row, const float (&cho
     const int own_count = __popc(reached);
     const int up_to_own = lanes_inclusive_sum<LANES>(own_count);
     int count = __shfl_sync(FULL_WARP, up_to_own, LANES - 1, LANES);
-    // A token's last lane holds the count as its prefix sum, so this vote need not wait for the shuffle above.
+    // The prefix sum of a token's last lane is `count`. The vote uses the prefix sum, so it need not wait for the
+    // shuffle above.
     best_first = __any_sync(FULL_WARP, up_to_own > capacity || (FINITE && threshold == -CUDART_INF_F));
     if (best_first) {
         list_topk<LANES>(row, choice, reached, topk, listed);

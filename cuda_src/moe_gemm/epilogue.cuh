@@ -1,4 +1,4 @@
-// Epilogues of a grouped GEMM: bias and activation of the finished sums.
+// Epilogues of a grouped GEMM: they add the bias to the finished sums and apply the activation.
 //
 // The template argument ACTIVATION is a number of common/activation.cuh, at most 15, plus any of the flags below.
 #pragma once
@@ -20,14 +20,15 @@ __host__ __device__ constexpr bool has_halves(int activation) {
     return is_gated(activation) && !(activation & INTERLEAVED);
 }
 
-// Return the result of a sum or, gated, of a gate and its up.
+// Return the activation of a sum or, if gated, of a gate and its up (the sum that the activated gate multiplies).
 template <int ACTIVATION> __device__ __forceinline__ float finish(const GemmParams& p, float gate, float up = 1.f) {
     constexpr int FUNCTION = ACTIVATION % FUNCTIONS;
     if constexpr (ACTIVATION & BOUNDED) return activate<FUNCTION>(gate, up, p.alpha, p.limit);
     return activate<FUNCTION>(gate, up);
 }
 
-// Return the row of an expert's weights for a column of the result; gated, the row of its gate (side 0) or up (side 1).
+// Return the row of an expert's weights that produces a column of the result. If gated, two rows produce a column: side
+// 0 is the gate, side 1 the up.
 template <int ACTIVATION> __device__ __forceinline__ int weight_row(const GemmParams& p, int column, int side) {
     if constexpr (!is_gated(ACTIVATION)) return column;
     return ACTIVATION & INTERLEAVED ? column * 2 + side : column + side * (p.n / 2);

@@ -3,16 +3,16 @@
 //   x[r, j]   = sum over i of a[row_token[r], i] * b[e, j, i]       for the rows r of the group of expert e
 //   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh lists all forms
 //
-// Each number of a and b is multiplied by its scale, if any. Sums are in float32 and rounded once. moe_gemm/params.cuh
-// defines the groups. The other kernels load 16 bytes at a time. This kernel takes the calls that do not allow such
-// loads: n or k no multiple of 16 bytes, unaligned arrays, rows of weights with any stride. It does not use tensor
-// cores, because fragments would also have to be assembled from scalars.
+// Each number of a and b is multiplied by its scale, if it has one. Sums are in float32 and rounded once.
+// moe_gemm/params.cuh defines the groups. The other kernels load 16 bytes at a time. This kernel serves the calls that
+// do not allow such loads: n or k is not a multiple of 16 bytes, an array is not aligned, or rows of weights have an
+// arbitrary stride. It does not use tensor cores, because it would have to assemble their fragments from scalars too.
 //
 // Grid: at least tiles * ceil(n / FMA_WEIGHTS) blocks, where `tiles` is an upper bound of the tiles of TOKENS rows in
-// all groups. Gated, a tile has FMA_WEIGHTS / 2 gates and their ups. A step is FMA_STEP numbers along k: a warp loads
-// rows warp, warp + 8, ... of tokens and of weights to shared memory as float32, one number per lane. Thread (x, y) of
-// 16 x 16 then multiplies rows x, x + 16, ... of the weights by rows y, y + 16, ... of the tokens. TRANSPOSED weights
-// are loaded in rows of FMA_WEIGHTS neighbours. Blocks without a tile exit at once.
+// all groups. If gated, a tile has FMA_WEIGHTS / 2 gates and their ups. A step is FMA_STEP numbers along k. In each
+// step, warp w loads rows w, w + 8, ... of tokens and of weights to shared memory as float32, one number per lane.
+// TRANSPOSED weights are loaded in rows of FMA_WEIGHTS neighbours. Then thread (x, y) of 16 x 16 multiplies rows x, x +
+// 16, ... of the weights by rows y, y + 16, ... of the tokens. Blocks without a tile exit at once.
 //
 // Speed of light: 2 * rows * n * k operations at the float32 rate without tensor cores.
 #include "common/fp8.cuh"
@@ -23,15 +23,15 @@
 constexpr int FMA_THREADS = 256, FMA_WEIGHTS = 64, FMA_STEP = 32;
 
 struct FmaParams : GemmParams {
-    // Strides in elements (4-bit weights: in bytes) between rows of weights (TRANSPOSED: between steps along k), and
-    // between experts.
+    // Strides between rows of weights (TRANSPOSED: between neighbours along k) and between experts. In elements; 4-bit
+    // weights: in bytes.
     long long b_row, b_expert;
 };
 
 // Return the value of an e2m1 code.
 __device__ __forceinline__ float e2m1_of(unsigned code) {
     const unsigned magnitude = code & 7;
-    // Codes 0 and 1 are 0 and 0.5. From code 2 on the number is normal: two exponent bits and one mantissa bit.
+    // Magnitude codes 0 and 1 are 0 and 0.5. Codes from 2 on have two exponent bits and one mantissa bit.
     const float x = magnitude < 2 ? magnitude * .5f : __uint_as_float((magnitude << 22) + (126u << 23));
     return code & 8 ? -x : x;
 }
@@ -41,7 +41,7 @@ __device__ __forceinline__ float e8m0_of(unsigned byte) {
     return __uint_as_float(byte == 255 ? 0x7fc00000u : byte ? byte << 23 : 0x00400000u);
 }
 
-// Return number i of a row of `a`, times its block scale if any.
+// Return number i of a row of `a`, times its block scale if it has one.
 template <typename T, int FORMAT, bool BLOCK_SCALES>
 __device__ __forceinline__ float token_number(const FmaParams& p, int row, int i) {
     const long long at = (long long)row * p.k + i;
@@ -50,7 +50,7 @@ __device__ __forceinline__ float token_number(const FmaParams& p, int row, int i
     return BLOCK_SCALES ? x * p.a_scale[(long long)row * ((p.k + 127) / 128) + i / 128] : x;
 }
 
-// Return number i of a row of an expert's weights, times its block or group scale if any.
+// Return number i of a row of an expert's weights, times its block or group scale if it has one.
 template <typename T, int FORMAT, bool BLOCK_SCALES>
 __device__ __forceinline__ float weight_number(const FmaParams& p, int expert, int row, int i) {
     if constexpr (FORMAT == TRANSPOSED)

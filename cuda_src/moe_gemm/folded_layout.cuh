@@ -20,13 +20,14 @@ template <int TOKENS_, int STAGES_, int CLUSTER_> struct FoldedLayout {
     static constexpr int ROWS = WARPGROUPS * 64;                                      // rows of weights of a tile
     static constexpr int TOKEN_BYTES = TOKENS * FOLDED_K;                             // of a stage, like WEIGHT_BYTES
     static constexpr int WEIGHT_BYTES = ROWS / FOLDED_ROWS * FOLDED_UNIT;
-    // Scales of WIDTH tokens, in the order of a lane's sums (wgmma_k_major). A lane with lane % 4 == c has the sums of
-    // tokens 8 j + 2 c + i (i = 0, 1). The scale of such a token is float 2 j + i of row c. SCALE_PITCH is the distance
-    // of two rows in bytes; its padding puts the four rows into different banks.
+    // Scales of WIDTH tokens, in the order of a lane's sums (wgmma_k_major). They are four rows of floats. A lane with
+    // `lane % 4 == c` has the sums of tokens `8 * j + 2 * c + i` (i = 0, 1). It finds the scale of this token as float
+    // `2 * j + i` of row c. SCALE_PITCH is the distance of two rows in bytes; its padding puts the four rows into
+    // different banks.
     static constexpr int SCALE_PITCH = WIDTH / 4 * 4 + 16;
     static constexpr int SCALES_EACH = 4 * SCALE_PITCH, SCALE_BYTES = PARTS * SCALES_EACH;
     static constexpr int SCALE_WARPS = folded_scale_warps(TOKENS);
-    static constexpr int STAGING = round_of(TOKENS) * ROW_BYTES; // of a round; two per warpgroup
+    static constexpr int STAGING = round_of(TOKENS) * ROW_BYTES; // bytes of a staging buffer; two per warpgroup
     static constexpr int WEIGHTS = STAGES * TOKEN_BYTES, SCALES = WEIGHTS + STAGES * WEIGHT_BYTES;
     static constexpr int STAGED = (SCALES + STAGES * SCALE_BYTES + 127) / 128 * 128;
     static constexpr int REST = (STAGED + WARPGROUPS * 2 * STAGING + 255) / 256 * 256;

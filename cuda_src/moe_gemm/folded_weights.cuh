@@ -11,22 +11,22 @@ __device__ __forceinline__ uint2 folded_numbers(int difference) {
     return make_uint2(two(0.f, 0.5f) | two(1.f, 1.5f) << 16, two(2.f, 3.f) | two(4.f, 6.f) << 16);
 }
 
-// Return the factor 2^(E - 6) of a row from its word. The E8M0 byte 255 is NaN, so the factor is NaN. For E < -120 the
-// factor would be subnormal and is 0.
+// Return the factor 2^(E - 6) of a row from its scale word. The E8M0 byte 255 is NaN, so the factor is NaN. For E <
+// -120 the factor would be subnormal and is 0.
 __device__ __forceinline__ float folded_factor(unsigned word) {
     const int exponent = int(folded_exponent(word));
     return exponent == 255 ? __uint_as_float(0x7fc00000) : __uint_as_float(max(exponent - FOLDED_SHIFT, 0) << 23);
 }
 
-// Words that a lane reads from a stage for two MMAs along k. Lane l has rows l / 4 and l / 4 + 8 of its warp's 16 rows.
-// PAIRS: these two rows are neighbours in memory, a gate and its up.
+// The words that a lane reads from a stage for two MMAs along k. Lane l has rows `l / 4` and `l / 4 + 8` of its warp's
+// 16 rows. PAIRS: these two rows are a gate and its up, which are neighbours in memory.
 template <bool PAIRS> struct FoldedWords {
     // Bytes from the lane's first row to its second row: 8 rows, with PAIRS one row.
     static constexpr int NUMBERS_APART = PAIRS ? FOLDED_ROW_NUMBERS : FOLDED_UNIT;
     static constexpr int ROWS_APART = PAIRS ? 4 : FOLDED_UNIT;
 
     uint2 numbers[2];
-    unsigned rows[2]; // the words of the two rows, shared by all MMAs of a stage
+    unsigned rows[2]; // the scale words of the two rows, for all MMAs of a stage
 
     // from: address of the lane's numbers in its first row.
     __device__ __forceinline__ void load_numbers(unsigned from) {

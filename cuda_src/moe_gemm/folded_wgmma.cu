@@ -3,16 +3,18 @@
 //   x[r, j]   = sum over i of a[r, i] * a_scale[r, i / 128] * b[e, j, i]       for the rows r of the group of expert e
 //   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh lists all forms
 //
-// Sums are in float32 and rounded once. a_scale: [rows, ceil(k / 128)]. moe_gemm/params.cuh defines the groups,
-// moe_gemm/folded_prepared.cuh the weights: e4m3 numbers, times a power of two of their row.
+// Sums are in float32 and rounded once. a_scale: [rows, ceil(k / 128)]. moe_gemm/params.cuh defines the groups.
+// moe_gemm/folded_prepared.cuh defines the weights: the MMAs get e4m3 numbers, and each row has a power of two as a
+// factor.
 //
 // Weights are the M side of wgmma (64 rows) and tokens (rows of a group) are the N side, as in gemm_fp4_wgmma. So each
-// weight is converted once for all tokens of a tile. The conversion is a table lookup. For each scale the table in
-// shared memory has 8 bytes, the 8 magnitudes of e2m1, and one __byte_perm looks up four numbers.
+// weight is converted once for all tokens of a tile. The conversion is a table lookup. For each scale, relative to the
+// row's largest scale, the table in shared memory has 8 bytes: the 8 magnitudes of e2m1 times this scale. One
+// __byte_perm looks up four numbers.
 //
-// FP8 tensor cores keep too few bits of a sum. So a wgmma sum ends after 128 numbers along k, as in gemm_fp8_wgmma. It
-// is multiplied by its token's scale and added to a float32 total in registers. The power of two of a row of weights is
-// constant along k and multiplies the total at the end.
+// FP8 tensor cores keep too few bits of a sum. So a wgmma sum covers only 128 numbers along k, as in gemm_fp8_wgmma.
+// Then it is multiplied by its token's scale and added to a float32 total in registers. The power of two of a row of
+// weights is constant along k and multiplies the total at the end.
 //
 // Grid: CLUSTER * (number of resident clusters) persistent blocks of folded_threads(TOKENS) threads. A tile is 128 rows
 // of weights (gated: 64 gates and their 64 ups) times up to TOKENS tokens. The blocks of a cluster have the same tokens
@@ -25,22 +27,23 @@
 // A warpgroup multiplies up to 128 tokens at a time. While it adds the sums, the MMAs of the other warpgroup run. The
 // weights of the next stage are converted during and after the last MMAs of the current stage.
 //
-// Speed of light: the bytes of the weights for few rows; 2 * rows * n * k operations at twice the bfloat16 rate for
-// many. On an H200 with n = 4096, k = 7168: 8 experts of 1024 rows take 461 us, 1043 TFLOP/s. The same product with FP8
-// weights and block scales takes 352 us. 256 experts of 8 rows take 1.01 ms, and reading their bytes alone 0.83 ms.
+// Speed of light: for few rows the time to read the weights; for many rows the time of 2 * rows * n * k operations at
+// twice the bfloat16 rate. On an H200 with n = 4096, k = 7168, 8 experts of 1024 rows take 461 us (1043 TFLOP/s). The
+// same product with FP8 weights and block scales takes 352 us. 256 experts of 8 rows take 1.01 ms; reading their bytes
+// alone would take 0.83 ms.
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "moe_gemm/folded_load.cuh"
 #include "moe_gemm/folded_weights.cuh"
 #include "moe_gemm/wgmma_store.cuh"
 
-// Addresses of a lane's operands in stage 0. weights, rows: its numbers and its row words, in its warp's first 8 rows.
-// scales: the scales of its tokens. tokens: the lower half of the token descriptor.
+// Addresses of a lane's operands in stage 0. weights, rows: the lane's numbers and scale words in the first 8 rows of
+// its warp. scales: the scales of its tokens. tokens: the lower half of the token descriptor.
 struct FoldedOperands {
     unsigned weights, rows, scales, tokens;
 };
 
-// Start two of a stage's four MMAs along k, FIRST and FIRST + 1, for 2 N tokens.
+// Start MMAs FIRST and FIRST + 1 of the four MMAs along k of a stage, for `2 * N` tokens.
 template <int FIRST, int N>
 __device__ __forceinline__ void start_folded_products(float (&sums)[N], const FoldedFragments& fragments,
                                                       unsigned tokens) {
@@ -49,7 +52,7 @@ __device__ __forceinline__ void start_folded_products(float (&sums)[N], const Fo
         wgmma_k_major<__nv_fp8_e4m3>(sums, fragments.a[i], k_major_descriptor_of(tokens + i * 2), i > 0);
 }
 
-// Add the sums of 2 N tokens to `total`, each multiplied by the scale of its token.
+// Add the sums of `2 * N` tokens to `total`, each multiplied by the scale of its token.
 template <int N>
 __device__ __forceinline__ void add_scaled(float (&total)[N], const float (&sums)[N], unsigned scales) {
     if constexpr (N == 4) {
@@ -70,14 +73,14 @@ __device__ __forceinline__ void add_scaled(float (&total)[N], const float (&sums
     }
 }
 
-// State of a consumer warpgroup: its position in the ring, and the converted weights of the next stage. PAIRS: rows
-// l / 4 and l / 4 + 8 of an MMA, the two rows of lane l, are neighbours in memory, a gate and its up.
+// State of a consumer warpgroup: its position in the ring, and the converted weights of the next stage. PAIRS: the two
+// rows of lane l in an MMA (l / 4 and l / 4 + 8) are a gate and its up, which are neighbours in memory.
 template <class Layout, bool PAIRS> struct FoldedMultiplier {
     static constexpr int WIDTH = Layout::WIDTH, N = WIDTH / 2, PARTS = Layout::PARTS;
     static constexpr int STAGES = Layout::STAGES, CLUSTER = Layout::CLUSTER;
 
     typename Layout::Shared& shared;
-    FoldedOperands first; // in stage 0
+    FoldedOperands first; // addresses in stage 0
     unsigned table;
     int warpgroup;
     RingPlace<STAGES> place;
@@ -91,7 +94,7 @@ template <class Layout, bool PAIRS> struct FoldedMultiplier {
         const unsigned weights =
             ring + Layout::WEIGHTS + (warpgroup * 8 + threadIdx.x % WARPGROUP / 32 * 2) * FOLDED_UNIT;
         first.weights = weights + lane * 8, first.rows = weights + FOLDED_NUMBERS + lane / 4 * 4;
-        if constexpr (PAIRS) { // the first row is 2 (l / 4); rows from 8 on are in the second unit
+        if constexpr (PAIRS) { // the lane's first row is 2 * (l / 4); rows 8 to 15 are in the second unit
             const int row = lane / 4 * 2 % FOLDED_ROWS;
             const unsigned unit = weights + lane / 16 * FOLDED_UNIT;
             first.weights = unit + row * FOLDED_ROW_NUMBERS + lane % 4 * 8,
@@ -107,7 +110,7 @@ template <class Layout, bool PAIRS> struct FoldedMultiplier {
         mbarrier_wait(shared_address(&shared.full[at.stage]), at.phase);
     }
 
-    // Load the words of the first two MMAs of the next stage.
+    // Load the scale words of the next stage and the numbers of its first two MMAs.
     __device__ __forceinline__ void load_words() {
         words.load_numbers(first.weights + place.stage * Layout::WEIGHT_BYTES);
         words.load_rows(first.rows + place.stage * Layout::WEIGHT_BYTES);
@@ -153,8 +156,9 @@ template <class Layout, bool PAIRS> struct FoldedMultiplier {
         }
     }
 
-    // Multiply the current stage, whose fragments are ready, by the first ACTIVE parts of the tokens. Add the sums to
-    // `total`, and convert the fragments of the next stage. last: this is the last stage of the tile.
+    // Multiply the weights of the current stage, whose fragments are ready, by the first ACTIVE parts (WIDTH tokens
+    // each) of the tokens. Add the sums to `total`, and convert the weights of the next stage to fragments. last: this
+    // is the last stage of the tile.
     template <int ACTIVE> __device__ __forceinline__ void multiply_stage(float (&total)[PARTS][N], bool last) {
         const unsigned tokens = first.tokens + place.stage * (Layout::TOKEN_BYTES >> 4);
         const unsigned scales = first.scales + place.stage * Layout::SCALE_BYTES;

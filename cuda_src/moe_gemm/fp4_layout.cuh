@@ -14,10 +14,10 @@ constexpr int MOST_BOX_WORDS = 256;       // TMA's limit of a box dimension, in 
 // sums of SPLIT, Shared.
 //
 // The tokens of a stage are in groups of 8. A group has the first 64 numbers along k of its 8 tokens, then the next 64
-// numbers, and so on. So one TMA box holds all numbers of 8 tokens.
+// numbers of these tokens, and so on. So one TMA box holds all numbers of 8 tokens.
 //
-// STAGES is a multiple of SPLIT, so a stage always belongs to the same warpgroups. This is required because a warpgroup
-// sees only the parity of a barrier's phase: it must wait for every phase of the stages that it uses.
+// STAGES is a multiple of SPLIT, so the same warpgroups use a stage every time. This is required because a wait on an
+// mbarrier sees only the parity of its phase: a warpgroup must wait for every phase of the stages that it uses.
 template <int FORMAT_, int TOKENS_, int UNITS_, int STAGES_, int CLUSTER_, int SIDES_, int SPLIT_, int HALVES_>
 struct Fp4Layout {
     static constexpr int FORMAT = FORMAT_, TOKENS = TOKENS_, UNITS = UNITS_, STAGES = STAGES_, CLUSTER = CLUSTER_;
@@ -30,7 +30,7 @@ struct Fp4Layout {
     static constexpr int WEIGHT_BYTES = ROWS / UNIT_ROWS * EIGHT;
     static constexpr int TOKEN_BYTES = UNITS * TOKENS * ROW_BYTES;
     static constexpr int BOX = UNITS == 1 ? box_of(TOKENS) : 8;  // tokens of a TMA box
-    static constexpr int STAGING = round_of(TOKENS) * ROW_BYTES; // of a round; two per storing warpgroup
+    static constexpr int STAGING = round_of(TOKENS) * ROW_BYTES; // bytes of a staging buffer; two per side
     static constexpr int SUMS = WARPGROUP * TOKENS / 2 * 4;      // bytes of a warpgroup's sums
     static constexpr int WEIGHTS = STAGES * TOKEN_BYTES, STAGED = WEIGHTS + STAGES * WEIGHT_BYTES;
     static constexpr int EXCHANGE = STAGED + SIDES * 2 * STAGING, REST = EXCHANGE + (SPLIT - 1) * SIDES * SUMS;

@@ -9,7 +9,8 @@
 //
 // Unpacked, a number is 16 bits: its sign in bit 15, its other three bits in bits 6 to 8. As bfloat16 this is the
 // number times 2^-126, also for subnormal e2m1 numbers. One shift or rotation and a mask unpack each of pairs 0 to 2.
-// Pair 3 has the remaining bits, which no single shift aligns, so one bit of each number is rotated separately:
+// Pair 3 gets the remaining bits of the word. No single shift aligns them, so one bit of each number is rotated
+// separately:
 //
 //           first number         second number
 //   pair 0: bits 0 to 2, 9       16 to 18, 25       shifted left by 6
@@ -17,10 +18,10 @@
 //   pair 2: bits 26 to 28, 3     10 to 12, 19       rotated left by 12
 //   pair 3: bits 7, 8, 15; 30    23, 24, 31; 14     in place; the last bit rotated left by 8
 //
-// Adding a constant to the exponent of a stored scale turns it into a 16-bit factor (Fp4Factors). MXFP4: the E8M0 byte,
-// capped at 2^34, which becomes an infinite factor. NVFP4: 5 exponent bits and 3 mantissa bits, so all positive e4m3
-// numbers are normal. NVFP4 weights with a scale of 0 are stored as 0. NVFP4 weights with a negative scale are stored
-// with the opposite sign.
+// Adding a constant to the exponent of a stored scale turns it into a 16-bit factor (Fp4Factors). An MXFP4 scale is
+// stored as its E8M0 byte, capped at 2^34, which becomes an infinite factor. An NVFP4 scale is stored with 5 exponent
+// bits and 3 mantissa bits, so that no positive e4m3 number is subnormal. NVFP4 weights with a scale of 0 are stored as
+// 0. NVFP4 weights with a negative scale are stored with the opposite sign.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -36,7 +37,7 @@ constexpr int LARGEST_E8M0 = 161;                                               
 template <int FORMAT> constexpr int UNIT_BYTES = FORMAT == MXFP4 ? UNIT_MXFP4 : UNIT_NVFP4;
 template <int FORMAT> constexpr int UNIT_SCALES = FORMAT == MXFP4 ? 2 : 4; // bytes per row of a unit
 
-constexpr unsigned PAIR_BITS = 0x81c081c0; // bits of an unpacked pair
+constexpr unsigned PAIR_BITS = 0x81c081c0; // the bits that an unpacked pair may have set
 
 __device__ __forceinline__ unsigned rotate_left(unsigned word, int by) { return __funnelshift_l(word, word, by); }
 

@@ -37,9 +37,9 @@ template <bool HIGH> __device__ __forceinline__ unsigned twice(unsigned pair) {
     return both;
 }
 
-// Factors of a lane's row for 32 HALVES numbers along k. A factor is the scale times the 2^126 (float16: 2^14) that
-// unpacking leaves out, divided by MISSING. The full power of two would overflow a factor, so the sums are multiplied
-// by MISSING at the end.
+// Factors of a lane's row for `32 * HALVES` numbers along k. A factor is the scale times the 2^126 (float16: 2^14) that
+// unpacking leaves out, divided by MISSING. Without the division a factor would overflow. Instead, the sums are
+// multiplied by MISSING at the end.
 //
 // The factors are exact for all e4m3 scales. They are exact for E8M0 scales from 2^-100 to 2^33 in bfloat16, and from
 // 2^-17 to 2^7 in float16. In float16, larger E8M0 scales count as infinite, and scales below 2^-22 count as 0.
@@ -48,11 +48,11 @@ template <typename T, int FORMAT, int HALVES> struct Fp4Factors {
     static constexpr int EACH = UNIT_SCALES<FORMAT> / 2, COUNT = HALVES * EACH; // EACH: scales of a half
     unsigned pairs[(COUNT + 1) / 2];
 
-    // Return the factors of two scales, which are in bytes 0 and 2.
+    // Return the factors of two scales as a pair of T. The scales are bytes 0 and 2 of `scales`.
     static __device__ __forceinline__ unsigned factors_of(unsigned scales) {
         if constexpr (FORMAT == NVFP4) {
-            if constexpr (IS_BFLOAT16<T>) return scales * 0x10 + 0x66806680; // * 2^126 * 2^-32
-            return scales * 0x80 + 0x18001800;                               // * 2^14 * 2^-7
+            if constexpr (IS_BFLOAT16<T>) return scales * 0x10 + 0x66806680; // scale * 2^126 * 2^-32
+            return scales * 0x80 + 0x18001800;                               // scale * 2^14 * 2^-7
         } else if constexpr (IS_BFLOAT16<T>) {
             return scales * 0x80 + 0x2f002f00; // 2^(scale - 127) * 2^126 * 2^-32
         } else {                               // 2^(scale - 127) * 2^14 * 2^-6
@@ -69,14 +69,15 @@ template <typename T, int FORMAT, int HALVES> struct Fp4Factors {
         if constexpr (COUNT == 4) pairs[1] = factors_of(__byte_perm(bytes, 0, 0x4342));
     }
 
-    // Return the factor of the 16 numbers of step STEP of half HALF, in both halves of a pair.
+    // Return the factor of 16 numbers along k, twice, as a pair. HALF: half of a unit (32 numbers). STEP: which 16 of
+    // the half.
     template <int HALF, int STEP> __device__ __forceinline__ unsigned factor() const {
         constexpr int AT = HALF * EACH + (EACH == 2 ? STEP : 0);
         return twice<AT % 2>(pairs[AT / 2]);
     }
 };
 
-// A fragments of a warp: 16 rows and 32 HALVES numbers along k, two MMAs of 16 for each half of a unit.
+// A fragments of a warp: 16 rows and `32 * HALVES` numbers along k. A half of a unit is two MMAs of 16 numbers.
 template <int HALVES> struct Fp4Fragments {
     unsigned a[2 * HALVES][4];
 

@@ -20,27 +20,29 @@
 //                   stage. At the end warpgroup s adds the SPLIT partial sums and writes the result.
 //
 // With few tokens a warpgroup is bound by latency, because it loads, converts and multiplies in sequence. So a
-// multiprocessor needs several warpgroups to reach the memory bandwidth. SPLIT puts these warpgroups into one block
-// that shares one tile. Fewer tiles are then in flight, and the last tiles of the kernel take less time.
+// multiprocessor needs several warpgroups to reach the memory bandwidth. SPLIT > 1 puts these warpgroups into one
+// block, where they divide one tile along k. Fewer tiles are then in progress at once, and the last tiles of the kernel
+// take less time.
 //
-// Speed of light: the bytes of the weights for few rows; 2 * rows * n * k operations at the bfloat16 rate for many. On
-// an H200 with n = 4096, k = 7168: 256 experts of 8 rows take 985 us in MXFP4, 4.05 TB/s (84% of the memory bandwidth),
-// and 1047 us in NVFP4. 8 experts of 1024 rows take 572 us, 841 TFLOP/s (with 16-bit weights 610 us). One row for each
-// of two experts with n = 28672, k = 4096 takes 40 us, 3.1 TB/s.
+// Speed of light: for few rows the time to read the weights; for many rows the time of 2 * rows * n * k operations at
+// the bfloat16 rate. On an H200 with n = 4096, k = 7168, 256 experts of 8 rows take 985 us in MXFP4 (4.05 TB/s, 84% of
+// the memory bandwidth) and 1047 us in NVFP4. 8 experts of 1024 rows take 572 us (841 TFLOP/s); with 16-bit weights
+// they take 610 us. With n = 28672, k = 4096, two experts of one row each take 40 us (3.1 TB/s).
 #include "common/launch.cuh"
 #include "moe_gemm/fp4_load.cuh"
 #include "moe_gemm/fp4_weights.cuh"
 #include "moe_gemm/wgmma_store.cuh"
 #include "moe_gemm/wgmma_widths.cuh"
 
-// Addresses of a lane's operands in a stage. weights, scales: its numbers and its scales, in its warp's first 8 rows.
-// tokens: the lower half of the token descriptor; the upper half is constant.
+// Addresses of a lane's operands in a stage. weights, scales: the lane's numbers and scales in the first 8 rows of its
+// warp. tokens: the lower half of the token descriptor; the upper half is constant.
 struct Fp4Operands {
     unsigned weights, scales, tokens;
 };
 
-// Convert HALVES halves of unit `unit`, from `half` on, and start their MMAs. PAIRS: rows l / 4 and l / 4 + 8 of an
-// MMA, the two rows of lane l, are neighbours in memory, a gate and its up.
+// Convert HALVES halves of unit `unit`, starting with half `half`, and start their MMAs. A unit has 64 numbers along k,
+// a half 32. PAIRS: the two rows of lane l in an MMA (l / 4 and l / 4 + 8) are a gate and its up, which are neighbours
+// in memory.
 template <typename T, class Layout, bool PAIRS, int REGISTERS>
 __device__ __forceinline__ void multiply_part(float (&c)[REGISTERS], Fp4Fragments<Layout::HALVES>& fragments,
                                               const Fp4Operands& stage, int unit, int half, int width, bool add) {
@@ -77,14 +79,15 @@ __device__ __forceinline__ void multiply_part(float (&c)[REGISTERS], Fp4Fragment
     wgmma_wait_group<1>(); // the previous MMAs are complete, so their fragments may be overwritten
 }
 
-// Fragment set of a stage's first part: 0 or 1.
+// Compile-time argument: the fragment set, 0 or 1, for the first part of a stage. A part is the numbers that
+// multiply_part converts at once.
 template <int I> struct FragmentSet {
     static constexpr int value = I;
 };
 
-// Sum a warpgroup's part of a tile of at most `width` tokens: steps `part`, `part` + SPLIT, ... of the tile. `at`: ring
-// position of the first of these steps, advanced to the warpgroup's first step of the next tile. `first_stage`:
-// operands in stage 0. `skewed_after`: the step after which the other warpgroup may begin, or -1.
+// Compute a warpgroup's partial sums of a tile of at most `width` tokens, over steps `part`, `part + SPLIT`, ... along
+// k. `at`: ring position of the first of these steps, advanced to the warpgroup's first step of the next tile.
+// `first_stage`: operands in stage 0. `skewed_after`: the step after which the other warpgroup may begin, or -1.
 template <typename T, class Layout, bool PAIRS, int REGISTERS>
 __device__ __forceinline__ void sum_fp4_tile(float (&c)[REGISTERS], typename Layout::Shared& shared,
                                              RingPlace<Layout::STAGES>& at, int steps, int skewed_after, int part,
@@ -142,9 +145,10 @@ __device__ __forceinline__ void sum_fp4_tile(float (&c)[REGISTERS], typename Lay
     wgmma_fence_operand(c);
 }
 
-// Add the partial sums of a side's SPLIT warpgroups. The warpgroup with the last part adds the sums of the other parts,
-// thread by thread and always in the same order. `any`: this warpgroup has sums; otherwise its sums count as 0.
-// `phase`: the number of earlier tiles; only its parity counts. `exchange`: buffer for the sums of the other parts.
+// Add the partial sums of the SPLIT warpgroups of a side, which have the same 64 rows of weights. The warpgroup with
+// the highest `part` adds the sums of the other warpgroups to its own, thread by thread and always in the same order.
+// `any`: this warpgroup has sums; otherwise its sums count as 0. `phase`: the number of earlier tiles; only its parity
+// counts. `exchange`: buffer for the sums of the other warpgroups.
 template <class Layout, int REGISTERS>
 __device__ __forceinline__ void join_sums(float (&joined)[REGISTERS], const float (&c)[REGISTERS],
                                           typename Layout::Shared& shared, bool any, int part, int side,
@@ -188,14 +192,14 @@ __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typ
     // The shuffle tells the compiler that the value is warp-uniform, so descriptors stay in uniform registers.
     const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
     const int side = SIDES == 1 ? 0 : SPLIT == 1 ? warpgroup : warpgroup % SIDES, lane = threadIdx.x % 32;
-    // The warpgroups that write have the last part, which may have the fewest steps. The reduction makes the value
-    // warp-uniform for the compiler, because a loop bound depends on it.
+    // The warpgroups that write the results get the highest `part`, because it may have the fewest steps. The reduction
+    // makes the value warp-uniform for the compiler, because a loop bound depends on it.
     const int part = SPLIT == 1 ? 0 : __reduce_max_sync(FULL_WARP, SPLIT - 1 - warpgroup / SIDES);
     const unsigned weights = ring + Layout::WEIGHTS + (side * 8 + threadIdx.x % WARPGROUP / 32 * 2) * Layout::EIGHT;
     Fp4Operands operands{weights + lane * 8, weights + UNIT_NUMBERS + lane / 4 * UNIT_SCALES<Layout::FORMAT>,
                          unsigned(k_major_descriptor(ring))};
     constexpr bool PAIRS = is_gated(ACTIVATION) && !has_halves(ACTIVATION);
-    if constexpr (PAIRS) { // the first row is 2 (l / 4); rows from 8 on are in the second unit
+    if constexpr (PAIRS) { // the lane's first row is 2 * (l / 4); rows 8 to 15 are in the second unit
         const int row = lane / 4 * 2 % UNIT_ROWS;
         const unsigned unit = weights + lane / 16 * Layout::EIGHT;
         operands.weights = unit + row * ROW_NUMBERS + lane % 4 * 8;

@@ -1,4 +1,4 @@
-// Threads of prepare.cu and restore.cu: one thread per word of prepared weights.
+// Map the threads of prepare.cu and restore.cu to the 32-bit words of prepared weights, one word per thread.
 #pragma once
 #include "moe_gemm/fp4_prepared.cuh"
 
@@ -12,7 +12,7 @@ struct PrepareParams {
     int k;
 };
 
-// Position of a thread's word: its unit, the lane that reads the word, and the half of the unit along k.
+// Position of a thread's word: its unit, the lane of the GEMM that reads the word, and the half of the unit along k.
 struct WordPlace {
     long long unit, row;   // row: counted over all experts
     int half, lane, first; // first: first number along k of the half

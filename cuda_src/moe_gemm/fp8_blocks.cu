@@ -17,11 +17,11 @@
 //   warp 9          multiplies the scales of the rows by the scales of the weights, and writes them to the same stages
 //   warpgroup 0, 1  multiplies 64 rows of a tile by the gates and then by the ups, and writes the result
 //
-// Beside the tensor cores, shared memory bandwidth is a limit. With both operands in shared memory, a product of 64
-// rows and 128 rows of weights reads 96 bytes per cycle, of 128 available, and TMA writes 48. So this kernel loads the
-// rows to registers once for gates and ups, which reduces the reads to 80 bytes per cycle. While one warpgroup adds the
-// sums of 128 numbers along k, the MMAs of the other warpgroup run. In clusters the two warpgroups take turns to start
-// MMAs, which saves 5% of the time for 4 x 8192 rows.
+// Besides the tensor cores, the bandwidth of shared memory is a limit: 128 bytes per cycle. With both operands in
+// shared memory, the product of 64 rows and 128 rows of weights would read 96 bytes per cycle, and TMA writes 48 bytes
+// per cycle. So this kernel loads the rows to registers once for gates and ups, which reduces the reads to 80 bytes per
+// cycle. While one warpgroup adds the sums of 128 numbers along k to its totals, the MMAs of the other warpgroup run.
+// With CLUSTER > 1 the two warpgroups take turns to start MMAs, which saves 5% of the time for 4 x 8192 rows.
 //
 // Speed of light: as for gemm_fp8_wgmma, with half the bytes of the result. Times on an H200, n = 4096, k = 7168:
 //
@@ -30,9 +30,10 @@
 //   8 x 1024 rows                   378 us        387 us
 //   32 x 1024 rows, random routing  1634 us       1692 us
 //
-// For 32 x 256 rows with random routing gemm_fp8_wgmma is faster, because its tiles have tails: 429 us without the
-// activation, and 508 us here. Odd tiles are dealt separately (Fp8Tiles). With one deal for all tiles, these 508 us
-// would be 557 us, and 32 x 1024 rows would take 1665 us.
+// For 32 x 256 rows with random routing gemm_fp8_wgmma is faster, because its tiles have tails: it takes 429 us without
+// the activation, and this kernel takes 508 us. Odd tiles (the short last tiles of groups) are dealt to the clusters
+// separately, as Fp8Tiles explains. With one deal for all tiles, 32 x 256 rows would take 557 us, and 32 x 1024 rows
+// 1665 us.
 #include "common/fp8.cuh"
 #include "common/launch.cuh"
 #include "moe_gemm/fp8_blocks_products.cuh"
@@ -92,8 +93,8 @@ __device__ __forceinline__ void load_block_tiles(const Fp8BlocksParams& p, typen
     __syncwarp();
 }
 
-// Turns of the two consumer warpgroups (if TURNS), by named barriers. A warpgroup waits for its turn at barrier 1 +
-// side, and passes the turn at the other warpgroup's barrier, 2 - side.
+// Lets the two consumer warpgroups take turns (if TURNS), by named barriers. Warpgroup `side` waits for its turn at
+// barrier `1 + side`. It passes the turn by arriving at the other warpgroup's barrier, `2 - side`.
 template <bool TURNS> struct Fp8Turns {
     const int side;
 
@@ -110,7 +111,7 @@ template <bool TURNS> struct Fp8Turns {
         if constexpr (TURNS) asm volatile("bar.arrive %0, %1;" ::"r"(2 - side), "n"(2 * WARPGROUP) : "memory");
     }
 
-    // Warpgroup 0 takes the last turn that warpgroup 1 passed.
+    // Let warpgroup 0 wait for the last turn that warpgroup 1 passed, so that no arrival is left at the barrier.
     __device__ __forceinline__ void end() const {
         if (TURNS && side == 0) wait();
     }
@@ -140,7 +141,7 @@ template <class Layout> struct Fp8BlocksRing {
         stage = wraps ? 0 : stage + 1, phase ^= wraps;
     }
 
-    // Return the lane's empty barrier of the current stage.
+    // Return the address of the empty barrier of the current stage, in the block at which this lane arrives.
     __device__ __forceinline__ unsigned releases() const { return empty + stage * 8; }
 
     // Release a stage: arrive at its empty barrier in every block of the cluster. Call this after the stage's MMAs are
@@ -154,7 +155,7 @@ template <class Layout> struct Fp8BlocksRing {
         }
     }
 
-    // Load the A fragments of the current stage and its products of row scale and weight scale.
+    // Load the A fragments of the current stage, and the products of row scale and weight scale.
     __device__ __forceinline__ void load(unsigned (&fragments)[4][4], float (&factors)[2][2]) const {
 #pragma unroll
         for (int i = 0; i < 4; ++i) ldmatrix(fragments[i], (rows + stage * Layout::STAGE_BYTES) ^ i * 32);
@@ -200,7 +201,8 @@ __device__ __forceinline__ void multiply_block_tile(Fp8BlocksRing<Layout>& ring,
         wgmma_wait_group<0>();
         wgmma_fence_operand(sums);
         ring.release(used);
-        // Load the next stage before the additions, which hide the latency. After the last stage the values are unused.
+        // Load the fragments of the next stage before the additions, which hide the latency of the loads. After the
+        // last stage the loaded values are unused.
         ring.load(fragments, factors);
         add_block_products(total[1], sums, scales);
     }

@@ -8,7 +8,7 @@ struct Fp8BlocksParams : MappedGemmParams {
     float smallest;   // lower bound of the magnitude that determines a scale
 };
 
-constexpr int FP8_PAD = 16; // padding in bytes after a staged row: puts the same chunk of 8 rows into different banks
+constexpr int FP8_PAD = 16; // padding in bytes after a staged row, against bank conflicts
 
 // Layout in bytes from a 1024-byte boundary: stages (rows, gates, ups), staging buffers of the warps, scales,
 // Fp8Shared.
@@ -29,8 +29,9 @@ template <int CLUSTER_, int ACTIVATION_> struct Fp8BlocksLayout {
     using Shared = Fp8Shared<STAGES>;
 };
 
-// Tiles of a block: its part of the rows of its cluster's tiles. A block that gets no rows of a tile reports AT_LEAST
-// rows. The TMA producer uses AT_LEAST = 0. The scale producer uses 1, because it clamps row indices to the last row.
+// Tiles of a block. The blocks of a cluster divide the rows of the cluster's tiles. If a block gets no rows of a tile,
+// `next` returns a tile of AT_LEAST rows. The TMA producer uses AT_LEAST = 0. The scale producer uses AT_LEAST = 1,
+// because it clamps row indices to the last row.
 template <class Layout, int AT_LEAST> struct Fp8BlocksTiles : Fp8Tiles<Layout> {
     using Fp8Tiles<Layout>::Fp8Tiles;
 

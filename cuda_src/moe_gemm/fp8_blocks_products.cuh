@@ -5,9 +5,10 @@
 #define FOUR(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
 
-// Compute c = a b, or c += a b if `accumulate`, for 64 rows, 128 rows of weights and 32 numbers along k. a: A fragment
-// of the warp's 16 rows. a[0] is 4 bytes from byte 4 (lane % 4) on of row lane / 4, a[1] the same of row lane / 4 + 8;
-// a[2] and a[3] are 16 bytes further along k. b: K-major descriptor. c: as in common/hopper.cuh.
+// Compute `c = a * b`, or `c += a * b` if `accumulate`, for 64 rows, 128 rows of weights and 32 numbers along k. a: A
+// fragment of the warp's 16 rows. a[0] has 4 bytes of row `lane / 4`, starting at byte `lane % 4 * 4`. a[1] has the
+// same bytes of row `lane / 4 + 8`. a[2] and a[3] have the bytes of these rows 16 bytes further along k. b: K-major
+// descriptor. c: as in common/hopper.cuh.
 __device__ __forceinline__ void wgmma_e4m3(float (&c)[64], const unsigned (&a)[4], unsigned long long b,
                                            bool accumulate) {
     asm volatile("{ .reg .pred accumulate;\n"

@@ -16,8 +16,8 @@ using Fp8Tile = int4;
 template <int STAGES, int WINDOWS = 3> struct Fp8Shared {
     unsigned long long full[STAGES], empty[STAGES];
     Fp8Tile tiles[STAGES]; // description of the tile that begins with this stage, if any
-    // A window of 32 experts for each producer warp. Per expert: x first row, y rows, z tiles, w tiles of the window up
-    // to and including this expert.
+    // For each producer warp a window of 32 experts. Per expert: x first row, y number of rows, z number of tiles, w
+    // number of tiles of all experts of the window up to and including this expert.
     int4 groups[WINDOWS][32];
 };
 

@@ -4,7 +4,7 @@
 #include "moe_gemm/fp8_tiles.cuh"
 #include "moe_gemm/shared_memory.cuh"
 
-// Load four scales of a row from scale k on. Indices past the row's `scales` scales are clamped to the last one.
+// Load scales k to `k + 3` of a row. `scales`: number of scales of the row; higher indices load the last scale.
 __device__ __forceinline__ void load_four_scales(float (&to)[FP8_SCALES], const float* row, int k, int scales,
                                                  bool aligned) {
     if (aligned) {
@@ -16,11 +16,11 @@ __device__ __forceinline__ void load_four_scales(float (&to)[FP8_SCALES], const 
     }
 }
 
-// Run a scale producer warp. For SCALED_ROWS rows of each tile, from row SCALED_ROWS * part on, it writes the products
-// of row scale and weight scale to the ring. The warp visits the same stages as the TMA producer and arrives at the
-// same full barriers: a stage is full when its TMA bytes and its scales are both written. The warp loads the scales of
-// four stages before it waits for the first of these stages to be empty. So the latency of the loads has passed when
-// the TMA copies to that stage start.
+// Run a scale producer warp. For SCALED_ROWS rows of each tile, starting at row `SCALED_ROWS * part`, it writes the
+// products of row scale and weight scale to the ring. The warp goes through the same stages as the TMA producer and
+// arrives at the same full barriers: a stage is full when its TMA bytes and its scales are both written. The warp loads
+// the scales of four stages before it waits for the first of these stages to be empty. So the loads run during the
+// wait.
 template <class Layout, class Tiles = Fp8Tiles<Layout>>
 __device__ __forceinline__ void load_fp8_scales(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                 unsigned scales, int part) {

@@ -38,8 +38,9 @@ template <bool ONE> struct Fp8RowScales {
         column_scales += p.b_scale_step ? (long long)tile.x * p.n + tile.w : tile.x;
     }
 
-    // Return the scale of the lane's column i (0 or 1) of eight columns; side 1: the scale of the up. The code has no
-    // branch, because with a branch the compiler would not unroll the loop around the call.
+    // A lane has two of the eight columns of block `eight`. Return the scale of column i (0 or 1) of the two; side 1:
+    // the scale of the up. The code has no branch, because with a branch the compiler would not unroll the loop around
+    // the call.
     __device__ __forceinline__ float of_column(int eight, int i, int side) const {
         const int column = min(eight * 8 + lane % 4 * 2 + i, last_column) + side * (p.n / 2);
         return column_scales[column * p.b_scale_step];
@@ -55,7 +56,8 @@ template <bool ONE> struct Fp8ScalesOf<false, ONE> {
     using Type = Fp8RowScales<ONE>;
 };
 
-// Compute a lane's results in eight columns: two rows and two columns, results[row][column].
+// Compute a lane's results in the eight columns of block `eight`. They are in two rows and two columns:
+// results[row][column].
 template <typename T, int ACTIVATION, class Scales>
 __device__ __forceinline__ void finish_fp8_sums(float (&results)[2][2], const float (&sums)[64], int eight,
                                                 const MappedGemmParams& p, const Fp8Tile& tile, const Scales& scales) {
@@ -91,7 +93,8 @@ __device__ __forceinline__ void finish_fp8_sums(float (&results)[2][2], const fl
 
 // Write a warp's 16 rows of a tile. The results go through shared memory, so that 8 lanes write 128 contiguous bytes of
 // a row (with STAGED_COLUMNS = 32: 4 lanes write 64 bytes). Shared memory is swizzled: chunk c of row r is stored at
-// chunk c ^ (r % 8), or c ^ (r / 2 % 4) with 32 columns. So the same chunk of 8 rows is in different banks.
+// chunk c ^ (r % 8), or c ^ (r / 2 % 4) with 32 columns. So the 8 chunks with the same index c in 8 rows are in
+// different banks.
 template <typename T, class Layout>
 __device__ __forceinline__ void store_fp8_rows(const MappedGemmParams& p, const Fp8Tile& tile, int first_row,
                                                const float (&sums)[64], unsigned staged) {
@@ -132,9 +135,10 @@ __device__ __forceinline__ void store_fp8_rows(const MappedGemmParams& p, const 
 }
 
 // Write the tail of a tile, its rows from 2 * FP8_BOX * ROW_BLOCKS on. Weights are the M side of the tail's wgmma, so
-// the sums are transposed, and stmatrix transposes them back. A lane has weights lane / 4 (sums[4 j], sums[4 j + 1])
-// and lane / 4 + 8 (sums[4 j + 2], sums[4 j + 3]) of the warp's 16 weights, each for row 8 j + 2 (lane % 4) and the
-// next row. column: the warp's first column of the result.
+// the sums are transposed, and stmatrix transposes them back. Of the warp's 16 weights a lane has weight `lane / 4` in
+// sums[4 * j] and sums[4 * j + 1], and weight `lane / 4 + 8` in sums[4 * j + 2] and sums[4 * j + 3]. The two sums of a
+// weight are for row `8 * j + lane % 4 * 2` of the tail and the next row. column: the warp's first column of the
+// result.
 template <typename T, class Layout>
 __device__ __forceinline__ void store_fp8_tail(const MappedGemmParams& p, const Fp8Tile& tile, int column,
                                                const float (&sums)[FP8_TAIL / 2], unsigned staged) {

@@ -6,24 +6,25 @@
 
 // Tiles of a cluster. Every producer warp runs this scheduler for itself. Tiles are dealt to the clusters round-robin.
 //
-// Odd tiles. The last tile of a group is odd if it has at most half of the rows (much less time than other tiles) or a
-// tail (more time). In one common deal all odd tiles could fall to the same clusters: with two tiles per group, to
-// every second cluster. So with DEALS_ODD they are dealt separately, also round-robin. The odd tile of a group comes
-// after the other tiles of the group.
+// Odd tiles take another time than the other tiles. The last tile of a group is odd if it has at most half of the rows
+// (it takes much less time) or a tail (it takes more time). In one common deal of all tiles, all odd tiles could go to
+// the same clusters: with two tiles per group, to every second cluster. So with DEALS_ODD the odd tiles are dealt
+// separately, also round-robin. The odd tile of a group comes after the other tiles of the group.
 template <class Layout> struct Fp8Tiles {
-    // Tiles of rows that use one strip of weights before the next strip. The tiles that run at the same time then form
-    // roughly a square, whose operands fit in L2.
+    // A strip is the columns of the result that a cluster computes at once. This many row tiles use the weights of one
+    // strip before the next strip. The tiles that run at the same time then form roughly a square of the result, whose
+    // operands fit in L2.
     static constexpr int BAND = 2048 / Layout::TILE_TOKENS;
-    static constexpr int MOST = (1 << 26) - 1; // cap of an expert's tiles: the sum of 32 such counts fits in an int
+    static constexpr int MOST = (1 << 26) - 1; // limit of an expert's tiles; the sum over 32 experts fits in an int
     static constexpr int TOKENS = Layout::TILE_TOKENS, CLUSTER = Layout::CLUSTER, OUT_COLUMNS = Layout::OUT_COLUMNS;
-    static constexpr int STRIPS = Layout::SHARES_ROWS ? CLUSTER : 1; // neighbouring strips of a cluster, one per block
+    static constexpr int STRIPS = Layout::SHARES_ROWS ? CLUSTER : 1; // blocks of a cluster with different columns
 
     const MappedGemmParams& p;
-    int4 (&groups)[32]; // of experts `window` to `window` + 31, see Fp8Shared
-    const int strips;   // columns of the result divided by the columns of a cluster
-    int window, ahead;  // ahead: the cluster's next tile, counted from the window's first
-    // DEALS_ODD: the experts of the window with an odd tile, as bits; each counts as one odd tile per strip. odd_ahead:
-    // the cluster's next odd tile, counted from the window's first. All other counts exclude odd tiles.
+    int4 (&groups)[32]; // the window: experts `window` to `window + 31`, see Fp8Shared
+    const int strips;   // number of strips of the result
+    int window, ahead;  // window: its first expert; ahead: the cluster's next tile, counted from the window's first
+    // DEALS_ODD: bit mask of the window's experts with an odd tile; each of them has one odd tile per strip. odd_ahead:
+    // the cluster's next odd tile, counted from the first odd tile of the window. All other counts exclude odd tiles.
     unsigned odd = 0;
     int odd_ahead = 0;
 
@@ -67,14 +68,15 @@ template <class Layout> struct Fp8Tiles {
         __syncwarp();
     }
 
-    // Return the experts as bits from the one with the cluster's next odd tile on. The lowest bit is that expert.
+    // Return a bit mask of the window's experts, from the expert with the cluster's next odd tile on. So the lowest set
+    // bit is that expert.
     __device__ __forceinline__ unsigned experts_with_odd_tiles() const {
         if constexpr (!Layout::DEALS_ODD) return 0;
         const unsigned upto = odd & ((2u << threadIdx.x % 32) - 1);
         return __ballot_sync(FULL_WARP, __popc(upto) * strips > odd_ahead);
     }
 
-    // Take the next odd tile, which belongs to expert `at` of the window.
+    // Set `tile` to the cluster's next odd tile, which belongs to expert `at` of the window, and advance.
     __device__ __forceinline__ void take_odd(Fp8Tile& tile, int at) {
         const int4 group = groups[at];
         const int strip = odd_ahead - __popc(odd & ((1u << at) - 1)) * strips;
@@ -88,7 +90,7 @@ template <class Layout> struct Fp8Tiles {
 
     // Find the next tile. Return false if there is none.
     __device__ __forceinline__ bool next(Fp8Tile& tile) {
-        unsigned beyond, odd_beyond = 0; // experts as bits, from the one with the next tile on
+        unsigned beyond, odd_beyond = 0; // bit masks of experts, from that with the next tile on
         while (!((beyond = __ballot_sync(FULL_WARP, groups[threadIdx.x % 32].w > ahead)) |
                  (odd_beyond = experts_with_odd_tiles()))) {
             ahead -= groups[31].w;
@@ -98,7 +100,7 @@ template <class Layout> struct Fp8Tiles {
             read_window();
         }
         if constexpr (Layout::DEALS_ODD) {
-            // The next expert of each deal; 32: none.
+            // The expert with the next tile of each deal, as an index in the window; 32: none.
             const int at = __clz(__brev(beyond)), odd_at = __clz(__brev(odd_beyond));
             if (odd_at < at) {
                 take_odd(tile, odd_at);

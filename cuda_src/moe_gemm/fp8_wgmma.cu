@@ -4,8 +4,8 @@
 //   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh lists all forms
 //
 // Each number of a and b is multiplied by its scale. Sums are in float32 and rounded once. BLOCK_SCALED: a_scale [rows,
-// ceil(k / 128)], b_scale [experts, ceil(n / 128), ceil(k / 128)]. Otherwise a_scale has one scale per row or one in
-// all, and b_scale one per row of weights or one per expert. moe_gemm/params.cuh defines the groups.
+// ceil(k / 128)], b_scale [experts, ceil(n / 128), ceil(k / 128)]. Otherwise a_scale has one scale per row or a single
+// scale, and b_scale has one scale per row of weights or one per expert. moe_gemm/params.cuh defines the groups.
 //
 // Grid: CLUSTER * (number of resident clusters) persistent blocks of 384 threads, one block per multiprocessor. A tile
 // is TOKENS rows of a group times 128 rows of weights, or 64 gates and their 64 ups. The blocks of a cluster have the
@@ -18,25 +18,27 @@
 //
 // Tails. With TOKENS = 288 the last tile of a group has up to 288 rows, and the other tiles have 256. Rows past 256 are
 // the tail. The tail is multiplied with the operands swapped: each warpgroup has 64 weights as M and the 32 rows as N.
-// These sums fit in the available registers. Without tails, random routing of about 256 rows to each expert (or of a
-// multiple) often leaves a last tile of a few rows. Such a tile reads all weights again. With two row tiles per group,
-// these tiles would also fall to every second cluster only.
+// These sums fit in the available registers. Without tails, random routing of about 256 rows (or a multiple of 256) to
+// each expert often leaves a last tile of a few rows. Such a tile reads all weights again. With two row tiles per
+// group, all these short tiles would also go to the same half of the clusters.
 //
-// FP8 tensor cores align the products of a step to the largest one and keep too few bits of their sum. So a wgmma sum
-// ends after 128 numbers along k. It is multiplied by its scale and added to a float32 total in registers. While one
-// warpgroup adds, the MMAs of the other warpgroup run. Blocks of 64 rows past the end of the group are neither loaded
-// nor multiplied.
+// FP8 tensor cores align the products of a step to the largest product and keep too few bits of their sum. So a wgmma
+// sum covers only 128 numbers along k. Then it is multiplied by its scale and added to a float32 total in registers.
+// While one warpgroup adds, the MMAs of the other warpgroup run. Blocks of 64 rows past the end of the group are
+// neither loaded nor multiplied.
 //
-// Speed of light: the bytes of the weights up to some 200 rows per expert, then 2 * rows * n * k operations at twice
-// the bfloat16 rate. Times and shares of the tensor core floor on an H200, with n = 4096, k = 7168 unless noted:
+// Speed of light: up to some 200 rows per expert the time to read the weights, then the time of 2 * rows * n * k
+// operations at twice the bfloat16 rate. The table shows times, and the time of these operations as a share of the
+// measured time, on an H200, with n = 4096, k = 7168 unless noted:
 //
 //   8 x 1024 rows                        84% with block scales, 88% with row scales
 //   4 x 8192 rows                        87%
 //   4 x 256 rows                         74%; with n = 7168, k = 2048 56%, in 33 us
-//   32 groups of about 256 rows          429 us with tails, 493 us without (in one common deal of all tiles 437, 547)
+//   32 groups of about 256 rows          429 us with tails, 493 us without (one common deal: 437 us, 547 us)
 //   about 1024 rows, n = 7168, k = 2048  826 us with tails, 830 us without
 //
-// The groups of the last two lines are of random routing.
+// In the last two lines the groups come from random routing. Fp8Tiles explains the common deal, the alternative to
+// dealing odd tiles separately.
 #include "common/fp8.cuh"
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
@@ -95,7 +97,8 @@ __device__ __forceinline__ void load_fp8_tiles(const MappedGemmParams& p, typena
     __syncwarp();
 }
 
-// Factors of a stage's sums for 64 rows: the scales of the lane's two rows; gated, separate for gates and ups.
+// Scales of a stage's sums for a block of 64 rows. A lane has the scales of its two rows; if gated, separate ones for
+// gates and ups.
 template <class Layout> struct Fp8BlockFactors {
     float factors[Layout::SETS][2];
 
@@ -114,7 +117,7 @@ template <class Layout> struct Fp8BlockFactors {
     }
 };
 
-// Factors of a stage's sums if no scale changes along k: none.
+// Replaces Fp8BlockFactors if no scale changes along k: the sums of a stage have no factors.
 struct Fp8NoFactors {
     __device__ __forceinline__ void load(unsigned, int) {}
 
@@ -190,14 +193,14 @@ template <int CLUSTER> __device__ __forceinline__ void release_fp8_stage(unsigne
     }
 }
 
-// Return the tile; a lane holds field lane % 4 in `part`. The shuffles tell the compiler that the tile is warp-uniform.
+// Return the tile. `part`: field `lane % 4` of the tile. The shuffles tell the compiler that the tile is warp-uniform.
 __device__ __forceinline__ Fp8Tile tile_of_parts(int part) {
     return make_int4(__shfl_sync(FULL_WARP, part, 0), __shfl_sync(FULL_WARP, part, 1), __shfl_sync(FULL_WARP, part, 2),
                      __shfl_sync(FULL_WARP, part, 3));
 }
 
-// Run a consumer warpgroup. It computes every second block of 64 rows of each tile, from block `side` on, and 64 of the
-// weights for the tail.
+// Run a consumer warpgroup. It computes every second block of 64 rows of each tile, starting with block `side`. Of a
+// tail it computes the products with 64 of the tile's 128 weights.
 template <typename T, class Layout>
 __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                    unsigned ring, int side) {
@@ -233,7 +236,8 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
         const int rows = __reduce_max_sync(FULL_WARP, lane % 4 == 2 ? part : 0);
         if (rows == 0) break;
         float total[BLOCKS][64], sums[64], of_tail[FP8_TAIL / 2];
-        // Multiply 64 rows. The `last` of a stage's blocks releases the stage and advances to the next stage.
+        // Multiply a block of 64 rows. If it is the `last` block of a stage, release the stage and advance to the next
+        // stage.
         auto multiply = [&](int block, bool last) {
             typename Fp8FactorsOf<Layout::BLOCK_SCALED, Layout>::Type factors;
             factors.load(scales_here, block);
@@ -251,7 +255,8 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
             Fp8Tail tail(sums);
             tail.load(scales_here + to_tail_scales);
             __syncwarp();
-            // tokens_here contains the offset of `side`, so it leads to the weights of `side` too.
+            // tokens_here includes an offset of 64 rows for side 1. So adding the size of the tokens gives the address
+            // of the 64 weights of `side`.
             tail.start(tokens_here + Layout::TOKENS * FP8_K / 16, tokens_here + further_weights - TAIL * FP8_K / 16);
             const unsigned used = empty + stage * 8;
             advance();

@@ -28,12 +28,12 @@ __device__ __forceinline__ int source_of(const GemmParams& p, int row) {
 
 // The group that contains a tile.
 struct GroupTile {
-    int expert, begin, end; // begin, end: rows of the group
-    int before, tiles;      // tiles of TOKENS rows: in all earlier groups, and in this group
+    int expert, begin, end; // the group has rows begin to end - 1
+    int before, tiles;      // numbers of tiles of TOKENS rows: in all earlier groups, and in this group
 };
 
-// Find the group that contains tile `wanted`, counted over the tiles of all groups. Return false if there are fewer
-// tiles. All threads of the block call this; `found` is in shared memory.
+// `wanted` indexes the tiles of all groups. Set `found`, which is in shared memory, to the group that contains this
+// tile. Return false if `wanted` is past the last tile. All threads of the block call this.
 template <int TOKENS, int THREADS>
 __device__ __forceinline__ bool find_tile(const GemmParams& p, int wanted, GroupTile& found) {
     constexpr int WARPS = THREADS / 32;

@@ -3,8 +3,8 @@
 //   x[r, j]   = sum over i of a[row_token[r], i] * b[e, j, i]       for the rows r of the group of expert e
 //   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh lists all forms
 //
-// Each number of a and b is multiplied by its scale, if any. Sums are in float32 and rounded once. moe_gemm/params.cuh
-// defines the groups.
+// Each number of a and b is multiplied by its scale, if it has one. Sums are in float32 and rounded once.
+// moe_gemm/params.cuh defines the groups.
 //
 //   FORMAT       a      b
 //   PLAIN        T      T
@@ -18,15 +18,16 @@
 // of weights. It multiplies one step of STEP numbers along k while cp.async copies STAGES - 1 further steps to shared
 // memory. Blocks without a tile exit at once.
 //
-// Speed of light: the bytes of the weights up to some 200 rows per expert, then 2 * rows * n * k operations. Shares of
-// the floor on an H200 with n = 4096, k = 7168:
+// Speed of light: up to some 200 rows per expert the time to read the weights, then the time of 2 * rows * n * k
+// operations. The table shows this lower bound as a share of the measured time, on an H200 with n = 4096, k = 7168:
 //
 //                                 bfloat16   MXFP4   NVFP4   FP8
 //   256 x 8 rows, memory          100%       55%     54%
 //   8 x 1024 rows, tensor cores   64%        35%     34%     23%
 //
-// The conversion of 4-bit weights takes instructions. FP8 is multiplied as float16. Unlike in wgmma.cu, all operands
-// pass through registers.
+// 4-bit weights are slower because their conversion takes instructions. FP8 is slower because it is converted to
+// float16 and multiplied as float16. Even bfloat16 is slower than in wgmma.cu, because all operands pass through
+// registers.
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "moe_gemm/mma_fp4.cuh"
@@ -34,7 +35,8 @@
 #include "moe_gemm/mma_store.cuh"
 #include "moe_gemm/mma_transposed.cuh"
 
-// Form of the operands: the layout of shared memory, and the types ScaleCopies, Products and Factors.
+// The form for one operand format: it defines the layout of shared memory, and the types ScaleCopies, Products and
+// Factors.
 template <typename T, int FORMAT, bool BLOCK_SCALES, class Block> struct MmaFormOf {
     using Type = PlainForm<T, Block>;
     static_assert(FORMAT == PLAIN && !BLOCK_SCALES, "");

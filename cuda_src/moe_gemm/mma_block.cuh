@@ -24,14 +24,14 @@ template <class Block> struct MmaThread {
 
 // Tile of a block: TOKENS rows of a group times WEIGHTS rows of the expert's weights.
 //
-// Gated, 8 rows of gates alternate with the 8 rows of their ups, so a lane has the sums of a gate and of its up.
-// `first_column` is the column of the first gate.
+// If gated, the tile's rows of weights are 8 gates, their 8 ups, the next 8 gates, and so on. So a lane has the sums of
+// a gate and of its up. `first_column` is the column of the result of the first gate.
 template <class Block> struct MmaTile {
     const GemmParams& p;
     const GroupTile& group;           // in shared memory
     const int weight_tiles;           // per expert
-    int first_row, first_column, end; // end: of the group's rows
-    int half;                         // columns of the result: rows of weights of an expert; gated, its gates
+    int first_row, first_column, end; // end: end of the group's rows
+    int half;                         // columns of the result: n or, if gated, n / 2
 
     __device__ __forceinline__ MmaTile(const GemmParams& p, const GroupTile& group, int weight_tiles)
         : p(p), group(group), weight_tiles(weight_tiles) {
@@ -39,8 +39,9 @@ template <class Block> struct MmaTile {
         half = Block::GATED ? p.n / 2 : p.n;
     }
 
-    // Compute the tile's position from the block index. The tiles of an expert are ordered in strips of 8 * TOKENS
-    // tokens. Blocks that run at the same time then share tokens and weights in L2.
+    // Compute the tile's position from the block index. The tiles of an expert are ordered in strips. A strip is
+    // TOGETHER tiles along the tokens with all tiles along the weights. Blocks that run at the same time then share
+    // tokens and weights in L2.
     __device__ __forceinline__ void locate() {
         constexpr int TOGETHER = 8;
         const int within = blockIdx.x - group.before * weight_tiles, strip = within / (TOGETHER * weight_tiles);
@@ -51,7 +52,8 @@ template <class Block> struct MmaTile {
         end = group.end;
     }
 
-    // Return the row of `a` for row r of the tile. Rows past the group's end read the last row and are not written.
+    // Return the row of `a` for row r of the tile. For rows past the group's end this is the group's last row; their
+    // results are not written.
     __device__ __forceinline__ int token_of(int r) const {
         const int mine = min(first_row + r, end - 1);
         return source_of(p, mine);

@@ -4,11 +4,13 @@
 #include "moe_gemm/mma_block.cuh"
 #include "moe_gemm/shared_memory.cuh"
 
-// Whether the weights of a form are [experts, k, n] in memory. A row of a stage is then one step along k.
+// Whether the weights of a form (the types for one operand format, see MmaFormOf) are [experts, k, n] in memory. A row
+// of weights in a stage then has one index along k.
 template <class Form> constexpr bool IS_TRANSPOSED = false;
 
-// Copies of a thread: in each step along k, one 16-byte chunk of every A_ROWS-th row of tokens, one chunk of every
-// B_ROWS-th row of weights, and the thread's part of the scales.
+// The global-to-shared copies that one thread issues. In each step along k it copies one 16-byte chunk of every
+// A_ROWS-th row of tokens, one chunk of every B_ROWS-th row of weights, and some of the scales. BY_STEPS: weights are
+// [experts, k, n].
 template <class Form> struct MmaCopies {
     using Block = typename Form::Block;
     static constexpr int TOKENS = Block::TOKENS, WEIGHTS = Block::WEIGHTS, THREADS = Block::THREADS;
@@ -17,21 +19,22 @@ template <class Form> struct MmaCopies {
     static constexpr int B_CHUNKS = Form::B_LINE / 16, B_ROWS = THREADS / B_CHUNKS;
     static constexpr int B_LINES = BY_STEPS ? Block::STEP : WEIGHTS; // rows of weights in a stage
     static constexpr int A_COPIES = (TOKENS + A_ROWS - 1) / A_ROWS, B_COPIES = (B_LINES + B_ROWS - 1) / B_ROWS;
-    // Distance between the rows of two successive copies in the expert's weights. With HALVES, B_ROWS rows of the tile
-    // are B_ROWS / 2 gates and their ups.
+    // Two successive copies of weights are this many rows apart in the expert's weights. With HALVES, B_ROWS rows of
+    // the tile are B_ROWS / 2 gates and their ups.
     static constexpr int B_APART = HALVES ? B_ROWS / 2 : B_ROWS;
     static_assert(A_ROWS % 8 == 0 && B_ROWS % (GATED && !BY_STEPS ? 16 : 8) == 0, "");
     static_assert(!BY_STEPS || B_LINES % B_ROWS == 0, "");
 
-    // Rows of `a`. The array belongs to the kernel. As a member it would cost registers, because the compiler splits a
-    // struct with an array into registers only after it has unrolled all loops over the array.
+    // Rows of `a` that this thread copies. The array is a variable of the kernel. As a member it would cost registers,
+    // because the compiler splits a struct with an array into registers only after it has unrolled all loops over the
+    // array.
     int (&tokens)[A_COPIES];
     const unsigned shared_at;
     const int a_row, a_chunk, b_row, b_chunk;
     const unsigned a_to, b_to;
     const long long a_pitch, b_pitch; // bytes of a row in memory
-    const char *b_from, *a_from;      // chunk of the next step in row 0
-    int weight, last_weight;          // first row of weights, and last valid row; BY_STEPS: steps along k
+    const char *b_from, *a_from;      // the thread's chunk of the next step, in row 0
+    int weight, last_weight;          // first row of weights, last valid row; BY_STEPS: indices along k
     int steps;
     typename Form::ScaleCopies scales;
 
@@ -63,8 +66,8 @@ template <class Form> struct MmaCopies {
         scales.begin(p, tile, me);
     }
 
-    // Start the copies of a step to the stage at byte `to` of shared memory. Steps must be started in order; past the
-    // last step nothing is copied. Each call commits one group. Numbers past k become 0.
+    // Start the copies of a step to the stage at byte `to` of shared memory. Steps must be started in order. Nothing is
+    // copied past the last step, but each call commits a cp.async group. Numbers past k become 0.
     __device__ __forceinline__ void start(int step, unsigned to) {
         if (step < steps) {
             const int a_left = int(a_pitch) - a_chunk * 16 - step * Form::A_LINE; // bytes left in the row
@@ -89,7 +92,7 @@ template <class Form> struct MmaCopies {
     }
 };
 
-// Scale copies of a form whose scales do not change along k: none.
+// ScaleCopies of a form whose scales do not change along k. It copies nothing.
 template <class Block> struct NoScaleCopies {
     __device__ __forceinline__ void begin(const GemmParams&, const MmaTile<Block>&, const MmaThread<Block>&) {}
     __device__ __forceinline__ void start(int, unsigned) {}

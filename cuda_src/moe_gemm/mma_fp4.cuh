@@ -4,14 +4,14 @@
 // neighbours of every 32 numbers: one register of weights and 16 bytes of tokens. Nibbles i and i + 4 of the register
 // become a pair of 16-bit numbers by one shift and a mask. So numbers i and i + 4 of the tokens are paired too.
 //
-// A nibble has a sign, two exponent bits and one mantissa bit. Its last three bits are moved to the lowest two exponent
+// A nibble has a sign, two exponent bits and one mantissa bit. The last three bits are moved to the lowest two exponent
 // bits and the highest mantissa bit of T. The result is the number times 2^-126 (bfloat16) or 2^-14 (float16), also for
-// subnormal numbers. The factor of the pair is its scale times 2^126 or 2^14, divided by MISSING. The full power of two
-// would overflow the factor, so the sums are multiplied by MISSING at the end.
+// subnormal numbers. To undo this, a pair is multiplied by a factor: its scale times 2^126 or 2^14, divided by MISSING.
+// Without this division the factor would overflow. Instead, the finished sums are multiplied by MISSING.
 //
-// The factors are exact for all e4m3 scales, and in bfloat16 for E8M0 scales from 2^-100 to 2^33; larger E8M0 scales
-// count as infinite. In float16 E8M0 scales would leave the range of T. There sums over 32 numbers are multiplied by
-// the scale in float32 instead.
+// The factors are exact for all e4m3 scales. In bfloat16 they are exact for E8M0 scales from 2^-100 to 2^33; larger
+// E8M0 scales count as infinite. In float16, E8M0 scales would leave the range of T. So the sum over the 32 numbers of
+// a scale is multiplied by the scale in float32 instead.
 #pragma once
 #include "common/fp8.cuh"
 #include "common/mma.cuh"
@@ -30,14 +30,14 @@ template <typename T, int I> __device__ __forceinline__ unsigned nibbles_to_pair
 // Layout of a stage in shared memory, one step along k: tokens, weights, scales (one per GROUP numbers).
 //
 // 16-byte chunks are swizzled so that the chunks that eight lanes read or write at once are in different banks. FOLDED:
-// of 64 numbers along k a lane has 16 neighbours, which share a scale: 2 chunks of tokens and 8 bytes of weights.
-// Otherwise a lane has 8 neighbours of each 32 numbers.
+// scales are multiplied into the weights. A lane then has 16 consecutive numbers of every 64 along k, which share a
+// scale: 2 chunks of tokens and 8 bytes of weights. If not FOLDED, a lane has 8 consecutive numbers of every 32.
 template <class Block_, int GROUP, bool FOLDED> struct Fp4Layout {
     using Block = Block_;
     static constexpr int A_LINE = Block::STEP * 2, B_LINE = Block::STEP / 2; // bytes of a row
     static constexpr int GROUPS = Block::STEP / GROUP;                       // scales of a row
-    // Slot of a row's scales. It has one extra word, because cp.async copies whole words and scales may begin inside a
-    // word.
+    // A slot is the space for one row's scales. It has one extra word, because cp.async copies whole words and the
+    // scales may begin in the middle of a word.
     static constexpr int SLOT_WORDS = GROUPS / 4 + 1, SLOT = SLOT_WORDS * 4;
     static constexpr int B = Block::TOKENS * A_LINE, SCALES = B + Block::WEIGHTS * B_LINE;
     static constexpr int BYTES = (SCALES + Block::WEIGHTS * SLOT + 127) / 128 * 128;
@@ -57,7 +57,7 @@ template <class Block_, int GROUP, bool FOLDED> struct Fp4Layout {
     static __device__ __forceinline__ long long b_bytes(int k) { return k / 2; }
 };
 
-// Copies of group scales (one per GROUP numbers), as whole words to the row's slot.
+// Copies the group scales (one per GROUP numbers) of each row as whole words to the row's slot in a stage.
 template <class Block, int GROUP> struct GroupScaleCopies {
     static constexpr int GROUPS = Block::STEP / GROUP, SLOT_WORDS = GROUPS / 4 + 1;
 
@@ -94,8 +94,9 @@ template <class Block, int GROUP> struct GroupScaleCopies {
     }
 };
 
-// MXFP4 scales: 2^(byte - 127) for every 32 numbers. `of_lane` returns which of a row's scales in a block of 64 numbers
-// a lane needs. `factor` returns the scale times 2^126, divided by MISSING, in both halves of a register.
+// MXFP4 scales: 2^(byte - 127) for every 32 numbers. `of_lane` returns the index, among a row's scales in a step, of
+// the scale that a lane needs in a block of 64 numbers. `factor` returns the scale times 2^126, divided by MISSING, in
+// both halves of a register.
 template <typename T> struct E8m0Scale {
     static constexpr int GROUP = 32;
     static constexpr float MISSING = IS_BFLOAT16<T> ? 0x1p32f : 0x1p14f;
@@ -116,16 +117,16 @@ template <typename T> struct E4m3Scale {
         unsigned pairs[2];
         to_halves<__nv_fp8_e4m3>(pairs, scale * 0x0101);
         if constexpr (IS_BFLOAT16<T>) {
-            const float factor = __half2float(__ushort_as_half((unsigned short)pairs[0])) * 0x1p94f; // 2^126 * 2^-32
+            const float factor = __half2float(__ushort_as_half((unsigned short)pairs[0])) * 0x1p94f; // * 2^126 * 2^-32
             return pack<T>(factor, factor);
         } else {
-            return multiply_pairs<T>(pairs[0], 0x58005800); // 2^14 * 2^-7
+            return multiply_pairs<T>(pairs[0], 0x58005800); // scale * 2^14 * 2^-7
         }
     }
 };
 
-// Arrays of Fp4Products. The other structs have no arrays: the compiler splits a struct with an array into registers
-// only after it has unrolled all loops over the array, which costs registers.
+// All arrays of the mainloop (Fp4Products). The other structs have no arrays, because the compiler splits a struct with
+// an array into registers only after it has unrolled all loops over the array, which costs registers.
 template <int M, int N> struct Fp4Registers {
     uint2 nibbles[N];       // weights of each MMA tile, 16 per lane
     unsigned factors[N];    // FoldedScales: factors of the weights, as pairs
@@ -135,9 +136,9 @@ template <int M, int N> struct Fp4Registers {
     float group_factors[2]; // GroupScales: the scales of the two columns
 };
 
-// Return the byte offset of tile row r + 8's first scale in its slot, minus the offset of row r's. With interleaved
-// gates, row r + 8 of the tile follows row r in the weights, so its scales may start at another byte of a word.
-// Otherwise the two rows are a multiple of 8 rows apart, and the difference is 0.
+// The scales of a row start at byte 0, 1, 2 or 3 of its slot. Return this start for row `r + 8` of the tile minus the
+// start for row r. With interleaved gates, row `r + 8` of the tile follows row r in the weights, so the starts may
+// differ. Otherwise the two rows are a multiple of 8 rows apart in the weights, and the difference is 0.
 template <class Form, typename SlotOf> __device__ __forceinline__ int shift_of_up(int r, const SlotOf& slot_of) {
     if constexpr (Form::Block::GATED && !Form::Block::HALVES) return slot_of(r + 8) - slot_of(r) - 8 * Form::SLOT;
     return 0;
@@ -156,7 +157,8 @@ template <typename T, class Form> struct FoldedScales {
                                             const SlotOf& slot_of)
         : r(r), me(me), slot_at(slots_at + slot_of(me.row)), shift(shift_of_up<Form>(me.row, slot_of)) {}
 
-    // Load MMA tile n of 64 numbers along k from `line`. A lane has 16 neighbours, which share a scale.
+    // Load the lane's weights of MMA tile n: 16 numbers of block `block`, which share a scale. A block is 64 numbers
+    // along k. `line`: the lane's row of weights in the stage.
     __device__ __forceinline__ void load(const char* stage, const char* line, int block, int n) {
         r.nibbles[n] = *reinterpret_cast<const uint2*>(line + (block * 32 ^ (me.row & 2) * 16) + me.pair * 8);
         const int at = slot_at + n * 8 * Form::SLOT + (n % 2 ? shift : 0);
@@ -195,7 +197,8 @@ template <typename T, class Form> struct GroupScales {
         r.slots_at[0] = slots_at + slot_of(me.pair * 2), r.slots_at[1] = slots_at + slot_of(me.pair * 2 + 1);
     }
 
-    // Load MMA tile n of 64 numbers along k from `line`. A lane has 8 neighbours of each 32 numbers.
+    // Load the lane's weights of MMA tile n: 8 of every 32 numbers of block `block`. A block is 64 numbers along k.
+    // `line`: the lane's row of weights in the stage.
     __device__ __forceinline__ void load(const char*, const char* line, int block, int n) {
         const int at = (block * 2 ^ (me.row >> 1 & 3)) * 16 + me.pair * 4;
         r.nibbles[n].x = *reinterpret_cast<const unsigned*>(line + at);
@@ -285,7 +288,7 @@ template <typename T, class Form> struct Fp4Products : Fp4Registers<Form::Block:
     }
 };
 
-// Factor of the finished sums: MISSING, with NVFP4 times the expert's global scale.
+// Factor of the finished sums: MISSING or, with NVFP4, MISSING times the expert's global scale.
 template <class Form> struct GlobalFactor {
     using Block = typename Form::Block;
     float factor;

@@ -7,7 +7,7 @@
 // Layout of a stage in shared memory, one step along k: tokens, weights, scales. ITEM: bytes of a number.
 //
 // 16-byte chunks are swizzled: chunk c of row r is stored at chunk c ^ (r % 8), or c ^ (r / 2 % 4) in rows of 64 bytes.
-// So the chunks c of the 8 rows that ldmatrix reads at once are in different banks.
+// So when ldmatrix reads the same chunk of 8 rows at once, the 8 chunks are in different banks.
 template <class Block_, int ITEM, int SCALE_BYTES> struct LdmatrixLayout {
     using Block = Block_;
     static constexpr int A_LINE = Block::STEP * ITEM, B_LINE = A_LINE; // bytes of a row
@@ -43,9 +43,9 @@ template <typename T> struct ProductsOf16Bits {
     }
 };
 
-// MMAs of e4m3: 32 numbers along k, converted to float16, which is exact. The four neighbours along k in a register
-// become two pairs, one for each half of an MMA's 16 numbers. This permutes k, but equally for tokens and weights, so
-// the sum has the same terms.
+// MMAs of e4m3: 32 numbers along k, converted to float16, which is exact. A register holds four neighbours along k.
+// They become two pairs, one for each half of the 16 numbers of an MMA. This changes the order along k, but in the same
+// way for tokens and weights, so the sum has the same terms.
 struct ProductsOf8Bits {
     template <class Block>
     static __device__ __forceinline__ void multiply(MmaSums<Block>& sums, const MmaFragments<Block>& of) {
@@ -86,7 +86,7 @@ template <class Block> struct BlockScaledSums {
 
     __device__ __forceinline__ void begin() { clear(sums); }
 
-    // Read the scales of a stage: one per token, then one per 8 weights.
+    // Read the scales of a stage: one per token, then one per 8 rows of weights.
     __device__ __forceinline__ void read_scales(const char* from, const MmaThread<Block>& me) {
         const float* const scales = reinterpret_cast<const float*>(from);
 #pragma unroll
@@ -109,8 +109,8 @@ template <class Block> struct BlockScaledSums {
     }
 };
 
-// Mainloop. A step is PARTS parts of 32 bytes of each row (16 or 32 numbers). The fragments of the next part are loaded
-// before the current part is multiplied, also across steps.
+// Mainloop. A step along k is processed in PARTS parts. A part is 32 bytes of each row (16 or 32 numbers). The
+// fragments of the next part are loaded before the current part is multiplied, also across steps.
 template <class Form> struct LdmatrixProducts {
     using Block = typename Form::Block;
     using Fragments = MmaFragments<Block>;
@@ -156,7 +156,8 @@ template <class Form> struct LdmatrixProducts {
             for (int part = 0; part < PARTS; ++part) {
                 if (part == PARTS - 1) {
                     sums.read_scales(shared + stage_at + Form::SCALES, me);
-                    // After this barrier the next stage is complete, and the current stage may be overwritten.
+                    // After this barrier the copies to the next stage are complete, and the current stage may be
+                    // overwritten.
                     cp_async_wait_group<Block::STAGES - 2>();
                     __syncthreads();
                     stage_at = stage_at == LAST_STAGE ? 0 : stage_at + Form::BYTES;
@@ -171,7 +172,8 @@ template <class Form> struct LdmatrixProducts {
     }
 };
 
-// Copies of block scales: one per token, and one per 8 weights, which are in the same block of 128.
+// Copies the block scales: one per token, and one per 8 rows of weights, because these rows are in the same block of
+// 128 rows.
 template <class Block> struct BlockScaleCopies {
     static_assert(Block::TOKENS <= Block::THREADS && Block::WEIGHTS / 8 <= Block::THREADS, "");
     int thread;
@@ -191,15 +193,15 @@ template <class Block> struct BlockScaleCopies {
     }
 };
 
-// Factor of the finished sums without row scales: 1.
+// Factors of a form whose finished sums have no scales: always 1.
 template <class Block> struct NoFactors {
     __device__ __forceinline__ NoFactors(const GemmParams&, const MmaTile<Block>&, const MmaThread<Block>&,
                                          MmaSums<Block>&) {}
     __device__ __forceinline__ float of_row(int) const { return 1.f; }
 };
 
-// Factors of the finished sums: scales of whole rows. The constructor multiplies the sums by the weights' scales.
-// `of_row` returns the scale of a token.
+// Factors of a form with one scale per row of tokens and per row of weights. The constructor multiplies the sums by the
+// weights' scales. `of_row` returns the scale of a token.
 template <class Block> struct RowFactors {
     const GemmParams& p;
     const MmaTile<Block>& tile;
@@ -234,7 +236,7 @@ template <typename T, class Block> struct PlainForm : LdmatrixLayout<Block, 2, 0
     using Factors = NoFactors<Block>;
 };
 
-// FP8 with one scale per row, or one scale in all.
+// FP8 with one scale per row, or a single scale.
 template <class Block> struct Fp8RowForm : LdmatrixLayout<Block, 1, 0>, ProductsOf8Bits {
     using ScaleCopies = NoScaleCopies<Block>;
     using Sums = PlainSums<Block>;

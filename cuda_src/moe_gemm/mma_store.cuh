@@ -4,7 +4,7 @@
 #include "common/warp.cuh"
 #include "moe_gemm/mma_block.cuh"
 
-// Biases of a lane's sums.
+// Adds biases to a lane's sums.
 template <typename T, class Block> struct MmaBiases {
     const MmaTile<Block>& tile;
     const int first; // the lane's first row of the tile's weights
@@ -32,7 +32,8 @@ __device__ __forceinline__ float result(const float (&sums)[Block::N][4], int n,
         return finish<Block::ACTIVATION>(p, biases.add(sums[n][at], factor, n, at % 2));
 }
 
-// Compute the lane's results in row j of its two rows of an MMA tile: a pair for each MMA tile along n.
+// Compute the lane's results in row j (0 or 1) of its two rows of an MMA tile. Each MMA tile along n gives a pair of
+// results.
 template <typename T, class Block>
 __device__ __forceinline__ void pack_row(unsigned (&pairs)[Block::OUT], const float (&sums)[Block::N][4], int j,
                                          float factor, const MmaBiases<T, Block>& biases) {
@@ -44,8 +45,8 @@ __device__ __forceinline__ void pack_row(unsigned (&pairs)[Block::OUT], const fl
     }
 }
 
-// Stores of a warp's results. Neighbouring lanes exchange pairs of two MMA tiles. Each lane then has four neighbouring
-// columns of one MMA tile, which it stores as 8 bytes.
+// Stores a warp's results. Two neighbouring lanes exchange pairs of results of two MMA tiles. Then each lane has four
+// neighbouring columns of one MMA tile and stores them as 8 bytes.
 template <typename T, class Block> struct MmaOutput {
     const MmaTile<Block>& tile;
     const int pair, first;

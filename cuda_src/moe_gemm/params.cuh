@@ -1,21 +1,22 @@
 // Arguments of a grouped GEMM, shared by all kernels of moe_gemm.
 //
-// The group of expert e is rows [offsets[e], offsets[e + 1]). Batched, it is the first offsets[e] of the max_tokens
-// rows from e * max_tokens on. The host knows the number of groups and the total number of rows, but not the offsets:
-// the blocks compute the tiles from the offsets. Rows outside all groups are not written.
+// A group is the rows of one expert: rows [offsets[e], offsets[e + 1]) for expert e. In a batched call each expert has
+// max_tokens rows, starting at row `e * max_tokens`, and its group is the first offsets[e] of them. The host knows the
+// number of groups and the total number of rows, but not the offsets. So the blocks compute the tiles from the offsets.
+// Rows outside all groups are not written.
 #pragma once
 #include "common/hopper.cuh"
 
 struct GemmParams {
     const void* a; // [tokens, k]; batched: [experts, max_tokens, k]
-    // [experts, n, k]; TRANSPOSED: [experts, k, n]. 4-bit weights: [experts, n, k / 2] bytes, even numbers in the low
-    // nibbles.
+    // [experts, n, k]; TRANSPOSED: [experts, k, n]. 4-bit weights: [experts, n, k / 2] bytes, numbers with an even
+    // index in the low nibbles.
     const void* b;
     void* out; // [rows, n]; gated: [rows, n / 2]
     // FP8 with block scales (1 x 128 numbers of a, 128 x 128 numbers of b): a_scale [tokens, ceil(k / 128)], b_scale
-    // [experts, ceil(n / 128), ceil(k / 128)]. FP8 with row scales: a_scale has one scale per token or one in all,
-    // b_scale one per row of weights or one per expert. 4-bit weights: b_scale has bytes, [experts, n, k / 32] of E8M0
-    // or [experts, n, k / 16] of e4m3.
+    // [experts, ceil(n / 128), ceil(k / 128)]. FP8 with row scales: a_scale has one scale per token or a single scale,
+    // b_scale has one scale per row of weights or one per expert. 4-bit weights: b_scale is E8M0 bytes [experts, n, k /
+    // 32] or e4m3 bytes [experts, n, k / 16].
     const float* a_scale;
     const void* b_scale;
     const int* offsets;              // [experts + 1]; batched: [experts], the rows of each group. int32 or int64
@@ -26,14 +27,15 @@ struct GemmParams {
     int max_tokens;                  // batched: rows reserved for each expert; else 0
     int a_scale_step;                // 1: a_scale has a scale per token. 0: one scale
     int b_scale_step;                // 1: b_scale has a scale per row of weights. 0: one per expert
-    int together;                    // WgmmaTiles: tiles of tokens that use one tile of weights before the next one
+    int together;                    // WgmmaTiles: consecutive tiles of tokens that use the same tile of weights
     // Read only with the flags BIASED and BOUNDED of moe_gemm/epilogue.cuh.
     const void* bias;   // [experts, n], float32 or T
     float alpha, limit; // of swigluoai
     int bias_is_float;
 };
 
-// GemmParams with tensor maps for TMA. The boxes are described at the code that copies them.
+// GemmParams with tensor maps for TMA. A box is the rectangle that one TMA copy transfers; the producer code describes
+// the boxes.
 struct MappedGemmParams : GemmParams {
     TensorMap b_map, a_map;
 };

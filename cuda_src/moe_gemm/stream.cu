@@ -6,30 +6,34 @@
 // With FP8 each number of a and b is multiplied by its scale. Sums are in float32 and rounded once. moe_gemm/params.cuh
 // defines the groups.
 //
-// DRAM reaches its full bandwidth only for long contiguous reads. So a warp reads 512 bytes of one row of weights at a
-// time, instead of the 8 rows of an MMA fragment. The warp still uses tensor cores, because scalar conversion and
-// multiplication would take too many instructions. It fills the fragments in an unusual way:
+// DRAM reaches its full bandwidth only for long contiguous reads. So a warp reads 512 contiguous bytes of one row of
+// weights at a time, and not a few bytes of each of the 8 rows of an MMA fragment. The warp still uses tensor cores,
+// because scalar conversion and multiplication would take too many instructions. It fills the fragments in an unusual
+// way:
 //
 //   A, rows 0 to 7     8 segments along k of one row of weights; a segment is 4 lanes x 16 bytes
-//   A, rows 8 to 15    the same of a second row of weights: gated, the up of the first; otherwise the next row
-//   B, columns 0 to 7  the same 8 segments of one token
+//   A, rows 8 to 15    8 segments of a second row of weights: if gated, the up of the first row; else the next row
+//   B, columns 0 to 7  the 8 segments of one token at the same indices along k
 //
-// Only the diagonal of an 8 x 8 result multiplies matching segments, so its trace is one output. The other 56 sums are
-// not used. They cost no time, because the tensor cores would be idle.
+// Element (i, j) of an 8 x 8 result is the product of segment i of the weights and segment j of the token. Only the
+// diagonal multiplies matching segments, so the sum of the diagonal is one output. The other 56 elements are not used.
+// They cost no time, because the tensor cores would otherwise be idle.
 //
-// Lane (g, q) = (lane / 4, lane % 4) has one unit of 16 bytes of every 512, of weights and of tokens. In an MMA these
-// are numbers 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 along k, in row g of A and in column g of B.
+// A unit is 16 bytes along k. Of every 512 bytes of a row of weights or of a token, each lane has one unit. With g =
+// lane / 4 and q = lane % 4, each MMA takes four numbers of the unit as numbers `2 * q`, `2 * q + 1`, `2 * q + 8` and
+// `2 * q + 9` along k, in row g of A (weights) or column g of B (token).
 //
 // Grid: x is over pairs of rows of weights, y over at least the tiles of TOKENS rows in all groups. A block has WARPS
-// warps with PAIRS pairs each. Blocks without a tile exit at once. Every tile reads all weights of its expert, so
-// TOKENS is the expected maximum of rows per group.
+// warps with PAIRS pairs each. Blocks without a tile exit at once. Every tile reads all weights of its expert. So the
+// host chooses TOKENS as the expected maximum of rows per group.
 //
-// Speed of light: the bytes of the weights, experts * n * k numbers. One row per expert on an H200, in bfloat16:
+// Speed of light: the time to read the weights, experts * n * k numbers. The table shows this lower bound as a share of
+// the measured time, with one row per expert on an H200, in bfloat16:
 //
-//   2 experts, n = 28672, k = 4096   100% of the memory floor, 108 us
+//   2 experts, n = 28672, k = 4096   100%, 108 us
 //   2 experts, n = 4096, k = 14336   99%
 //   8 experts, n = 1536, k = 2048    85%
-//   8 experts, n = 2048, k = 768     72%: in 8 us the start of the kernel counts
+//   8 experts, n = 2048, k = 768     72%: of only 8 us, the start of the kernel is a large part
 #include "common/fp8.cuh"
 #include "common/hopper.cuh"
 #include "common/mma.cuh"
@@ -37,15 +41,16 @@
 #include "moe_gemm/epilogue.cuh"
 #include "moe_gemm/groups.cuh"
 
-// Task of a warp: multiply the pairs of rows of weights from `pair` on by `count` tokens from row `first` on.
+// Work item of a warp: multiply its pairs of rows of weights, which start at pair `pair` of the expert's `pairs` pairs,
+// by the `count` tokens of the rows that start at `first`.
 template <int ACTIVATION_> struct StreamTask {
     static constexpr int ACTIVATION = ACTIVATION_;
     const GemmParams& p;
     const int first, count;
     const int pairs, pair;
 
-    // Return the expert's row for row i of the warp's weights: rows 2 j and 2 j + 1 are pair j, clamped to the last
-    // pair.
+    // Return the row of the expert's weights for row i of the warp's weights. Rows `2 * j` and `2 * j + 1` of the warp
+    // are its pair j. Pairs past the last pair are clamped to the last pair.
     __device__ __forceinline__ int weight_of(int i) const {
         const int mine = min(pair + i / 2, pairs - 1);
         return has_halves(ACTIVATION) ? mine + i % 2 * pairs : 2 * mine + i % 2;
@@ -70,7 +75,7 @@ template <typename T, class Task> struct PlainUnits {
         mma_m16n8k16<T>(sums, high, x.z, x.w);
     }
 
-    // Return the sum for token t and row i of the warp's weights, multiplied by their row scales (here none).
+    // Return the sum for token t and row i of the warp's weights, multiplied by their row scales. PLAIN has no scales.
     __device__ __forceinline__ float scaled(float sum, int, int) const { return sum; }
 };
 
@@ -79,7 +84,8 @@ struct Fp8Registers {
     float part[4];
     unsigned words[3][4], halves[3][2], both[4];
 
-    // Multiply two units of 16 weights by a unit of 16 numbers of a token, and add to `sums`.
+    // Multiply two units (16 numbers along k) of a pair of weight rows by a unit of a token, and add the products to
+    // `sums`.
     __device__ __forceinline__ void multiply(float (&sums)[4], const uint4& w0, const uint4& w1, const uint4& x) {
         words[0][0] = w0.x, words[0][1] = w0.y, words[0][2] = w0.z, words[0][3] = w0.w;
         words[1][0] = w1.x, words[1][1] = w1.y, words[1][2] = w1.z, words[1][3] = w1.w;
@@ -120,12 +126,12 @@ template <class Task> struct Fp8RowUnits {
     }
 };
 
-// FP8 with BLOCK_SCALES: the sums of a unit are multiplied by the unit's scales and then added.
+// FP8 with BLOCK_SCALES: the sums over a unit are multiplied by the unit's scales and then added to `sums`.
 template <class Task> struct Fp8BlockUnits {
     static constexpr int NUMBERS = 16;
     using Registers = Fp8Registers;
     const Task& task;
-    const int blocks; // of 128 along k
+    const int blocks; // number of blocks of 128 numbers along k
     const float* const b_scale;
 
     __device__ __forceinline__ Fp8BlockUnits(const Task& task, int expert)
@@ -162,8 +168,8 @@ template <typename T, class Task> struct UnitsOf<T, FP8, true, Task> {
     using Type = Fp8BlockUnits<Task>;
 };
 
-// Load LOADS units of each row of the warp's weights, every 32nd unit from at + lane on. Units past the `loads` units
-// of a row are 0.
+// Load LOADS units of each row of the warp's weights: unit `at + lane` and then every 32nd unit. A row has `loads`
+// units; units past the last one are 0.
 template <int ROWS, int LOADS, class Task>
 __device__ __forceinline__ void load_weights(uint4 (&w)[ROWS][LOADS], const Task& task, const uint4* weights, int loads,
                                              int at, int lane) {
@@ -175,12 +181,13 @@ __device__ __forceinline__ void load_weights(uint4 (&w)[ROWS][LOADS], const Task
                 load_or_zero(weights + (unsigned(task.weight_of(j)) * loads + at + 32 * i), at + 32 * i + lane < loads);
 }
 
-// Diagonal of an 8 x 8 result. If q = g / 2, lane (g, q) has sum (g, g), in the odd one of its two registers if g is
-// odd.
+// Diagonal of the 8 x 8 result in an accumulator fragment. With g = lane / 4 and q = lane % 4, lanes with `q == g / 2`
+// hold element (g, g) (here). Of a lane's two registers for row g, the second holds it if g is odd (odd).
 struct Diagonal {
     const bool here, odd;
 
-    // Return the trace for row 0 or 1 of a pair.
+    // Sum the diagonal across the warp. The sum is the dot product of the token and row `row` (0 or 1) of the pair of
+    // weight rows.
     __device__ __forceinline__ float trace(const float (&sums)[4], int row) const {
         const float mine = odd ? sums[2 * row + 1] : sums[2 * row];
         return lanes_sum<32>(here ? mine : 0.f);

@@ -2,14 +2,15 @@
 //
 //   out[r, j] = sum over i of a[r, i] * b[0, j, i], or the activation of such sums as in moe_gemm/stream.cu
 //
-// for the rows r of the group of expert 0. The method is explained in the header of moe_gemm/stream.cu. With one expert
-// no tile has to be found first, so a warp loads the offsets and all its weights at once. SPLIT warps share a row of
-// weights if the row is too long for one warp, or if there are few rows. Their sums are added in shared memory.
+// for the rows r of the group of expert 0. The header of moe_gemm/stream.cu explains the method. With one expert no
+// search for a tile precedes the loads, so a warp loads the offsets and all its weights at once. SPLIT > 1 warps divide
+// a row of weights among them if the row is too long for one warp, or if there are few rows. Their sums are added in
+// shared memory.
 //
 // Grid: x is over pairs of rows of weights, y over tiles of TOKENS rows. A block has PAIRS * ONE_WARPS / SPLIT pairs.
 //
-// Speed of light: the bytes of the weights, n * k numbers. If all blocks are resident at once (as for weights of 20
-// MB), all loads are in flight together, and the memory latency is paid once.
+// Speed of light: the time to read the weights, n * k numbers. If all blocks are resident at once (as for weights of 20
+// MB), all loads are in flight together, and the memory latency adds to the time only once.
 #include "common/overlap.cuh"
 #include "moe_gemm/groups.cuh"
 #include "moe_gemm/stream_rows.cuh"
@@ -17,7 +18,8 @@
 constexpr int ONE_WARPS = 4;
 
 // T: __nv_bfloat16 or __half. ACTIVATION: see moe_gemm/epilogue.cuh. PAIRS: pairs of rows of weights per warp. LOADS:
-// units of a row that a lane loads at once. SPLIT: warps that share a row. BLOCKS: resident blocks per multiprocessor.
+// units (16 bytes) of a row that a lane loads at once. SPLIT: warps that share a row. BLOCKS: resident blocks per
+// multiprocessor.
 template <typename T, int TOKENS, int ACTIVATION, int PAIRS, int LOADS, int SPLIT, int BLOCKS>
 __global__ __launch_bounds__(ONE_WARPS * 32, BLOCKS) void gemm_stream_one(const __grid_constant__ GemmParams p) {
     begin_behind_earlier_kernels();
@@ -39,7 +41,8 @@ __global__ __launch_bounds__(ONE_WARPS * 32, BLOCKS) void gemm_stream_one(const 
                 const unsigned row = row_of_pair<ACTIVATION>(min(pair + j / 2, pairs - 1), j % 2, pairs);
                 w[j][i] = load_or_zero(weights + (row * loads + at + 32 * i), at + 32 * i + lane < loads);
             }
-        // The first use of the offsets, after the weight loads: the warp waits for the offsets here.
+        // This is the first use of the offsets. It comes after the weight loads, because the warp waits for the offsets
+        // here.
         first = group.first + blockIdx.y * TOKENS, count = min(group.first + group.count - first, TOKENS);
 #pragma unroll
         for (int t = 0; t < TOKENS; ++t) {

@@ -6,11 +6,11 @@
 // The sums are bit-identical to moe_gemm/stream.cu. Rows whose expert is not in these weights are not written. An
 // expert that two tokens chose is read twice, the second time from L2.
 //
-// Grid: as many blocks of WARPS warps as are resident at once. A strip is PAIRS pairs of rows of weights for one row of
-// the result. Strips are dealt to the warps round-robin.
+// Grid: as many blocks of WARPS warps as are resident at once. A strip, the work item of a warp, is PAIRS pairs of rows
+// of weights for one row of the result. Strips are dealt to the warps round-robin.
 //
-// Speed of light: the bytes of the weights of the rows' experts, n * k numbers each. A warp reads the ids once and then
-// streams weights. A layer of one token (this kernel and stream_summed.cu) on an H200:
+// Speed of light: the time to read the weights of the rows' experts, n * k numbers per expert. A warp reads the ids
+// once and then only reads weights. Times of a layer with one token (this kernel and stream_summed.cu) on an H200:
 //
 //                   these kernels   weights alone at 4.8 TB/s   sort, gemm_stream, unpermute_rows
 //   Qwen3-30B-A3B   23.7 us         15.7 us (8 experts)         26.5 us

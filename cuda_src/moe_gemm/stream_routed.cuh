@@ -1,4 +1,5 @@
-// Streaming of the weights of the experts that the router chose. The kernels read the router's ids, without a sort.
+// Stream the weights of the experts that the router chose. The kernels read the router's ids directly, so no sort of
+// the tokens precedes them.
 #pragma once
 #include "moe_gemm/stream_rows.cuh"
 
@@ -36,17 +37,18 @@ struct RoutedRows {
     __device__ __forceinline__ int expert_of_row(int row) const { return __shfl_sync(FULL_WARP, expert, row); }
 };
 
-// Work item of a warp: PAIRS pairs of rows of an expert's weights, from pair `pair` on, for row `row`.
+// Work item of a warp: multiply PAIRS pairs of rows of an expert's weights, starting at pair `pair`, for row `row` of
+// the result.
 struct Strip {
     int row, expert, pair;
 };
 
-// Stream strips first, first + step, ... up to `end`. `strips` has these functions:
+// Compute strips `first`, `first + step`, ... below `end`. `strips` has these functions:
 //   at(i)                returns strip i
 //   source_of(row)       returns the row of `a` for a strip's row
 //   finish(strip, sums)  stores the sums of a strip
-// As soon as a unit is multiplied, its registers are loaded again, also for the next strip, so loads are always in
-// flight. LOADS: units of a row that a lane loads at once.
+// As soon as a unit (16 bytes of weights) is multiplied, its registers are loaded with a later unit, also of the next
+// strip. So loads are always in flight. LOADS: units of a row that a lane loads at once.
 template <typename T, int ACTIVATION, int PAIRS, int LOADS, class Strips>
 __device__ __forceinline__ void stream_strips(const GemmParams& p, const Strips& strips, int first, int end, int step) {
     if (first >= end) return;

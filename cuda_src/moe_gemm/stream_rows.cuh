@@ -1,4 +1,5 @@
-// Functions of the kernels that stream rows of weights through tensor cores. moe_gemm/stream.cu explains the method.
+// Functions of the GEMV-like kernels that stream rows of weights through tensor cores. The header of moe_gemm/stream.cu
+// explains the method.
 #pragma once
 #include "common/hopper.cuh"
 #include "common/mma.cuh"
@@ -7,12 +8,13 @@
 
 constexpr int STREAM_UNIT = 8; // 16-bit numbers in a unit of 16 bytes
 
-// Return row `side` of a pair of rows of weights. A pair is the gate and the up of an output, or two neighbours.
+// Return row `side` of a pair of rows of weights. A pair is the gate and the up of an output or, if not gated, two
+// neighbouring rows.
 template <int ACTIVATION> __device__ __forceinline__ int row_of_pair(int pair, int side, int pairs) {
     return has_halves(ACTIVATION) ? pair + side * pairs : 2 * pair + side;
 }
 
-// Multiply units of two rows of weights by a unit of a token, and add to `sums`.
+// Multiply a unit (16 bytes along k) of two rows of weights by a unit of a token, and add the products to `sums`.
 template <typename T>
 __device__ __forceinline__ void multiply_units(float (&sums)[4], const uint4& w0, const uint4& w1, const uint4& x) {
     const unsigned low[4] = {w0.x, w1.x, w0.y, w1.y}, high[4] = {w0.z, w1.z, w0.w, w1.w};
@@ -20,7 +22,8 @@ __device__ __forceinline__ void multiply_units(float (&sums)[4], const uint4& w0
     mma_m16n8k16<T>(sums, high, x.z, x.w);
 }
 
-// Return the trace of an 8 x 8 result of segments of weights and of a token. Lane (g, q) has sum (g, g) if q = g / 2.
+// Return the dot product of a token and row `side` (0 or 1) of a pair of weight rows. It is the sum of the diagonal of
+// an 8 x 8 accumulator fragment. With g = lane / 4 and q = lane % 4, lanes with `q == g / 2` hold element (g, g).
 __device__ __forceinline__ float trace_of(const float (&sums)[4], int side, int lane) {
     const float mine = lane / 4 % 2 ? sums[2 * side + 1] : sums[2 * side];
     return lanes_sum<32>(lane % 4 == lane / 8 ? mine : 0.f);

@@ -6,31 +6,33 @@
 //
 // Sums are in float32 and rounded once. moe_gemm/params.cuh defines the groups.
 //
-// wgmma has M = 64 and N any multiple of 8. Groups have any number of rows, so the rows of a group, called tokens here,
-// are the N side, and weights are the M side. A tile of few tokens then costs little. Rows that TMA copies past a
-// group's end only affect columns that are not written. Every tile of a group reads all weights of the expert. So a
-// group has as few token tiles as possible, of about equal size, and a tile uses the smallest of WIDTHS that holds it.
+// wgmma has M = 64, and N is any multiple of 8 up to 256. Groups have any number of rows, so the rows of a group,
+// called tokens here, are the N side, and weights are the M side. A tile of few tokens then takes little time, because
+// N is small. TMA may copy rows past a group's end; they only affect columns of the product that are not written. Every
+// token tile of a group reads all weights of the expert. So a group has as few token tiles as possible, of about equal
+// size. The N of a tile is the smallest of WIDTHS that is at least its number of tokens.
 //
 // Grid: CLUSTER * (number of resident clusters) persistent blocks of gemm_threads(TOKENS) threads. A tile is 128 rows
 // of weights times up to TOKENS tokens. The blocks of a cluster have the same tokens and neighbouring weights. Each
-// block copies every CLUSTER-th box of tokens, by multicast to the whole cluster.
+// block copies every CLUSTER-th box of tokens (the tokens of one TMA copy), by multicast to the whole cluster.
 //
-//   warp 8           finds tiles; copies 64 numbers along k per stage to a ring of STAGES stages, by TMA. It may be a
-//                    whole ring ahead of the consumers, also across tiles. GATHER: see moe_gemm/wgmma_gather.cuh
+//   warp 8           finds tiles; copies 64 numbers along k per stage to a ring of STAGES stages, by TMA. It runs up to
+//                    STAGES stages ahead of the consumers, also across tiles. GATHER: see moe_gemm/wgmma_gather.cuh
 //   warpgroup w < 2  multiplies weights 64 w to 64 w + 63 of a tile, and writes the results
 //
 // A stage is full when its bytes have arrived. A stage is empty when all consumer warps of all blocks that receive it
 // have released it.
 //
-// Gated, a tile of weights is 8 gates, their 8 ups, the next 8 gates, and so on. A thread has the sums of a gate and of
-// its up, in rows lane / 4 and lane / 4 + 8 of its warp's 16 rows.
+// If gated, a tile of weights is 8 gates, their 8 ups, the next 8 gates, and so on. A thread has the sums of a gate and
+// of its up, in rows `lane / 4` and `lane / 4 + 8` of its warp's 16 rows.
 //
-// With the largest tiles the second warpgroup stays one stage behind the first. One warpgroup multiplies while the
-// other writes, so the tensor cores always have work. These tiles are taken in the order of their sizes, and the last
-// tile of a group may have up to 32 tokens past 256 (moe_gemm/wgmma_tiles.cuh).
+// With the largest tiles (TOKENS > 128) the second warpgroup stays one stage behind the first. One warpgroup multiplies
+// while the other writes its results, so the tensor cores always have work. These tiles are scheduled from the largest
+// to the smallest, and the last tile of a group may have up to 32 tokens past 256 (moe_gemm/wgmma_tiles.cuh).
 //
-// Speed of light: the bytes of the weights up to some 200 rows per expert, then 2 * rows * n * k operations. Shares of
-// the floor on an H200, with n = 4096, k = 7168 unless noted:
+// Speed of light: up to some 200 rows per expert the time to read the weights, then the time of 2 * rows * n * k
+// operations. The table shows this lower bound as a share of the measured time, on an H200, with n = 4096, k = 7168
+// unless noted:
 //
 //   256 experts x 8 rows               100%
 //   64 x 64 rows                       97%
@@ -104,9 +106,9 @@ __device__ __forceinline__ void load_tiles(const MappedGemmParams& p, WgmmaShare
     __syncwarp();
 }
 
-// Sum a warpgroup's part of a tile of at most WIDTH tokens. `a`, `b`: descriptors of the weights and the tokens in
-// stage 0, both K-major; TURNED weights are described in moe_gemm/wgmma_transposed.cuh. `skewed_after`: the step after
-// which the other warpgroup may begin, or -1.
+// Compute a warpgroup's sums of a tile of at most WIDTH tokens. `a`, `b`: descriptors of the weights and the tokens in
+// stage 0, both K-major. For weights that are [experts, k, n] in memory, `a` is described in
+// moe_gemm/wgmma_transposed.cuh. `skewed_after`: the step after which the other warpgroup may begin, or -1.
 template <typename T, int WIDTH, int CLUSTER, bool STREAMED, int REGISTERS, typename Shared, int STAGES, typename A>
 __device__ __forceinline__ void sum_tile(float (&c)[REGISTERS], Shared& shared, RingPlace<STAGES>& place, int steps,
                                          int skewed_after, A a, unsigned long long b) {
@@ -194,7 +196,7 @@ template <typename, int, int TOKENS, int STAGES, int CLUSTER, int, bool, bool GA
 constexpr Launch gemm_wgmma_launch() {
     using Shared = WgmmaShared<TOKENS, STAGES>;
     constexpr int WARPS = GATHER ? gather_warps(TOKENS) : 1;                  // producer warps
-    constexpr int SORTED = is_largest(TOKENS) ? WARPS * MAX_SORTED : 0;       // bytes of the warps' orders of groups
+    constexpr int SORTED = is_largest(TOKENS) ? WARPS * MAX_SORTED : 0;       // bytes of the warps' sorted expert lists
     constexpr int SOURCES = GATHER ? TOKENS / CLUSTER * int(sizeof(int)) : 0; // bytes of the row indices to gather
     return {GATHER ? gather_threads(TOKENS) : gemm_threads(TOKENS),
             1024 + Shared::REST + int(sizeof(Shared)) + SORTED + SOURCES, box_of(TOKENS)};

@@ -2,14 +2,15 @@
 //
 // A TMA box is one row. The swizzle depends only on address bits, so a row that is copied alone is placed correctly in
 // the swizzled tile. The producer warps of all blocks of a cluster share the rows of a tile, and multicast each row to
-// the whole cluster. Otherwise every block would read the tokens from L2, which exceeds the L2 bandwidth. A warp has
-// neighbouring rows of a tile, a multiple of 4. Rows past the tile's tokens only affect columns that are not written.
+// the whole cluster. Without multicast every block would read all tokens from L2, which exceeds the L2 bandwidth. Each
+// warp copies neighbouring rows of a tile; their number is a multiple of 4. Rows past the tile's tokens only affect
+// columns of the product that are not written.
 //
 // A stage is full when its bytes have arrived and every producer warp of the block has arrived at the barrier. Warp 0
 // arrives once more, when it announces the number of bytes (expect_tx).
 //
-// Copying by cp.async to the warp's own block, and from there to the other block, takes 1.4 times as long for 8 x 1024
-// rows on an H200.
+// A variant that copies rows by cp.async to the warp's own block, and from there to the other block, takes 1.4 times as
+// long for 8 x 1024 rows on an H200.
 #pragma once
 #include "common/cluster.cuh"
 #include "common/mma.cuh"
@@ -41,8 +42,9 @@ __device__ __forceinline__ void load_row(unsigned to, const TensorMap& map, int 
                      : "memory");
 }
 
-// Return true in one lane of the warp, always the same lane. Here the compiler knows that only one lane is active. With
-// `lane == 0` it does not, and wraps each instruction that needs warp-uniform operands, such as TMA's, in a loop.
+// Return true in one lane of the warp, always the same lane. The compiler knows that only one lane is active in the
+// branch. After a test of `lane == 0` it does not know this, and wraps each instruction that needs warp-uniform
+// operands, such as a TMA copy, in a loop.
 __device__ __forceinline__ bool elect_one() {
     unsigned elected;
     asm volatile("{ .reg .pred elected;\n"
@@ -53,7 +55,7 @@ __device__ __forceinline__ bool elect_one() {
 }
 
 // Run a producer warp. Shared memory after `shared` holds the row indices that each warp gathers, then (largest tiles
-// only) each warp's order of groups.
+// only) each warp's sorted list of experts.
 template <int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, bool STREAMED, bool TURNED>
 __device__ __forceinline__ void gather_tiles(const MappedGemmParams& p, WgmmaShared<TOKENS, STAGES>& shared,
                                              unsigned stages) {

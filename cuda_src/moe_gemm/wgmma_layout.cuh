@@ -6,14 +6,15 @@ constexpr int WARPGROUPS = 2; // consumer warpgroups; each has 64 weights of a t
 constexpr int DEPTH = 64;     // numbers along k of a stage: 128 bytes, one row of a swizzled tile
 constexpr int ROW_BYTES = DEPTH * 2;
 
-// Return whether tiles have the largest size, for groups of many rows. Then groups have tails and are sorted
-// (wgmma_tiles.cuh), the epilogue overlaps its rounds (wgmma_store.cuh), and the second warpgroup lags by one stage.
+// Return whether tiles have the largest size, which is for groups of many rows. Then the last tile of a group may have
+// a tail and groups are sorted by size (wgmma_tiles.cuh), the epilogue overlaps its rounds (wgmma_store.cuh), and the
+// second warpgroup stays one stage behind the first.
 __host__ __device__ constexpr bool is_largest(int tokens) { return tokens > 128; }
 
 // Return the tokens of a TMA box.
 __host__ __device__ constexpr int box_of(int tokens) { return tokens >= 64 ? 32 : tokens >= 16 ? tokens / 2 : 8; }
 
-// Return the tokens that the epilogue transposes in one round.
+// Return the tokens of one round of the epilogue. A round transposes this many tokens through shared memory.
 __host__ __device__ constexpr int round_of(int tokens) {
     return tokens > 128 ? 32 : tokens == 128 ? 64 : tokens < 16 ? 8 : 16;
 }
@@ -35,18 +36,19 @@ struct alignas(16) WgmmaTile {
 template <int TOKENS, int STAGES> struct WgmmaShared {
     static constexpr int WEIGHT_TILE = WARPGROUPS * 64 * ROW_BYTES, TOKEN_TILE = TOKENS * ROW_BYTES; // bytes
     static constexpr int STAGE = WEIGHT_TILE + TOKEN_TILE;
-    static constexpr int STAGING = round_of(TOKENS) * ROW_BYTES;           // of a round; two per warpgroup
+    static constexpr int STAGING = round_of(TOKENS) * ROW_BYTES;           // of a staging buffer; two per warpgroup
     static constexpr int REST = STAGES * STAGE + WARPGROUPS * 2 * STAGING; // offset of this struct
 
     unsigned long long full[STAGES], empty[STAGES], skewed;
-    // Description of the tile that begins with this stage, if any, published by `full`. One description per stage is
-    // enough: a tile has at least one stage, and a warp reads the description before it releases the stage.
+    // tiles[i]: description of the tile whose first stage is stage i, if there is one. The stage's full barrier
+    // publishes it. One description per stage is enough, because a tile has at least one stage, and a warp reads the
+    // description before it releases the stage.
     WgmmaTile tiles[STAGES];
 };
 
 // Position of a warp in the ring.
 template <int STAGES> struct RingPlace {
-    int stage = 0, phase = 0; // phase: completed rounds of the ring
+    int stage = 0, phase = 0; // phase: how often the warp has passed the whole ring
 
     __device__ __forceinline__ void advance() {
         if (++stage == STAGES) stage = 0, ++phase;

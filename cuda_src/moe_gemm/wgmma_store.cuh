@@ -1,4 +1,5 @@
-// Epilogue of gemm_wgmma, gemm_fp4_wgmma and gemm_folded_wgmma: bias, activation and stores.
+// Epilogue of gemm_wgmma, gemm_fp4_wgmma and gemm_folded_wgmma: it adds biases, applies the activation and stores the
+// results.
 #pragma once
 #include "common/mma.cuh"
 #include "moe_gemm/epilogue.cuh"
@@ -11,14 +12,16 @@ __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
     named_barrier_sync<2, WARPGROUP>();
 }
 
-// Write a warpgroup's results of a tile: the sums times `factor`, plus biases, through the activation.
+// Write a warpgroup's results of a tile. A result is the activation of the sum times `factor` plus the bias.
 //
-// Results are contiguous along the weights in memory, but along the tokens in a thread's registers. stmatrix transposes
-// them through shared memory, in rounds of ROUND tokens. Then 8 threads (gated: 4) write contiguous bytes of a token.
+// In memory, neighbouring results belong to neighbouring weights, but in a thread's registers they belong to
+// neighbouring tokens. stmatrix transposes the results through shared memory, in rounds of ROUND tokens. Then 8 threads
+// (gated: 4) write contiguous bytes of a token.
 //
-// Rounds alternate between two buffers in `staging`; `round` counts them. A buffer may be overwritten two rounds later,
-// because every thread has read it when it reaches the barrier of the next round. OVERLAPPED: the next round is written
-// to its buffer before the results of the current round are stored, and gated rounds have twice the tokens.
+// Rounds alternate between two buffers in `staging`; `round` counts them. A round may overwrite the buffer of two
+// rounds before, because every thread has read that buffer when it reaches the barrier of the round between.
+// OVERLAPPED: the next round is written to its buffer before the results of the current round are stored, and gated
+// rounds have twice the tokens.
 template <typename T, int ACTIVATION, int TOKENS, bool OVERLAPPED = false>
 __device__ __forceinline__ void store_tile(const GemmParams& p, const float (&c)[TOKENS / 2], const WgmmaTile& tile,
                                            int warpgroup, unsigned staging, int& round, float factor = 1.f) {

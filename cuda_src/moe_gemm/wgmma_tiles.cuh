@@ -4,8 +4,8 @@
 
 constexpr int MAX_SORTED = 256; // maximum experts for sorting; with more experts, tiles are in expert order
 
-// Indices of a cluster's tiles. Every round has one tile per cluster. SORTED: every second round goes through the
-// clusters backwards, so no cluster gets the largest tile of every round.
+// Iterates over the indices of a cluster's tiles. Tiles are dealt in rounds of one tile per cluster. SORTED: every
+// second round deals to the clusters in reverse order, so no cluster gets the largest tile of every round.
 template <bool SORTED, int CLUSTER> struct Turns {
     int tile = blockIdx.x / CLUSTER;
     int step = 2 * (gridDim.x / CLUSTER - tile) - 1; // SORTED: distance to the next tile
@@ -16,11 +16,12 @@ template <bool SORTED, int CLUSTER> struct Turns {
     }
 };
 
-// All tiles in scheduling order. Lane i has the group of expert `first` + i.
+// All tiles in scheduling order. The lanes of a warp hold 32 groups at a time: lane i has the group of expert `first +
+// i`.
 //
-// SORTED: lane i has the group of expert order[first + i]. Tiles go from the largest to the smallest, because a large
-// tile at the end would keep all other clusters waiting. The last tile of a group may have up to TAIL tokens more than
-// EACH, if this saves a tile.
+// SORTED: lane i has the group of expert `order[first + i]` instead. Tiles go from the largest to the smallest, because
+// a large tile at the end would keep all other clusters waiting. The last tile of a group may have up to TAIL tokens
+// more than EACH, if this saves a tile.
 template <int TOKENS, bool SORTED = false> struct WgmmaTiles {
     static constexpr int EACH = TOKENS < 256 ? TOKENS : 256; // maximum tokens per tile in a group of several tiles
     static constexpr int TAIL = SORTED ? TOKENS - EACH : 0;
@@ -30,7 +31,7 @@ template <int TOKENS, bool SORTED = false> struct WgmmaTiles {
     int weight_tiles;
     const unsigned char* order = nullptr; // SORTED: in shared memory; null: expert order
     int first = 0, before = 0;            // before: tiles of all groups before group `first`
-    int begin, count, tiles, through;     // first row, rows, tiles of the group; tiles up to and including it
+    int begin, count, tiles, through;     // of the group; through: tiles up to and including this group
     int mine;                             // SORTED: the group's expert
 
     // room: MAX_SORTED bytes of shared memory for this warp; unused if not SORTED.
@@ -45,11 +46,12 @@ template <int TOKENS, bool SORTED = false> struct WgmmaTiles {
         read_groups();
     }
 
-    // Write the experts to `to`, sorted by the width of their tiles, largest first (a counting sort). The width
-    // determines the time of a tile. Tile sizes are approximate here, which affects only the order.
+    // Write the experts to `to`, sorted by the width of their tiles, largest first (a counting sort). The width is N of
+    // the tile's wgmma and determines the time of the tile. Tile sizes are approximate here, which affects only the
+    // order.
     __device__ __forceinline__ void sort_groups(unsigned char* to) {
         constexpr int LARGEST[] = {TOKENS, 272, 256, 240, 224, 192}, KINDS = 6, CHUNKS = MAX_SORTED / 32;
-        constexpr int BITS = 10;                             // bits of a kind's counter; a word has six counters
+        constexpr int BITS = 10;                             // bits of a width's counter; a 64-bit word has 6 counters
         constexpr unsigned long long SUMS = 0x4010040100401; // word * SUMS: prefix sums of the counters
         const int lane = threadIdx.x % 32, end = p.max_tokens ? 0 : p.offset_words;
         int counts[CHUNKS], shifts[CHUNKS];
@@ -76,7 +78,7 @@ template <int TOKENS, bool SORTED = false> struct WgmmaTiles {
             others = __shfl_up_sync(FULL_WARP, all, distance);
             if (lane >= distance) all += others;
         }
-        unsigned long long next = all - mine + (__shfl_sync(FULL_WARP, all, 31) * SUMS << BITS); // next index by kind
+        unsigned long long next = all - mine + (__shfl_sync(FULL_WARP, all, 31) * SUMS << BITS); // next index per width
 #pragma unroll
         for (int i = 0; i < CHUNKS; ++i)
             if (i * 32 + lane < p.experts) {
@@ -86,8 +88,8 @@ template <int TOKENS, bool SORTED = false> struct WgmmaTiles {
         __syncwarp();
     }
 
-    // Return the number of token tiles of a group. Tokens past 256 need a second wgmma in every step, so a tile has
-    // more than EACH tokens only if this saves a tile.
+    // Return the number of token tiles of a group of `count` rows. Tokens past 256 need a second wgmma in every step,
+    // so a tile has more than EACH tokens only if this saves a tile.
     static __device__ __forceinline__ int tiles_of(int count) {
         return count <= TOKENS ? count > 0 : (count - TAIL + EACH - 1) / EACH;
     }
@@ -111,7 +113,8 @@ template <int TOKENS, bool SORTED = false> struct WgmmaTiles {
         through = before + lanes_inclusive_sum<32>(tiles);
     }
 
-    // Find tile `tile`; successive calls must not go backwards. Return false if there are fewer tiles.
+    // `tile` indexes all tiles. Find its expert, first row, tokens and tile of weights. Return false if `tile` is past
+    // the last tile. Successive calls must not decrease `tile`.
     __device__ __forceinline__ bool find(int tile, int& expert, int& row, int& tokens, int& weight_tile) {
         int last;
         while (tile >= (last = __shfl_sync(FULL_WARP, through, 31))) {

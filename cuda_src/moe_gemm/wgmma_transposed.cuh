@@ -1,8 +1,8 @@
 // The parts of gemm_wgmma that differ for weights [experts, k, n] in memory.
 //
-// A row of a shared memory tile is one step along k with 64 weights. wgmma reads the tile as an MN-major operand. A
-// stage has two tiles of 64 steps. The M rows of a wgmma are neighbours in memory, so TMA cannot arrange gates and ups
-// to alternate every 8 rows. The two tiles are:
+// A row of a shared memory tile has the numbers of 64 weights at one index along k. wgmma reads the tile as an MN-major
+// operand. A stage has two tiles of 64 indices along k. The M rows of a wgmma are neighbours in memory, so TMA cannot
+// arrange gates and ups to alternate every 8 rows. The two tiles are:
 //
 //   not gated    one tile per warpgroup, as with weights [experts, n, k]
 //   INTERLEAVED  one tile per warpgroup. Gates and ups alternate row by row, so one thread has the sum of a gate and
@@ -15,7 +15,7 @@
 #include "moe_gemm/wgmma_store.cuh"
 #include "moe_gemm/wgmma_widths.cuh"
 
-// Start the copies of a stage's two tiles of weights, from row of weights `first` and step `x` along k on.
+// Start the copies of a stage's two tiles of weights, which start at row `first` of the weights and index `x` along k.
 template <unsigned long long POLICY, int ACTIVATION>
 __device__ __forceinline__ void load_transposed(const MappedGemmParams& p, unsigned to, int x, int first, int expert,
                                                 unsigned barrier) {
@@ -44,8 +44,8 @@ template <bool TURNED, int ACTIVATION> __device__ __forceinline__ auto weights_a
         return MMajor{mn_major_descriptor<TILE>(stages + warpgroup * TILE)};
 }
 
-// Compute c += a b, or c = a b without `add`, for numbers 16 i to 16 i + 15 along k of a stage. `at`: offset of the
-// stage from stage 0, in units of 16 bytes.
+// Compute `c += a * b`, or `c = a * b` if `add` is false, for the 16 numbers along k of a stage that start at `16 * i`.
+// `at`: offset of the stage from stage 0, in units of 16 bytes.
 template <typename T, int WIDTH, int REGISTERS>
 __device__ __forceinline__ void multiply_weights(float (&c)[REGISTERS], unsigned long long a, unsigned long long b,
                                                  unsigned long long at, int i, bool add) {
@@ -88,7 +88,7 @@ __device__ __forceinline__ void store_share(const MappedGemmParams& p, float (&c
                                             int warpgroup, unsigned staging, int& round) {
     constexpr int UPS = TOKENS / 4;
     const int first = tile.column + threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4, columns = p.n / 2;
-    float biases[2][2]; // of the thread's two gates, and of their ups
+    float biases[2][2]; // of the thread's two gates, then of their ups
     if constexpr (ACTIVATION & BIASED) {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
@@ -110,10 +110,11 @@ __device__ __forceinline__ void store_share(const MappedGemmParams& p, float (&c
     store_tile<T, NO_ACTIVATION, TOKENS>(of_result, c, tile, warpgroup, staging, round);
 }
 
-// Bring the sums of each gate and its up into one thread, for at most `tokens` tokens. Of a warp's 16 weights, even
-// weights are gates and the next weight is the up. A thread starts with a pair of sums of weight lane / 4 and a pair of
-// weight lane / 4 + 8. It ends with a pair of gate lane / 4 of the 8 gates and a pair of its up. In each of two
-// shuffles a thread offers one of its pairs.
+// Bring the sums of each gate and its up into one thread, for the first `tokens` tokens of the tile. Of a warp's 16
+// rows of weights, even rows are gates, and the row after a gate is its up. A pair is the sums of one weight for two
+// tokens. Before, a thread has a pair of weight `lane / 4` and a pair of weight `lane / 4 + 8`. Afterwards it has a
+// pair of gate `lane / 4` of the 8 gates and a pair of its up. Two shuffles exchange the pairs. In each shuffle a
+// thread provides one of its pairs.
 template <int REGISTERS> __device__ __forceinline__ void part_pairs(float (&c)[REGISTERS], int tokens) {
     const int lane = threadIdx.x % 32, column = lane / 4;
     const bool has_ups = column & 1, is_high = column & 4;

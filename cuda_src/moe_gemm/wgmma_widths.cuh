@@ -14,7 +14,8 @@ template <int WIDTH> struct Width {
     static constexpr int value = WIDTH;
 };
 
-// Macros like in common/hopper.cuh for further widths: c += a b, or c = a b without `add`, for 2 N columns.
+// Macros as in common/hopper.cuh, for further widths. They compute `c += a * b`, or `c = a * b` if `add` is false, for
+// 2 * N columns.
 #define FOUR(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define EIGHT(i) FOUR(i), FOUR(i + 4)
 #define PLACES_24 EIGHT(0), EIGHT(8), EIGHT(16)
@@ -138,8 +139,8 @@ __device__ __forceinline__ void multiply_width(float (&c)[N], const unsigned (&a
 #undef PRODUCTS_OF_SHARED
 #undef PRODUCTS_OF_REGISTERS
 
-// Compute the first WIDTH columns of c += a b, or c = a b without `add`, for 16 numbers along k. One wgmma has at most
-// 256 columns. a: a descriptor, or fragments in registers.
+// Compute the first WIDTH columns of `c += a * b`, or of `c = a * b` if `add` is false, for 16 numbers along k. One
+// wgmma has at most 256 columns, so more columns take a second one. a: a descriptor, or fragments in registers.
 template <typename T, int WIDTH, int REGISTERS, typename A>
 __device__ __forceinline__ void multiply_step(float (&c)[REGISTERS], const A& a, unsigned long long b, bool add) {
     constexpr int FIRST = WIDTH < 256 ? WIDTH : 256;

@@ -5,7 +5,7 @@
 
 constexpr int SORT_THREADS = 1024;
 
-// Pair p = token * topk + slot goes to expert topk_ids[p], or with a map to expert_map[topk_ids[p]].
+// Pair `p = token * topk + slot` goes to expert topk_ids[p], or, with a map, to expert expert_map[topk_ids[p]].
 struct Pairs {
     const void* topk_ids;  // [pairs]  ID
     const int* expert_map; // [global_experts], may be null
@@ -15,8 +15,8 @@ struct Pairs {
 };
 
 // Load the experts of pairs first, first + step, .... A pair without a local expert, or with an index of `end` or
-// higher, gets p.experts. All ids are loaded before the first is used, so NUMBER loads are in flight. ID is unsigned,
-// so a negative id compares above all experts.
+// higher, gets p.experts, which is no expert. All ids are loaded before the first is used, so NUMBER loads are in
+// flight. ID is unsigned, so a negative id compares above all experts.
 template <typename ID, int NUMBER>
 __device__ __forceinline__ void load_experts(const Pairs& p, const int* map, int first, int step, int end,
                                              int (&expert)[NUMBER]) {
@@ -37,14 +37,15 @@ __device__ __forceinline__ void load_experts(const Pairs& p, const int* map, int
     for (int j = 0; j < NUMBER; ++j) expert[j] = int(min(unsigned(expert[j]), unsigned(p.experts)));
 }
 
-// Copy the map to shared memory as [global_experts + 1]. The last entry, -1, serves all ids that name no expert.
+// Copy the map to shared memory as [global_experts + 1]. The last entry is -1; all invalid ids use it.
 __device__ __forceinline__ void load_map(const Pairs& p, int* map) {
     if (p.expert_map)
         for (int i = threadIdx.x; i <= p.global_experts; i += int(blockDim.x))
             map[i] = i < p.global_experts ? p.expert_map[i] : -1;
 }
 
-// Return the lanes with the same expert as this lane. The result is meaningless for a lane without an expert.
+// Return the mask of the lanes with the same expert as this lane. The result is meaningless for a lane without an
+// expert.
 template <int BITS> __device__ __forceinline__ unsigned lanes_of_expert(int expert, int experts) {
     unsigned lanes = __ballot_sync(FULL_WARP, expert < experts);
 #pragma unroll

@@ -5,14 +5,14 @@
 //
 // A gather would read a token's row once per slot. This kernel reads the row once and writes it topk times.
 //
-// BYTES: bytes of a unit, the width of a load. ITEMS: units of a row per thread.
+// A unit is the bytes of one load or store. BYTES: size of a unit. ITEMS: units of a row per thread.
 //
-// Grid: a block handles blockDim.y tokens and a part of their columns (Tiling). Thread (x, y) copies units x, x +
-// blockDim.x, ... of that part of token y.
+// Grid: a block handles blockDim.y tokens and one tile of their columns (Tiling). Thread (x, y) copies units x, x +
+// blockDim.x, ... of that tile of token y.
 //
-// Speed of light: memory. A token's row is read once and written topk times, (1 + topk) * hidden elements, without
-// arithmetic. On an H200, with 8 slots of 7168 bfloat16, the kernel reaches 86% to 87% of a copy's bandwidth from 1024
-// tokens on (284 us for 8192 tokens); 64 tokens take 3.7 us, 53%.
+// Speed of light: memory traffic, without arithmetic. A token's row is read once and written topk times. On an H200,
+// with 8 slots of 7168 bfloat16, the kernel reaches 86% to 87% of a copy's bandwidth from 1024 tokens on (284 us for
+// 8192 tokens); 64 tokens take 3.7 us (53%).
 #include "common/overlap.cuh"
 #include "moe_permute/rows.cuh"
 
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(ROW_THREADS, 4) permute_rows(const __grid_cons
         for (int s = 0; s < SLOTS; ++s) {
             if (unsigned(row[s]) >= unsigned(p.rows)) continue;
             Unit* out = static_cast<Unit*>(p.out) + (long long)row[s] * p.tiling.columns + first;
-            // Nearly every thread has all its units inside the row, so one test covers them all.
+            // Nearly every thread has all its units inside the row, so one test replaces a test per unit.
             if (all) {
 #pragma unroll
                 for (int i = 0; i < ITEMS; ++i) out[i * int(blockDim.x)] = unit[i];

@@ -5,21 +5,23 @@
 //
 //   pairs of expert e before p = in earlier segments + in earlier chunks (a prefix sum of bytes) + in earlier lanes
 //
-// One multiplication adds up four bytes, so one thread per expert handles all chunks in a few instructions. The ids are
-// loaded once, before everything else, and stay in registers.
+// One multiplication computes the prefix sums of four bytes, so one thread per expert handles all chunks in a few
+// instructions. The ids are loaded once, before everything else, and stay in registers.
 //
-// CLUSTER == 1, for few pairs: every block ranks all pairs, in time that it would otherwise spend waiting. The blocks
-// share the output: each block assembles its part of `rows` in shared memory, including the fill value, and writes it.
+// CLUSTER == 1 is for few pairs. Every block ranks all pairs; this takes no longer than waiting for other blocks would.
+// The blocks divide the output among themselves: each block assembles some of `rows` in shared memory, including the
+// fill value, and writes them.
 //
-// CLUSTER > 1, for more pairs: the pairs are cut into segments of 32 * CHUNKS pairs, `clusters` segments per rank. Each
-// cluster counts all pairs. The block of rank r counts segments r * clusters, r * clusters + 1, ..., and sends its
-// counts to the other blocks of its cluster. Then each block knows the counts of all pairs and of the pairs before its
-// own segments. A block ranks only one of its segments: cluster c ranks the c-th segment of each rank.
+// CLUSTER > 1 is for more pairs. The pairs are cut into segments of 32 * CHUNKS pairs. Each cluster counts all pairs:
+// its block of rank r counts `clusters` segments, starting with segment `r * clusters`, and sends the counts to the
+// other blocks of the cluster. Then each block knows, for each expert, how many pairs there are in all and how many are
+// before the segments that it counted. A block ranks only one of the segments that it counted: in cluster c, the c-th
+// of them.
 //
 // ID: an unsigned type of the size of an id. BITS: enough bits for the index of any expert, at most 9.
 //
-// Grid: blocks of whole warps, with at least one thread per expert; CHUNK_THREADS threads in a cluster. Each warp ranks
-// CHUNKS / 16 chunks, threads / 32 apart.
+// Grid: blocks of whole warps with at least one thread per expert; if CLUSTER > 1, CHUNK_THREADS threads. Each warp
+// ranks CHUNKS / 16 chunks: warp w ranks chunk w and then every (threads / 32)-th chunk.
 //
 // Speed of light: latency, as in sort_pairs. The chain is the launch, the load of the ids, and three barriers (four in
 // a cluster) with one or two shared memory accesses between them. On an H200, with 256 experts, one block sorts 64 x 8
@@ -48,16 +50,16 @@ struct Params {
     int groups;
     int group_fill; // value of `group_ids` entries past the end of all rows
     int max_tokens; // batch mode: rows per expert, and both `rows` and `group_ids` are null; 0: not batch mode
-    Divisor topk;   // divides a pair to get the entry of `rows`: topk for tokens, 1 for pairs
+    Divisor topk;   // `rows` gets the pair divided by this: topk for tokens, 1 for pairs
     Divisor by_block_size;
 };
 
-// A block's pairs and shared memory, and the stages of the kernel below.
+// The pairs and the shared memory of a block. The member functions are the steps of the kernel below.
 template <typename ID, int BITS, int CHUNKS, int CLUSTER> struct ChunkSort {
     static constexpr int TURNS = CHUNKS / (CHUNK_THREADS / 32); // chunks per warp
     static constexpr int SEGMENT = 32 * CHUNKS;
-    static constexpr int WORDS = CHUNKS / 4; // words that hold the bytes of an expert
-    // Words from one expert to the next: an odd number of 16-byte units, which avoids bank conflicts.
+    static constexpr int WORDS = CHUNKS / 4; // 32-bit words of an expert's counts, one byte per chunk
+    // Words from one expert's counts to the next expert's: an odd number of 16-byte units, which avoids bank conflicts.
     static constexpr int PITCH = WORDS / 4 % 2 ? WORDS : WORDS + 4;
     static constexpr int EXPERT_WARPS = BITS > 5 ? 1 << (BITS - 5) : 1;
     static constexpr int COUNTS_AT_ONCE = 8; // loads in flight
@@ -68,7 +70,7 @@ template <typename ID, int BITS, int CHUNKS, int CLUSTER> struct ChunkSort {
     const int cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER, rank = blockIdx.x % CLUSTER;
     const int first = CLUSTER > 1 ? (rank * clusters + cluster) * SEGMENT : 0; // first pair that this block ranks
 
-    unsigned* const bytes; // [experts, PITCH] pairs in each chunk; after add_up_chunks in the chunks before it
+    unsigned* const bytes; // [experts, PITCH] pairs per chunk; after add_up_chunks, in earlier chunks of its four
     int* const base = (int*)bytes + experts * PITCH; // [experts, PITCH] the first row of each four chunks
     int* const map = base + experts * PITCH;         // [global_experts + 1]
     int* const rest = map + (p.pairs.expert_map ? p.pairs.global_experts + 1 : 0);
@@ -81,7 +83,7 @@ template <typename ID, int BITS, int CHUNKS, int CLUSTER> struct ChunkSort {
 
     __device__ __forceinline__ ChunkSort(const Params& p, uint4* shared) : p(p), bytes((unsigned*)shared) {}
 
-    // Return the integers of shared memory. mapped: the size of the map, or 0.
+    // Return the size of shared memory in integers. mapped: the size of the map, or 0.
     static constexpr int integers(int experts, int mapped, int rows_per_block) {
         const int behind_map = CLUSTER > 1 ? 3 * (experts + 1) + (CLUSTER + 1) * experts : rows_per_block;
         return 2 * experts * PITCH + (mapped ? mapped + 1 : 0) + behind_map;
@@ -92,14 +94,15 @@ template <typename ID, int BITS, int CHUNKS, int CLUSTER> struct ChunkSort {
     __device__ __forceinline__ ID load_id(int pair) const {
         return pair < p.pairs.pairs ? static_cast<const ID*>(p.pairs.topk_ids)[pair] : ID(p.pairs.global_experts);
     }
-    // Return the expert that an id names, or `experts` if there is none.
+    // Return the local expert of an id, or `experts` if the id has no local expert.
     __device__ __forceinline__ int expert_of(ID id) const {
         int expert = int(min(id, ID(p.pairs.global_experts)));
         if (p.pairs.expert_map) expert = map[expert];
         return int(min(unsigned(expert), unsigned(experts)));
     }
 
-    // Return the i-th pair of the rank's other segments. `is_earlier`: the pair is before this block's segment.
+    // Return the i-th pair of the segments that this block counts but does not rank. Set `is_earlier` if this pair is
+    // before the segment that the block ranks.
     __device__ __forceinline__ int other_pair(int i, bool& is_earlier) const {
         is_earlier = i < cluster * SEGMENT;
         return rank * clusters * SEGMENT + i + (is_earlier ? 0 : SEGMENT);
@@ -112,7 +115,8 @@ template <typename ID, int BITS, int CHUNKS, int CLUSTER> struct ChunkSort {
             id[j] = i < (clusters - 1) * SEGMENT ? load_id(other_pair(i, is_earlier)) : ID(p.pairs.global_experts);
         }
     }
-    // Count the pairs of the rank's other segments in `earlier` and `later`. `id` holds the first ids.
+    // Count the pairs of the segments that this block does not rank, in `earlier` and `later`. `id` already holds the
+    // ids of the first iteration.
     __device__ __forceinline__ void count_others(ID (&id)[COUNTS_AT_ONCE]) const {
 #pragma unroll 1
         for (int from = thread; from < (clusters - 1) * SEGMENT; from += COUNTS_AT_ONCE * CHUNK_THREADS) {
@@ -138,8 +142,8 @@ template <typename ID, int BITS, int CHUNKS, int CLUSTER> struct ChunkSort {
         load_map(p.pairs, map);
     }
 
-    // Turn expert e's byte counts into exclusive prefix sums within each four chunks, and set of_four[i] to the pairs
-    // before the i-th four chunks. Return the pairs in all chunks.
+    // Turn the byte counts of expert e into exclusive prefix sums within every four chunks. Set of_four[i] to the
+    // number of the expert's pairs before chunk `4 * i`. Return the number of its pairs in all chunks.
     __device__ __forceinline__ int add_up_chunks(int e, int (&of_four)[WORDS]) const {
         uint4* units = reinterpret_cast<uint4*>(bytes + e * PITCH);
         int sum = 0;
@@ -159,8 +163,9 @@ template <typename ID, int BITS, int CHUNKS, int CLUSTER> struct ChunkSort {
         return sum;
     }
 
-    // Exchange counts of expert e with the other blocks of the cluster. `own` is the count in this block's segment.
-    // Return the pairs in all segments, and set `before` to the pairs in earlier segments.
+    // Exchange the counts of expert e with the other blocks of the cluster. `own`: pairs in the segment that this block
+    // ranks. Return the number of pairs in all segments, and set `before` to the number of pairs in the segments before
+    // it.
     __device__ __forceinline__ int exchange(int e, int own, int& before) const {
         int all = 0;
         if (e < experts) {
@@ -189,7 +194,8 @@ template <typename ID, int BITS, int CHUNKS, int CLUSTER> struct ChunkSort {
                                  row + of_four[4 * k + 3]);
     }
 
-    // Return the first row of the chunk's pairs of `expert`. sums[w] is the number of rows of the experts of warp w.
+    // Return the row of the chunk's first pair of `expert`. sums[w] is the number of rows of the 32 experts whose
+    // counts warp w adds up.
     __device__ __forceinline__ int row_of(int expert, int chunk, const int (&sums)[EXPERT_WARPS]) const {
         const int in_four = reinterpret_cast<const unsigned char*>(bytes)[expert * PITCH * 4 + chunk];
         int row = base[expert * PITCH + chunk / 4] + in_four;
@@ -208,13 +214,13 @@ template <typename ID, int BITS, int CHUNKS, int CLUSTER> struct ChunkSort {
             for (int i = thread; i < p.rows_per_block; i += threads) staged[i] = p.fill;
     }
 
-    // Assemble this block's rows in shared memory and write them. CLUSTER == 1.
+    // Assemble this block's entries of `rows` in shared memory and write them. Used if CLUSTER == 1.
     __device__ __forceinline__ void write_staged(const int (&row)[TURNS]) const {
         const int size = p.rows_per_block, step = gridDim.x * size;
         for (int from = blockIdx.x * size; from < p.capacity; from += step) {
 #pragma unroll
             for (int turn = 0; turn < TURNS; ++turn)
-                // As an unsigned number, a row of -1 is past all rows of the block.
+                // The unsigned comparison also excludes rows before `from` and a row of -1.
                 if (unsigned(row[turn] - from) < unsigned(size))
                     staged[row[turn] - from] = p.topk.quotient(pair_of(turn));
             __syncthreads();
@@ -227,7 +233,7 @@ template <typename ID, int BITS, int CHUNKS, int CLUSTER> struct ChunkSort {
         }
     }
 
-    // Write the rows of this block's pairs and fill the rows without pairs. CLUSTER > 1.
+    // Write the entries of `rows` for this block's pairs, and fill the entries without a pair. Used if CLUSTER > 1.
     __device__ __forceinline__ void write_rows(const int (&row)[TURNS], int total) const {
 #pragma unroll
         for (int turn = 0; turn < TURNS; ++turn)
@@ -241,7 +247,7 @@ template <typename ID, int BITS, int CHUNKS, int CLUSTER> struct ChunkSort {
     }
 };
 
-// Sort all pairs. warp_sums[w] becomes the number of rows of the experts of warp w.
+// Sort all pairs. Set warp_sums[w] to the number of rows of the 32 experts whose counts warp w adds up.
 template <typename ID, int BITS, int CHUNKS, int CLUSTER>
 __device__ __forceinline__ void sort_all(const Params& p, uint4* shared, int* warp_sums) {
     using Sort = ChunkSort<ID, BITS, CHUNKS, CLUSTER>;
@@ -277,7 +283,8 @@ __device__ __forceinline__ void sort_all(const Params& p, uint4* shared, int* wa
     }
     __syncthreads();
 
-    // Each thread handles one expert: its pairs, its rows, and its first row among the rows of the warp's experts.
+    // Each thread handles one expert. It computes the expert's pairs, its rows (padded to whole blocks of rows), and
+    // its first row, counted from the first row of the warp's 32 experts.
     int of_four[Sort::WORDS], pairs = 0, before = 0, rows = 0;
     if (e < experts) pairs = sort.add_up_chunks(e, of_four);
     if constexpr (CLUSTER > 1) pairs = sort.exchange(e, pairs, before);
@@ -310,7 +317,8 @@ __device__ __forceinline__ void sort_all(const Params& p, uint4* shared, int* wa
             if (e == experts - 1) sort.start[experts] = total;
         }
     if (p.group_ids) {
-        // The first row of each block of rows belongs to a pair. The thread of that pair writes the block's id.
+        // The first row of each block of rows always belongs to a pair. The thread of that pair writes the block's
+        // entry of `group_ids`.
         const bool writes = CLUSTER > 1 || blockIdx.x == 0;
 #pragma unroll
         for (int turn = 0; turn < TURNS; ++turn) {

@@ -15,13 +15,13 @@
 // Grid: each block ranks pairs_per_block consecutive pairs. Each of the first p.warps warps of a block ranks
 // pairs_per_warp of these pairs, 32 per step. "Pairs of expert e before p" is a sum of three counts:
 //
-//   in earlier blocks    each block counts them itself from all ids, or reads them from count_pairs
-//   in earlier warps     each warp counts its pairs, and the counts are added up over the warps and over earlier steps
-//   in earlier lanes     one vote per bit of the expert index
+//   in earlier blocks    each block counts these pairs itself from all ids, or reads the counts of count_pairs
+//   in earlier warps     each warp counts its pairs; a prefix sum over the warps and over earlier steps follows
+//   in earlier lanes     one warp vote per bit of the expert index finds the lanes with the same expert
 //
 // Blocks never wait for each other: counting all ids again from the L2 cache is cheaper than counters in memory that
-// must be zeroed before the launch. Votes and plain additions keep rows in the order of the pairs; row indices from
-// atomicAdd would depend on the order of arrival.
+// must be zeroed before the launch. Ranks come from votes and prefix sums, so the rows of an expert are in the order of
+// the pairs. Ranks from atomicAdd would depend on the order in which threads arrive.
 //
 // Speed of light: moving 12 bytes per pair (id, inverse, rows) takes less time than an empty kernel, and there is
 // almost no arithmetic. The limit is a chain of latencies: the launch, the load of the ids, the barriers between the
@@ -53,10 +53,10 @@ struct Params {
     int group_fill; // value of `group_ids` entries past the end of all rows
     int staged;     // 1: the grid is one block, which assembles `rows` in shared memory
     int max_tokens; // batch mode: rows per expert, and both `rows` and `group_ids` are null; 0: not batch mode
-    Divisor topk;   // divides a pair to get the entry of `rows`: topk for tokens, 1 for pairs
+    Divisor topk;   // `rows` gets the pair divided by this: topk for tokens, 1 for pairs
 };
 
-// A block's threads, pairs and shared memory, and the stages of the kernel below.
+// The threads, the pairs and the shared memory of a block. The member functions are the steps of the kernel below.
 template <typename ID, int BITS> struct Sort {
     static constexpr int AT_ONCE = 4, COUNTS_AT_ONCE = 8; // loads in flight
 
@@ -79,7 +79,8 @@ template <typename ID, int BITS> struct Sort {
 
     __device__ __forceinline__ Sort(const Params& p, int* shared) : p(p), before(shared) {}
 
-    // Return the integers of shared memory. mapped: the size of the map, or 0. staged: the number of staged rows, or 0.
+    // Return the size of shared memory in integers. mapped: the size of the map, or 0. staged: the number of staged
+    // rows, or 0.
     static constexpr int integers(int experts, int mapped, int warps, int staged) {
         return (3 + warps) * (experts + 1) + (mapped ? mapped + 1 : 0) + staged;
     }
@@ -149,7 +150,7 @@ template <typename ID, int BITS> struct Sort {
         return pairs;
     }
 
-    // Return the sum of `own` over the threads before this one. `total` becomes the sum over all threads.
+    // Return the sum of `own` over the threads before this one. Set `total` to the sum over all threads.
     __device__ __forceinline__ int sum_before(int own, int& total) const {
         __shared__ int warp_sums[32];
         const int inclusive = lanes_inclusive_sum<32>(own);
@@ -161,7 +162,8 @@ template <typename ID, int BITS> struct Sort {
         return (warp ? of_warps_before : 0) + inclusive - own;
     }
 
-    // Turn the counts into rows: `start`, and in `before` this block's first row per expert. Return the total.
+    // Turn the counts into rows: set `start`, and set `before` to the first row of this block's pairs of each expert.
+    // Return the number of all rows.
     __device__ __forceinline__ int add_up() const {
         // Each thread handles consecutive experts.
         const int per_thread = (experts - 1) / threads + 1;
@@ -202,7 +204,8 @@ template <typename ID, int BITS> struct Sort {
         }
     }
 
-    // Rank and write 32 pairs, one per lane. This lane's pair has expert e; `lanes` have the same expert.
+    // Rank and write 32 pairs, one per lane. This lane's pair has expert e. `lanes`: mask of the lanes with the same
+    // expert.
     __device__ __forceinline__ void place(int pair, int e, unsigned lanes) const {
         int* earlier_of = of_warp + warp * bins;
         const bool has_expert = e < experts;
@@ -226,7 +229,7 @@ template <typename ID, int BITS> struct Sort {
         }
     }
 
-    // Fill the rows without pairs: the padding of each expert to whole blocks, and the rows from `total` on.
+    // Fill the rows without pairs: the rows that pad each expert to whole blocks of rows, and the rows from `total` on.
     __device__ __forceinline__ void fill_rows(int total) const {
         if (p.block_size > 1)
             for (int e = block * warps + warp; e < experts; e += blocks * warps)

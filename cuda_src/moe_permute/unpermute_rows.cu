@@ -5,14 +5,16 @@
 // The sum is in float32, from the first slot to the last; each product and each sum is rounded. A slot adds nothing if
 // its row is outside [0, rows) or past the end in `offsets`.
 //
-// T: the element type. BYTES: bytes of a unit, the width of a load. TOPK: slots per token; 0: an argument.
+// T: the element type. A unit is the bytes of one load or store. BYTES: size of a unit. TOPK: slots per token; 0: an
+// argument.
 //
-// Grid: a block handles blockDim.y tokens and a part of their columns (Tiling). A thread sums one unit of a token. It
-// loads the unit from up to 8 slots before it adds the first, so that these loads are in flight together.
+// Grid: a block handles blockDim.y tokens and one tile of their columns (Tiling). A thread sums one unit of a token. It
+// loads this unit from the rows of up to 8 slots before the first addition, so that the loads are in flight together.
 //
-// Speed of light: memory. Per token, topk rows are read and one row is written, with two flops per element read. On an
-// H200, with 8 slots of 7168 bfloat16, 1024 tokens take 33 us, 94% of a copy's bandwidth, and 8192 tokens take 242 us,
-// 103%: this kernel mostly reads, while a copy writes as much as it reads. 64 tokens take 4.3 us, 45%.
+// Speed of light: memory traffic. Per token, topk rows are read and one row is written, with two flops per element
+// read. On an H200, with 8 slots of 7168 bfloat16, 64 tokens take 4.3 us (45% of the bandwidth of a copy), 1024 tokens
+// take 33 us (94%) and 8192 tokens take 242 us (103%). The bandwidth can exceed that of a copy because this kernel
+// mostly reads, while a copy writes as much as it reads.
 #include "common/numeric.cuh"
 #include "common/overlap.cuh"
 #include "moe_permute/rows.cuh"
@@ -29,7 +31,8 @@ struct Params {
     Tiling tiling;
 };
 
-// A unit viewed as elements, extracted from 32-bit words: 16-bit variables would take one register each.
+// Access to the elements of a unit. They are extracted from 32-bit words, because each 16-bit variable would take a
+// whole register.
 template <typename T, int BYTES> struct Elements {
     static constexpr int COUNT = BYTES / sizeof(T);
     union {

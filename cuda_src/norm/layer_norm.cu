@@ -1,5 +1,5 @@
-// Layer norm: subtract a row's mean, divide by its standard deviation, multiply by a weight and add a bias. Optionally
-// the row is first added to a residual.
+// Layer norm: subtract the mean of a row, divide by its standard deviation, multiply by a weight and add a bias. If
+// ADD, a residual and a bias are first added to the row.
 //
 //   z[r, c]      = input[r, c]; if ADD, input[r, c] + input_bias[c] + residual[r, c] rounded to T, which is also stored
 //                  in residual_out[r, c] if wanted
@@ -8,32 +8,35 @@
 //   variance[r]  = sum of (z[r, :] - mean[r])^2 / width - left[r]^2, at least 0
 //   out[r, c]    = (z[r, c] - mean[r] - left[r]) * rsqrt(variance[r] + epsilon) * weight[c] + bias[c], rounded to T
 //
-// The second pass is the corrected two-pass algorithm (Chan, Golub and LeVeque, 1983): `left` corrects the rounding
-// error of the mean. A row whose mean is large beside its deviation keeps its digits, and a row of equal numbers
-// becomes the bias. The second pass finds the row in registers. Welford's one-pass algorithm would need a division per
-// element, or a merge of means at each step of the reduction.
+// This is the corrected two-pass algorithm (Chan, Golub and LeVeque, 1983). `left`, the mean of the differences from
+// the mean, corrects the rounding error of the mean. The result is therefore accurate even if the mean is much larger
+// than the standard deviation, and a row of equal numbers becomes exactly the bias. The second pass costs little,
+// because the row is in registers. Welford's one-pass algorithm would need a division per element, or a merge of means
+// at each step of the reduction.
 //
-// Each product and each sum is rounded as IEEE says, and the sums have the order of norm/row.cuh, so all instances give
-// the same bits.
+// Each product and each sum is rounded to float32 (no fused multiply-add), and the sums have the order of norm/row.cuh.
+// All template instances therefore give the same bits.
 //
-// W: type of the weight and the bias, T or float. WIDTH: width of a row, 0: dynamic. BYTES: width of a load, 16 bytes
-// or one element. THREADS: threads per row, a power of two: a whole block, or at most a warp. ITEMS: units per thread
-// that stay in registers. BLOCK: threads per block.
+// W: type of the weight and the bias, T or float. WIDTH: width of a row; 0 if it is known only at run time. BYTES:
+// width of a load, 16 bytes or one element. THREADS: threads per row, a power of two; either all threads of a block, or
+// at most a warp. ITEMS: units per thread that stay in registers. BLOCK: threads per block.
 //
-// Grid: BLOCK / THREADS rows per block. Thread t of a row has units t, t + THREADS, ... of EACH elements. The first
-// ITEMS units stay in registers. Further units, which exist only if THREADS == COLUMNS, are loaded in each of three
-// passes. If ADD, the first pass stores their sum in residual_out (in out, if residual_out is null), and the later
-// passes load that sum.
+// Grid: BLOCK / THREADS rows per block. A unit is EACH consecutive elements; thread t of a row has units t, t +
+// THREADS, t + 2 * THREADS and so on. The first ITEMS units of a thread stay in registers. A thread has more units only
+// if THREADS == COLUMNS; they are loaded again in each of three passes: mean, variance and result. If ADD, the first
+// pass stores z of these units in residual_out (in `out`, if residual_out is null), and the later passes load z from
+// there.
 //
-// Speed of light: memory bandwidth. A row, its residual, its result and a wanted sum each move once; some twenty flops
-// per element do not matter. With few rows, the bound is the latency of a load, two reductions and a store.
+// Speed of light: memory bandwidth. The row and its residual are read once, and the result and residual_out are written
+// once; about twenty flops per element do not matter. With few rows, the limit is the latency of a load, two reductions
+// and a store.
 #include "common/overlap.cuh"
 #include "norm/row.cuh"
 
 struct Params {
     Rows input;             // T
     Rows residual;          // T if ADD
-    Rows residual_out;      // T if ADD, null: the sum is not wanted
+    Rows residual_out;      // T if ADD, null: z is not stored
     Rows out;               // T
     const char* input_bias; // [width]  T if ADD, null: 0
     const char* weight;     // [width]  W, null: 1
@@ -46,9 +49,9 @@ struct Params {
     float epsilon;
 };
 
-// The statistics that normalize a row.
+// The statistics of a row, as in the formulas at the top of this file.
 struct Moments {
-    float mean, left, inverse; // inverse: 1 / standard deviation
+    float mean, left, inverse; // inverse: rsqrt(variance + epsilon)
 };
 
 __device__ __forceinline__ float sum_of(const float (&value)[EACH]) {
@@ -58,18 +61,19 @@ __device__ __forceinline__ float sum_of(const float (&value)[EACH]) {
     return sum;
 }
 
-// A thread's part of its row: the positions of its units, and the operations on a unit. The units themselves are local
-// arrays of the kernel. Members would not stay in registers, because loops index them before they are unrolled.
+// A thread's part of its row: the positions of its units, and the operations on a unit. The units are local arrays of
+// the kernel, not members of this class: the compiler would not keep members in registers, because loops index them
+// before they are unrolled.
 template <typename T, typename W, bool ADD, int WIDTH, int THREADS, int ITEMS, int BYTES, int BLOCK>
 struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
     using Own = Dealt<WIDTH, THREADS, ITEMS, BLOCK>;
     using Own::SLOTS, Own::SUMS, Own::FITS, Own::width, Own::outer, Own::inner, Own::count, Own::column;
     using In = Eight<T, BYTES>;
     using Weight = Eight<W, BYTES == 16 ? 16 : int(sizeof(W))>;
-    // Weight and bias are loaded with the row if registers allow.
+    // EARLY: weight and bias are loaded together with the row, before the reductions, if there are enough registers.
     static constexpr bool EARLY = FITS && ITEMS * EACH * int(sizeof(W)) <= EARLY_BYTES;
     static constexpr int OTHERS = ADD ? ITEMS : 1, EARLIES = EARLY ? ITEMS : 1;
-    // A row can end within a unit only if single elements are loaded.
+    // A row can end in the middle of a unit only if the loads are single elements.
     static constexpr bool ENDS_IN_UNIT = BYTES < 16;
 
     const Params& p;
@@ -89,7 +93,7 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
     __device__ __forceinline__ void store(char* row, int i, const In& unit) const {
         unit.store(row + column(i) * int(sizeof(T)), count(i));
     }
-    // Load unit i of a vector that all rows share, or zeros if the vector is null.
+    // Load unit i of a vector that all rows share. Return zeros if `vector` is null.
     template <typename Of> __device__ __forceinline__ Of load_shared(const char* vector, int i) const {
         Of unit = {};
         constexpr int SIZE = sizeof(unit) / EACH;
@@ -97,13 +101,14 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         return unit;
     }
 
-    // Return z of a unit of the input and the same unit of the residual.
+    // Return unit i of z: the sum of `in` (a unit of the input), the input bias and `other` (the same unit of the
+    // residual).
     __device__ __forceinline__ In added(int i, const In& in, const In& other) const {
         float value[EACH], bias[EACH], more[EACH];
         in.get(value), load_shared<In>(p.input_bias, i).get(bias), other.get(more);
 #pragma unroll
         for (int j = 0; j < EACH; ++j) {
-            // Without a bias nothing is added, because adding 0 turns -0 into 0.
+            // If there is no bias, skip the addition, because adding 0 would turn -0 into 0.
             const float biased = p.input_bias ? __fadd_rn(value[j], bias[j]) : value[j];
             value[j] = __fadd_rn(biased, more[j]);
         }
@@ -112,7 +117,7 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         return z;
     }
 
-    // Load the first ITEMS units and leave their z in `kept`. All loads are issued before the first computation.
+    // Load the first ITEMS units, and store z of them in `kept`. All loads are issued before the first computation.
     __device__ __forceinline__ void load_all(In (&kept)[ITEMS], In (&other)[OTHERS], Weight (&weight)[EARLIES],
                                              Weight (&bias)[EARLIES]) const {
 #pragma unroll
@@ -135,12 +140,13 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         }
     }
 
-    // staged: where the first pass of ADD stores units that are not kept. reread: where later passes load them.
+    // Units that are not kept in registers: if ADD, the first pass stores z of these units in the row staged(). Later
+    // passes load z from the row reread().
     __device__ __forceinline__ char* staged() const { return residual_out ? residual_out : out; }
     __device__ __forceinline__ const char* reread() const { return ADD ? staged() : input; }
 
-    // Sum COUNT numbers over the row. of(i, unit, numbers) computes the numbers of a unit; rest(i) returns a unit that
-    // is not kept.
+    // Compute COUNT sums over the row. of(i, unit, numbers) computes what unit i adds to each sum; rest(i) loads unit i
+    // if it is not in `kept`.
     template <int COUNT, typename Of, typename Rest>
     __device__ __forceinline__ void sum_up(const In (&kept)[ITEMS], float (&total)[COUNT], Of of, Rest rest) const {
         float sums[COUNT][SUMS] = {}, numbers[COUNT];
@@ -162,7 +168,8 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         row_sums<THREADS>(total);
     }
 
-    // Return the mean of the row, with its rounding error. If ADD, store the units that are not kept in `staged()`.
+    // Return the mean of the row, which still has a rounding error. If ADD, also store z of the units that are not in
+    // `kept` in staged().
     __device__ __forceinline__ float mean(const In (&kept)[ITEMS]) const {
         float total[1];
         sum_up(
@@ -183,7 +190,7 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         return __fmul_rn(total[0], p.per_width);
     }
 
-    // Compute the differences of a unit from `mean`; 0 after the end of the row.
+    // Set value[j] to the difference of element j of a unit from `mean`, or to 0 after the end of the row.
     __device__ __forceinline__ void differences(int i, const In& unit, float mean, float (&value)[EACH]) const {
         unit.get(value);
 #pragma unroll

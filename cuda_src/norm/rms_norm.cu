@@ -1,4 +1,5 @@
-// RMS norm: divide each row by the root mean square of its elements, and multiply by a weight.
+// RMS norm: divide each row by the root mean square of its elements, and multiply by a weight. Optionally, first add a
+// residual, and convert the result to FP8 (e4m3).
 //
 //   z[r, c] = input[r, c]                                                                                       ALONE
 //           = input[r, c] + residual[r, c] rounded to T, which also becomes residual[r, c]                    ROUNDED
@@ -9,21 +10,22 @@
 //           = e4m3(y / scale), scale = max(max |y|, smallest) / 448 of a row                                   BY_ROW
 //                                                                or of each GROUP columns of a row           BY_GROUP
 //
-// Each product and each sum is rounded as IEEE says, and the sum of squares has the order of norm/row.cuh, so all
-// instances give the same bits.
+// Each product and each sum is rounded to float32 (no fused multiply-add), and squares are summed in the order of
+// norm/row.cuh. All template instances therefore give the same bits.
 //
-// W: type of the weight, T or float. WIDTH: width of a row, 0: dynamic. BYTES: width of a load, 16 bytes or one
-// element. THREADS: threads per row, a power of two: a whole block, or at most a warp. ITEMS: units per thread that
-// stay in registers. BLOCK: threads per block.
+// W: type of the weight, T or float. WIDTH: width of a row; 0 if it is known only at run time. BYTES: width of a load,
+// 16 bytes or one element. THREADS: threads per row, a power of two; either all threads of a block, or at most a warp.
+// ITEMS: units per thread that stay in registers. BLOCK: threads per block.
 //
-// Grid: BLOCK / THREADS rows per block. Thread t of a row has units t, t + THREADS, ... of EACH elements. The first
-// ITEMS units stay in registers. Further units, which exist only if THREADS == COLUMNS, are loaded a second time.
+// Grid: BLOCK / THREADS rows per block. A unit is EACH consecutive elements; thread t of a row has units t, t +
+// THREADS, t + 2 * THREADS and so on. The first ITEMS units of a thread stay in registers. A thread has more units only
+// if THREADS == COLUMNS; they are loaded again after the sum of squares.
 //
-// Speed of light: memory bandwidth. A row and its residual are read once and written once; some ten flops per element
-// do not matter. With few rows, the bound is the latency of a load, a reduction and a store. On an H200 with bfloat16,
+// Speed of light: memory bandwidth. A row and its residual are read once and written once; about ten flops per element
+// do not matter. With few rows, the limit is the latency of a load, a reduction and a store. On an H200 with bfloat16,
 // 8192 rows of 7168 take 62 us (90% of a copy's bandwidth), and 119 us with a residual (93%). 8192 rows of 1536 take 15
-// us (78%). e4m3 results write fewer bytes but take as long: 63 us (66%). 32 rows take 2.8 us; an empty kernel takes
-// 0.54 us.
+// us (78%). With e4m3 results, 8192 rows of 7168 take 63 us (66%): as long as with bfloat16, although fewer bytes are
+// written. 32 rows take 2.8 us; an empty kernel takes 0.54 us.
 #include "common/overlap.cuh"
 #include "norm/row.cuh"
 
@@ -56,14 +58,15 @@ __device__ __forceinline__ float sum_of_squares(const float (&value)[EACH]) {
     return sum;
 }
 
-// Return the larger of `largest` and the magnitudes of a unit. fmaxf ignores NaN.
+// Return the maximum of `largest` and the magnitudes of a unit. fmaxf ignores NaN.
 __device__ __forceinline__ float largest_with(float largest, const float (&value)[EACH]) {
 #pragma unroll
     for (int j = 0; j < EACH; ++j) largest = fmaxf(largest, fabsf(value[j]));
     return largest;
 }
 
-// Return to every thread the largest value of the THREADS threads of its row. No value may be negative or NaN.
+// Return the maximum of `value` over the THREADS threads of a row, to each of these threads. No value may be negative
+// or NaN.
 template <int THREADS> __device__ __forceinline__ float row_max(float value) {
     value = lanes_max<(THREADS > 32 ? 32 : THREADS)>(value);
     if constexpr (THREADS > 32) {
@@ -77,8 +80,9 @@ template <int THREADS> __device__ __forceinline__ float row_max(float value) {
 
 // --- a row ----------------------------------------------------------------------------------------------
 
-// A thread's part of its row: the positions of its units, and the operations on a unit. The units themselves are local
-// arrays of the kernel. Members would not stay in registers, because loops index them before they are unrolled.
+// A thread's part of its row: the positions of its units, and the operations on a unit. The units are local arrays of
+// the kernel, not members of this class: the compiler would not keep members in registers, because loops index them
+// before they are unrolled.
 template <typename T, typename W, int SUM, int WIDTH, int THREADS, int ITEMS, int BYTES, int BLOCK>
 struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
     using Own = Dealt<WIDTH, THREADS, ITEMS, BLOCK>;
@@ -104,8 +108,7 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         return weight;
     }
 
-    // Load the first ITEMS units, and the weight too if registers allow. All loads are issued before the first
-    // computation.
+    // Load the first ITEMS units, and if EARLY also the weight. All loads are issued before the first computation.
     __device__ __forceinline__ void load(In (&kept)[ITEMS], In (&other)[OTHERS], Weight (&early)[EARLIES]) const {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
@@ -118,7 +121,7 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         }
     }
 
-    // Get the numbers of a unit or, with ADD, of its sum with `other`.
+    // Convert a unit to float32 in `value`. If ADD, add the unit `other` of the residual.
     __device__ __forceinline__ void get_sum(const In& in, const In& other, float (&value)[EACH]) const {
         in.get(value);
         if constexpr (ADD) {
@@ -129,7 +132,8 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         }
     }
 
-    // Return the sum of squares of a unit. If ROUNDED, `in` first becomes its sum with `other`, which is stored.
+    // Return the sum of squares of a unit of z. If ROUNDED, first add `other` to `in`, round to T, and store the result
+    // in the residual.
     __device__ __forceinline__ float add_and_square(int i, In& in, const In& other) const {
         float value[EACH];
         get_sum(in, other, value);
@@ -160,8 +164,8 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         return __frsqrt_rn(__fadd_rn(mean, p.epsilon));
     }
 
-    // Call write(i, y) with the results y of unit i. If UNROUNDED, the last pass over a unit (LAST) also stores its
-    // sum.
+    // Call write(i, y) with the results y of unit i. If UNROUNDED, the last pass (LAST) also stores the sum of input
+    // and residual in the residual.
     template <bool LAST, typename Write>
     __device__ __forceinline__ void normalize(int i, const In& in, const In& other, const Weight& weight, float inverse,
                                               Write write) const {
@@ -186,7 +190,7 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         write(i, y);
     }
 
-    // Call write(i, y) for each unit of this thread.
+    // Call write(i, y) with the results y of each unit i of this thread.
     template <bool LAST, typename Write>
     __device__ __forceinline__ void normalize_each(const In (&kept)[ITEMS], const In (&other)[OTHERS],
                                                    const Weight (&early)[EARLIES], float inverse, Write write) const {
@@ -244,7 +248,8 @@ __global__ void __launch_bounds__(BLOCK) rms_norm(const __grid_constant__ Params
         const Quotient<ANY> quotient(scale);
         each([&](int i, const float (&y)[EACH]) { row.store_quotients(i, y, quotient); });
     } else if constexpr (RESULT == BY_ROW) {
-        // The results are computed twice: they would take registers if they were kept until the scale is known.
+        // Compute the results twice, first for the scale and then for the output. Keeping them until the scale is known
+        // would take too many registers.
         float largest = 0;
         row.template normalize_each<false>(kept, other, early, inverse,
                                            [&](int, const float (&y)[EACH]) { largest = largest_with(largest, y); });

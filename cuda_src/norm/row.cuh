@@ -1,16 +1,17 @@
-// Shared by the norms: rows in memory, units of a row in registers, and sums over a row.
+// Shared by layer_norm and rms_norm: rows in memory, units of a row in registers, and sums over a row.
 //
-// The order of a sum does not depend on the number of threads. First the EACH values of a unit are added one after the
-// other, then the sums of units that are COLUMNS units apart, one after the other. Finally the sums are folded: the
-// second half is added to the first half until one is left. Each sum is rounded as IEEE says, so all instances give the
-// same bits.
+// The order of a sum does not depend on the number of threads:
+//   1. Add the EACH values of a unit, from the first to the last.
+//   2. Add the sums of units that are COLUMNS units apart, from the first to the last. At most COLUMNS sums are left.
+//   3. Fold these sums: add the second half to the first half, and repeat until one sum is left.
+// Each addition is rounded to float32, so all template instances give the same bits.
 #pragma once
 #include "common/quantize.cuh"
 #include "common/warp.cuh"
 
 constexpr int EACH = 8;
 constexpr int COLUMNS = 1024;
-constexpr int EARLY_BYTES = 64; // largest weight, in bytes, that a thread holds during a reduction
+constexpr int EARLY_BYTES = 64; // largest part of the weight, in bytes, that a thread holds during a reduction
 
 // Rows [outer, inner, width] with strides for the first two dimensions.
 struct Rows {
@@ -27,14 +28,14 @@ template <typename T, int BYTES> struct Eight {
     static constexpr int LOADS = EACH * int(sizeof(T)) / BYTES, IN_LOAD = BYTES / int(sizeof(T));
     alignas(16) Unit<BYTES> unit[LOADS];
 
-    // Load the first `count` elements; the others become 0. The read-only cache is not used, because the kernel may
-    // write to `from`.
+    // Load the first `count` elements, and set the others to 0. The loads bypass the read-only cache, because the
+    // kernel may write to the same row.
     __device__ __forceinline__ void load(const char* from, int count) {
 #pragma unroll
         for (int i = 0; i < LOADS; ++i)
             unit[i] = i * IN_LOAD < count ? __ldcs(reinterpret_cast<const Unit<BYTES>*>(from) + i) : Unit<BYTES>{};
     }
-    // As `load`, for data that all rows share, through the read-only cache.
+    // Like `load`, but through the read-only cache, for data that all rows share.
     __device__ __forceinline__ void load_shared(const char* from, int count) {
 #pragma unroll
         for (int i = 0; i < LOADS; ++i)
@@ -49,7 +50,8 @@ template <typename T, int BYTES> struct Eight {
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             if constexpr (IS_BFLOAT16<T> && BYTES > 2) {
-                // A bfloat16 is the high half of its float, so a mask or a shift of the word converts it.
+                // A bfloat16 is the high half of a float with the same value, so a mask or a shift of the 32-bit word
+                // converts it.
                 const unsigned pair = reinterpret_cast<const unsigned*>(unit)[i / 2];
                 value[i] = __uint_as_float(i % 2 ? pair & 0xffff0000u : pair << 16);
             } else {
@@ -63,7 +65,7 @@ template <typename T, int BYTES> struct Eight {
     }
 };
 
-// Return the folded sum: the second half is added to the first half until one is left.
+// Fold the sums: add the second half to the first half, and repeat until one sum is left. Return that sum.
 template <int COUNT> __device__ __forceinline__ float folded(float (&sums)[COUNT]) {
 #pragma unroll
     for (int half = COUNT / 2; half > 0; half /= 2)
@@ -72,12 +74,13 @@ template <int COUNT> __device__ __forceinline__ float folded(float (&sums)[COUNT
     return sums[0];
 }
 
-// Fold COUNT sums over the THREADS threads of a row; every thread gets the results. A kernel calls this once per COUNT:
-// a second call would write the shared memory of the first call while other threads still read it.
+// Compute COUNT sums over the THREADS threads of a row, by folding; every thread gets the results. A kernel may call
+// this only once for each value of COUNT. A second call would overwrite the shared memory of the first call while other
+// threads still read it.
 template <int THREADS, int COUNT> __device__ __forceinline__ void row_sums(float (&sums)[COUNT]) {
     if constexpr (THREADS > 32) {
-        // Folding combines warps before lanes. Each thread folds its lane's sums of all warps, so one exchange through
-        // shared memory is enough.
+        // Folding adds different warps before different lanes. So each thread reads the sums of its own lane in all
+        // warps and folds them, and one exchange through shared memory is enough.
         __shared__ float of_thread[COUNT][THREADS];
 #pragma unroll
         for (int k = 0; k < COUNT; ++k) of_thread[k][threadIdx.x] = sums[k];
@@ -98,13 +101,14 @@ template <int THREADS, int COUNT> __device__ __forceinline__ void row_sums(float
 
 constexpr int power_of_two_from(int count) { return count <= 1 ? 1 : 2 * power_of_two_from((count + 1) / 2); }
 
-// The units of a row that a thread has: t, t + THREADS, ... for thread t. The first ITEMS units stay in registers;
-// further units, which exist only if THREADS == COLUMNS, are loaded again.
+// The units of a row that a thread has. Thread t has units t, t + THREADS, t + 2 * THREADS and so on. The first ITEMS
+// units stay in registers. A thread has more units only if THREADS == COLUMNS; they are loaded again when they are
+// needed.
 //
-// WIDTH: width of a row, 0: dynamic. THREADS: threads per row, a power of two: a block of BLOCK threads, or at most a
-// warp.
+// WIDTH: width of a row; 0 if it is known only at run time. THREADS: threads per row, a power of two: either all BLOCK
+// threads of a block, or at most a warp.
 template <int WIDTH, int THREADS, int ITEMS, int BLOCK> struct Dealt {
-    static constexpr int SLOTS = COLUMNS / THREADS; // separate sums of a thread
+    static constexpr int SLOTS = COLUMNS / THREADS; // sums that a thread keeps apart in step 2
     static constexpr int SUMS = ITEMS < SLOTS ? power_of_two_from(ITEMS) : SLOTS;
     static constexpr bool FITS = WIDTH ? WIDTH <= THREADS * ITEMS * EACH : THREADS < COLUMNS;
     static_assert(FITS || SLOTS == 1, "a thread that loads units twice has one sum");
@@ -117,11 +121,11 @@ template <int WIDTH, int THREADS, int ITEMS, int BLOCK> struct Dealt {
         thread = threadIdx.x % THREADS, row = blockIdx.x * (BLOCK / THREADS) + threadIdx.x / THREADS;
         width = WIDTH ? WIDTH : p.width;
         outer = p.by_inner.quotient(row), inner = row - outer * p.inner;
-        end = row < p.rows ? width - thread * EACH : 0; // threads past the last row take part in shuffles
+        end = row < p.rows ? width - thread * EACH : 0; // threads past the last row only join the shuffles
     }
 
-    // count: how many elements of unit i are in the row (none if not positive). column: the column of the unit's first
-    // element.
+    // count(i): how many elements the row has from the start of unit i on; 0 or less if the row has no unit i.
+    // column(i): the column of the first element of unit i.
     __device__ __forceinline__ int count(int i) const { return end - i * (THREADS * EACH); }
     __device__ __forceinline__ int column(int i) const { return (thread + i * THREADS) * EACH; }
 };

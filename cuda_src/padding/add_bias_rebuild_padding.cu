@@ -1,15 +1,18 @@
-// Add biases to queries, keys and values, and put them back into a padded batch that is ordered by heads.
+// Add biases to queries, keys and values, and put their words (rows of tokens without padding) back into a padded batch
+// in the layout [batch, heads, max_seq_len, dim].
 //
 //   out[b, h, s, d] = src[w, h * dim + d] + bias[h * dim + d], added in float32, for the word w whose padded row
 //                     w + padding_offset[w] is b * max_seq_len + s; 0 if there is no such word
 //
-// w + padding_offset[w] increases strictly. Wrong offsets never lead to accesses outside of the arrays.
+// `w + padding_offset[w]` must increase strictly with w. If it does not, the result is wrong, but no access is outside
+// of the arrays.
 //
-// Grid: tiles of padded rows, see padding/tile.cuh; z: q, k, v. Each block searches for the words of its rows.
+// Grid: x and y: tiles of padded rows (padding/tile.cuh); z: q, k, v. Each block searches for the words that belong to
+// its rows.
 //
-// Speed of light: memory bandwidth; for q, k and v each, a word is read once and a padded row is written once. An H200
-// reaches 93% of the bandwidth of a copy at 65536 rows of 4096 float16, half of them words, and 90% at 32768 rows of
-// 1024.
+// Speed of light: memory bandwidth; each word of q, k and v is read once, and each padded row is written once. An H200
+// reaches 93% of the bandwidth of a copy at 65536 padded rows of 4096 float16 (half of them hold words), and 90% at
+// 32768 rows of 1024.
 #include "common/numeric.cuh"
 #include "common/overlap.cuh"
 #include "padding/tile.cuh"
@@ -26,7 +29,7 @@ struct AddBiasParams {
     Heads heads;
 };
 
-// Addition in 32-bit words: one float, or two elements of half the size that are added in float32 and rounded once.
+// Add two 32-bit registers: each holds one float, or two 16-bit elements that are added in float32 and rounded once.
 template <typename T> struct Word;
 template <> struct Word<float> {
     static __device__ __forceinline__ unsigned add(unsigned a, unsigned b) {

@@ -1,14 +1,15 @@
-// Put words back into their rows of a padded batch.
+// Put words (rows of tokens without padding) back into their rows of a padded batch.
 //
-//   out[w + padding_offset[w]] = src[w], `fill` in the rows without a word
+//   out[w + padding_offset[w]] = src[w]; rows of `out` without a word are filled with `fill`
 //
-// w + padding_offset[w] increases strictly. Wrong offsets never lead to accesses outside of the arrays.
+// `w + padding_offset[w]` must increase strictly with w. If it does not, the result is wrong, but no access is outside
+// of the arrays.
 //
-// Grid: tiles of out, see padding/tile.cuh. Tiles contain words and padding alike, so all blocks write equally much.
-// Each block searches for the words of its rows.
+// Grid: tiles of `out` (padding/tile.cuh). All blocks write the same number of rows, whether these hold words or
+// padding. Each block searches for the words that belong to its rows.
 //
 // Speed of light: memory bandwidth; each word is read once and each padded row written once. An H200 reaches 92% of the
-// bandwidth of a copy at 65536 rows of 4096 float16, half of them words, and 84% at 32768 rows of 1024.
+// bandwidth of a copy at 65536 padded rows of 4096 float16 (half of them hold words), and 84% at 32768 rows of 1024.
 #include "common/overlap.cuh"
 #include "padding/tile.cuh"
 #include "padding/words.cuh"
@@ -19,7 +20,7 @@ struct RebuildParams {
     void* out;                 // [padded rows, columns]
     long long row_stride;
     int words;
-    unsigned fill; // the element; repeated if it has two bytes
+    unsigned fill; // bits of the element that fills padding; a two-byte element is repeated
     Geometry geometry;
 };
 

@@ -1,14 +1,14 @@
-// Drop the padding of a batch of sequences.
+// Copy the words (rows of tokens) of a padded batch to consecutive rows, without the padding.
 //
 //   out[w] = src[w + padding_offset[w]], or zero if src has no such row
 //
-// src is [padded_rows, columns] or, if TRANSPOSED, [batch, heads, max_seq_len, dim]. Wrong offsets never lead to
-// accesses outside of the arrays.
+// src is [padded_rows, columns] or, if TRANSPOSED, [batch, heads, max_seq_len, dim]. Wrong offsets never cause an
+// access outside of the arrays.
 //
-// Grid: tiles of out, see padding/tile.cuh.
+// Grid: tiles of `out` (padding/tile.cuh).
 //
-// Speed of light: memory bandwidth; each word is read once and written once. An H200 reaches 96% of the bandwidth of a
-// copy at 32768 words of 4096 float16, and 85% at 16384 words of 1024; if TRANSPOSED, 97% and 85%.
+// Speed of light: memory bandwidth; each word is read once and written once. At 32768 words of 4096 float16, an H200
+// reaches 96% of the bandwidth of a copy (97% if TRANSPOSED). At 16384 words of 1024, it reaches 85% in both cases.
 #include "common/overlap.cuh"
 #include "padding/tile.cuh"
 
@@ -39,7 +39,8 @@ __global__ void __launch_bounds__(THREADS) remove_padding(const __grid_constant_
         from[i] = NOWHERE;
         if (tile.locate(i, row, column)) {
             const unsigned word = tile.first_row + row;
-            // A negative sum wraps to an index past all rows. A sum cannot wrap to a valid index.
+            // The sum is unsigned. A negative sum becomes an index past all rows, and no sum overflows to a valid
+            // index.
             from[i] = word + unsigned(p.padding_offset[word]);
         }
     }

@@ -1,16 +1,17 @@
-// Tiles: how the blocks of a kernel divide the rows that they write, and the offset of an element in the layout by
-// heads.
+// Divide the rows that a kernel writes into tiles, one per block, and compute the offset of an element in the layout
+// [batch, heads, max_seq_len, dim].
 //
-// Grid: x: tiles of rows; y: parts of a row. A block writes a tile of rows, or of parts of long rows, in units of BYTES
-// bytes. Thread t takes ITEMS units: t, t + THREADS, ... It issues all their loads before the first store, because the
-// bytes in flight limit a copy.
+// Grid: x: tiles of rows; y: parts of a row. A tile is several whole rows, or the same part of several long rows. A
+// block writes its tile in units of BYTES bytes. Thread t takes ITEMS units: t, t + THREADS and so on. A thread issues
+// all its loads before its first store, because the speed of a copy depends on the number of bytes in flight.
 //
-// COLUMNS (units in a row) and HEAD_COLUMNS (units of a head in a row): if 0, the kernel's arguments give them.
+// COLUMNS: units in a row. HEAD_COLUMNS: units of one head in a row. If one of them is 0, the kernel's arguments give
+// the number.
 #pragma once
 #include "common/units.cuh"
 
 struct Geometry {
-    int rows;      // of the array that is written
+    int rows;      // rows of the array that is written
     int columns;   // units per row
     int tile_rows; // tile_rows * tile_columns <= THREADS * ITEMS
     int tile_columns;
@@ -32,8 +33,8 @@ template <int COLUMNS, int THREADS, int ITEMS> struct Tile {
         first_column = COLUMNS ? 0 : blockIdx.y * g.tile_columns;
         columns = COLUMNS ? COLUMNS : min(g.tile_columns, g.columns - first_column);
     }
-    // Locate the thread's i-th unit: its row in the tile, and its column in the row. Return false past the end of
-    // either.
+    // Find the row in the tile and the column in the row of this thread's i-th unit. Return false if the tile has no
+    // such row or column.
     __device__ __forceinline__ bool locate(int i, int& row, int& column) const {
         const int slot = threadIdx.x + i * THREADS;
         int within;
@@ -47,7 +48,7 @@ template <int COLUMNS, int THREADS, int ITEMS> struct Tile {
         column = first_column + within;
         return row < rows && within < columns;
     }
-    // Return the offset, in units, in an array of contiguous rows.
+    // Return the offset of a unit of this tile in an array of contiguous rows. The offset is in units.
     __device__ __forceinline__ long long offset(int row, int column) const {
         return (long long)(first_row + row) * (COLUMNS ? COLUMNS : geometry.columns) + column;
     }
@@ -61,7 +62,8 @@ struct Heads {
     Divisor by_head_columns;
 };
 
-// Return the offset, in units, of (row, column) of the padded rows in the layout [batch, heads, max_seq_len, dim].
+// Return the offset, in the layout [batch, heads, max_seq_len, dim], of unit `column` of padded row `row`. The offset
+// is in units.
 template <int HEAD_COLUMNS> __device__ __forceinline__ long long by_head(const Heads& h, unsigned row, int column) {
     const int head_columns = HEAD_COLUMNS ? HEAD_COLUMNS : h.head_columns;
     const unsigned sequence = h.by_max_seq_len.quotient(row), position = row - sequence * h.max_seq_len;

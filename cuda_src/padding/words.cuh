@@ -1,11 +1,12 @@
-// Find the words whose rows a block writes. row(w) = w + padding_offset[w] increases strictly, so a search finds them.
+// Find the words (rows of tokens, without padding) that belong to the padded rows of a block. The padded row of word w
+// is `w + padding_offset[w]`. It increases strictly with w, so a search finds the words.
 #pragma once
 #include "common/warp.cuh"
 
-// Return the first word whose row is at least `row`. A whole warp searches: each round of 32 probes leaves a 32nd of
-// the words.
+// Return the first word whose padded row is at least `row`. A whole warp searches: the 32 lanes test 32 words at once,
+// which narrows the range to 1/32.
 __device__ __forceinline__ int first_word_from(const int* padding_offset, int words, unsigned row, int lane) {
-    // A word's row is at least the word's index, so the first word with a row of at least `row` has at most index
+    // Padded rows increase strictly, so word w has a padded row of at least w. Therefore the search can end at word
     // `row`.
     int low = 0, high = int(min(unsigned(words), row));
     while (low < high) {
@@ -18,9 +19,9 @@ __device__ __forceinline__ int first_word_from(const int* padding_offset, int wo
     return low;
 }
 
-// For each row of a tile, set word_of[r] to the word of row first_row + r, or to -1. All threads of the block call it.
-// One search per block is enough: the tile's words are consecutive, so they are among the `rows` words from the first
-// one on.
+// For each row r of a tile, set word_of[r] to the word that belongs to padded row `first_row + r`, or to -1 if there is
+// none. All threads of the block must call it. The words of a tile are consecutive and at most `rows`, so one search,
+// for the first of them, is enough.
 template <int THREADS>
 __device__ __forceinline__ void find_words(const int* padding_offset, int words, unsigned first_row, int rows,
                                            int* word_of) {

@@ -9,28 +9,31 @@
 //
 // Token t of a sequence is in slot t % block_size of cache block tables[seq, t / block_size].
 //
-// Work. The heads of a group and the query tokens of a sequence are rows that share a kv head. They are processed
-// together, so the cache is read once for all of them. An item is (sequence, kv head, block of a team's rows).
-// `Dealing` says how items are distributed:
-//   QUEUE     Blocks draw pieces of items. An item with more than an equal share of the tokens is cut into several
-//             pieces. Each of them leaves a partial result (maximum, sum, output); the block that finishes last merges
-//             them. `split` fixes the size of all pieces: then a row's summation order does not depend on the batch.
-//   CLUSTERS  Each item has a cluster of CLUSTER blocks, which merge their results through distributed shared memory
-//             (few items), or one block (more items than resident blocks).
+// Work. A row is one head of one query token. The rows of a sequence that share a kv head are processed together, so
+// the cache is read once for all of them. A work item is (sequence, kv head, block of rows), with as many rows as a
+// team of warps holds. A piece is a range of tokens of an item. `Dealing` says how items are distributed over thread
+// blocks:
+//   QUEUE     Blocks take pieces from a queue. An item with more than an equal share of the tokens is cut into several
+//             pieces. Each piece stores a partial result (maximum, sum, output), and the block that finishes last
+//             merges the partial results. If `split` is not 0, it is the size of all pieces, so that a row's summation
+//             order does not depend on the batch.
+//   CLUSTERS  Each item has a cluster of CLUSTER blocks, which merge their results through distributed shared memory.
+//             If there are more items than resident blocks, CLUSTER is 1 and each item has one block.
 //   EITHER    The kernel reads the lengths and decides between CLUSTERS and QUEUE.
 //
-// Grid: as many blocks as are resident at once, or CLUSTER blocks per item. Block: WARPS warps in teams of TEAM warps.
-// Team: takes every `step()`-th tile of 16 tokens of a piece through its own pipeline of STAGES stages. cp.async copies
-// a tile into shared memory, ldmatrix loads fragments from there. With AT_ONCE == 2 a team multiplies two tiles at
-// once, so that their chains of products, conversions and exponentials overlap; this helps if few other warps are
-// resident. Warp: ROWS of the team's rows. 16 rows are the M side of the MMA. 8 rows, if the kv head has no more, are
-// the N side, which halves the products and exponentials. Lane: see paged_attention/rows.cuh.
+// Grid: as many blocks as are resident at once, or CLUSTER blocks per item. A block has WARPS warps in teams of TEAM
+// warps. A team takes every `step()`-th tile of 16 tokens of a piece through its own pipeline of STAGES stages:
+// cp.async copies a tile into shared memory, and ldmatrix loads fragments from there. With AT_ONCE == 2 a team
+// multiplies two tiles at once, so that the MMAs, conversions and exponentials of one tile overlap with the same steps
+// of the other tile; this helps if few other warps are resident. A warp has ROWS of the team's rows. 16 rows are the M
+// side of the MMA. If the kv head has at most 8 rows, they are the N side, which halves the MMAs and exponentials. For
+// the lanes see paged_attention/rows.cuh.
 //
 // Scores are multiplied by log2(e), so that exp becomes exp2. lse and vLLM's workspace use the natural base.
 //
-// HEAD_DIM == 0 or BLOCK_SIZE == 0: that size is dynamic. DIMS: head_dim rounded up to the capacity of stages and
-// registers. EXTRAS: the call has a softcap, a slope or a block-sparse pattern. FIT: resident blocks per multiprocessor
-// that the registers allow.
+// HEAD_DIM == 0 or BLOCK_SIZE == 0: this size comes from the arguments. DIMS: the head size for which stages and
+// registers are laid out, at least head_dim. EXTRAS: the call has a softcap, a slope or a block-sparse pattern. FIT:
+// resident blocks per multiprocessor that the registers allow.
 //
 // Speed of light: the cache is read once, with group * query_tokens flops per byte in 16 bits (4 for one token of
 // Llama-3-8B). Memory bandwidth is the bound, and the tensor cores wait. On an H200 with 32 heads, 8 kv heads and
@@ -39,7 +42,7 @@
 //   64 sequences of 4096 tokens, 8-bit cache       136 us, copy 125 us (92%)
 //   64 sequences of 1024 tokens                    67.8 us, copy 62.7 us (92%)
 //   8 sequences of 8192 tokens                     67.1 us, copy 63 us (93%)
-//   16 sequences of 2048 tokens                    36 us if the table has no room for longer ones, else 38 us;
+//   16 sequences of 2048 tokens                    36 us if the block table holds at most 2048 tokens, else 38 us;
 //                                                  copy 31 us (87 to 83%)
 //   1 sequence of 32768 tokens                     36.4 us, copy 31.4 us (86%)
 //   1 sequence of 4096 tokens                      9.6 us, copy 3.9 us (40%)
@@ -56,9 +59,9 @@
 #include "paged_attention/schedule.cuh"
 #include "paged_attention/team.cuh"
 
-// Write the warp's results (maximum, sum and output of each row) to shared memory, over the last stage. The caller
-// passes a block barrier first, so that no team still reads that stage. `bad` turns the sum of each row into NaN, which
-// makes the stored result NaN.
+// Write the warp's results (maximum, sum and output of each row) to shared memory. They overwrite the last stage, so
+// the caller must pass a block barrier first. `bad` turns the sum of each row into NaN, which makes the stored result
+// NaN.
 template <typename F>
 __device__ __forceinline__ void leave_results(const Params& p, typename F::Softmax& softmax,
                                               const float (&out)[F::OUT_FRAGMENTS][4], const Row (&rows)[2], bool bad,
@@ -154,10 +157,10 @@ __global__ __launch_bounds__(32 * WARPS, FIT) CLUSTER_OF(CLUSTER) void attend(co
     Schedule schedule(p, {next, previous, last, shared_address(&inbox)});
     Pipeline<F> pipeline;
     typename F::Query query;
-    // Issue the query loads before the tile copies (EARLY): loads behind the copies of all stages would return last and
-    // delay the first product. With HAS_ITEM the query depends on the block index alone and is loaded before the
-    // lengths arrive. QUEUE does not need EARLY, because other resident blocks hide the latency. QUERY_IN_SHARED rules
-    // EARLY out, because large heads leave no registers for the query.
+    // EARLY: the loads of the query are issued before the copies of the first tiles. Otherwise the query would arrive
+    // after the copies of all stages and delay the first MMA. HAS_ITEM: the item depends on the block index alone, so
+    // the query is loaded before the lengths arrive. QUEUE does not need EARLY, because other resident blocks hide the
+    // latency. QUERY_IN_SHARED rules EARLY out, because large heads leave no registers for the query.
     constexpr bool EARLY = DEALING != QUEUE && !F::QUERY_IN_SHARED, HAS_ITEM = DEALING == CLUSTERS && CLUSTER > 1;
     bool has_query = EARLY;
     if constexpr (EARLY && HAS_ITEM) {
@@ -198,8 +201,8 @@ __global__ __launch_bounds__(32 * WARPS, FIT) CLUSTER_OF(CLUSTER) void attend(co
                 else if (first || second)
                     attend_tiles<F, 1>(p, team, segment, warp, query, first ? k : k + 1, softmax, out);
                 if (k + AT_ONCE >= pipeline.tiles) break;
-                // Tiles k and k + 1 are done: refill their stages. The copies of the tiles in between are already in
-                // flight.
+                // Tiles k and k + 1 are done, so their stages are refilled. The copies of the STAGES - 2 tiles after
+                // them are already in flight.
                 team.barrier();
                 pipeline.start_copies(p, team, k + STAGES);
                 pipeline.start_copies(p, team, k + STAGES + 1);
@@ -210,8 +213,8 @@ __global__ __launch_bounds__(32 * WARPS, FIT) CLUSTER_OF(CLUSTER) void attend(co
         team.barrier();
         Pipeline<F> following;
         more = schedule.go_on(p, team, taken, following);
-        // A cluster kernel does not start the next grid early: the next kernel's clusters would be placed on
-        // multiprocessors that are still in use while other multiprocessors are free.
+        // A cluster kernel does not start the next grid early, because the clusters of the next kernel would be placed
+        // on multiprocessors that are still in use while other multiprocessors are free.
         if (CLUSTER == 1 && !more) let_later_kernels_begin();
         __syncthreads();
         schedule.look_back();

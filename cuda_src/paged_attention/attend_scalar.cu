@@ -1,16 +1,17 @@
-// Attention over a paged cache without tensor cores, by the formulas of attend.cu. It serves the calls that tensor
-// cores cannot: float32, block sizes that are no multiple of 16 tokens (8, 24, ...), heads larger than 256, and heads
-// or arrays that are not whole units of 16 bytes.
+// Attention over a paged cache without tensor cores, by the formulas of attend.cu. It serves the calls that attend.cu
+// does not: float32, block sizes that are no multiple of 16 tokens (8, 24, ...), heads larger than 256, and heads or
+// arrays that are not whole units of 16 bytes.
 //
-// Grid: as many blocks as are resident at once; each draws pieces of items of ROWS rows. Warp: every WARPS-th tile of
-// 32 tokens of a piece. Lane: one token of the tile for the scores, DIMS / 32 dimensions for the output.
+// Grid: as many blocks as are resident at once. A work item is (sequence, kv head, block of ROWS rows), and a piece is
+// a range of tokens of an item. Blocks take pieces from a queue. A warp takes every WARPS-th tile of 32 tokens of a
+// piece. A lane computes the scores of one token of the tile, and DIMS / 32 dimensions of the output.
 //
 // DIMS: capacity for head_dim, USUAL_DIM or MAX_DIM.
 //
 // WIDE: the query, the cache and their strides are multiples of 16 bytes, so that one load reads four elements.
 //
 // Speed of light: the cache is read once for every ROWS rows that share a kv head, and each element takes one fused
-// multiply-add per row on the CUDA cores. On paper memory bandwidth is the bound. The kernel exists for completeness;
+// multiply-add per row on the CUDA cores. In theory memory bandwidth is the bound. The kernel exists for completeness;
 // no benchmark case runs it.
 #include "common/fp8.cuh"
 #include "common/overlap.cuh"
@@ -55,8 +56,8 @@ template <typename CACHE, bool WIDE> struct VllmCache {
         return dim / X * p.block_size * 16 + dim % X * ITEM;
     }
 
-    // out += weights values, for the tile that begins at token `start`. `id` is the block id of the lane's token, or -1
-    // if the lane has no token. Eight tokens that begin at a multiple of 8 are in one block.
+    // Add the weighted values of the tile that begins at token `start` to `out`. `id` is the block id of the lane's
+    // token, or -1 if the lane has no token. Eight tokens that begin at a multiple of 8 are in one block.
     template <int EACH>
     static __device__ __forceinline__ void add_values(const Params& p, const Segment& segment, int start, int id,
                                                       const float (&weights)[ROWS][32], float (&out)[ROWS][EACH]) {

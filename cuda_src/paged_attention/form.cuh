@@ -30,11 +30,13 @@ struct Form {
     static constexpr int TEAMS = WARPS / TEAM, ROWS = Rows::ROWS * TEAM;
     static constexpr int STEP = TEAMS * CLUSTER; // distance between a team's tiles if a cluster shares the item
     static constexpr int KEY_STEPS = DIMS / 16;  // MMA steps along the dimensions for the scores
-    // Accumulator chains per score, added at the end. Two chains hide MMA latency where few MMAs are independent: 8
-    // rows have one score fragment instead of two, and a cluster's block has few other warps beside it.
+    // Independent accumulators per score fragment, added at the end. Two of them hide MMA latency if there are few
+    // independent MMAs. This is the case with 8 rows and CLUSTER > 1: a tile has one score fragment instead of two, and
+    // few other warps are resident.
     static constexpr int CHAINS = ROWS_ == 8 && CLUSTER > 1 ? 2 : 1;
     static constexpr int OUT_FRAGMENTS = DIMS / 16 * Rows::FRAGMENTS; // output fragments of a warp
-    // The query stays in registers unless its fragments take more than 32: 16 rows of a head larger than 128.
+    // The query stays in registers unless its fragments take more than 32 registers, as 16 rows of a head larger than
+    // 128 do.
     static constexpr bool QUERY_IN_SHARED = KEY_STEPS * Rows::OPERAND > 32;
 
     using Tile = typename Choose<LAYOUT == VLLM, VllmTile<CACHE, DIMS>, FlashTile<CACHE, DIMS>>::type;
@@ -42,14 +44,15 @@ struct Form {
     using Query = typename Choose<QUERY_IN_SHARED, QueryInShared<KEY_STEPS, 32 * WARPS>,
                                   QueryInRegisters<KEY_STEPS, Rows::OPERAND>>::type;
     using Softmax = OnlineSoftmax<typename Products::Math, Rows, OUT_FRAGMENTS>;
-    // The padding puts consecutive rows (of 16), or consecutive row pairs (of 8), an odd multiple of 8 banks apart: the
-    // lanes of a warp store to different banks.
+    // The row stride is padded so that the lanes of a warp store to different banks. With 16 rows, neighbouring rows
+    // are an odd multiple of 8 banks apart. With 8 rows, neighbouring pairs of rows are.
     using Results = TeamResults<TEAMS, ROWS, DIMS + ROWS_ / 2>;
 
     static constexpr int STAGE_BYTES = TEAMS * 2 * Tile::BYTES; // one stage: a tile's keys and values for every team
 
-    // Return the dynamic shared memory of a block for pieces of `rows` rows: the stages, then a cluster block's inbox
-    // (`store_cluster`). At the end the results overwrite the last stage, which is enlarged if they need more.
+    // Return the dynamic shared memory of a block for pieces of `rows` rows: the stages and, with CLUSTER > 1, the
+    // inbox of `store_cluster`. At the end the results overwrite the last stage, which is enlarged if the results need
+    // more space.
     static constexpr int shared_bytes(int rows) {
         const int results = TEAMS * rows * Results::STRIDE * 4;
         const int found = (STAGES - 1) * STAGE_BYTES + (results > STAGE_BYTES ? results : STAGE_BYTES);
@@ -57,7 +60,7 @@ struct Form {
         return CLUSTER == 1 ? found : found + CLUSTER * (own * 16 + rows * 8);
     }
 
-    // Return the token of a tile (token) or the dimension (dim) of element i of a lane's fragment n.
+    // Return the token within the tile (`token`) or the dimension (`dim`) of element i of a lane's fragment n.
     static __device__ __forceinline__ int token(int n, int i, int lane) {
         return Tile::token(Rows::eight(n, i), Rows::column(lane, i));
     }

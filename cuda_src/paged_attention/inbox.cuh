@@ -1,13 +1,15 @@
-// Merge the results of a cluster's blocks for one item. Each block has an inbox in its shared memory. All blocks send
-// their parts to it, and its mbarrier completes when all parts have arrived.
+// Merge the results of the blocks of a cluster for one work item. Each block has an inbox in its shared memory, to
+// which all blocks of the cluster send partial results. The mbarrier of the inbox completes when all partial results
+// have arrived.
 #pragma once
 #include "common/cluster.cuh"
 #include "common/hopper.cuh"
 #include "paged_attention/results.cuh"
 
-// Initialize the inbox's mbarrier and arrive at the cluster barrier. All threads call this at the start; after
-// `cluster_wait` the inboxes of all blocks are open. Other blocks need to see only the mbarrier's initialization, which
-// has its own fence. The arrive is therefore relaxed and waits for no memory access.
+// Initialize the inbox's mbarrier and arrive at the cluster barrier. All threads call this at the start. After
+// `cluster_wait` a block may send to the inboxes of all blocks. Other blocks need to see only the initialization of the
+// mbarrier, which has its own fence. The arrival at the cluster barrier is therefore relaxed and waits for no memory
+// access.
 template <int CLUSTER> __device__ __forceinline__ void open_inbox(unsigned barrier) {
     if constexpr (CLUSTER > 1) {
         if (threadIdx.x == 0) {
@@ -44,11 +46,12 @@ __device__ __forceinline__ void wait_for_inbox(unsigned barrier) {
                  : "memory");
 }
 
-// Merge and store the results of an item that a cluster shares (the cluster's `store_piece`). The results of a row are
-// divided into quads of four dimensions, and each quad is owned by one block. A block merges its teams' results of
-// every quad, sends the quad to the owner's inbox, and sends each row's maximum and sum to all blocks. The block then
-// merges the parts in its own inbox and stores its quads. All blocks must have opened their inboxes. No block reads
-// another's memory, and each waits for everything that is sent to it; so a block may exit when it is done.
+// Merge and store the results of an item that a cluster shares, as `store_piece` does for a single block. The results
+// of a row are divided into quads of four dimensions, and each quad is owned by one block. A block merges the results
+// of its teams first. It sends each quad to the inbox of the owner, and the maximum and the sum of each row to all
+// blocks. Then it merges the quads in its own inbox and stores them. All blocks must have opened their inboxes. No
+// block reads the memory of another block, and each block waits for everything that is sent to it, so a block may exit
+// when it is done.
 template <int CLUSTER, typename T, int TEAMS, int ROWS, int STRIDE>
 __device__ void store_cluster(const Params& p, const Segment& segment, const TeamResults<TEAMS, ROWS, STRIDE>& found,
                               char* inbox, unsigned barrier) {

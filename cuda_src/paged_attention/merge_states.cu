@@ -4,7 +4,7 @@
 //   lse    = larger + log(exp(lse_a - larger) + exp(lse_b - larger))
 //   out    = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b
 //
-// A side whose lse is -inf or +inf covers no tokens. Its weight is 0, even if its output is NaN.
+// An input (a or b) whose lse is -inf or +inf covers no tokens. Its weight is 0, even if its output is NaN.
 //
 // HEADS_FIRST: the log-sum-exps are [..., heads, tokens] for outputs of [..., tokens, heads, head_dim].
 //
@@ -31,7 +31,7 @@ struct MergeParams {
     int shift;        // if POWER: log2 of the vectors per row
 };
 
-// Load a side's log-sum-exp. Both -inf and +inf mean no tokens; return -inf for both.
+// Load the log-sum-exp of an input. Both -inf and +inf mean no tokens; return -inf for both.
 __device__ __forceinline__ float load_lse(const float* from) {
     const float lse = *from;
     return lse == CUDART_INF_F ? -CUDART_INF_F : lse;
@@ -54,8 +54,8 @@ template <typename T, int VECTOR> struct alignas(sizeof(T) * VECTOR) Items {
     T items[VECTOR];
 };
 
-// Return whether `divide_plain` divides this value by a number in [1, 2] with the result of operator /. It does not for
-// 0, because it loses the sign, and for magnitudes at which an intermediate result leaves the normal range.
+// Return whether `divide_plain` gives exactly the result of operator / for this value and a divisor in [1, 2]. It does
+// not for 0, whose sign it loses, and for magnitudes at which an intermediate result overflows or is subnormal.
 __device__ __forceinline__ bool is_plain(float value) {
     return fabsf(value) > 1e-20f && fabsf(value) < 1e30f; // false for NaN
 }
@@ -67,9 +67,8 @@ __device__ __forceinline__ float reciprocal_of(float divisor) {
     return fmaf(approximate, fmaf(-divisor, approximate, 1.f), approximate);
 }
 
-// Return value / divisor with the steps and the rounding of operator /: a quotient, corrected by its remainder
-// (Markstein, 1990). Operator / would find the reciprocal again for every value and check whether the numbers are
-// plain.
+// Return value / divisor, rounded as by operator /. The approximate quotient is corrected by its remainder (Markstein,
+// 1990). Operator / would also compute the reciprocal again for every value, and check the range of its operands.
 __device__ __forceinline__ float divide_plain(float value, float divisor, float reciprocal) {
     const float quotient = value * reciprocal;
     return fmaf(reciprocal, fmaf(-divisor, quotient, value), quotient);
@@ -119,7 +118,7 @@ __global__ __launch_bounds__(MERGE_THREADS) void merge_states(const __grid_const
         } else {
 #pragma unroll
             for (int j = 0; j < VECTOR; ++j) {
-                // The output of a side without tokens may hold anything.
+                // The output of an input without tokens may hold anything, also NaN.
                 const float value_a = a[e] == -CUDART_INF_F ? 0.f : to_float(from_a[e].items[j]);
                 const float value_b = b[e] == -CUDART_INF_F ? 0.f : to_float(from_b[e].items[j]);
                 merged.items[j] = from_float<T>(some ? fmaf(value_a, share_a, value_b * share_b) / sum : 0.f);

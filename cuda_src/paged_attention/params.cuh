@@ -1,7 +1,7 @@
 // The parameters of `attend` and `attend_scalar`, and how work is distributed.
 #pragma once
 
-constexpr int UNIT_TOKENS = 64; // sequences are cut into pieces of whole units
+constexpr int UNIT_TOKENS = 64; // tokens of a unit; sequences are cut into pieces of whole units
 
 enum Layout {
     // Keys [blocks, kv_heads, head_dim / x, block_size, x], where x elements are 16 bytes; values [blocks, kv_heads,
@@ -11,11 +11,11 @@ enum Layout {
     FLASH,
 };
 
-// How items are distributed over blocks of threads.
+// How work items (sequence, kv head, block of rows) are distributed over thread blocks.
 enum Dealing {
-    QUEUE,    // blocks draw pieces of items
+    QUEUE,    // blocks take pieces of items from a queue
     CLUSTERS, // each item has a cluster of blocks, or one block
-    EITHER,   // CLUSTERS if all lengths are about equal (clusters) or none is too long (single blocks), else QUEUE
+    EITHER,   // as CLUSTERS if the lengths are about equal (clusters) or none is too long (single blocks), else QUEUE
 };
 
 struct Params {
@@ -30,10 +30,10 @@ struct Params {
     const float* value_scale; // [1], may be null
     void* out;                // [seqs, query_tokens, heads, head_dim]  T
     float* lse;               // [seqs, query_tokens, heads], may be null
-    void* partial;            // [slots, head_dim]: outputs of pieces in float32; in T if `vllm_workspace`
+    void* partial;            // [slots, head_dim]: outputs of pieces, in float32, or in T if `vllm_workspace`
     float* maxima;            // [slots]: largest score of each piece, times log2(e) unless `vllm_workspace`
     float* sums;              // [slots]: sum of exp(score - maximum) of pieces
-    int* taken;               // [1]: pieces drawn, without the first of each block; 0 at the start
+    int* taken;               // [1]: pieces taken from the queue, without the first piece of each block; 0 at the start
     int* arrived;             // [items]: finished pieces of each item; 0 at the start
     long long query_seq, query_token, query_head; // strides in elements
     long long key_block, key_token, key_head;     // strides in bytes; layout VLLM has no key_token, value_token
@@ -52,10 +52,10 @@ struct Params {
     int vllm_workspace; // partial results are [seqs, heads, max_splits] in T, also for items of one piece
     // vLLM's block-sparse pattern; sparse_stride 0: dense
     int sparse_local, sparse_stride, sparse_size, sparse_head_step, sparse_rank;
-    float scale;     // of the scores; includes the key scale if the host has it as a number
+    float scale;     // softmax scale; includes the key scale if the host passes it as a number
     float softcap;   // 0: none
-    float out_scale; // the value scale if the host has it as a number, else 1
-    int shares;      // blocks that draw pieces: the tokens are divided into this many equal shares
+    float out_scale; // the value scale if the host passes it as a number, else 1
+    int shares;      // blocks that take pieces from the queue; the tokens are divided into this many equal shares
 };
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }

@@ -1,7 +1,7 @@
 // The pieces that sequences are cut into, and the rows that attend to a piece.
 //
-// An item is (sequence, kv head, block of a team's rows). The tokens of an item are cut into pieces of whole units of
-// UNIT_TOKENS tokens.
+// A work item is (sequence, kv head, block of rows), with as many rows as a team of warps holds. The tokens of an item
+// are cut into pieces. A piece has a whole number of units of UNIT_TOKENS tokens.
 #pragma once
 #include "common/warp.cuh"
 #include "paged_attention/params.cuh"
@@ -13,14 +13,14 @@ struct Reach {
 
     __device__ Reach(const Params& p, int seq) {
         const int wanted = max(p.lengths[seq], 0);
-        // Tokens are counted in 32 bits.
+        // Token indices have 32 bits.
         long long capacity = min((long long)p.max_blocks * p.block_size, 1ll << 30);
         if (p.vllm_workspace) capacity = min(capacity, (long long)p.max_splits * p.split);
         whole = wanted <= capacity;
         length = whole ? wanted : int(capacity);
         low = p.window ? max(0, length - p.query_tokens - p.window + 1) : 0;
         first = low / UNIT_TOKENS;
-        // A sequence without tokens has one unit, because its rows must be written.
+        // A sequence without tokens has one unit, because its output must still be written.
         units = max(1, ceil_div(length, UNIT_TOKENS) - first);
     }
 };
@@ -30,16 +30,16 @@ struct Segment {
     int seq, kv_head, row_block;
     int begin, end, low, length; // `low`, `length` and `whole` are copied from `Reach`
     int piece, pieces;           // index in the item, and number of pieces of the item
-    int index;                   // index in the batch
+    int index;                   // index among all pieces of the batch
     bool whole;
 
-    // Return whether the piece leaves a partial result instead of a result.
+    // Return whether the piece stores a partial result instead of a final result.
     __device__ bool partial(const Params& p) const { return pieces > 1 || (p.vllm_workspace && length); }
 };
 
 // One row of an item: a query token of a head.
 struct Row {
-    int token, head; // of the query; a valid pair even if the row is not valid
+    int token, head; // of the query; within their ranges even if the row is not valid
     bool valid;      // false past the last row of the kv head
 
     __device__ Row(const Params& p, const Segment& segment, int row) {
@@ -60,8 +60,8 @@ struct Row {
 };
 
 // All pieces of the batch. Every warp derives them from the lengths on the device, so a CUDA graph stays valid as
-// sequences grow. Pieces of long sequences come first, so that short pieces fill the gaps when blocks become idle at
-// different times.
+// sequences grow. Pieces of long sequences come first, so that short pieces are left for the end, when blocks become
+// idle at different times.
 struct Pieces {
     static constexpr int CLASSES = 4;
     static constexpr int MOST_UNITS = 1 << 25; // larger than any sequence
@@ -71,7 +71,8 @@ struct Pieces {
     int piece_units = 0;     // largest size of a piece
     int total = 0, mean = 0; // units of all sequences; mean units of a sequence
     int most = 0;            // units of the longest of the lane's sequences (the lane has every 32nd)
-    // Position of `find`: it looks at 32 sequences of a class, which follow `before` pieces.
+    // Position of `find`. It looks at the 32 sequences from `first_seq` on, in one length class. `before` pieces
+    // precede them.
     int length_class = 0, first_seq = 0, before = 0;
 
     __device__ explicit Pieces(const Params& p) : p(p), items(p.kv_heads * p.row_blocks) {}
@@ -94,8 +95,8 @@ struct Pieces {
     // Return whether no sequence has more than `units` units.
     __device__ bool within(int units) const { return __reduce_max_sync(FULL_WARP, most) <= units; }
 
-    // Choose the size of the pieces. It is an equal share of the units per block, or the smallest larger size that
-    // keeps the number of pieces at most the number of blocks. Lane l tries a share plus l / 16 of it.
+    // Choose the size of the pieces. It is an equal share of the units per block. If this gives more pieces than
+    // blocks, the smallest larger size that does not is chosen; lane l tries the size share * (1 + l / 16).
     __device__ void plan(unsigned blocks) {
         if (p.split) {
             piece_units = p.split / UNIT_TOKENS;
@@ -125,7 +126,8 @@ struct Pieces {
         return (reach.units * 2 <= mean * 3) + (reach.units <= mean) + (reach.units * 2 <= mean);
     }
 
-    // Find piece `index` of the batch. Calls must not decrease `index`. Return false if there are not that many pieces.
+    // Find piece `index` of the batch. `index` must not decrease from call to call. Return false if there is no such
+    // piece.
     __device__ bool find(int index, Segment& segment) {
         const int lane = threadIdx.x % 32;
         for (;; first_seq += 32) {
@@ -152,7 +154,8 @@ struct Pieces {
         }
     }
 
-    // Set `segment` to piece `number` of a sequence. All items' pieces over the same tokens have consecutive numbers.
+    // Set `segment` to piece `number` of a sequence, counted over all items of the sequence. The pieces of different
+    // items over the same tokens have consecutive numbers.
     __device__ void set(Segment& segment, int seq, int number, int index) const {
         const Reach reach(p, seq);
         const int item = number % items;

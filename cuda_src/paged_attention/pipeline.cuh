@@ -12,8 +12,8 @@ template <typename F> struct Pipeline {
     int entry, next_entry;
     bool bad; // an entry is not a block of the cache, or the sequence is longer than its table
 
-    // Return the table entry `id` of the team's tile k. If the entry is invalid, set `bad` and return 0. Entries that
-    // no token needs may be anything.
+    // Return the table entry `id` of the team's tile k. If the entry is invalid, set `bad` and return 0. Entries for
+    // tiles that no row sees are not checked.
     __device__ __forceinline__ int checked(const Params& p, const Team<F>& team, int k, int id) {
         if (k >= tiles || team.token(segment, k) + TILE <= segment.low || unsigned(id) < unsigned(p.blocks)) return id;
         bad = true;

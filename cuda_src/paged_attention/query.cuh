@@ -1,5 +1,5 @@
-// The query of a warp's rows, as the operand of the product with the keys. Register `half * QUERY_ROWS + j` of a step
-// holds two dimensions of the j-th of a lane's QUERY_ROWS rows.
+// The query of a warp's rows, as the operand of the product with the keys. A lane has QUERY_ROWS rows. Register `half *
+// QUERY_ROWS + j` of an MMA step (16 dimensions) holds two dimensions of row j.
 #pragma once
 #include "common/mma.cuh"
 #include "common/warp.cuh"

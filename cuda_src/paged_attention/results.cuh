@@ -1,5 +1,5 @@
-// Results of pieces. The teams of a block merge their results, and the block stores them or merges them with the item's
-// other pieces.
+// Merge and store the results of pieces. The teams (groups of warps) of a block merge their results first. The block
+// then stores the merged result, or merges it with the results of the other pieces of the work item.
 //
 // For a set of tokens a row has three results: the maximum of the scores (times log2(e)), the sum of exp(score -
 // maximum), and the values summed with these weights. To merge two such triples over different tokens, both are
@@ -35,12 +35,12 @@ template <typename T> __device__ __forceinline__ void store_four(T* to, const fl
     }
 }
 
-// The triple of a row for four neighbouring dimensions. `values` are not yet divided by `sum`.
+// The triple (maximum, sum, values) of a row for four neighbouring dimensions. `values` are not yet divided by `sum`.
 struct Quad {
     float maximum, sum, values[4];
 
-    // Add another triple. `larger` is the maximum over all triples that are added. A triple over no tokens has maximum
-    // -inf and zeros; its sum is NaN after a bad block id.
+    // Add another triple: `other` (maximum), `other_sum` and `part` (values). `larger` is the maximum over all triples.
+    // A triple over no tokens has maximum -inf and zeros; its sum is NaN after a bad block id.
     __device__ __forceinline__ void add(float other, float other_sum, const float4& part, float larger) {
         const float weight = other == -CUDART_INF_F ? 1.f : fast_exp2(other - larger);
         sum += other_sum * weight;
@@ -102,8 +102,8 @@ __device__ __forceinline__ void store_result(const Params& p, const Segment& seg
     if (p.lse && dim == 0) p.lse[index] = log_sum(quad.maximum, quad.sum);
 }
 
-// Store four dimensions of a row's partial result. vLLM's workspace takes the attention over the piece alone: divided
-// by its sum and multiplied by the value scale.
+// Store four dimensions of a row's partial result. vLLM's workspace stores the attention over the tokens of the piece
+// alone, divided by the sum and multiplied by the value scale.
 template <typename T>
 __device__ __forceinline__ void store_partial(const Params& p, const Segment& segment, const Row& row, int r, int dim,
                                               Quad quad) {

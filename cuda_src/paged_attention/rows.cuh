@@ -20,7 +20,7 @@ struct RowsAsA {
     static constexpr int ROWS = 16;
     static constexpr int QUERY_ROWS = 2; // rows of a lane in the query fragments
     static constexpr int FRAGMENTS = 2;  // accumulator fragments of a product with a tile
-    static constexpr int OPERAND = 4;    // registers of the rows' fragment
+    static constexpr int OPERAND = 4;    // registers of the query operand in a lane
 
     // Return a lane's j-th row in a result (row) or in the query fragments (query_row).
     static __device__ __forceinline__ int row(int lane, int j) { return lane / 4 + 8 * j; }
@@ -56,7 +56,8 @@ struct RowsAsA {
     static __device__ __forceinline__ float max_of_lanes(float value) { return lanes_max<4>(value); }
     static __device__ __forceinline__ float sum_of_lanes(float value) { return lanes_sum<4>(value); }
 
-    // Convert a per-row value from a lane's rows in the query to its rows in a result.
+    // Return the value of a lane's j-th row in a result. `of_query` has the values of the lane's rows in the query
+    // fragments, which may be other rows.
     static __device__ __forceinline__ float of_result(const float (&of_query)[QUERY_ROWS], int, int j) {
         return of_query[j];
     }

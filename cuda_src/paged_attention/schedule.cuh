@@ -1,5 +1,6 @@
-// Schedules decide which pieces a block of threads processes and where the results go. Blocks draw pieces from a queue
-// (PieceQueue), or each item has a cluster (ClusterItem) or a block (BlockItem), or the lengths decide (ItemsOrQueue).
+// Schedules decide which pieces a thread block processes and where it stores the results. A work item is (sequence, kv
+// head, block of rows), and a piece is a range of tokens of an item. Blocks take pieces from a queue (PieceQueue), or
+// each item has a cluster (ClusterItem) or a block (BlockItem), or the kernel decides from the lengths (ItemsOrQueue).
 // All schedules have the same methods. `pipeline` belongs to the calling thread's team.
 #pragma once
 #include "paged_attention/inbox.cuh"
@@ -8,16 +9,17 @@
 #include "paged_attention/results.cuh"
 #include "paged_attention/team.cuh"
 
-constexpr int AHEAD = 3; // tiles left of a piece when the block draws its next one
+constexpr int AHEAD = 3; // a block requests its next piece this many tiles before the end of its piece
 
-// With EITHER and clusters, a sequence may exceed the mean by this many units (UNIT_TOKENS tokens) per warp of its
-// cluster. When only these units are left, the other clusters are done and the memory bandwidth is free. The extra
-// units then take about as long as the draws and merges of the queue would.
+// With EITHER and clusters, each item has a cluster if no sequence exceeds the mean length by more than this many units
+// (of UNIT_TOKENS tokens) per warp of the cluster. When only these extra units are left, the other clusters are done,
+// so the full memory bandwidth is free for them. The extra units then take about as long as the requests and merges of
+// the queue would.
 constexpr int UNITS_ABOVE_MEAN = 2;
 
-// With EITHER and single blocks, a sequence stays uncut if it exceeds an equal share by at most UNITS_ABOVE_SHARE
-// units, or has at most UNITS_UNCUT units in all. A unit of a long sequence that runs alone takes 0.7 us on an H200
-// with a 16-bit cache; draws and merges take 10 us or more.
+// With EITHER and single blocks, no sequence is cut if the longest sequence exceeds an equal share of the units by at
+// most UNITS_ABOVE_SHARE units, or has at most UNITS_UNCUT units. On an H200 with a 16-bit cache, a block that runs
+// alone takes 0.7 us per unit, and the requests and merges of the queue take 10 us or more.
 constexpr int UNITS_ABOVE_SHARE = 12, UNITS_UNCUT = 32;
 
 // The state of a schedule in shared memory. In the queue, thread 0 broadcasts through it.
@@ -28,13 +30,14 @@ struct SharedState {
     unsigned inbox;    // cluster: shared address of the mbarrier of the block's inbox
 };
 
-// A queue of pieces: blocks draw from a global counter until no pieces are left. Under load an answer from global
-// memory takes microseconds, so a block asks early and looks at the answer late. It draws its next piece AHEAD tiles
-// before the end of the current one. It starts to copy the next piece's tiles before it merges the current results.
-// Only at the end of the next piece does it learn whether the current piece finished last in its item.
+// A queue of pieces. Blocks take piece indices from a counter in global memory until no pieces are left. Under load an
+// atomic on global memory takes microseconds, so a block issues it early and uses the result late. The block requests
+// its next piece AHEAD tiles before the end of the current piece. It starts to copy the tiles of the next piece before
+// it stores the results of the current piece. It finds out only at the end of the next piece whether the current piece
+// finished last in its item.
 template <typename F> struct PieceQueue {
     SharedState state;
-    int place = -1; // thread 0: pieces of the item finished before `previous`; -1: `previous` left no partial result
+    int place = -1; // thread 0: number of pieces of the item that finished before `previous`; -1: no partial result
     Pieces pieces;
 
     __device__ __forceinline__ PieceQueue(const Params& p, const SharedState& state) : state(state), pieces(p) {}
@@ -61,14 +64,14 @@ template <typename F> struct PieceQueue {
         return found;
     }
 
-    // Draw the next piece, if `now`.
+    // If `now`, request the next piece from the counter.
     static __device__ __forceinline__ void draw(const Params& p, bool now, int& taken) {
         if (threadIdx.x == 0 && now) taken = atomicAdd(p.taken, 1);
     }
 
-    // Find the piece that was drawn and start to copy its tiles. Return whether there is one. The team must have read
-    // its last stage. Warps may be at different tiles, so there is no barrier between thread 0, which publishes the
-    // index, and the warps that poll it; both use atomics.
+    // Find the piece that `draw` requested and start to copy its tiles. Return whether there is such a piece. The team
+    // must have read its last stage. Warps may be at different tiles, so no barrier is possible between thread 0, which
+    // publishes the index, and the warps, which poll it; both use atomics.
     __device__ __forceinline__ bool go_on(const Params& p, const Team<F>& team, int taken, Pipeline<F>& following) {
         if (threadIdx.x == 0) atomicExch(&state.next, p.shares + taken);
         int index;
@@ -79,8 +82,8 @@ template <typename F> struct PieceQueue {
         return more;
     }
 
-    // Learn whether the previous piece was the last finished piece of its item. The caller puts a block barrier between
-    // this and `go_on`.
+    // Find out whether the previous piece finished last in its item. The caller must pass a block barrier between
+    // `go_on` and this call.
     __device__ __forceinline__ void look_back() {
         if (threadIdx.x == 0) {
             state.next = -1;
@@ -110,7 +113,8 @@ template <typename F> struct PieceQueue {
     }
 };
 
-// One cluster of blocks per item, and the item is one piece: no plan, no counter, no partial results in global memory.
+// One cluster of blocks per item, which is a single piece. There is no plan, no counter and no partial result in global
+// memory.
 template <typename F> struct ClusterItem {
     const int item = blockIdx.x / F::CLUSTER;
     const unsigned inbox;
@@ -129,8 +133,8 @@ template <typename F> struct ClusterItem {
         segment.seq = item / (p.kv_heads * p.row_blocks);
     }
 
-    // Load the table entry of the team's tile `lane`, for a sequence that begins at token 0. Nearly all sequences begin
-    // there, so the load does not wait for the length.
+    // Load the table entry of the team's tile number `lane`, assuming that the piece begins at token 0. Without a
+    // window every piece begins there, so the load need not wait for the length of the sequence.
     __device__ __forceinline__ int first_entry(const Params& p, const Team<F>& team, Pipeline<F>& pipeline) const {
         locate(p, pipeline.segment);
         pipeline.table = p.tables + pipeline.segment.seq * p.table_row;
@@ -154,7 +158,7 @@ template <typename F> struct ClusterItem {
 
     static __device__ __forceinline__ void look_back() {}
 
-    // Merge and store the item. The inbox lies behind the stages and the teams' results.
+    // Merge and store the item. In shared memory the inbox follows the stages and the teams' results.
     __device__ __forceinline__ void store(const Params& p, const Segment& segment,
                                           const typename F::Results& found) const {
         char* const stages_end = shared + F::STAGES * F::STAGE_BYTES;
@@ -167,8 +171,8 @@ template <typename F> struct ClusterItem {
     static __device__ __forceinline__ void finish(const Params&) {}
 };
 
-// Each item has a cluster if all sequences are about equally long; otherwise blocks draw pieces. All blocks reach the
-// same decision.
+// Each item has a cluster if no sequence is much longer than the mean. Otherwise blocks take pieces from the queue.
+// Every block reads all lengths and reaches the same decision.
 template <typename F> struct ItemsOrQueue {
     PieceQueue<F> queue;
     ClusterItem<F> cluster;
@@ -217,9 +221,9 @@ template <typename F> struct ItemsOrQueue {
 };
 
 // One block per item. If the lengths are uneven, the items run in order of length, longest first. With EITHER, if a
-// sequence is too long for one block, the first p.shares blocks (those resident at once) draw pieces instead, and the
-// other blocks exit. All blocks reach the same decision. Single blocks need no draws: the GPU starts a new block faster
-// than a block draws a piece.
+// sequence is too long for one block, the first p.shares blocks (those resident at once) take pieces from the queue
+// instead, and the other blocks exit. Every block reads all lengths and reaches the same decision. Without too long
+// sequences no queue is needed, because the GPU starts a new block faster than a block gets a piece from the queue.
 template <typename F> struct BlockItem {
     PieceQueue<F> queue;
     ClusterItem<F> block;

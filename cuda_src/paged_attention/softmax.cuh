@@ -5,8 +5,8 @@
 
 // A weight is exp2(score - base). The base of a row is raised to the row's maximum score only when the base is more
 // than FAR below the maximum. Weights are therefore at most 2^FAR and do not overflow, and most new maxima need no
-// correction of the accumulators. A lane needs no scores of other lanes: `maximum` covers the lane's own tokens until a
-// base is raised, and `sum` covers them until `finish`.
+// correction of the accumulators. Lanes seldom exchange data: `maximum` covers only the lane's own tokens until a base
+// is raised, and `sum` covers only these tokens until `finish`.
 template <typename Math, typename Rows, int FRAGMENTS> struct OnlineSoftmax {
     static constexpr float FAR = 8.f; // scores and FAR include the factor log2(e)
 
@@ -32,7 +32,7 @@ template <typename Math, typename Rows, int FRAGMENTS> struct OnlineSoftmax {
                 }
     }
 
-    // Raise the maxima to the scores of N tiles. Return whether a base is more than FAR below its maximum.
+    // Raise the maxima to the largest scores of N tiles. Return whether a base is more than FAR below its maximum.
     template <int N> __device__ __forceinline__ bool raise_maxima(const float (&scores)[N][Rows::FRAGMENTS][4]) {
         bool far = false;
 #pragma unroll

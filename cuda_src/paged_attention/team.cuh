@@ -6,7 +6,7 @@
 
 constexpr int TILE = 16; // tokens
 
-// The stages; each has the tiles of all teams. The teams' results overwrite the last stage.
+// The stages of the pipelines. A stage has one tile of each team. The teams' results overwrite the last stage.
 extern __shared__ __align__(128) char shared[];
 
 // A team of F::TEAM warps. The team takes every `step()`-th tile of a piece, and each of its warps takes F::Rows::ROWS
@@ -25,7 +25,7 @@ template <typename F> struct Team {
         : head_dim(F::HEAD_DIM ? F::HEAD_DIM : p.head_dim), block_size(F::BLOCK_SIZE ? F::BLOCK_SIZE : p.block_size),
           chunks(head_dim / F::Tile::CHUNK) {}
 
-    // Take pieces without the other blocks of the cluster.
+    // Process pieces alone, without the other blocks of the cluster.
     __device__ __forceinline__ void leave_cluster() { in_cluster = false, first_tile = index; }
 
     // Return the distance between consecutive tiles of the team.

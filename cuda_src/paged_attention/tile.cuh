@@ -1,14 +1,15 @@
 // Tiles of 16 tokens in shared memory, by cache layout: where a tile's chunks lie, how they are copied, and how they
 // become fragments.
 //
-// A chunk is 16 bytes, as in the cache: of one token (keys, and values of layout FLASH) or of one dimension (values of
-// layout VLLM). Shared memory has 8 groups of banks of 16 bytes, so chunks whose indices agree modulo 8 share banks.
-// The eight chunks that ldmatrix loads together must be in different banks, and so must the eight chunks that lanes
-// copy together. The swizzles of `key_chunk` and `value_chunk` achieve both.
+// A chunk is 16 contiguous bytes of the cache. It belongs to one token (keys, and values of layout FLASH) or to one
+// dimension (values of layout VLLM). The 32 banks of shared memory hold 8 chunks side by side, so chunks whose indices
+// agree modulo 8 share banks. The eight chunks that ldmatrix loads together must be in different banks, and so must the
+// eight chunks that lanes copy together. The swizzles of `key_chunk` and `value_chunk` achieve both.
 //
-// ldmatrix gives a lane 32 bits: two neighbours of a 16-bit cache, which are one register of a fragment, or four of an
-// 8-bit cache, which are converted to two registers. The fragment columns of an 8-bit cache therefore stand for tokens
-// or dimensions in another order, given by `token` and `dim`. Both factors of a product use the same order.
+// ldmatrix gives a lane 32 bits. From a 16-bit cache these are two neighbouring numbers, which are one register of a
+// fragment. From an 8-bit cache these are four neighbouring numbers, which are converted to two registers. The fragment
+// columns of an 8-bit cache therefore stand for tokens or dimensions in another order, given by `token` and `dim`. Both
+// operands of an MMA use the same order.
 #pragma once
 #include "common/mma.cuh"
 #include "paged_attention/team.cuh"
@@ -36,14 +37,14 @@ template <typename CACHE, int DIMS> struct VllmTile : TileSizes<CACHE, DIMS> {
     static __device__ __forceinline__ int dim(int n, int column) { return n * 8 + column; }
 
     // Return the index of a key chunk. With 8-bit keys ldmatrix loads tokens 0, 1, 4, 5, 8, 9, 12, 13 together;
-    // rotating tokens 8 ... 15 by two puts these in different banks.
+    // rotating tokens 8 ... 15 by two puts these eight chunks in different banks.
     static __device__ __forceinline__ int key_chunk(int chunk, int token) {
         return chunk * TILE + (FP8 ? (token & 8) | ((token + token / 8 * 2) & 7) : token);
     }
 
     // Return the index of a value chunk, which has 8 tokens of a dimension in 16 bits, or 16 tokens in 8 bits. With
-    // 16-bit values ldmatrix loads every second chunk; swapping the two chunks of half of the dimensions puts these in
-    // different banks.
+    // 16-bit values ldmatrix loads every second chunk; swapping the two chunks of half of the dimensions puts the eight
+    // chunks that it loads together in different banks.
     static __device__ __forceinline__ int value_chunk(int dim, int half) {
         return FP8 ? dim : dim * 2 + (half ^ (dim >> 2 & 1));
     }
@@ -54,7 +55,7 @@ template <typename CACHE, int DIMS> struct VllmTile : TileSizes<CACHE, DIMS> {
     }
 
     // Start to copy the team's k-th tile, which begins at token `token`, from cache block `id`. The lane-dependent
-    // offsets are added first, so that the loops add only what does not depend on the lane.
+    // offsets are added first, so that the loops add only offsets that are the same in all lanes.
     template <typename F>
     static __device__ __forceinline__ void start_copies(const Params& p, const Team<F>& team, long long id, int kv_head,
                                                         int token, int k) {
@@ -92,8 +93,8 @@ template <typename CACHE, int DIMS> struct VllmTile : TileSizes<CACHE, DIMS> {
 
 // Layout FLASH: one token after the other. If a token fills lines of 128 bytes, its chunks are permuted only within
 // these lines, because copies are much slower if a line's chunks go to different lines. Otherwise the distance between
-// tokens is an odd number of chunks. Both put the same chunk of eight consecutive tokens in different banks. The
-// methods have the same meaning as in VllmTile.
+// tokens is an odd number of chunks. Both layouts put the same chunk of eight consecutive tokens in different banks.
+// The methods have the same meaning as in VllmTile.
 template <typename CACHE, int DIMS> struct FlashTile : TileSizes<CACHE, DIMS> {
     using Sizes = TileSizes<CACHE, DIMS>;
     using Sizes::CHUNK, Sizes::CHUNKS, Sizes::FP8;

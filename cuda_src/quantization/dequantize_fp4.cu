@@ -1,12 +1,12 @@
-// Dequantize the numbers that quantize_fp4 wrote.
+// Dequantize 4-bit numbers in the formats of quantize_fp4.
 //
 //   MXFP4   out = q * scale
 //   NVFP4   out = q * (scale / global)         rounded once to T
 //
-// Grid: each block handles THREADS * ITEMS units of 8 numbers.
+// Grid: each block handles `THREADS * ITEMS` units; a unit is 8 numbers.
 //
-// Speed of light: memory; to bfloat16, 2.5 bytes per number and 1 byte per group. An H200 reaches 89% of a copy's
-// bandwidth at 8192 x 7168 in both formats.
+// Speed of light: memory bandwidth; a conversion to bfloat16 moves 2.5 bytes per number and 1 byte per group. An H200
+// reaches 89% of a copy's bandwidth at 8192 x 7168 in both formats.
 #include "common/overlap.cuh"
 #include "quantization/e2m1.cuh"
 
@@ -14,7 +14,7 @@ struct DequantizeFp4Params {
     const unsigned char* packed; // [units, 4]; a unit has 8 numbers
     const unsigned char* scales; // [units * 8 / GROUP]
     char* out;                   // T [units, 8]
-    Scale global;                // NVFP4: scales are divided by it
+    Scale global;                // NVFP4: each group's scale is divided by it
     long long units;
 };
 
@@ -53,7 +53,8 @@ __global__ void __launch_bounds__(THREADS) dequantize_fp4(const __grid_constant_
         uint4 out[sizeof(T) / 2];
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            // Move exponent and mantissa of e2m1 into a float. Multiplying by 2^126 corrects the exponent bias.
+            // Move the exponent and mantissa bits of e2m1 to the exponent and mantissa of a float. Multiplying by 2^126
+            // corrects the exponent bias.
             const unsigned nibble = packed[i] >> 4 * j;
             const float number = __fmul_rn(__uint_as_float((nibble & 8) << 28 | (nibble & 7) << 22), 0x1p126f);
             reinterpret_cast<T*>(out)[j] = from_float<T>(__fmul_rn(number, factor));

@@ -1,11 +1,13 @@
-// Convert to 4-bit floats (e2m1) for MXFP4 and NVFP4: the numbers 0, .5, 1, 1.5, 2, 3, 4 and 6 with a sign.
+// Convert numbers to 4-bit floats (e2m1) for MXFP4 and NVFP4. e2m1 has a sign and the magnitudes 0, .5, 1, 1.5, 2, 3, 4
+// and 6.
 #pragma once
 #include "common/quantize.cuh"
 
 // Numbers that share a scale.
 template <int FORMAT> constexpr int FP4_GROUP = FORMAT == MXFP4 ? 32 : 16;
 
-// Return the sign bits of 8 elements, each in the high bit of its nibble. `word` holds the elements as loaded.
+// Return the sign bits of 8 elements: the sign of element i is the high bit of nibble i. `word` holds the elements as
+// loaded from memory.
 template <typename T> __device__ __forceinline__ unsigned signs(const unsigned* word) {
     unsigned even, odd; // the high bytes of elements 0, 2, 4, 6 and of 1, 3, 5, 7
     if constexpr (sizeof(T) == 2) {
@@ -18,17 +20,18 @@ template <typename T> __device__ __forceinline__ unsigned signs(const unsigned* 
     return (even >> 4 & 0x08080808) | (odd & 0x80808080);
 }
 
-// Return the e2m1 codes of the 8 numbers 2 * half[i] >= 0, one per nibble. A number rounds to the nearest e2m1 number,
-// ties to the even code, at most 6. NaN gives 0.
+// Return the e2m1 codes of the 8 numbers `2 * half[i]`, one per nibble; half[i] must not be negative. Each number is
+// rounded to the nearest e2m1 number, ties to the even code. Numbers above 6 become 6, and NaN becomes 0.
 //
-// The rounding needs no comparisons. The codes of 0, .5, 1, 1.5, 2, 3, 4 and 6 are 0 to 7, so a code counts the steps
-// below a number. The steps are equal within three ranges: four steps from 0 to 2, two from 2 to 4, one from 4 to 6.
-// For each range, a saturating addition extracts the part of the number in the range, at no extra cost. The parts, in
-// units of steps, are added to ROUNDER, whose unit in the last place is 1. So each addition rounds to the nearest
-// integer, ties to even. Each range begins with an even code, so ties go to the even code.
+// The rounding needs no comparisons. The magnitudes 0, .5, 1, 1.5, 2, 3, 4 and 6 have the codes 0 to 7, so a code is
+// the number of steps from 0 to the magnitude. The step size is constant within three ranges: four steps from 0 to 2,
+// two steps from 2 to 4, one step from 4 to 6. For each range, a saturating instruction computes how much of the number
+// lies in that range, at no extra cost. This amount, in steps, is added to ROUNDER. The unit in the last place of
+// ROUNDER is 1, so each addition rounds to the nearest integer, ties to even. Each range begins at an even code, so
+// ties go to the even code.
 __device__ __forceinline__ unsigned to_e2m1(const float (&half)[8]) {
     constexpr float ROUNDER = 12582912.f;
-    constexpr unsigned BITS = 0x4b400000u; // of ROUNDER
+    constexpr unsigned BITS = 0x4b400000u; // bits of ROUNDER
     unsigned codes = 0;
 #pragma unroll
     for (int i = 7; i >= 0; --i) {
@@ -41,11 +44,12 @@ __device__ __forceinline__ unsigned to_e2m1(const float (&half)[8]) {
     return codes - BITS * 0x11111111u;
 }
 
-// Return the same codes, computed in pairs in float16. half[i] must be below 4 and have at most 11 significant bits, so
-// that float16 holds it exactly.
+// Return the same codes as to_e2m1, but compute them in pairs with float16 instructions. half[i] must be below 4 and
+// have at most 11 significant bits, so that float16 holds it exactly.
 __device__ __forceinline__ unsigned to_e2m1_in_pairs(const float (&half)[8]) {
     constexpr unsigned short ROUNDER = 0x6400; // 1024, whose unit in the last place is 1
-    // What the ROUNDERs add to the bytes of codes 0, 2 | 1, 3 and 4, 6 | 5, 7. It is subtracted at the end.
+    // What the ROUNDERs in `first` and `second` below add to the two results of __byte_perm: LOW and HIGH. Both are
+    // subtracted at the end.
     constexpr unsigned BASE = ROUNDER * 0x10001u * 0x101u;
     constexpr unsigned LOW = (BASE & 0xffff) * 0x10001u, HIGH = (BASE >> 16) * 0x10001u;
     const auto number = [](float x) { return __float2half2_rn(x); };
@@ -62,7 +66,8 @@ __device__ __forceinline__ unsigned to_e2m1_in_pairs(const float (&half)[8]) {
     return __byte_perm(first, second, 0x5410) + __byte_perm(first, second, 0x7632) * 16 - (LOW + HIGH * 16);
 }
 
-// Return the scale of an MXFP4 group (E8M0), and half of its reciprocal in `half`. largest: max |x|, or NaN.
+// Return the scale of an MXFP4 group in E8M0, and set `half` to half of the scale's reciprocal. `largest` is max |x| of
+// the group, or NaN if a number is NaN.
 __device__ __forceinline__ unsigned mxfp4_scale(float largest, float& half) {
     const int exponent = max(int(__float_as_uint(largest) >> 23) - 2, 0);
     const bool number = exponent < 253;
@@ -70,12 +75,13 @@ __device__ __forceinline__ unsigned mxfp4_scale(float largest, float& half) {
     return number ? exponent : 255;
 }
 
-// Return the scale of an NVFP4 group as an e4m3 byte. `half` becomes half of global / scale, or 0 if the scale is 0.
-// is_usual: `global` is in a range where remainders are exact and do not overflow. With is_usual and a `largest` in
-// range, products with reciprocals, corrected by their remainders, replace two IEEE divisions and give the same bits.
+// Return the scale of an NVFP4 group as an e4m3 byte. Set `half` to half of global / scale, or to 0 if the scale is 0.
+// If is_usual is true and `largest` is in range, the two divisions are computed by multiplying with a reciprocal and
+// correcting the product by its remainder. This is faster than IEEE divisions and gives the same bits. `is_usual` says
+// that `global` is in the range where the remainders are exact and do not overflow.
 __device__ __forceinline__ unsigned nvfp4_scale(float largest, float global, bool is_usual, float& half) {
     constexpr float RECIPROCAL = 1.f / 6.f;
-    constexpr unsigned SMALLEST = 37u << 23, RANGE = 217u << 23; // 2^-90, and from there up to 2^127
+    constexpr unsigned SMALLEST = 37u << 23, RANGE = 217u << 23; // float bits of `largest`: from 2^-90, to 2^127
     const auto number = [](unsigned byte) {
         __nv_fp8_e4m3 scale;
         scale.__x = (__nv_fp8_storage_t)byte;

@@ -1,19 +1,19 @@
-// Tile rows to quantize over blocks and threads, and load a thread's numbers.
+// Distribute the rows to quantize over blocks and threads, and load the numbers of a thread.
 //
-// T: element type of x. EACH: numbers in a unit: 8, or 1 if sizes or addresses do not allow 8; with 4 bits also 16.
-// ITEMS: units, or groups of units, per thread. BYTES: width of a load.
+// T: element type of x. EACH: numbers in a unit. This is 8, or 1 if sizes or addresses do not allow 8; quantize_fp4
+// also uses 16. ITEMS: number of columns per thread (see Tile). BYTES: width of a load.
 #pragma once
 #include "common/activation.cuh"
 #include "common/quantize.cuh"
 
 struct Rows {
-    const char* x;     // T [rows, k], or [rows, 2 * k] with the up half second
+    const char* x;     // T [rows, k]; with an activation [rows, 2 * k], first the gate half, then the up half
     const int* counts; // [rows / max_tokens], may be null
     long long stride;  // bytes between rows
     int rows;
     int max_tokens; // rows per expert
     Divisor by_max_tokens;
-    // Return whether a row is one of its expert's tokens. Rows past the tokens are neither read nor written.
+    // Return whether a row holds a token: rows of an expert from its count on are neither read nor written.
     __device__ __forceinline__ bool is_counted(int row) const {
         if (!counts) return true;
         const int expert = by_max_tokens.quotient(row);
@@ -21,11 +21,12 @@ struct Rows {
     }
 };
 
-// A block handles a tile of rows, or of parts of long rows. Grid: x is the tile of rows, y is the part of a row.
-// `threads` neighbouring threads share a row: thread t handles ITEMS columns t, t + threads, .... It issues all loads
-// before it uses the first. A column is a unit, or in quantize_groups a lane's share of a group.
+// A block handles a tile: several whole rows, or a part of a long row. In the grid, x is the index of the tile of rows
+// and y is the part of the row. `threads` neighbouring threads share a row. Thread t handles ITEMS columns: t, t +
+// threads, t + 2 * threads and so on. A thread issues all its loads before it uses the first value. A column is one
+// unit; in quantize_groups it is the UNITS units that one lane has of a group.
 struct Tile {
-    int columns;      // in a row
+    int columns;      // columns in a row
     int tile_rows;    // tile_rows * threads <= blockDim.x
     int tile_columns; // a multiple of ITEMS
     Divisor by_threads;
@@ -40,12 +41,13 @@ struct Tile {
     }
 };
 
-// EACH neighbouring numbers of a row as loaded. With an activation, numbers of both halves of the row: gate and up.
+// EACH neighbouring numbers of a row, as loaded from memory. With an activation, EACH numbers of each half of the row:
+// gate and up.
 template <typename T, int ACTIVATION, int EACH, int BYTES> struct Loaded {
     static constexpr int HALVES = ACTIVATION ? 2 : 1, LOADS = EACH * int(sizeof(T)) / BYTES;
     alignas(BYTES < 4 ? 4 : BYTES) Unit<BYTES> unit[HALVES][LOADS];
 
-    // Load the unit at `from`. up: bytes from the gate half to the up half.
+    // Load the unit at `from`. `up` is the distance from the gate half to the up half, in bytes.
     __device__ __forceinline__ void load(const char* from, long long up) {
 #pragma unroll
         for (int half = 0; half < HALVES; ++half)

@@ -1,4 +1,4 @@
-// Find the largest magnitude of a thread's loaded numbers and of a block.
+// Find the largest magnitude among the numbers that a thread has loaded, and the maximum over a block.
 #pragma once
 #include "common/warp.cuh"
 #include "quantization/load.cuh"
@@ -18,10 +18,10 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
     return y;
 }
 
-// Whether 16-bit numbers are reduced in pairs, with two signs cleared or two maxima taken per instruction.
+// Whether numbers are reduced in pairs: an instruction for two 16-bit numbers computes two magnitudes or two maxima.
 template <typename T, int EACH> constexpr bool IN_PAIRS = sizeof(T) == 2 && EACH % 2 == 0;
 
-// Return combine(combine(map(pair 0), map(pair 1)), map(pair 2)) ... over the loaded pairs.
+// Reduce the loaded pairs: apply `map` to each pair, and fold the results from left to right with `combine`.
 template <typename Map, typename Combine, typename T, int EACH, int BYTES>
 __device__ __forceinline__ auto reduce_pairs(const Loaded<T, NO_ACTIVATION, EACH, BYTES>& loaded, Map map,
                                              Combine combine) {
@@ -33,7 +33,8 @@ __device__ __forceinline__ auto reduce_pairs(const Loaded<T, NO_ACTIVATION, EACH
     return best;
 }
 
-// Return max(largest, max |loaded|). NaN is ignored, or is the result if NANS.
+// Return the larger of `largest` and the magnitudes of the loaded numbers. NaN is ignored; if NANS, a NaN makes the
+// result NaN.
 template <bool NANS, typename T, int EACH, int BYTES>
 __device__ __forceinline__ float magnitude(const Loaded<T, NO_ACTIVATION, EACH, BYTES>& loaded, float largest) {
     if constexpr (IN_PAIRS<T, EACH>) {
@@ -52,7 +53,8 @@ __device__ __forceinline__ float magnitude(const Loaded<T, NO_ACTIVATION, EACH, 
     }
 }
 
-// Return the largest of a block's values, which must not be negative or NaN. All threads call it and get the result.
+// Return the largest `value` of the block to all its threads. All threads must call it. No value may be negative or
+// NaN.
 __device__ __forceinline__ float block_max(float value) {
     __shared__ unsigned of_warp[32];
     unsigned largest = __reduce_max_sync(FULL_WARP, __float_as_uint(value));
@@ -65,7 +67,8 @@ __device__ __forceinline__ float block_max(float value) {
     return __uint_as_float(largest);
 }
 
-// Set `first` and `second` to their maxima over the block. Values may be negative but not NaN.
+// Set `first` and `second` to their maxima over the block. All threads must call it. Values may be negative but not
+// NaN.
 __device__ __forceinline__ void block_max(float& first, float& second) {
     __shared__ uint2 of_warp[32];
     uint2 key;

@@ -3,15 +3,18 @@
 //   scale = max(max |v|, smallest) / LARGEST, over a group; NaN is ignored
 //   q     = v / scale, rounded to nearest, ties to even, and saturated
 //
-// v is x, or activate(gate, up) for a row of two halves. Every quotient is rounded like an IEEE division (Quotient in
-// common/quotient.cuh). So any other implementation gives the same result, except for the error of the activation.
+// v is x or, with an activation, activate(gate, up) of the two halves of a row. Every quotient has the bits of an IEEE
+// division (Quotient in common/quotient.cuh). Another implementation with IEEE divisions therefore gives the same
+// result, except for rounding errors of the activation.
 //
-// Grid: tiles of rows (quantization/load.cuh). LANES neighbouring threads share a group: lane l handles UNITS units l,
-// l + LANES, .... A column of a tile is a lane's share of a group, and a row of a tile has whole groups.
+// Grid: tiles of rows (quantization/load.cuh). LANES neighbouring threads share a group: lane l handles UNITS units of
+// the group, l, l + LANES and so on. These UNITS units are one column of the tile. A row of a tile consists of whole
+// groups.
 //
-// Speed of light: memory; from bfloat16, 3 bytes per number and 4 bytes per group. An H200 reaches 96% of a copy's
-// bandwidth at 8192 x 7168 in groups of 128, and 90% at 8192 x 2048 with silu. The instruction count is nearly as tight
-// a bound. Therefore a thread locates its row once, and computes a scale once for all UNITS units of a lane.
+// Speed of light: memory bandwidth; a conversion from bfloat16 moves 3 bytes per number and 4 bytes per group. An H200
+// reaches 96% of a copy's bandwidth at 8192 x 7168 in groups of 128, and 90% at 8192 x 2048 with silu. The instruction
+// rate is nearly as tight a limit. Therefore a thread locates its row only once, and computes a scale only once for all
+// UNITS units that it has of a group.
 #include "common/overlap.cuh"
 #include "quantization/magnitude.cuh"
 #include "quantization/scales.cuh"
@@ -38,7 +41,8 @@ __global__ void __launch_bounds__(256) quantize_groups(const __grid_constant__ Q
     const char* from = p.in.x + row * p.in.stride + first * (long long)sizeof(T);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-        // A lane that loads nothing shuffles undefined values below, but only within a group that is not written.
+        // A lane that skips its loads takes part in the shuffles below with undefined values, but its group is not
+        // written.
         if (!mine || column + i * threads >= p.tile.columns) continue;
 #pragma unroll
         for (int j = 0; j < UNITS; ++j)

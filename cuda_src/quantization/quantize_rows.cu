@@ -9,14 +9,15 @@
 //   azp   = round(-128 - min v / scale)
 //   q     = round(v / scale) + azp, saturated
 //
-// v is x, or activate(gate, up) for a row of two halves. Every quotient is rounded like an IEEE division (Quotient in
-// common/quotient.cuh). So any other implementation gives the same result, except for the error of the activation.
+// v is x or, with an activation, activate(gate, up) of the two halves of a row. Every quotient has the bits of an IEEE
+// division (Quotient in common/quotient.cuh). Another implementation with IEEE divisions therefore gives the same
+// result, except for rounding errors of the activation.
 //
-// Grid: one block per group. Threads keep up to ITEMS units each in registers. The rest of a longer group is read a
-// second time, from L2.
+// Grid: one block per group. Each thread keeps up to ITEMS units in registers. If a group is longer, its other units
+// are read twice, the second time from L2.
 //
-// Speed of light: memory; from bfloat16, 3 bytes per number. An H200 reaches 97% of a copy's bandwidth at 8192 x 7168,
-// both for FP8 and int8, and 89% at 8192 x 2048 with silu.
+// Speed of light: memory bandwidth; a conversion from bfloat16 moves 3 bytes per number. An H200 reaches 97% of a
+// copy's bandwidth at 8192 x 7168, both for FP8 and int8, and 89% at 8192 x 2048 with silu.
 #include "common/overlap.cuh"
 #include "quantization/magnitude.cuh"
 #include "quantization/scales.cuh"
@@ -26,7 +27,7 @@ struct QuantizeRowsParams {
     char* q; // [rows, groups, columns * EACH]
     Scales scales;
     int* azp;    // [rows], INT8_AZP only
-    Scale upper; // upper bound of the largest magnitude
+    Scale upper; // upper limit of max |v|, applied before the scale is computed
     float smallest;
     int power_of_two;
     int groups; // groups in a row
@@ -34,8 +35,8 @@ struct QuantizeRowsParams {
     int columns; // units in a group
 };
 
-// The extremes that determine a group's scale: the largest magnitude, or with INT8_AZP the largest number and the
-// largest negated number. NaN is ignored.
+// The extreme values that determine the scale of a group: the largest magnitude, or with INT8_AZP the maximum of v and
+// of -v. NaN is ignored.
 template <typename T, int FORMAT, int ACTIVATION, int EACH> struct Extremes {
     using In = Loaded<T, ACTIVATION, EACH, EACH == 1 ? sizeof(T) : 16>;
     float &largest, &negated; // variables of the kernel
@@ -62,14 +63,14 @@ template <typename T, int FORMAT, int ACTIVATION, int EACH> struct Extremes {
             take(value);
         }
     }
-    // Return the scale and the zero point of the block's group. All threads call it and get the result.
+    // Return the scale of the block's group, and set its zero point. All threads must call it, and all get the result.
     __device__ __forceinline__ float find_scale(const QuantizeRowsParams& p, float& azp) {
         if constexpr (FORMAT == INT8_AZP) {
             block_max(largest, negated);
             const bool none = largest < -negated; // all numbers are NaN
             const float high = none ? 0.f : largest, low = none ? 0.f : -negated;
             const float magnitude = fmaxf(fmaxf(fabsf(high), fabsf(low)), p.smallest);
-            // Use halves, because the range of finite numbers may overflow a float.
+            // Compute half of the range, because the difference of two finite numbers may overflow a float.
             const float half_range = __fsub_rn(__fmul_rn(high, 0.5f), __fmul_rn(low, 0.5f));
             const float scale = fmaxf(__fdiv_rn(half_range, 127.5f), __fmul_rn(magnitude, 0x1p-22f));
             azp = rintf(__fsub_rn(-128.f, __fdiv_rn(low, scale)));
@@ -101,7 +102,8 @@ __global__ void __launch_bounds__(1024, 1) quantize_rows(const __grid_constant__
     }
     float largest = FORMAT == INT8_AZP ? -CUDART_INF_F : 0.f, negated = -CUDART_INF_F;
     Extremes<T, FORMAT, ACTIVATION, EACH> extremes{largest, negated};
-    // Compute an activation only once, and keep its results instead of the loaded numbers.
+    // The results of an activation are kept in registers, instead of the loaded numbers, so that it is computed only
+    // once.
     float kept[ACTIVATION ? ITEMS : 1][EACH], value[EACH];
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
@@ -126,8 +128,8 @@ __global__ void __launch_bounds__(1024, 1) quantize_rows(const __grid_constant__
         if constexpr (FORMAT == INT8_AZP) p.azp[row] = __float2int_rn(azp);
     }
 
-    // FP8 scales may have an upper bound, so x may be any multiple of the scale: LARGE. With INT8_AZP, x is at most
-    // 2^22 times the scale, and SMALL is exact in this range too.
+    // Quotient needs the range of v / scale. For FP8 the scale may have an upper bound, so the quotient may be
+    // arbitrarily large: LARGE. With INT8_AZP the quotient is at most 2^22, and SMALL is exact in this range too.
     const Quotient<FORMAT == E4M3 ? LARGE : SMALL> quotient(scale);
     auto store = [&](int unit, const float (&value)[EACH]) {
         float quotients[EACH];

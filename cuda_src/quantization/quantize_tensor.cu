@@ -1,15 +1,17 @@
-// Quantize an array to 8 bits with one scale: given, or if DYNAMIC from the partial maxima of largest_magnitude.
+// Quantize an array to 8 bits with one scale. The caller gives the scale; if DYNAMIC, the kernel derives the scale from
+// the partial maxima that largest_magnitude found.
 //
 //   scale = max(min(max(partial), upper), smallest) / LARGEST, if DYNAMIC
 //   q     = v / scale, rounded to nearest, ties to even, and saturated; INT8_AZP adds azp before it saturates
 //
-// v is x, or activate(gate, up) for a row of two halves. Every quotient is rounded like an IEEE division.
+// v is x or, with an activation, activate(gate, up) of the two halves of a row. Every quotient has the bits of an IEEE
+// division.
 //
-// Grid: tiles of rows (quantization/load.cuh). Every block reduces the partial maxima itself. If DYNAMIC, the tiles are
+// Grid: tiles of rows (quantization/load.cuh). If DYNAMIC, every block reduces all partial maxima, and the tiles are
 // processed from the last to the first: largest_magnitude read the last tiles last, so they may still be in L2.
 //
-// Speed of light: memory; from bfloat16, 3 bytes per number. With a given scale, an H200 reaches 96% of a copy's
-// bandwidth at 8192 x 7168. A scale that must be found first takes another pass (largest_magnitude.cu).
+// Speed of light: memory bandwidth; a conversion from bfloat16 moves 3 bytes per number. With a given scale, an H200
+// reaches 96% of a copy's bandwidth at 8192 x 7168. DYNAMIC needs a pass of largest_magnitude before this kernel.
 #include "common/overlap.cuh"
 #include "quantization/magnitude.cuh"
 
@@ -18,11 +20,11 @@ struct QuantizeTensorParams {
     char* q;          // [rows, k]
     float* scale_out; // [1]
     int* azp_out;     // [1], INT8_AZP only
-    Scale scale;      // unless DYNAMIC
+    Scale scale;      // the given scale, unless DYNAMIC
     const int* azp;
     const float* partial; // DYNAMIC: partial maxima
     int partials;
-    Scale upper; // upper bound of the largest magnitude
+    Scale upper; // upper limit of max |v|, applied before the scale is computed
     float smallest;
     Tile tile;
 };

@@ -1,4 +1,4 @@
-// Locate the scales of rows, or of groups in rows.
+// Compute the offset of the scale of a row, or of a group within a row.
 #pragma once
 #include "quantization/load.cuh"
 

@@ -1,11 +1,13 @@
-// Shared by the kernels of rotary embedding: units of elements, and the positions of a rotation's numbers.
+// Shared by the rotary embedding kernels: loads and stores of elements, and the positions of the two numbers of each
+// rotated pair.
 #pragma once
 #include "common/numeric.cuh"
 #include "common/units.cuh"
 
 enum { HALVES, PAIRS };
 
-// COUNT elements, moved as units of 16 bytes if they fill such units, else one by one.
+// COUNT consecutive elements. They are loaded and stored in units of 16 bytes if they fill whole units, else one by
+// one.
 template <typename T, int COUNT> struct Some {
     static constexpr int BYTES = COUNT * int(sizeof(T)) % 16 == 0 ? 16 : int(sizeof(T));
     static constexpr int LOADS = COUNT * int(sizeof(T)) / BYTES;
@@ -27,15 +29,17 @@ template <typename T, int COUNT> struct Some {
     __device__ __forceinline__ void set(int i, float value) { reinterpret_cast<T*>(unit)[i] = from_float<T>(value); }
 };
 
-// Return the byte offset of unit `side` of a thread's two units. With HALVES one unit is in each half of the head; with
-// PAIRS one follows the other.
+// Return the byte offset in the head of a thread's first (side 0) or second (side 1) unit. With HALVES, one unit is in
+// the first half of the rotated numbers and the other in the second half. With PAIRS, the second unit follows the
+// first.
 template <typename T, int UNIT, int LAYOUT> __device__ __forceinline__ int offset_of(int unit, int side, int half) {
     const int element = LAYOUT == PAIRS ? (2 * unit + side) * UNIT : unit * UNIT + side * half;
     return element * int(sizeof(T));
 }
 
-// Return the index of element i of a side within a thread's two units. With HALVES the elements of a side are
-// consecutive; with PAIRS they alternate with the elements of the other side.
+// Return where the first (side 0) or second (side 1) number of rotated pair i lies within a thread's two units. With
+// HALVES, the first numbers fill the first unit and the second numbers the second unit. With PAIRS, first and second
+// numbers alternate.
 template <int UNIT, int LAYOUT> __device__ __forceinline__ constexpr int place_of(int i, int side) {
     return LAYOUT == PAIRS ? 2 * i + side : side * UNIT + i;
 }

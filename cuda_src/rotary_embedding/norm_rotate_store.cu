@@ -1,24 +1,24 @@
-// Norm and rotate the heads of queries and keys, and store keys and values in a paged cache.
+// Apply RMS norm and rotary embedding to the heads of queries and keys, and store keys and values in a paged cache.
 //
 //   z      = x * rsqrt(sum of x^2 / head_dim + epsilon) * (weight + offset), rounded to T    if NORM, else x
-//   query  = z, in place, with the numbers before rotary_dim rotated by the formula of rotary_embedding/rotate.cu
-//   key_cache[slot_mapping[t]]   = key[t], normed and rotated in the same way
+//   query  = z with its first rotary_dim numbers rotated as in rotary_embedding/rotate.cu; written in place
+//   key_cache[slot_mapping[t]]   = key[t], normalized and rotated in the same way
 //   value_cache[slot_mapping[t]] = value[t]
 //
-// Each product and each sum is rounded as IEEE says, and the sum of squares has the order of norm/rms_norm.cu. The
-// results therefore have the same bits as rms_norm, rotary_embedding and reshape_and_cache_flash one after the other. A
-// token whose slot is outside of the cache, such as -1, is not stored.
+// Each product and each sum is rounded to float32 (no fused multiply-add), and squares are summed in the same order as
+// in norm/rms_norm.cu. The results therefore have the same bits as a call of rms_norm, rotary_embedding and
+// reshape_and_cache_flash one after the other. A token whose slot is outside of the cache, such as -1, is not stored.
 //
-// Grid: LANES threads of a warp have a head of `query`, `key` or `value`; threads from head_dim / 16 on are idle. A
-// thread has two units of 8 numbers: two units that are rotated together (HALVES), or two neighbouring units. A block
-// has THREADS / LANES heads.
+// Grid: LANES neighbouring threads of a warp process one head of `query`, `key` or `value`; of these, threads from
+// `head_dim / 16` on are idle. A thread has two units of 8 numbers. With HALVES, these are two units that are rotated
+// with each other; else they are neighbouring units. A block processes THREADS / LANES heads.
 //
-// W: type of the weights, T or float. C: type of cos and sin. LOADED, STORED: the layouts. NORM: whether query and key
-// are normed.
+// W: type of the weights, T or float. C: type of cos and sin. LOADED, STORED: layout of the input and of the output,
+// HALVES or PAIRS. NORM: apply RMS norm to query and key.
 //
-// Speed of light: for many tokens memory bandwidth; each number is read once and written once. The kernel is meant for
-// one token, where it replaces four launches by one. The bound is then one launch and the latency of two dependent
-// loads, a sum over a head and a store.
+// Speed of light: for many tokens, memory bandwidth; each number is read once and written once. The kernel is meant for
+// one token, where it replaces four launches by one. The limit is then the latency of a launch, two dependent loads, a
+// sum over a head and a store.
 #include "common/overlap.cuh"
 #include "common/warp.cuh"
 #include "rotary_embedding/layout.cuh"
@@ -52,28 +52,29 @@ struct Params {
     long long cos_stride, sin_stride; // between tokens, in bytes
     Divisor by_heads;                 // heads of `query`, `key` and `value` together
     Divisor by_block_size;
-    int rows; // heads of all tokens
+    int rows; // heads of all tokens, of query, key and value
     int all_heads;
     int query_heads;
     int kv_heads;
-    int slots; // of the cache
+    int slots; // slots in the cache
     int block_size;
     int units;       // units of 8 numbers per head
     int pairs;       // pairs of rotated units: rotary_dim / 16
-    int second_half; // index of the second half of cos and sin; 0: they have one half
+    int second_half; // column of cos and sin for the second number of a pair; 0: the same as for the first
     float per_width; // 1 / head_dim
     float epsilon;
     float offset;
 };
 
-// Return the index in the head of a thread's unit `side`. With HALVES, a thread's rotated units lie in different
-// halves.
+// Return the index in the head of a thread's first (side 0) or second (side 1) unit. With HALVES, a thread that rotates
+// has one unit in each half of the rotated numbers.
 template <int LAYOUT> __device__ __forceinline__ int unit_of(int lane, int side, int pairs) {
     return LAYOUT == HALVES && lane < pairs ? lane + side * pairs : 2 * lane + side;
 }
 
-// Sum the units' sums over a head in the order of norm/row.cuh: the second half of the units, rounded up to a power of
-// two, is added to the first half until one is left. All threads of the warp take part.
+// Add the sums of all units of a head in the order of norm/row.cuh. The number of units is rounded up to a power of
+// two; then the second half of the sums is added to the first half, until one sum is left. All threads of the warp must
+// call it.
 template <int LANES, int LAYOUT>
 __device__ __forceinline__ float folded_over_head(const float (&sums)[2], int lane, const Params& p) {
     float both[2];
@@ -100,7 +101,7 @@ template <typename T> __device__ __forceinline__ float sum_of_squares(const Some
     return sum;
 }
 
-// Multiply x by `inverse`, and by the weight of its units. Each result is rounded to T.
+// Multiply a thread's two units by `inverse` (1 / RMS) and by their weights. Each result is rounded to T.
 template <typename T, typename W, int LAYOUT>
 __device__ __forceinline__ void normalize(Some<T, EACH> (&x)[2], const char* weight, float inverse, int lane,
                                           const Params& p) {
@@ -117,7 +118,7 @@ __device__ __forceinline__ void normalize(Some<T, EACH> (&x)[2], const char* wei
     }
 }
 
-// Rotate two units from the layout LOADED to the layout STORED.
+// Rotate a thread's two units, which are in the layout LOADED, and leave the result in the layout STORED.
 template <typename T, typename C, int LOADED, int STORED>
 __device__ __forceinline__ void rotate(Some<T, EACH> (&x)[2], int token, int lane, const Params& p) {
     const int first = lane * EACH * int(sizeof(C)), second = first + p.second_half * int(sizeof(C));
@@ -173,7 +174,8 @@ __global__ void __launch_bounds__(THREADS) norm_rotate_store(const __grid_consta
     }
     const bool rotated = active && kind < 2 && lane < p.pairs;
     if (rotated) rotate<T, C, LOADED, STORED>(x, token, lane, p);
-    // If the layouts differ, a thread writes where others have read.
+    // If the layouts differ, a thread writes to addresses that other threads read. All must have read before any
+    // writes.
     if constexpr (LOADED != STORED) __syncwarp();
     if (!active || to == nullptr) return;
 #pragma unroll

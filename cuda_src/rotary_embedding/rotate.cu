@@ -1,22 +1,23 @@
 // Rotate the heads of queries and keys by their positions, in place.
 //
-//   first(j), second(j) = x[j], x[j + rotary_dim / 2]      in halves (HALVES)
-//                         x[2 * j], x[2 * j + 1]           in pairs (PAIRS)
+//   first(j), second(j) = x[j], x[j + rotary_dim / 2]      layout HALVES
+//                         x[2 * j], x[2 * j + 1]           layout PAIRS
 //   first'  = first * cos[t, j] - second * sin[t, j]
 //   second' = second * cos[t, j + second_half] + first * sin[t, j + second_half]
 //
-// for each head x of token t and j < rotary_dim / 2, in float32, rounded once. first' and second' are written in halves
-// or in pairs (STORED), whatever the input layout is (LOADED). The numbers of a head from rotary_dim on are unchanged.
+// This applies to each head x of token t and each j < rotary_dim / 2. Products and sums are in float32, and each result
+// is rounded once to T. The input has the layout LOADED and the output the layout STORED; the two may differ. The
+// numbers of a head from rotary_dim on do not change.
 //
-// Grid: a thread has UNIT values of j of one head of `query` or `key`, `row_threads` threads share a head, and a block
-// has as many whole heads as fit. If the two layouts differ, a thread writes where others read; then all threads of a
-// block load their numbers before any of them writes.
+// Grid: a thread handles UNIT consecutive values of j in one head of `query` or `key`. `row_threads` threads share a
+// head, and a block has as many whole heads as fit. If the two layouts differ, a thread writes to addresses that other
+// threads read. Therefore all threads of a block load their numbers before any thread writes.
 //
-// C: type of cos and sin. UNIT: values of j per thread, either 16 bytes of T or one. LOADED, STORED: the layouts.
+// C: type of cos and sin. UNIT: values of j per thread, either 16 bytes of T or one number.
 //
-// Speed of light: memory bandwidth. Each rotated number is read once and written once; cos and sin come from L1 and L2
-// for all heads but the first of a token. For the few tokens of a decoding step, the latency of a launch and a load is
-// the bound.
+// Speed of light: memory bandwidth. Each rotated number is read once and written once. Only the first head of a token
+// reads cos and sin from memory; the other heads find them in L1 or L2. A decoding step has few tokens and is bound by
+// the latency of a launch and a load.
 #include "common/overlap.cuh"
 #include "rotary_embedding/layout.cuh"
 
@@ -45,10 +46,11 @@ struct Params {
     int tokens;      // of a batch entry
     int row_threads; // threads per head
     int half;        // rotary_dim / 2
-    int second_half; // index of the second half of cos and sin; 0: they have one half
+    int second_half; // column of cos and sin for second(0); 0: second(j) uses the columns of first(j)
 };
 
-// At least four resident blocks per multiprocessor: without this bound the compiler spills 8 bytes on sm_120a.
+// __launch_bounds__ asks for at least four resident blocks per multiprocessor: without this the compiler spills 8 bytes
+// on sm_120a.
 template <typename T, typename C, int UNIT, int LOADED, int STORED>
 __global__ void __launch_bounds__(THREADS, 4) rotary_embedding(const __grid_constant__ Params p) {
     begin_behind_earlier_kernels();
@@ -76,7 +78,8 @@ __global__ void __launch_bounds__(THREADS, 4) rotary_embedding(const __grid_cons
         for (int i = 0; i < UNIT; ++i) {
             const int a = place_of<UNIT, LOADED>(i, 0), b = place_of<UNIT, LOADED>(i, 1);
             const float one = x[a / UNIT].get(a % UNIT), two = x[b / UNIT].get(b % UNIT);
-            // Not fused: both products are rounded, as in the NumPy twin, so that every machine gives the same bits.
+            // No fused multiply-add: both products are rounded, as in the NumPy reference, so that every machine gives
+            // the same bits.
             const float left = __fsub_rn(__fmul_rn(one, cos_of[0].get(i)), __fmul_rn(two, sin_of[0].get(i)));
             const float right = __fadd_rn(__fmul_rn(two, cos_of[1].get(i)), __fmul_rn(one, sin_of[1].get(i)));
             const int c = place_of<UNIT, STORED>(i, 0), d = place_of<UNIT, STORED>(i, 1);

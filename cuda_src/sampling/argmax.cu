@@ -1,12 +1,14 @@
-// Take the largest logit of each row, ties to the lower id. cukern.sample does this at temperature 0.
+// Return the id of the largest logit of each row, ties to the lower id. cukern.sample uses this kernel at temperature
+// 0.
 //
 //   token = the smallest i with x[i] = max x         0 if a value is NaN or all values are -inf
 //
-// Grid: CLUSTER blocks per row. The threads read 16-byte units in turn. A thread keeps its best value and id as one
-// integer that orders like the tokens. Warps, blocks and the cluster reduce these integers to their maximum.
+// Grid: CLUSTER blocks per row. Neighbouring threads read neighbouring units of 16 bytes. Each thread packs its best
+// value and id into one 64-bit integer that orders like the tokens (`candidate`). A maximum over the warp, then the
+// block, then the cluster gives the token.
 //
-// Speed of light: memory; each value is read once. The bound of a single row is latency: the loads, which are in flight
-// together, and two cluster barriers.
+// Speed of light: memory bandwidth; each value is read once. A single row is latency-bound: one round of loads, all in
+// flight together, and two cluster barriers.
 #include "common/cluster.cuh"
 #include "common/overlap.cuh"
 #include "common/warp.cuh"
@@ -33,7 +35,7 @@ __device__ __forceinline__ unsigned long long best_of_lanes(unsigned long long m
     return (unsigned long long)high << 32 | low;
 }
 
-// A thread's result. As in all samplers, infinity counts as the largest float.
+// A thread's best token. As in all samplers, +inf is replaced by the largest float.
 struct Best {
     float value = -CUDART_INF_F;
     float top = -CUDART_INF_F; // equal to `value`, or NaN if a value was NaN
@@ -46,12 +48,12 @@ struct Best {
     }
 };
 
-// Return the best candidate of this thread's units. Values are visited in order of their ids, so the first of equal
-// values stays. A unit that crosses an end of the row is read value by value.
+// Return the best token of this thread's units, packed by `candidate`. The loop reads ids in ascending order, so of
+// equal values it keeps the lower id. A unit that crosses an end of the row is read value by value.
 template <typename T>
 __device__ __forceinline__ unsigned long long best_of_units(const T* row, int vocab, int thread, int threads) {
     constexpr int N = 16 / sizeof(T);
-    const int shift = unsigned((unsigned long long)row % 16) / sizeof(T); // values of the first unit before the row
+    const int shift = unsigned((unsigned long long)row % 16) / sizeof(T); // values before the row
     const int units = (vocab + shift + N - 1) / N;
     const T* const from = row - shift;
     Best best;
@@ -106,7 +108,7 @@ __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(32 * MAX_ARGMAX_WARPS)
                                         rank * blockDim.x + threadIdx.x, CLUSTER * blockDim.x));
         if (lane == 0) of_warp[warp] = mine;
         __syncthreads();
-        // All blocks have begun, so their shared memory may be written.
+        // Wait until all blocks have begun; only then may other blocks write to their shared memory.
         if constexpr (CLUSTER > 1) cluster_wait<CLUSTER>();
         if (warp == 0) {
             const unsigned long long best = best_of_lanes(lane < warps ? of_warp[lane] : 0);

@@ -1,9 +1,11 @@
-// Gather candidates: a list of the best tokens of a row, short enough to sort by counting with one token per thread.
+// Collect the candidates: a list of the best tokens of a row. The list has at most one token per thread, so each thread
+// finds the rank of its token by counting the better ones.
 #pragma once
 #include "sampling/shared.cuh"
 
-// Append the tokens with low <= x < high, in order of arrival, to the equal lists of the first `blocks` blocks. Return
-// their number; tokens beyond CAPACITY are counted but not stored. `passes`: the number of earlier passes.
+// Append the tokens whose value x satisfies low <= x < high to the lists of the first `blocks` blocks, which get the
+// same content, in arbitrary order. Return the number of these tokens; tokens beyond CAPACITY are counted but not
+// stored. `passes` is the number of passes already made.
 template <typename Row> __device__ __forceinline__ int gather(int passes, int blocks, float low, float high) {
     Row x = recall<Row>(passes);
     for (int local = x.warp; local < x.local_tiles; local += x.warps) {
@@ -45,11 +47,12 @@ template <typename Row> __device__ __forceinline__ void sort_list(const Row& x, 
     __syncthreads();
 }
 
-// Return a value that k or a few more tokens reach, at most the k-th largest of the tops. Run by one warp.
+// Return a value that at least k tokens of the row reach, but not many more: a value at or just below the k-th largest
+// entry of `tops`. Run by one warp.
 template <typename Row> __device__ __forceinline__ float reached_by(const Row& x, int k) {
     constexpr int MINE = MAX_TOPS / 32, SPARE = 16;
-    // Tokens of weight 0 are never drawn, so they need not be candidates. If fewer than k other tokens are left, all of
-    // these are candidates.
+    // Tokens of weight 0 are never drawn, so they need not be candidates. If fewer than k entries have a weight above
+    // 0, every token with a weight above 0 is a candidate.
     const unsigned least = sortable(Row::IS_PROBS ? 1e-45f : -LARGEST_FLOAT);
     unsigned keys[MINE];
 #pragma unroll

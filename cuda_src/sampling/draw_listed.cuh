@@ -1,13 +1,14 @@
-// Draw from a list of candidates with one block, with the random numbers and the result of a draw over the row. Thread
-// i holds the i-th best token. A token's group is its group in the row, restricted to listed tokens.
+// Draw from a list of candidates with one block. The draw uses the same random numbers as a draw over the whole row, so
+// it draws the same token, except for the rounding of sums. Thread i holds the i-th best token. Only the ids of a group
+// that are in the list count for the group.
 #pragma once
 #include "sampling/candidates.cuh"
 #include "sampling/random.cuh"
 
 __device__ __forceinline__ int group_of(int id) { return id / TILE * 32 + id / 4 % 32; }
 
-// Return whether the group's weights, summed in order of the ids up to this token, pass the share of `group_sum` that
-// `bits` draw. This is true for all ids of the group from some id on; the first such id is drawn.
+// Sum the weights of the group's ids up to and including this token. Return whether the sum exceeds a random threshold,
+// uniform(bits) * group_sum. The lowest id of the group for which this holds is the drawn id.
 template <typename Row>
 __device__ __forceinline__ bool reaches_share(const Row& x, const Listed& listed, int rank, int id, int group,
                                               unsigned bits, float group_sum, int kept) {
@@ -17,14 +18,16 @@ __device__ __forceinline__ bool reaches_share(const Row& x, const Listed& listed
         for (int other = 0; other < kept; ++other)
             if (listed.group[other] == group && x.bound_at(other).id <= id) up_to += listed.weight[other];
     }
-    // If the sum is subnormal, its share may round to the whole sum. Then a prefix equal to the sum passes.
+    // If group_sum is subnormal, the threshold may round up to group_sum. Therefore the last prefix, which equals
+    // group_sum, always passes.
     const bool passed = up_to > uniform(bits) * group_sum || up_to == group_sum;
     return passed && listed.weight[rank] > 0;
 }
 
-// --- the two votes of a round: each warp stores its vote, and after a barrier all threads read the votes ---
+// --- the two votes of a round: one for a group, one for an id. Each warp stores its vote, and after a barrier all
+// threads read the votes ---
 
-// Vote for the group with the largest key; among equal keys, for the lowest group.
+// Store the warp's vote for a group: the largest key, and of equal keys the lowest group.
 template <typename Row>
 __device__ __forceinline__ void leave_group(const Row& x, Listed& listed, const unsigned& key, const int& group) {
     const int i = threadIdx.x;
@@ -42,7 +45,7 @@ __device__ __forceinline__ int winning_group(const Listed& listed) {
     return int(~unsigned(winner));
 }
 
-// Vote for the smallest of the values that the threads have found.
+// Store the warp's vote for an id: the smallest `found` of its threads.
 template <typename Row> __device__ __forceinline__ void leave_found(const Row& x, Listed& listed, int found) {
     const int i = threadIdx.x;
     if (i < MAX_LISTED) {
@@ -60,8 +63,8 @@ __device__ __forceinline__ int smallest_found(const Listed& listed) {
 
 // --- the draw ---
 
-// Draw one of the k best tokens of the list. Tokens below `min_p_value` are not drawn but count for top-p. Top-p is a
-// share of `all_sum`, or of the sum of the k best tokens if `all_sum` is 0.
+// Draw one of the k best tokens of the list. Tokens below `min_p_value` are never drawn, but the sum for top-p includes
+// them. That sum is `all_sum`, or if `all_sum` is 0 the sum of the k best tokens.
 template <typename Row>
 __device__ __forceinline__ Bound draw_listed(int size, int k, float min_p_value, float top_p, float all_sum,
                                              Stream stream) {
@@ -91,7 +94,8 @@ __device__ __forceinline__ Bound draw_listed(int size, int k, float min_p_value,
                 if (other < i) before += weight;
                 if (other < kept && listed.group[other] == group) group_sum += weight;
             }
-            // Equal in every round; written once because a slow thread may still be reading it.
+            // `before` is the same in every round. It is written only in the first round, because later a slow thread
+            // may still be reading it.
             if (round == 0) listed.before[i] = before;
             if (i < kept && group_sum > 0) key = sortable(x.log2_of(group_sum) + earliness(bits.x));
         }
@@ -101,7 +105,7 @@ __device__ __forceinline__ Bound draw_listed(int size, int k, float min_p_value,
         // If the best token alone reaches top_p, take it.
         if (top_p < 1 && top_p * of_sum <= listed.weight[0]) break;
         const int winner = winning_group(listed);
-        // The drawn id, with its rank in the low 7 bits.
+        // `found` holds an id that may be the drawn id, with its rank in the low 7 bits.
         int found = NO_ID;
         if (i < kept && group == winner && reaches_share(x, listed, i, mine.id, group, bits.y, group_sum, kept))
             found = mine.id * 128 + i;

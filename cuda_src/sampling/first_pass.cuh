@@ -1,25 +1,27 @@
-// Load a row in a first pass; find its largest value, the sum of its weights and the group that wins the race.
+// Make the first pass over a row: load it, and find its largest value, the sum of its weights and the group that wins
+// the race.
 //
-// Weights are relative to the largest value of the row, which is still unknown in this pass. So a group's weights are
-// relative to the largest value of the group, and a slot's sum is relative to the largest value of the tile. The
-// reduction over the slots rescales these sums.
+// Weights are relative to the largest value of the row, which this pass does not know yet. Therefore a group's sum is
+// relative to the largest value of the group, and the sum in a tile's slot is relative to the largest value of the
+// tile. The final reduction over the slots rescales these sums.
 #pragma once
 #include "sampling/random.cuh"
 #include "sampling/row.cuh"
 
-// Return a finite reference of weights for a largest value, even for -inf: inf - inf would be NaN.
+// Return the reference value for weights if the largest value is `top`. The reference is finite even if `top` is -inf,
+// because inf - inf would be NaN.
 __device__ __forceinline__ float reference_of(float top) { return fmaxf(top, -LARGEST_FLOAT); }
 
-// A lane's results for its group of a tile.
+// The results of one lane: it reads one group of 32 ids per tile.
 struct Group {
     float top;          // the largest value
-    float part[4] = {}; // the sum of the weights, relative to `top`, in four parts
-    float early = 0;    // the earliness of the group in the race
+    float part[4] = {}; // four partial sums of the weights, relative to `top`
+    float early = 0;    // -log2 of the group's random time in the race
 
     __device__ __forceinline__ float sum() const { return (part[0] + part[1]) + (part[2] + part[3]); }
 };
 
-// Read a lane's group of a tile of whole vectors, and write it to the cache if `cached`.
+// Read a lane's group of a tile with vector loads, and write it to the cache in shared memory if `cached`.
 template <bool RACE, typename T, bool PROBS, int CLUSTER>
 __device__ __forceinline__ void read_vectors(const Row<T, PROBS, CLUSTER>& x, int tile, bool cached, float4* to,
                                              Stream stream, Group& found) {
@@ -44,7 +46,8 @@ __device__ __forceinline__ void read_vectors(const Row<T, PROBS, CLUSTER>& x, in
     }
 }
 
-// Read a lane's group of any other tile value by value, and write it to the cache if `cached`.
+// Read a lane's group value by value, for tiles that cannot use vector loads. Write it to the cache in shared memory if
+// `cached`.
 template <bool RACE, typename Row>
 __device__ __forceinline__ void read_values(const Row& x, int local, bool cached, float4* to, Stream stream,
                                             Group& found) {
@@ -60,9 +63,10 @@ __device__ __forceinline__ void read_values(const Row& x, int local, bool cached
     x.for_each(local, [&](int, float value, int c) { found.part[c] += x.relative(value, reference); });
 }
 
-// Store the results of a tile. The slot gets the key of the group that is first in the race, that group, the largest
-// value and the sum of the weights; `tops` gets the largest values of parts of the tile. Other blocks may be written
-// only after all have `started`.
+// Store the results of a tile. Its slot gets the key of the tile's fastest group in the race, that group's index, the
+// largest value and the sum of the weights. `tops` gets the largest value of each part of the tile. If `started` is
+// false, first wait until all blocks of the cluster have started, because only then may this block write to their
+// shared memory.
 template <typename T, bool PROBS, int CLUSTER>
 __device__ __forceinline__ void leave_tile(Row<T, PROBS, CLUSTER>& x, int tile, const Group& group, bool& started) {
     const int parts = x.layout.tops_per_tile, part_lanes = 32 / parts;
@@ -91,12 +95,14 @@ __device__ __forceinline__ void leave_tile(Row<T, PROBS, CLUSTER>& x, int tile, 
     }
 }
 
-// Load the row and store the results of its tiles in all blocks. RACE: whether the groups race.
+// Load the row, and store the results of its tiles in all blocks of the cluster. RACE: compute the race of the groups
+// too.
 template <bool RACE, typename T, bool PROBS, int CLUSTER>
 __device__ __forceinline__ void load(Row<T, PROBS, CLUSTER>& x, Stream stream) {
     x.clear_list();
     cluster_arrive<CLUSTER>();
-    // A single block has no other block to wait for. Its barrier must be here, where its warps are converged.
+    // If CLUSTER is 1, `cluster_wait` is a plain __syncthreads(). All warps must reach it, so it cannot be in the loop
+    // below.
     if (CLUSTER == 1) __syncthreads();
     bool started = CLUSTER == 1;
     for (int local = x.warp; local < x.local_tiles; local += x.warps) {
@@ -115,14 +121,14 @@ __device__ __forceinline__ void load(Row<T, PROBS, CLUSTER>& x, Stream stream) {
     x.slots_of_pass();
 }
 
-// Return the largest value of the row, for x.top. NaN counts as largest.
+// Return the largest value of the row, for x.top. Return NaN if the row has a NaN.
 template <typename Row> __device__ __forceinline__ float find_top(const Row& x) {
     unsigned key = 0;
     for (int i = x.lane; i < x.layout.tiles; i += 32) key = max(key, sortable(__uint_as_float(x.slots[i].z)));
     return from_sortable(__reduce_max_sync(FULL_WARP, key));
 }
 
-// Find the sum of all weights, and the group that wins the first round among all groups.
+// Find the sum of all weights of the row, and the group that wins the first race.
 template <typename Row> __device__ __forceinline__ void find_sum_and_winner(const Row& x, float& sum, int& winner) {
     unsigned key = 0, group = 0;
     sum = 0;

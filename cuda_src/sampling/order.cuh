@@ -1,10 +1,11 @@
-// Order the tokens of a row: by value, largest first, with ties to the lower id.
+// Define the order of the tokens of a row: by value, largest first, ties to the lower id.
 #pragma once
 #include "common/numeric.cuh"
 
 constexpr int NO_ID = 0x7fffffff;
 
-// A prefix of the order: the tokens with x > value, and the tokens with x == value and an id up to `id`.
+// A prefix of the tokens in this order, given by its last token. A bound keeps the tokens with x > value, and the
+// tokens with x == value whose id is at most `id`.
 struct Bound {
     float value;
     int id;
@@ -18,15 +19,16 @@ __device__ __forceinline__ Bound tighter(Bound a, Bound b) {
     return a.value > b.value || (a.value == b.value && a.id < b.id) ? a : b;
 }
 
-// Return t such that x > t selects the tokens that the bound keeps. The ids to compare must lie on one side of
-// bound.id: all up to bound.id, or all after it. `last_id` is the largest of these ids.
+// Return t such that `x > t` holds exactly for the tokens that the bound keeps, among a range of ids whose last id is
+// `last_id`. Either all ids of the range must be at most bound.id, or all must be larger.
 __device__ __forceinline__ float threshold(Bound bound, int last_id) {
     if (last_id > bound.id) return bound.value;
     const float below = from_sortable(sortable(bound.value) - 1);
     return bound.value == 0 ? -1e-45f : bound.value == -CUDART_INF_F ? -CUDART_INF_F : below;
 }
 
-// Return an integer that orders like the tokens: the first token has the largest, and 0 is below all tokens.
+// Return a 64-bit integer that orders like the tokens: a token that comes first has a larger integer. 0 is below all
+// tokens.
 __device__ __forceinline__ unsigned long long candidate(float x, int id) {
     return (unsigned long long)sortable(x == 0 ? 0.f : x) << 32 | ~unsigned(id);
 }

@@ -1,11 +1,12 @@
-// Read parameters that are an array with one number per row, or one number for all rows.
+// Read the parameters of a row from arrays of different types, and convert the temperature to a scale.
 #pragma once
 #include "common/numeric.cuh"
 
-// The scale 2 log2(e) / temperature for temperature 0 and the smallest temperatures: the limit of the softmax, with all
-// weight on the best token.
+// The scale, 2 log2(e) / temperature, that stands for temperature 0 and for temperatures so small that only the best
+// token has a weight above 0.
 constexpr float BEST_ALONE = 2e30f;
-// The scale for an infinite temperature: differences of finite logits vanish. A scale of 0 would turn -inf into NaN.
+// The scale for an infinite temperature. It makes all finite logits equally probable. A scale of 0 would turn -inf into
+// NaN.
 constexpr float ALL_ALIKE = 0x1p-149f;
 
 // Return 2 log2(e) / temperature, or BEST_ALONE if the quotient is outside (0, BEST_ALONE).

@@ -1,5 +1,5 @@
-// Passes over a loaded row by all threads of the cluster: the best token, a round of the draw, and the sums over the
-// tokens that a bound keeps. `passes` is the number of earlier passes.
+// Passes over a loaded row by all threads of the cluster: find the best token, draw one token, or sum the weights of
+// the tokens that a bound keeps (order.cuh). `passes` is the number of passes that the cluster has already made.
 #pragma once
 #include "sampling/random.cuh"
 #include "sampling/shared.cuh"
@@ -23,7 +23,8 @@ template <typename Row> __device__ __noinline__ int best(int passes) {
     return __reduce_min_sync(FULL_WARP, id);
 }
 
-// Return the group that wins a round among the tokens that the bound keeps. The result is valid in warp 0 only.
+// Return the group that wins the race of a round, if only the tokens that the bound keeps take part. The result is
+// valid in warp 0 only.
 template <typename Row> __device__ __forceinline__ int race(Row& x, Bound bound, unsigned round, Stream stream) {
     for (int local = x.warp; local < x.local_tiles; local += x.warps) {
         const int tile = x.first_tile + local;
@@ -54,7 +55,8 @@ template <typename Row> __device__ __forceinline__ int race(Row& x, Bound bound,
     return ~__reduce_max_sync(FULL_WARP, key == first ? ~group : 0);
 }
 
-// Draw an id of the group by its share of the kept weights. Return the id, and its value in `value`. Run by one warp.
+// Draw one of the group's ids that the bound keeps, with a probability proportional to its weight. Return the id, and
+// set `value` to its value. Run by one warp.
 template <typename Row>
 __device__ __forceinline__ int draw(const Row& x, int group, Bound bound, unsigned round, Stream stream, float& value) {
     const int id = x.id_of(group / 32, group % 32, x.lane);
@@ -65,8 +67,8 @@ __device__ __forceinline__ int draw(const Row& x, int group, Bound bound, unsign
     }
     const float up_to = lanes_inclusive_sum<32>(share);
     const float target = uniform(stream.at(group, round).y) * __shfl_sync(FULL_WARP, up_to, 31);
-    // The scan adds in a different order in each lane. Through rounding, a lane without a share can be the first to
-    // pass the target; it must not be chosen.
+    // The prefix sums of different lanes are rounded differently. So a lane whose token has weight 0 can be the first
+    // to exceed the target, but it must not be chosen.
     const unsigned reached = __ballot_sync(FULL_WARP, up_to > target && share > 0);
     const unsigned any = __ballot_sync(FULL_WARP, share > 0);
     const int chosen = reached ? __ffs(reached) - 1 : 31 - __clz(any);
@@ -74,8 +76,8 @@ __device__ __forceinline__ int draw(const Row& x, int group, Bound bound, unsign
     return __shfl_sync(FULL_WARP, id, chosen);
 }
 
-// Draw a token among the tokens that the bound keeps, and return it as a bound. The result is valid in warp 0 only.
-// `winner` is the group that wins the round if it is already known, else negative.
+// Draw one of the tokens that the bound keeps. Return its value and id as a Bound, valid in warp 0 only. `winner` is
+// the group that wins the round's race, or negative if it is not known yet.
 template <typename Row>
 __device__ __noinline__ Bound draw_round(int passes, Bound bound, int winner, unsigned round, Stream stream) {
     Row x = recall<Row>(passes);
@@ -90,7 +92,8 @@ struct Tally {
     float sum[2];
 };
 
-// Count the tokens that each of two bounds keeps, and sum their weights. `first` keeps all that `other` keeps.
+// For each of two bounds, count the tokens that the bound keeps, and sum their weights. `first` must keep all tokens
+// that `other` keeps.
 template <typename Row> __device__ __forceinline__ Tally tally(Row& x, Bound first, Bound other) {
     for (int local = x.warp; local < x.local_tiles; local += x.warps) {
         Tally mine = {};
@@ -129,14 +132,15 @@ template <typename Row> __device__ __noinline__ Tally tally(int passes, Bound fi
     return tally(x, first, other);
 }
 
-// Return the sum of the weights that a bound keeps.
+// Return the sum of the weights of the tokens that a bound keeps.
 template <typename Row> __device__ __forceinline__ float mass(int passes, Bound bound) {
     Row x = recall<Row>(passes);
     for (int local = x.warp; local < x.local_tiles; local += x.warps) {
         const int tile = x.first_tile + local;
         float part[4] = {};
         if (x.lane_top(local) >= bound.value) {
-            // Ids matter only in the tile that contains the bound's id. The other tiles compare values alone.
+            // Ids must be compared only in the tile that contains the bound's id. In the other tiles, comparing values
+            // is enough.
             if (tile * TILE <= bound.id && bound.id < tile * TILE + TILE - 1) {
                 x.for_each(local, [&](int id, float value, int c) {
                     if (keeps(bound, value, id)) part[c] += x.weight(value);

@@ -2,18 +2,20 @@
 //
 //   SOFTMAX       weight / sum of the weights, weight = exp((x - max x) / temperature); at an infinite temperature all
 //                 finite logits have the same weight
-//   TOP_K_RENORM  the k largest probabilities / their sum, 0 elsewhere
-//   TOP_P_RENORM  the fewest largest probabilities with the share top_p of the row's sum / their sum, 0 elsewhere
+//   TOP_K_RENORM  x / sum of the kept x; the k largest probabilities are kept, the others become 0
+//   TOP_P_RENORM  the same; the fewest largest probabilities that sum to at least top_p * (sum of the row) are kept
 //   TOP_K_MASK    the k largest logits, -inf elsewhere
 //
-// Ties go to the lower id. A row without weight becomes 0, a row with NaN becomes NaN; TOP_K_MASK leaves both as is.
+// Ties go to the lower id. A row whose weights are all 0 becomes 0, and a row with a NaN becomes NaN; TOP_K_MASK leaves
+// both unchanged.
 //
-// Grid: CLUSTER blocks per row; row.cuh describes how they share it.
+// Grid: CLUSTER blocks per row; row.cuh describes how they share the row.
 //
-// Speed of light: memory; each value is read once and written once. Values that do not fit in shared memory are read
-// again from L2. On an H200 the softmax of 256 rows of 128256 float32 takes 90 us, 68% of a copy's bandwidth, and top-k
-// takes 125 us. The bound of a single row is latency: the softmax takes 7 us. Latency also bounds top-p, whose search
-// is a chain of passes with a cluster barrier each: 51 us for 1 row, 525 us for 256 rows.
+// Speed of light: memory bandwidth; each value is read once and written once. Values that do not fit in shared memory
+// are read again from L2. On an H200 the softmax of 256 rows of 128256 float32 takes 90 us, which is 68% of a copy's
+// bandwidth, and top-k takes 125 us. The softmax of a single row is latency-bound and takes 7 us. Top-p is
+// latency-bound too, because its search is a chain of passes with a cluster barrier each: 51 us for 1 row and 525 us
+// for 256 rows.
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "sampling/first_pass.cuh"
@@ -51,13 +53,13 @@ struct RenormalizeParams {
     int vocab, scalar_top_k;
     Layout layout;
     int wide;     // the array holds int64, else int32
-    int integral; // the array of floats holds integers, else float32
+    int integral; // the array of temperature or top_p holds integers, else float32
     int single;   // the array holds one number for all rows
     float scalar_temperature, scalar_top_p;
 };
 
-// Find how to transform a row. In a valid row, a token gets weight * factor * inverse if the bound keeps it, else 0. In
-// an invalid row all tokens get `inverse`.
+// Find the parameters that transform a row. In a valid row, a token becomes `weight * factor * inverse` if the bound
+// keeps it, else 0. In an invalid row, all tokens become `inverse`.
 template <Mode MODE, typename Row>
 __device__ __forceinline__ void find_norm(const Row& x, int vocab, long long top_k, float top_p, bool& valid,
                                           Bound& bound, float& factor, float& inverse) {
@@ -131,7 +133,7 @@ __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(32 * MAX_WARPS, 2)
             x.for_each(local, [&](int id, float value, int c) {
                 const bool kept = keeps(bound, value, id);
                 if (MODE == TOP_K_MASK)
-                    // The passes see +inf as the largest float, so read it again from memory.
+                    // The passes replace +inf by the largest float, so read the original value from memory.
                     y[c] = !(kept || !valid) ? -CUDART_INF_F : value == LARGEST_FLOAT ? x.at_memory(id) : value;
                 else if (valid)
                     y[c] = kept ? x.weight(value) * factor * inverse : 0.f;

@@ -1,14 +1,17 @@
-// Hold a row of logits or probabilities in a cluster of blocks: which values a thread reads, from where, and how the
-// blocks exchange results.
+// Distribute a row of logits or probabilities over a cluster of blocks. This file defines which values a thread reads,
+// whether it reads them from global or shared memory, and how the blocks exchange results.
 //
 // The vocabulary is cut into tiles of TILE ids. Tiles are distributed over the blocks of the cluster, and within a
 // block over the warps. Lane l of a warp reads the group of 32 ids {1024 t + 128 j + 4 l + c : j < 8, c < 4} of tile t.
-// No other thread reads this group. The first pass reads from global memory; later passes read from shared memory if
-// the tile is cached there.
+// No other thread reads this group. The first pass over the row reads global memory. Later passes read shared memory if
+// the tile is cached there, else global memory.
 //
-// A pass computes a result per tile, such as a sum. The warp writes the result into the tile's slot in the shared
-// memory of every block of the cluster. After a barrier each warp reduces all slots of its own block in the same order.
-// So all warps get the same bits without a broadcast.
+// A pass computes one result per tile, such as a sum. The tile's warp writes the result into the tile's slot (a uint4)
+// in the shared memory of every block of the cluster. After a barrier each warp reduces all slots of its own block in
+// the same order, so all warps get the same bits without a broadcast.
+//
+// Top-k with a small k searches a list of candidates instead of the row. To find candidates, each tile is divided into
+// `tops_per_tile` equal parts. The first pass stores the largest value of each part in `tops`.
 #pragma once
 #include "common/cluster.cuh"
 #include "common/warp.cuh"
@@ -16,17 +19,17 @@
 
 constexpr int TILE = 1024;
 constexpr int MIN_WARPS = 6, MAX_WARPS = 16;
-constexpr int MAX_TOPS = 256;  // largest values of parts of tiles, per row
-constexpr int CAPACITY = 192;  // candidates that can be ranked, one per thread
-constexpr int MAX_LISTED = 96; // the largest k that is searched among candidates
+constexpr int MAX_TOPS = 256;  // entries of `tops` that a warp compares, per row
+constexpr int CAPACITY = 192;  // maximum candidates in the list: one thread ranks one candidate
+constexpr int MAX_LISTED = 96; // the largest k that uses the list of candidates
 
-// Sizes that determine the host's layout of shared memory.
+// Sizes that the host chooses; they determine the layout of shared memory.
 struct Layout {
     int tiles; // of the row
     int tiles_per_block;
-    int cached_tiles;  // of a block, in shared memory; other tiles are read again from global memory
+    int cached_tiles;  // tiles per block in shared memory; later passes read the others from global memory
     int tops_per_tile; // a power of two
-    int topped_tiles;  // of a block, from its first tile on: tiles with a stored maximum per lane
+    int topped_tiles;  // tiles per block, from the first on, whose group maxima are in `lane_tops`
 };
 
 template <typename T> struct VectorOf {
@@ -38,8 +41,9 @@ template <> struct VectorOf<float> {
 
 template <bool PROBS> __device__ __forceinline__ float combine(float x, float y) { return PROBS ? x - y : x + y; }
 
-// Return the four values from `id` on, if they cannot be loaded as a vector or must be combined with another row.
-// Values past the end of the row have weight 0. Not inlined, because it would be compiled dozens of times.
+// Return the values of ids `id` to `id + 3`, loaded one by one, and combined with the row `second` unless it is null.
+// Ids past the end of the row get a value of weight 0. The function is not inlined, because its code would be repeated
+// dozens of times.
 template <typename T, bool PROBS>
 __device__ __noinline__ float4 slow_four(const T* values, const T* second, int vocab, int id) {
     float x[4];
@@ -51,7 +55,8 @@ __device__ __noinline__ float4 slow_four(const T* values, const T* second, int v
     return make_float4(x[0], x[1], x[2], x[3]);
 }
 
-// A row in float32, of probabilities (PROBS) or logits. The passes over a row are in the files that include this file.
+// A row of probabilities (PROBS) or logits, read as float32. The passes over a row are in the files that include this
+// file.
 template <typename T, bool PROBS, int CLUSTER> struct Row {
     using Vector = typename VectorOf<T>::type;
     static constexpr bool IS_PROBS = PROBS;
@@ -65,12 +70,12 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
     float scale; // 2 log2(e) / temperature
     int lane, warp, warps;
     int first_tile, local_tiles; // of this block
-    int turn;                    // the half of the slots that the next pass writes
+    int turn;                    // which half of `slots` the next pass writes: 0 or 1
     float4* cache;               // [cached_tiles, 8, 32]
     uint4* slots;                // [2, tiles]
     unsigned long long* list;    // [CAPACITY]
     float* lane_tops;            // [topped_tiles, 32], the maximum of each group
-    float* tops;                 // [tiles, tops_per_tile], the maxima of parts of all tiles
+    float* tops;                 // [tiles, tops_per_tile], the maximum of each part of each tile
     int* list_size;
     float top; // the largest value, after `find_top`
 
@@ -94,7 +99,7 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
 
     // --- reading --------------------------------------------------------------------------------------
 
-    // Return the e-th id of a lane's group.
+    // Return the e-th id (0 to 31) of a lane's group.
     __device__ __forceinline__ int id_of(int tile, int in_lane, int e) const {
         return tile * TILE + 128 * (e / 4) + 4 * in_lane + e % 4;
     }
@@ -122,10 +127,10 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
         return max_or_nan(max_or_nan(x.x, x.y), max_or_nan(x.z, x.w));
     }
 
-    // Return the value as stored in global memory.
+    // Return the unmodified value of an id from global memory.
     __device__ __forceinline__ float at_memory(int id) const { return to_float(values[id]); }
 
-    // Return the value as the passes use it.
+    // Return the value of an id as the passes use it: combined with `second`, and clamped.
     __device__ __forceinline__ float at(int id) const {
         const float x = at_memory(id);
         return limit(second ? combine<PROBS>(x, to_float(second[id])) : x);
@@ -135,12 +140,13 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
         return limit(slow_four<T, PROBS>(values, second, vocab, id));
     }
 
-    // Call take(id, value, c) for the values of this lane's group of a tile; c is the index in a vector of four.
+    // Call take(id, value, c) for each value of this lane's group in a tile. `c` is the index of the value in its
+    // vector of four.
     template <typename Take> __device__ __forceinline__ void for_each(int local, Take take) const {
         const int tile = first_tile + local;
         const int first = id_of(tile, lane, 0);
         const bool fast = whole(values, tile) && !second;
-        // Process two halves: 32 values at once would use too many registers.
+        // Process the group in two halves, because 32 values at once would use too many registers.
 #pragma unroll 1
         for (int half = 0; half < 8; half += 4) {
             float4 four[4];
@@ -169,13 +175,14 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
 
     // --- weights --------------------------------------------------------------------------------------
 
-    // Return log2 of the weight of x relative to `reference`, which must be finite. Half of a difference of finite
-    // logits cannot overflow, and halving is exact.
+    // Return log2 of the ratio of the weights of x and `reference`, which must be finite. Both are halved first
+    // (`scale` has a factor of 2), because the difference of two finite logits may overflow. Halving is exact.
     __device__ __forceinline__ float distance(float x, float reference) const {
         return fmaf(x, 0.5f, -0.5f * reference) * scale;
     }
 
-    // Return the weight of x relative to `reference`. A probability is its own weight.
+    // Return the weight of x divided by the weight of `reference`. For probabilities, return x, which is its own
+    // weight.
     __device__ __forceinline__ float relative(float x, float reference) const {
         return PROBS ? x : fast_exp2(distance(x, reference));
     }
@@ -185,10 +192,10 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
     // fast_log2 flushes subnormal probabilities to 0, so use __log2f for probabilities.
     __device__ __forceinline__ float log2_of(float x) const { return PROBS ? __log2f(x) : fast_log2(x); }
 
-    // Return log2 of the factor that converts a weight relative to `from` into a weight relative to `to`.
+    // Return log2 of the factor that rescales a weight from the reference `from` to the reference `to`.
     __device__ __forceinline__ float shift(float from, float to) const { return PROBS ? 0.f : distance(from, to); }
 
-    // Return whether the row has a token to draw and no NaN. `top` must be known.
+    // Return whether the row has a token to draw and no NaN. `top` must be set.
     __device__ __forceinline__ bool valid() const {
         return PROBS ? top > 0 && top <= LARGEST_FLOAT : top >= -LARGEST_FLOAT;
     }
@@ -205,20 +212,21 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
         return {from_sortable(unsigned(found >> 32)), int(~unsigned(found))};
     }
 
-    // Return whether the k best tokens are searched among candidates. All variants decide alike, because the two paths
-    // round their sums differently.
+    // Return whether top-k uses the list of candidates instead of passes over the row. The two paths round their sums
+    // differently. Therefore the decision must be the same for all cluster sizes.
     __device__ __forceinline__ bool lists(int k) const {
         return k <= MAX_LISTED && 2 * k <= layout.tiles * layout.tops_per_tile;
     }
 
     // --- slots ----------------------------------------------------------------------------------------
 
-    // Store a tile's result in its slot in every block. All lanes must hold the result.
+    // Store a tile's result in the tile's slot in every block. All lanes must hold the result.
     __device__ __forceinline__ void leave(int tile, uint4 found) {
         if (lane < CLUSTER) dsmem_store<CLUSTER>(lane, &slots[turn * layout.tiles + tile], found);
     }
 
-    // Wait for this pass's slots. The next pass writes the other half, as a slow block may still read this half.
+    // Wait until all slots of this pass are written, and return them. The next pass writes the other half of the slots,
+    // because a slow block may still read this half.
     __device__ __forceinline__ const uint4* slots_of_pass() {
         cluster_sync<CLUSTER>();
         const uint4* read = slots + turn * layout.tiles;
@@ -226,7 +234,7 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
         return read;
     }
 
-    // Return an upper bound of the values of this lane's group.
+    // Return the maximum of this lane's group in a tile, or +inf if it is not stored.
     __device__ __forceinline__ float lane_top(int local) const {
         return local < layout.topped_tiles ? lane_tops[local * 32 + lane] : CUDART_INF_F;
     }

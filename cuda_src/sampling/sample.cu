@@ -6,26 +6,29 @@
 //   token     = i with probability weight(i) / sum of the kept weights
 //
 // The draw has two steps, so it needs few random numbers and no prefix sums over the row. The vocabulary is cut into
-// groups of 32 ids. First the groups race: group g, whose kept weights sum to W[g], arrives after an exponentially
-// distributed time of rate W[g]. So g arrives first with probability W[g] / sum W (the Gumbel-max trick, for groups).
-// Then one id of the winner is drawn by its share. Both random numbers come from Philox at (seed, offset, round, g),
-// plus the index of the row if all rows have one seed. So the token does not depend on the order of execution.
+// groups of 32 ids. The first step draws a group by a race (the Gumbel-max trick, applied to groups): group g, whose
+// kept weights sum to `W[g]`, gets an arrival time from the exponential distribution of rate `W[g]`. Group g therefore
+// arrives first with probability `W[g] / sum(W)`. The second step draws one id of the winning group, each with a
+// probability proportional to its weight. The random numbers of both steps come from Philox with the key (seed, offset,
+// round, g), plus the row's index if all rows have the same seed. The token therefore does not depend on the order of
+// execution.
 //
-// Top-p is drawn by rejection (as in FlashInfer, but with the race). A drawn token is accepted if the tokens before it
-// in the order have less than the share top_p of the sum. Otherwise the token and all tokens after it are dropped, and
-// the draw is repeated. This gives the distribution over the kept set without a search for its bound, in at most 1 +
-// ln(1 / top_p) rounds on average.
+// Top-p uses rejection sampling, as in FlashInfer, but with the race. A drawn token is accepted if the weights of all
+// larger tokens sum to less than `top_p * sum`. Otherwise this token and all smaller tokens are dropped, and the next
+// round draws again. The accepted token has the right distribution over the tokens that top-p keeps, although the
+// kernel never searches for the smallest kept token. The average number of rounds is at most `1 + ln(1 / top_p)`.
 //
-// With drafts (speculative sampling), the kernel first verifies a chain of draft tokens, and then draws from the row of
-// the first refused draft.
+// With drafts (speculative sampling), the kernel first verifies the draft tokens of a sequence. Then it draws one token
+// from the row of the first draft that was refused.
 //
-// Grid: CLUSTER blocks per row; row.cuh describes how they share it. PROBS: rows of probabilities, else logits.
+// Grid: CLUSTER blocks per row; row.cuh describes how they share the row. PROBS: rows of probabilities, else logits.
 //
-// Speed of light: memory; each value is read once. Filters read values that do not fit in shared memory again, from L2.
-// On an H200, 256 rows of 128256 float32 logits take 50 us without filters, 61% of a copy's bandwidth, and 80 us with
-// top-k 40 and top-p 0.9. The bound of a single row is latency: the load, the cluster barriers and the draw take 6.9
-// us, or 12.5 us with these filters. The kernel triggers the next grid only after a row is read: 64 rows then take 16.2
-// us, against 16.8 us with a trigger at the start.
+// Speed of light: memory bandwidth; each value is read once. With filters, values that do not fit in shared memory are
+// read again from L2. On an H200, 256 rows of 128256 float32 logits take 50 us without filters, which is 61% of a
+// copy's bandwidth, and 80 us with top-k 40 and top-p 0.9. A single row is latency-bound: the load, the cluster
+// barriers and the draw take 6.9 us, or 12.5 us with these filters. The kernel triggers programmatic dependent launch
+// of the next grid only after it has read the row: 64 rows take 16.2 us this way, and 16.8 us with a trigger at the
+// start.
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "sampling/draw_listed.cuh"
@@ -33,10 +36,10 @@
 #include "sampling/params.cuh"
 #include "sampling/search.cuh"
 
-// Bits of the parameters in SampleParams::wide (the array is int64, else int32), ::integral (the array holds integers,
-// else float32) and ::single (one number for all rows).
+// A parameter's bit in three masks of SampleParams. `wide`: the array is 64 bits wide, else 32. `integral`: the array
+// holds integers, else float32. `single`: the array holds one number for all rows.
 enum Parameter { TOP_K = 1, SEED = 2, OFFSET = 4, TEMPERATURE = 8, TOP_P = 16, MIN_P = 32 };
-constexpr int INDICES = 64; // in `wide` only: the indices and the ids are int64
+constexpr int INDICES = 64; // bit in `wide` only: the indices and the ids are int64
 
 struct SampleParams {
     const void* values;      // [rows, vocab] T: logits, or probabilities
@@ -44,7 +47,7 @@ struct SampleParams {
     void* ids;               // [batch] int, or long long if the indices are; with drafts [batch, drafts + 1] int
     unsigned char* valid;    // [batch] bool, or null
     float* logprobs;         // [batch], or null
-    const void* temperature; // [batch], or null for the scalar below; the same for top_p .. offset
+    const void* temperature; // [batch], or null: scalar_temperature; top_p to offset likewise
     const void* top_p;
     const void* min_p;
     const void* top_k;
@@ -58,13 +61,13 @@ struct SampleParams {
     int* emitted;            // [batch]
     long long row_stride;
     unsigned long long scalar_seed, scalar_offset;
-    int by_place; // all rows have one seed, so the row's index enters the draw
+    int by_place; // all rows have the same seed, so the row's index is part of the Philox counter
     int rows, vocab, scalar_top_k, end_id, drafts;
     Layout layout;
     int wide;
     int integral;
     int single;
-    int joint; // top_p is a share of the sum of the whole row, else of the tokens that top-k keeps
+    int joint; // top_p applies to the sum over the whole row, else to the sum over the tokens that top-k keeps
     float scalar_temperature, scalar_top_p, scalar_min_p;
 };
 
@@ -94,7 +97,7 @@ template <bool PROBS> __device__ __forceinline__ Request request_of(const Sample
     request.top_k = k < 1 || k > params.vocab ? params.vocab : k;
     request.scale = PROBS ? 1.f : scale_of(temperature);
     request.greedy = request.top_k == 1 || (!PROBS && request.scale == BEST_ALONE);
-    // At this scale all finite logits are as probable as the best, so min-p keeps them all.
+    // The temperature is infinite: all finite logits have the same weight, so min-p keeps them all.
     if (!PROBS && request.scale == ALL_ALIKE) request.min_p = 0;
     return request;
 }
@@ -113,7 +116,7 @@ __device__ __forceinline__ void write_finished(const SampleParams& params, int i
     if (params.logprobs) params.logprobs[i] = 0;
 }
 
-// Write the results of a row: the drawn id at index `drawn_at` of the ids, and its log-probability from its value and
+// Write the results of a row: store the drawn id in ids[drawn_at], and compute its log-probability from its value and
 // the sum of all weights of the row. Run by one thread.
 template <bool PROBS, typename Row>
 __device__ __forceinline__ void write_result(const SampleParams& params, int i, long long drawn_at, const Row& x,
@@ -130,9 +133,10 @@ __device__ __forceinline__ void write_result(const SampleParams& params, int i, 
 
 // --- speculative sampling ---------------------------------------------------------------------------------
 
-// Test each draft on its own: accept it with probability min(1, target / draft) of its token. `refused`: the first
-// refused draft, or `drafts` if there is none. `accepted`: the number of accepted drafts. Each warp tests all drafts,
-// so no barrier is needed.
+// Test each draft token independently: accept the token with probability `min(1, target / draft)`, where `target` and
+// `draft` are its probabilities in the two models. Set `refused` to the index of the first refused draft, or to
+// `drafts` if none is refused. Set `accepted` to the number of accepted drafts. Each warp tests all drafts, so no
+// barrier is needed.
 template <typename T>
 __device__ __forceinline__ void verify_drafts(const SampleParams& params, int i, Stream stream, int& refused,
                                               int& accepted) {
@@ -156,7 +160,8 @@ __device__ __forceinline__ void verify_drafts(const SampleParams& params, int i,
     }
 }
 
-// Write all ids of a row except the drawn id at index `refused`. Run by one block.
+// Write all output ids of a sequence except ids[refused], which the draw writes: the accepted drafts before it and -1
+// after it. Run by one block.
 __device__ __forceinline__ void write_drafts(const SampleParams& params, int i, int refused, int accepted) {
     for (int n = threadIdx.x; n <= params.drafts; n += blockDim.x)
         if (n != refused)
@@ -167,8 +172,9 @@ __device__ __forceinline__ void write_drafts(const SampleParams& params, int i, 
 
 // --- the draw ---------------------------------------------------------------------------------------------
 
-// Draw a token among the tokens that top-k, top-p and min-p keep, by rounds over the row. `done` must be false on
-// entry. Min-p keeps values from `min_p_value` on. `winner`: the group that wins an unfiltered first round.
+// Draw among the tokens that top-k, top-p and min-p keep. Each round is a draw over the whole row, and rounds repeat
+// until top-p accepts a token. `done` must be false on entry. Min-p keeps values of at least `min_p_value`. `winner` is
+// the group that wins round 0 if no token is filtered out.
 template <bool PROBS, typename Row>
 __device__ __forceinline__ void draw_by_rounds(const SampleParams& params, const Request& request, const Row& x,
                                                float min_p_value, int winner, int passes, Bound& drawn, bool& done) {
@@ -179,7 +185,7 @@ __device__ __forceinline__ void draw_by_rounds(const SampleParams& params, const
         const Search found = bound_by_search<Row, true>(passes, request.top_k);
         bound = found.bound, passes = found.passes;
     }
-    float of_sum = shared.sum; // top_p is a share of this sum
+    float of_sum = shared.sum; // top_p is a fraction of this sum
     if (top_p < 1 && !params.joint && bound.value > -CUDART_INF_F) of_sum = mass<Row>(passes++, bound);
     if (min_p_value > -CUDART_INF_F) bound = tighter(bound, {min_p_value, NO_ID});
     // If the best token alone reaches top_p, take it.
@@ -232,7 +238,7 @@ __device__ __forceinline__ void sample_filtered(const SampleParams& params, int 
     if (first_block && threadIdx.x == 0) write_result<PROBS>(params, i, drawn_at, x, drawn.id, drawn.value, shared.sum);
 }
 
-// Draw without filters: a token of the group that won the race. Run by one warp.
+// Draw a token of the group that won the race, without filters. Run by one warp.
 template <bool PROBS, typename Row>
 __device__ __forceinline__ void draw_unfiltered(const SampleParams& params, Stream stream, int i, long long drawn_at,
                                                 const Row& x, int winner, float sum) {
@@ -291,7 +297,8 @@ __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(32 * MAX_WARPS, 2)
                 x.top = find_top(x);
                 if (!listing || (params.joint && request.top_p < 1) || params.logprobs)
                     find_sum_and_winner(x, sum, winner);
-                // If rounding leaves no token with target > draft, draw from the target alone.
+                // The row is max(target - draft, 0). If rounding makes it 0 everywhere, draw from the target's row
+                // instead.
                 const bool again = PROBS && x.second && !x.valid();
                 if (plain && first_block && !again)
                     draw_unfiltered<PROBS>(params, request.stream, i, drawn_at, x, winner, sum);

@@ -1,20 +1,20 @@
-// Search the bound of a top-k or top-p: the last token, in the order of the row, that the filter keeps.
+// Search the bound of a top-k or top-p filter: the last token that the filter keeps, in the order of order.cuh.
 //
-// Each pass counts and sums the tokens above two values inside an interval of values, and narrows the interval. The
-// search ends when the tokens of the interval fit the candidate list. For small k, top_k_bound finds the bound in the
-// list at once.
+// The search narrows an interval of values that contains the bound. Each pass probes two values inside the interval: it
+// counts the tokens above each probe and sums their weights. The search ends when the tokens in the interval fit the
+// candidate list. For small k, top_k_bound needs no search and finds the bound in the candidate list.
 #pragma once
 #include "sampling/candidates.cuh"
 #include "sampling/passes.cuh"
 
-// A bound, and the number of passes after the search.
+// The bound that a search found, and the number of passes made so far.
 struct Search {
     Bound bound;
     int passes;
 };
 
-// Find the bound among `ties` tokens of equal value that overflow the list: search for the id of the last kept token.
-// `high_count` tokens lie above them, and their weights sum to `high_sum`.
+// Find the bound among `ties` tokens of the same value, which do not fit the candidate list: bisect for the id of the
+// last token that is kept. `high_count` tokens have a larger value, and their weights sum to `high_sum`.
 template <typename Row, bool BY_COUNT>
 __device__ __forceinline__ Search bound_of_ties(const Row& x, float value, int ties, int high_count, float high_sum,
                                                 int passes, float target) {
@@ -33,8 +33,9 @@ __device__ __forceinline__ Search bound_of_ties(const Row& x, float value, int t
     return {{value, first}, passes};
 }
 
-// Find the bound among the tokens in [low, high), which fit the list: the first token at which the count or the sum
-// reaches the target. `high_count` tokens lie above them, and their weights sum to `high_sum`.
+// Find the bound among the tokens with values in [low, high), which fit the candidate list. The bound is the first
+// token, in order, at which the count or the sum of the weights reaches `target`. `high_count` tokens have values of at
+// least `high`, and their weights sum to `high_sum`; both are included in the count and the sum.
 template <typename Row, bool BY_COUNT>
 __device__ __forceinline__ Search bound_of_list(Row& x, float low, float high, int high_count, float high_sum,
                                                 int passes, float target) {
@@ -54,10 +55,12 @@ __device__ __forceinline__ Search bound_of_list(Row& x, float low, float high, i
     return {x.bound_at(size - 1), passes};
 }
 
-// Find the bound of the shortest prefix whose count (BY_COUNT) or sum of weights reaches `target`.
+// Find the bound of the shortest prefix of the ordered tokens whose count (BY_COUNT) or sum of weights reaches
+// `target`.
 template <typename Row, bool BY_COUNT> __device__ __noinline__ Search bound_by_search(int passes, float target) {
     Row x = recall<Row>(0);
-    // Invariant: the tokens from the low key up reach the target; the tokens from the high key up do not.
+    // Invariant: the tokens with keys of at least `low` reach the target; the tokens with keys of at least `high` do
+    // not.
     unsigned low = sortable(Row::LEAST), high = sortable(x.top) + 1;
     const Bound all = {from_sortable(low), NO_ID};
     const Tally below = tally<Row>(passes++, all, all);
@@ -88,7 +91,7 @@ template <typename Row, bool BY_COUNT> __device__ __noinline__ Search bound_by_s
     return bound_of_list<Row, BY_COUNT>(x, value, from_sortable(high), high_count, high_sum, passes, target);
 }
 
-// Find the bound of the k largest tokens, in the list if they fit there.
+// Find the bound of the k largest tokens. Use the candidate list if k and the candidates fit it, else search.
 template <typename Row> __device__ __forceinline__ Search top_k_bound(int passes, int k) {
     if (stored<Row>().lists(k)) {
         const float low = reached_by(recall<Row>(0), k);

@@ -1,17 +1,18 @@
-// Keep a block's static shared memory, with a copy of its row.
+// Define a block's static shared memory, which includes a copy of its Row object.
 //
-// The passes that few calls need are separate functions, because inlining all passes would exceed the instruction
-// cache. A Row passed to them by address could not stay in registers, so they start from the copy in shared memory.
-// `passes`, the number of earlier passes, tells a pass which half of the slots it writes.
+// Rarely needed passes are separate functions (__noinline__), because the kernel would not fit the instruction cache if
+// all passes were inlined. A Row object passed to them by address could not stay in registers, so these functions copy
+// it from shared memory (`recall`). Their argument `passes`, the number of passes already made, selects the half of the
+// slots that they write.
 #pragma once
 #include "sampling/row.cuh"
 
 // The k best candidates of draw_listed, by rank.
 struct Listed {
     float weight[MAX_LISTED];
-    float before[MAX_LISTED]; // the sum of the weights of the better candidates
+    float before[MAX_LISTED]; // the sum of the weights of all candidates of a lower rank
     int group[MAX_LISTED];
-    unsigned long long best[MAX_LISTED / 32]; // the vote of each warp
+    unsigned long long best[MAX_LISTED / 32]; // each warp's vote for a group
     int chosen[MAX_LISTED / 32];
 };
 
@@ -19,10 +20,10 @@ struct Listed {
 template <typename Row> struct Common {
     alignas(16) unsigned char row[sizeof(Row)];
     float sum; // of all weights
-    float low; // a value that the k best tokens reach
+    float low; // the candidates are the tokens with at least this value
     Bound drawn;
     Listed listed;
-    int list_size; // length of the lists of all blocks, kept in the first block
+    int list_size; // length of the lists, which are the same in all blocks; counted in the first block
 };
 
 template <typename Row> __device__ __forceinline__ Common<Row>& common() {
@@ -30,7 +31,7 @@ template <typename Row> __device__ __forceinline__ Common<Row>& common() {
     return here;
 }
 
-// Store the row after `top` is known. Run by one thread; a barrier must follow.
+// Copy the Row object to shared memory, once `top` is set. Run by one thread; a barrier must follow.
 template <typename Row> __device__ __forceinline__ void store(const Row& x) {
     *reinterpret_cast<Row*>(common<Row>().row) = x;
 }
@@ -39,7 +40,8 @@ template <typename Row> __device__ __forceinline__ const Row& stored() {
     return *reinterpret_cast<const Row*>(common<Row>().row);
 }
 
-// Return the stored row with this thread's lane and warp, after `passes` passes.
+// Return the Row object in shared memory, with this thread's lane and warp. `passes` is the number of passes already
+// made.
 template <typename Row> __device__ __forceinline__ Row recall(int passes) {
     Row x = stored<Row>();
     x.lane = threadIdx.x % 32;

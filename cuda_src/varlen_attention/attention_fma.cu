@@ -4,8 +4,8 @@
 //                                                                       if causal, not for those after it (see below)
 //   out[i]      = sum over j of softmax(score[i, :])[j] * v[j, head / group, :]
 //
-// Causal: the last query of a sequence sees all of its keys, and each earlier query sees one key less. A query without
-// keys gets 0.
+// Causal: the last query of a sequence sees all of its keys, and each earlier query sees one key less than the next
+// query. A query without keys gets 0.
 //
 //   T       type of the elements
 //   DIM     padded size of a head, at least p.dim; the padding is 0
@@ -18,8 +18,8 @@
 // softmax and its weights. Shared memory holds the queries, a tile of keys or of values, and the weights, all as
 // float32.
 //
-// Speed of light: the float32 units, with 4 dim flops for each pair of a query and a key. The kernel is written to be
-// read: within a block loads and FMAs do not overlap. Other resident blocks fill the gaps.
+// Speed of light: the float32 units, with 4 dim flops for each pair of a query and a key. The kernel favours
+// readability over speed: within a block, loads and FMAs do not overlap. Other resident blocks fill the gaps.
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "common/units.cuh"
@@ -35,7 +35,7 @@ template <int DIM_, int TILE_> struct Sizes {
     static constexpr int DIM = DIM_, TILE = TILE_, M = TILE / 16; // rows and columns of scores in a thread
     static constexpr int LINE = DIM + 4, WEIGHTS_LINE = TILE + 4;
     static constexpr int BYTES = TILE * (2 * LINE + WEIGHTS_LINE) * 4;
-    // Columns of the result that a thread has per row. VECTOR of them are contiguous.
+    // Columns of the result that a thread has per row, in groups of VECTOR contiguous columns.
     static constexpr int N = DIM / 16, VECTOR = N < 4 ? N : 4;
     struct alignas(4 * VECTOR) Neighbours { // one load
         float of[VECTOR];
@@ -104,8 +104,8 @@ __device__ __forceinline__ void add_values(float (&sums)[S::M][S::N], const floa
     }
 }
 
-// Turn a thread's scores of a tile into weights, stored in the lines `weights`. Rescale the sums to the new largest
-// scores.
+// Convert a thread's scores of a tile to weights, and store the weights in shared memory, in the lines from `weights`
+// on. Rescale the sums to the new largest scores.
 template <typename S>
 __device__ __forceinline__ void weigh(const Params& p, const Part<S::TILE>& part, int first_key,
                                       const float (&scores)[S::M][S::M], Softmax (&softmax)[S::M],

@@ -4,9 +4,9 @@
 //                                                                       if causal, not for those after it (see below)
 //   out[i]      = sum over j of softmax(score[i, :])[j] * v[j, head / group, :]
 //
-// Causal: the last query of a sequence sees all of its keys, and each earlier query sees one key less. A query without
-// keys gets 0. Weights are rounded to T before their MMA with the values. All sums are in float32, including the sum of
-// the weights.
+// Causal: the last query of a sequence sees all of its keys, and each earlier query sees one key less than the next
+// query. A query without keys gets 0. Weights are rounded to T before their MMA with the values. All sums are in
+// float32, including the sum of the weights.
 //
 //   T      __half or __nv_bfloat16
 //   DIM    padded size of a head, at least p.dim; the padding is 0
@@ -83,7 +83,7 @@ template <typename T, int DIM, int KEYS> struct Warp {
         }
     }
 
-    // Turn the scores into weights. Rescale the sums to the new largest scores.
+    // Convert the scores to weights. Rescale the sums to the new largest scores.
     __device__ __forceinline__ void weigh(const Params& p, const Part<QUERIES>& part, int first_key) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {

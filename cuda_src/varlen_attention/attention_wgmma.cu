@@ -4,9 +4,9 @@
 //                                                                       if causal, not for those after it (see below)
 //   out[i]      = sum over j of softmax(score[i, :])[j] * v[j, head / group, :]
 //
-// Causal: the last query of a sequence sees all of its keys, and each earlier query sees one key less. A query without
-// keys gets 0. Weights are rounded to T before their MMA with the values. All sums are in float32, including the sum of
-// the weights.
+// Causal: the last query of a sequence sees all of its keys, and each earlier query sees one key less than the next
+// query. A query without keys gets 0. Weights are rounded to T before their MMA with the values. All sums are in
+// float32, including the sum of the weights.
 //
 //   T            __half or __nv_bfloat16
 //   DIM          padded size of a head, 64 or 128, at least p.dim; TMA fills the padding with 0
@@ -21,18 +21,20 @@
 //   S = Q K[n]'    P = exp2(S - largest), in registers: fragments of S become fragments of P (FlashAttention-2)
 //   O = O * exp2(largest before - largest) + P V[n]
 //
-// While one warpgroup exponentiates, the MMAs of others run (FlashAttention-3, Shah et al., 2024): in the other BLOCKS
-// - 1 resident blocks, and with TURNS in the same block. A turn is P V of one tile and Q K' of the next. No registers
-// are left for a producer warp, so the last warp that is done with a stage issues the TMA copies that refill it.
+// While one warpgroup exponentiates, the MMAs of other warpgroups run (FlashAttention-3, Shah et al., 2024). They
+// belong to the other BLOCKS - 1 resident blocks and, with TURNS, to the same block: a warpgroup issues its MMAs only
+// in its turn, which named barriers pass on. A turn covers P V of one tile and Q K' of the next tile. No registers are
+// left for a producer warp. The last warp that is done with a stage therefore issues the TMA copies that refill the
+// stage.
 //
 // TMA copies whole tiles, and a short last tile in boxes of 32 rows. Both may reach beyond the end of a sequence.
-// Scores of keys outside the sequence become -inf, so that their weights are 0. Their values are cleared in shared
-// memory, because 0 * NaN is NaN. A last tile of at most 64 keys is multiplied as a tile of 64.
+// Scores of keys outside the sequence become -inf, so that the weights of these keys are 0. The values of these keys
+// are cleared in shared memory, because 0 * NaN is NaN. A last tile of at most 64 keys is multiplied as a tile of 64.
 //
-// Speed of light: the tensor cores, with 4 dim flops for each pair of a query and a key. With DIM 64 exp2 takes as
-// long: a tile of 64 queries and 128 keys is 512 cycles of a multiprocessor's tensor cores, and 512 cycles of its exp2
-// units, which compute 16 per cycle. With DIM 128 it is 1024 and 512 cycles. Short sequences are bound by the bytes of
-// queries, keys, values and results.
+// Speed of light: the tensor cores, with 4 dim flops for each pair of a query and a key. With DIM 64 the exponentials
+// take as long as the MMAs: a tile of 64 queries and 128 keys takes 512 cycles of a multiprocessor's tensor cores, and
+// 512 cycles of its exp2 units, which compute 16 per cycle. With DIM 128 the MMAs take 1024 cycles and the exponentials
+// 512. Short sequences are bound by the bytes of queries, keys, values and results.
 #include "common/hopper.cuh"
 #include "common/launch.cuh"
 #include "common/mma.cuh"
@@ -64,8 +66,8 @@ template <int DIM, int WARPGROUPS> struct alignas(8) Shared {
     unsigned done[2][STAGES];           // [keys or values]: warps that are done with a stage
 };
 
-// Named barriers, for up to four warpgroups. TURN + i: warpgroup i has the turn at the tensor cores. TOGETHER + i: all
-// warps of warpgroup i have arrived.
+// Named barriers, for up to four warpgroups. TURN + i: warpgroup i may issue its MMAs. TOGETHER + i: all warps of
+// warpgroup i have arrived.
 enum { TURN = 1, TOGETHER = 5 };
 
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
@@ -76,8 +78,8 @@ __device__ __forceinline__ void barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Increment a counter that wraps to 0 after `last`, and return its earlier count. The work of all earlier threads is
-// visible to the thread that gets `last`.
+// Increment a counter, which wraps to 0 after `last`, and return its value before. The memory accesses of all threads
+// that counted earlier are visible to the thread that gets `last`.
 __device__ __forceinline__ unsigned count_around(unsigned counter, unsigned last) {
     unsigned before;
     asm volatile("atom.acq_rel.cta.shared::cta.inc.u32 %0, [%1], %2;"
@@ -163,7 +165,8 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
         tiles.release(which, n, active * (WARPGROUP / 32));
     }
 
-    // Wait for the turn at the tensor cores, and pass it on. Warpgroup 0 gets the first turn from the last warpgroup.
+    // take_turn waits until this warpgroup may issue its MMAs, and pass_turn lets the next warpgroup do so. The last
+    // warpgroup gives warpgroup 0 the first turn.
     __device__ __forceinline__ void take_turn() {
         if (TURNS && active > 1) barrier_sync(TURN + index, 2 * WARPGROUP);
     }
@@ -172,7 +175,8 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
             barrier_arrive(TURN + (index + 1 == active ? 0 : index + 1), 2 * WARPGROUP);
     }
 
-    // Compute the scores of the first 2 SCORES keys of tile n. This ends a turn.
+    // Compute the scores of the first 2 SCORES keys of tile n, and let the next warpgroup issue its MMAs (the end of a
+    // turn).
     template <int SCORES> __device__ __forceinline__ void multiply_keys(int n, float (&scores)[SCORES]) {
         tiles.wait(0, n);
         const unsigned long long a = k_major_descriptor(queries), b = k_major_descriptor(tiles.at(0, n));
@@ -207,7 +211,7 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
         }
     }
 
-    // Turn the scores of tile n into weights. Rescale the sums to the new largest scores.
+    // Convert the scores of tile n to weights. Rescale the sums to the new largest scores.
     template <int WIDTH>
     __device__ __forceinline__ void weigh(int n, float (&scores)[WIDTH / 2], unsigned (&weights)[WIDTH / 16][4]) {
         const float scale = params.p.scale;
@@ -239,7 +243,7 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
             }
     }
 
-    // Clear the values of a last tile after the end of the sequence, because they may be NaN.
+    // In the last tile, clear the values after the end of the sequence, because they may be NaN.
     template <int WIDTH> __device__ __forceinline__ void clear_values(int n) {
         const int present = part.keys - n * KEYS;
         if (present >= WIDTH) return;
@@ -263,7 +267,7 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
         wgmma_fence_operand(sums);
     }
 
-    // The mainloop body for the first WIDTH keys of tile n. It begins and ends within a turn.
+    // The mainloop body for the first WIDTH keys of tile n. The warpgroup has the turn at the beginning and at the end.
     template <int WIDTH> __device__ __forceinline__ void add_tile(int n) {
         float scores[WIDTH / 2];
         unsigned weights[WIDTH / 16][4];

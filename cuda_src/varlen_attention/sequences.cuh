@@ -1,10 +1,10 @@
 // The parameters, the tile of queries of a block, and the online softmax, for all kernels of varlen_attention.
 //
 // Each sequence begins a new tile of TILE queries. The first tile of sequence s has index cu_seqlens_q[s] / TILE + s. A
-// sequence of n rows thus has the ceil(n / TILE) tile indices that it needs, and at most one more, whose block exits.
-// The grid of tokens / TILE + sequences + 1 blocks is enough for any lengths. The host therefore does not read the
-// lengths, and a CUDA graph serves all lengths. Rows after the last sequence are treated as one more sequence, which
-// has no keys: they become 0.
+// sequence of n rows thus has at least the ceil(n / TILE) tile indices that it needs, and at most one more, whose block
+// exits at once. The grid of tokens / TILE + sequences + 1 blocks is enough for any lengths. The host therefore does
+// not read the lengths, and a CUDA graph serves all lengths. Rows after the last sequence are treated as one more
+// sequence, which has no keys, so their results are 0.
 //
 // Tiles of queries and of keys begin with their sequence, so the bits of a result depend on its own sequence alone.
 #pragma once
@@ -30,13 +30,15 @@ struct Params {
     float scale; // softmax scale * log2(e)
 };
 
-// Return the first row of sequence s, clamped to 0 ... rows whatever the array holds. Sequence 0 begins at 0.
+// Return the first row of sequence s. The array may hold anything, so the row is clamped to 0 ... `rows`. Sequence 0
+// always begins at row 0.
 __device__ __forceinline__ int begin_of(const int* cu_seqlens, int s, int rows) {
     return s == 0 ? 0 : min(max(__ldg(cu_seqlens + s), 0), rows);
 }
 
-// Return the sequence of a block's tile: the last sequence whose first tile is not after `tile`. The result is
-// `sequences` for the rows after the last sequence. The 32 lanes of a warp test 32 equally spaced candidates per round.
+// Return the sequence that a tile belongs to: the last sequence whose first tile is not after `tile`. The result is
+// `sequences` for rows after the last sequence. In each iteration the 32 lanes of a warp test 32 equally spaced
+// candidates.
 template <int TILE> __device__ __forceinline__ int sequence_of(const Params& p, int tile) {
     int first = 0, count = p.sequences + 1; // the result is in first ... first + count - 1
     while (count > 1) {
@@ -51,7 +53,7 @@ template <int TILE> __device__ __forceinline__ int sequence_of(const Params& p, 
 
 // The queries of a block, and the keys that they attend to.
 template <int TILE> struct Part {
-    int first, rows; // rows of q; without rows the block has nothing to do
+    int first, rows; // first row and number of rows in q; with 0 rows the block exits
     int keys_begin;  // the first row of k and v
     int keys;        // keys of the sequence; causal: keys that the last query of the tile sees
     int seen;        // causal: query i of the tile sees `seen` + i keys; else all keys
@@ -78,8 +80,9 @@ template <int TILE> struct Part {
     }
 };
 
-// The online softmax of a row (Milakov and Gimelshein, 2018): the largest score so far, as an exponent of 2, and the
-// sum of the weights relative to it. Before the first visible key the largest score is -inf, and the weights are 0.
+// The online softmax of a row (Milakov and Gimelshein, 2018). `largest` is the largest score so far, and a weight is
+// 2^(score - largest). `total` is the sum of the weights. Before the first visible key the largest score is -inf, and
+// the weights are 0.
 struct Softmax {
     float largest = -CUDART_INF_F, total = 0.f;
 
