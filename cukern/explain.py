@@ -27,7 +27,7 @@ WIDTH, _INDENT = 88, 14
 
 
 class Ceilings(NamedTuple):
-    """The rates that a GPU reached in the benchmarks, as `benchmarks/harness.py` measures them."""
+    """The limits of a GPU that `benchmarks/harness.py` has measured: launch time, copy rate and matrix rate."""
 
     gpu: str
     kernel_us: float  # time of an empty kernel
@@ -51,7 +51,7 @@ _STANDS_FOR = {"90a": "NVIDIA H200"}
 
 
 class Launch(NamedTuple):
-    """A launch of a kernel, or a clearing of bytes, which has no grid."""
+    """A launch of a kernel, or a memset. A memset has no grid."""
 
     kernel: str  # its name, with its template arguments by name
     why: str = ""  # the rule that chose this kernel and this instance, with the numbers
@@ -80,10 +80,11 @@ class Launch(NamedTuple):
 class Explanation(NamedTuple):
     """The description of a call of an op; `str` gives it as text.
 
-    `gpu` is None for arrays in host memory; then `twin` is the function that runs. `bytes` and `flops` are the minimum
-    that the op must move and compute. For a measured GPU they give the floor, `floor_us`. `floor_by` is the rate that
-    sets the floor, or the card whose rates are unknown. If `moves_all` is set, the op does not report its bytes. Then
-    each argument and each result counts once, even if only a part is read.
+    For arrays in host memory `gpu` is None, and `twin` is the NumPy reference that runs. `bytes` and `flops` are the
+    minimum that the op must move and compute. From them and the measured rates of the GPU follows the floor `floor_us`,
+    the least possible time in microseconds. `floor_by` is the rate that determines the floor, or the card whose rates
+    are unknown. If `moves_all` is set, the op does not report its bytes. Then all bytes of each argument and each
+    result count once, even if the op reads only some of them.
     """
 
     op: str
@@ -174,7 +175,7 @@ def explain(function: Callable[..., Any], /, *args: Any, arch: str | None = None
     """
     name = getattr(function, "__name__", "")
     on = None if arch is None else gpu.of_arch(arch)
-    # A function that changes a state names the op that it calls, and that op's arguments.
+    # A function that changes a state object has `launched_op`, which returns the op that it calls and its arguments.
     if told := getattr(function, "launched_op", None):
         function, args, kwargs = told(on, *args, **kwargs)
     elif not name or function not in [getattr(OPS.get(name), "call", None), OPERATORS.get(name, (None,))[0]]:
@@ -210,7 +211,7 @@ def explain(function: Callable[..., Any], /, *args: Any, arch: str | None = None
 
 
 class _Call:
-    """A call whose arrays are replaced by descriptions, so that its function may be an op or call several ops."""
+    """A call with descriptions instead of arrays. Its function may be an op, or a function that calls several ops."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = [*inspect.signature(function).parameters]

@@ -1,4 +1,4 @@
-"""Compare a result with the NumPy reference's, with the tolerances that each reference module defines."""
+"""Compare a result with the result of the NumPy reference. Each reference module defines its tolerances."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cukern.runtime.tolerance import Tolerance
 
 
 def tolerances(stem: str) -> Mapping[str, Mapping[str, Tolerance]]:
-    """Return the `TOLERANCES` of a family's reference module, by result and by the result's dtype."""
+    """Return the `TOLERANCES` of the reference module of a family. The keys are the name and the dtype of a result."""
     room = "cukern.reference" if importlib.util.find_spec(f"cukern.reference.{stem}") else "cukern"
     return getattr(importlib.import_module(f"{room}.{stem}"), "TOLERANCES", {})
 

@@ -60,12 +60,15 @@ if "_library" not in globals():
 
 
 def _draws(function: Callable[..., Any]) -> bool:
-    """Return whether a function may draw from a generator, so that two equal calls must not be merged."""
+    """Return whether a function may draw random numbers. If so, two calls with equal arguments must not be merged."""
     return "generator" in inspect.signature(function).parameters
 
 
 def _keep_draws_apart(packets: Sequence[Any]) -> None:
-    """Keep torch from merging equal draws in training graphs: it uses a list of operators there, not the tag."""
+    """Keep torch from merging equal calls of samplers in training graphs.
+
+    There torch does not use the tag of an operator, but a list of operators, to which this adds the samplers.
+    """
     try:
         from torch._functorch.compile_utils import rand_ops
     except ImportError:

@@ -27,8 +27,8 @@ class UserError(Exception):
 def console(width: int | None = None) -> Any:
     """Return a console on stdout that does not break the cells of a table.
 
-    A table that is too wide is split between its columns, and each part begins with the first column. A table with a
-    folding column contains prose and wraps between words instead.
+    A table that is too wide is printed as several tables with some of the columns each. Each of them begins with the
+    first column. A table with a folding column contains prose and wraps between words instead.
     """
     from rich.console import Console
     from rich.table import Table

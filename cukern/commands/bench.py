@@ -74,7 +74,7 @@ def _functions_by_stem() -> dict[str, list[str]]:
     """Return the public functions and classes of each family that has a bench file."""
     functions = {}
     for stem in sorted(path.stem.removeprefix("bench_") for path in (_ROOT / "benchmarks").glob("bench_*.py")):
-        # A family that composes ops is a package next to `cukern.ops`.
+        # A family is a module of `cukern.ops`, or a package of cukern or of `cukern.integrations` that composes ops.
         names = (f"cukern.{room}{stem}" for room in ("ops.", "", "integrations."))
         name = next(name for name in names if importlib.util.find_spec(name) is not None)
         if name.startswith("cukern.integrations.") and importlib.util.find_spec(stem) is None:
@@ -181,7 +181,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lacking(gpus: int) -> str | None:
-    """Return why nothing can be measured on `gpus` GPUs together; None if it can."""
+    """Return why cases that need `gpus` GPUs cannot be measured; None if they can."""
     count = kernel.device_count()
     if gpus > count:
         return f"they take {gpus} GPUs, and there {'is' if count == 1 else 'are'} {count}"
@@ -192,14 +192,17 @@ def _lacking(gpus: int) -> str | None:
 
 
 def _paths(path: Path, count: int) -> list[Path]:
-    """Return the files of `count` documents: `path`, then a path with "-several" after its stem."""
+    """Return the first `count` of two file names: `path`, and `path` with "-several" after its stem."""
     return [path, path.with_stem(f"{path.stem}-several")][:count]
 
 
 def _measured(
     cases: Sequence[Any], gpus: int, args: argparse.Namespace, begin: float, problems: list[str], failed: list[str]
 ) -> tuple[dict[str, Any], list[Any]]:
-    """Return the ceilings and the rows of cases that all use `gpus` GPUs, and append errors to the two lists."""
+    """Measure cases that all use `gpus` GPUs. Return the measured limits of the GPU (ceilings) and the result rows.
+
+    Errors are appended to `problems` and `failed`.
+    """
     harness: Any = importlib.import_module("benchmarks.harness")
     options: dict[str, Any] = {"baselines": not args.no_baselines, "slow": not args.quick}
     if args.seconds is not None and gpus == 1:

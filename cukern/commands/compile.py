@@ -1,8 +1,8 @@
-"""`cukern compile`: fill the cache ahead of use.
+"""`cukern compile`: fill the cache of compiled kernels before they are needed.
 
-Compiles the instances that `import cukern` compiles. `--for` adds the instances that serving a model reaches, as
+Compiles the kernel instances that `import cukern` compiles. `--for` adds the instances that serving a model launches;
 `cukern.commands.serving` finds them. `--all` compiles all instances that the families list, and the instances that
-`--for` adds for every named model.
+`--for` adds for every model that it knows.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _stems(given: list[str] | None) -> dict[str, list[str]]:
     for op in given or kernel.KERNELS:
         function = getattr(sys.modules["cukern"], op, None)
         module = getattr(function, "__module__", "")
-        # A family is a module, or a package of several modules.
+        # A family of kernels is a module `cukern.ops.<family>`, or a package with several modules.
         stem = module.split(".")[2] if module.startswith("cukern.ops.") else op
         if stem not in kernel.KERNELS:
             raise UserError(f"--op must be one of {', '.join(kernel.KERNELS)} or a function of cukern, got {op!r}")
@@ -126,7 +126,7 @@ def _stem_of(instance: Instance) -> str:
 
 
 def _wanted(args: argparse.Namespace, arch: str) -> list[Instance]:
-    """Return the instances to compile for an architecture, beginning with the instances of the import."""
+    """Return the instances to compile for an architecture, beginning with those that `import cukern` compiles."""
     from cukern.commands.serving import instances_of
 
     found = list(kernel.instances())
@@ -153,7 +153,10 @@ def _specialized(text: str) -> list[Instance]:
 
 
 def _of_functions(names: list[str], instances: list[Instance], arch: str) -> list[Instance]:
-    """Return the instances that calls of these functions reach; all of them if none is found or `arch` is unknown."""
+    """Return the instances that calls of these functions launch.
+
+    Return all instances if none is found, if `names` is empty, or if `arch` is unknown.
+    """
     from cukern.commands.explain import reached_by
 
     if not names or arch not in gpu.BY_ARCH:
@@ -163,7 +166,10 @@ def _of_functions(names: list[str], instances: list[Instance], arch: str) -> lis
 
 
 def _rest(names: list[str], own: list[Instance], family: list[Instance], row: list[str]) -> str:
-    """Return a line on the family's kernels that the named functions do not reach, with an estimate of their time."""
+    """Return a line about the kernels of the family that the named functions do not launch.
+
+    The line has an estimate of the time that compiling these kernels would take.
+    """
     stem, arch, _, compiled, _, seconds, *_ = row
     others = [i for i in family if i not in own]
     left = len(compile.missing(others, arch.removeprefix("sm_")))
@@ -210,7 +216,7 @@ def _check(wanted: dict[tuple[str, str], list[Instance]]) -> int:
     """Count the kernels that the cache has. Return 1 if some are missing."""
     table, total, absent = _table("kernels", "cached", "missing"), 0, 0
     for (stem, arch), instances in wanted.items():
-        # A cached file that cannot be loaded counts as missing: a truncated file, or another user's.
+        # Count a cached file that cannot be loaded as missing, such as a truncated file or a file of another user.
         missing = sum(not compile.is_intact(compile.cached_path(i, arch)) for i in instances)
         table.add_row(stem, f"sm_{arch}", *map(str, (len(instances), len(instances) - missing, missing)))
         total += len(instances)

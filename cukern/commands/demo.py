@@ -1,4 +1,4 @@
-"""`cukern demo`: route tokens through a model's gate and show the experts' load; then encode texts without padding."""
+"""`cukern demo`: route tokens with a model's gate, show the load of the experts, and encode texts without padding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Array = NDArray[Any]
 
 
 class Model(NamedTuple):
-    """A model's router: its sizes, and how it scores experts."""
+    """The router of a model: its sizes, and the function that scores the experts."""
 
     name: str
     experts: int
@@ -56,7 +56,8 @@ _HIDDEN = 512
 _TOPICS = 16
 _BALANCED_ON = 4096
 _SHOWN = 5
-# The reference routes this many tokens at a time, to bound its memory. The kernel is compared on as many tokens.
+# The NumPy reference routes this many tokens at a time, to limit its memory. The kernel is compared with the reference
+# on this many tokens.
 _CHUNK = 8192
 
 
@@ -84,10 +85,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _made_up(model: Model, rng: np.random.Generator) -> Callable[[int], Array]:
-    """Return a source of logits [n, experts] like a router's.
+    """Return a function that makes random logits [n, experts] with an uneven load, as those of a real router.
 
-    A hidden state has unit variance: a topic plus noise. It is multiplied by a router weight. Some topics are more
-    frequent, and all topics share a common part, so that some experts get more tokens.
+    A hidden state is the sum of a topic vector and noise, with variance 1. The logits are its product with a router
+    weight. Some topics are more frequent, and all topics have a common component, so some experts get more tokens.
     """
     common = rng.standard_normal(_HIDDEN, np.float32)
     topics = 0.8 * rng.standard_normal((_TOPICS, _HIDDEN), np.float32) + 0.6 * common
@@ -109,9 +110,9 @@ def _made_up(model: Model, rng: np.random.Generator) -> Callable[[int], Array]:
 def balancing_bias(model: Model, logits: Array, steps: int = 30) -> Array:
     """Return a correction bias [experts] that balances the load on the sample `logits`.
 
-    DeepSeek-V3's load balancing without an auxiliary loss (arXiv:2408.15664): route, then raise the bias of each expert
-    below the mean load by a step, and lower the others. In the paper's long training the step is fixed. Here it
-    shrinks.
+    This is DeepSeek-V3's load balancing without an auxiliary loss (arXiv:2408.15664): route the tokens, then raise the
+    bias of each expert below the mean load by a step, and lower the other biases. In the paper the step is fixed,
+    because training is long. Here it shrinks.
     """
     bias = np.zeros(model.experts, np.float32)
     here = _place(logits)
@@ -166,7 +167,7 @@ def _read(path: Path) -> tuple[Any, Any]:
 
 
 def _regular(name: str, array: Any, notes: list[str]) -> Array:
-    """Return the array as the gate takes it: contiguous, in native byte order, with a supported dtype."""
+    """Convert the array for the gate: contiguous, in native byte order, with a supported dtype."""
     if array.dtype.kind == "V" and array.dtype.itemsize == 2 and array.dtype.fields is None:
         # NumPy's own files store the bits of bfloat16 without the name of the dtype.
         array = array.view(arrays.numpy_dtype("bfloat16"))
@@ -277,7 +278,7 @@ def _first_tokens(model: Model, weights: Array, ids: Array) -> Any:
 
 
 def _bar(share: float, glyphs: str) -> Any:
-    """Return an expert's load as a glyph; `share` is the load relative to the mean."""
+    """Return a colored glyph for the load of an expert. `share` is the load divided by the mean load."""
     from rich.text import Text
 
     level = 0 if share == 0 else min(max(round(share / 2 * (len(glyphs) - 1)), 1), len(glyphs) - 1)
@@ -365,7 +366,7 @@ def _build(model: Model, logits: Array, bias: Array | None) -> str:
 
 
 def _microseconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Return the time per call in microseconds: the median over replays of a CUDA graph of all calls."""
+    """Return the time per call in microseconds. A CUDA graph runs all calls; the median of its replays counts."""
     import cupy
 
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -391,7 +392,7 @@ def _microseconds(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def _measure(model: Model, logits: Any, bias: Any) -> list[tuple[str, str]]:
-    """Return descriptions of the kernel's time and floor on this GPU."""
+    """Return descriptions of the time of the kernel on this GPU, and of the least possible time (the floor)."""
     import cupy
 
     runtime = cupy.cuda.runtime
@@ -407,7 +408,8 @@ def _measure(model: Model, logits: Any, bias: Any) -> list[tuple[str, str]]:
 
     size = min(1 << 30, free // 8)
     source, target = cupy.zeros(size, np.uint8), cupy.empty(size, np.uint8)
-    # Copy without a graph, because memory nodes of a graph are slower. The size makes the launch time negligible.
+    # Measure the copy without a CUDA graph, because memcpy nodes of a graph are slower. The copy is large enough that
+    # its launch time is negligible.
     start, stop = cupy.cuda.Event(), cupy.cuda.Event()
     times = []
     for _ in range(8):
@@ -435,7 +437,7 @@ def _measure(model: Model, logits: Any, bias: Any) -> list[tuple[str, str]]:
 
 
 def _choice(model: Model, logits: Array, bias: Array | None) -> Array:
-    """Return the values that order each token's experts."""
+    """Return the values by which the router ranks the experts of each token."""
     x = logits.astype(np.float64)
     return x if bias is None else 1 / (1 + np.exp(-x)) + bias.astype(np.float64)
 
@@ -486,7 +488,7 @@ def _input(args: argparse.Namespace) -> tuple[Model, Array, Array | None, str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Route the tokens and show the experts' load; then, unless the logits are from a file, encode texts."""
+    """Route the tokens and show the load of the experts. Then encode texts, unless the logits are from a file."""
     screen = console()
     _show_routing(args, screen)
     if not args.logits:

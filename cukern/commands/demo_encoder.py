@@ -1,4 +1,4 @@
-"""The end of `cukern demo`: a tiny encoder with random weights, with and without the padding."""
+"""The last part of `cukern demo`: run a tiny encoder with random weights, once with padding and once without."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from cukern.runtime.progress import progress
 
 _HIDDEN, _LAYERS, _HEADS, _INTER = 128, 2, 2, 512
 _MOST_WORDS = 128
-#: Copies of the texts on a GPU, which would otherwise finish before the host has launched the kernels. The NumPy
-#: references use only every third text.
+#: On a GPU the batch has this many copies of the texts. Otherwise the GPU would finish before the host has launched the
+#: kernels. On the host the NumPy references use only every third text, and no copies.
 _COPIES = 32
 _STEP_ON_HOST = 3
 _REPEATS = 5
@@ -76,9 +76,10 @@ class Batch(NamedTuple):
     mask: NDArray[np.bool_]  # [batch, seq]
 
     def with_padding(self) -> Batch:
-        """Return a batch [2 * batch, seq] that keeps the padding: each text is followed by its padding as another text.
+        """Return a batch [2 * batch, seq] in which the padding of each text is a text of its own, after the text.
 
-        No word attends to the padding, as under a mask, but the padding goes through every product.
+        An encoder without padding then computes the same as one with padding: words do not attend to the padding, but
+        the padding goes through every dense product.
         """
         both = np.stack([self.mask, ~self.mask], 1)
         return Batch(np.repeat(self.ids, 2, 0), both.reshape(-1, self.mask.shape[1]))
@@ -93,7 +94,7 @@ def padded(tokens: list[list[int]]) -> Batch:
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """Return the result of a call, and its time in milliseconds, including the host's.
+    """Return the result of a call, and its time in milliseconds, including the time on the host.
 
     On a GPU the time is the median of several calls, after a first call that compiles the kernels.
     """

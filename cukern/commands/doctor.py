@@ -1,7 +1,7 @@
-"""`cukern doctor`: what works on this machine, what does not, and the command that fixes it. Creates no CUDA context.
+"""`cukern doctor`: report what works on this machine, what does not, and how to fix it. Creates no CUDA context.
 
-It compiles one instance of each kernel into the cache, so that a template that NVRTC refuses shows before its first
-use.
+The command compiles one instance of each kernel into the cache. A kernel that NVRTC refuses is thus found before its
+first use.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PACKAGE_OF_CUDA = {12: "cukern[cuda12]", 13: "cukern[cuda13]"}
 
 
 class Finding(NamedTuple):
-    """A line of the report. `fix` is a command or advice; a problem always has one, a note may have one."""
+    """A line of the report. `fix` is a command or an advice. Every problem has a fix; a note may have one."""
 
     subject: str
     state: str
@@ -56,7 +56,7 @@ class Gpu(NamedTuple):
 
 
 class Driver(NamedTuple):
-    """The NVIDIA driver: its CUDA version (None without a driver), its GPUs, and why it cannot be used, if so."""
+    """The NVIDIA driver: its CUDA version (None without a driver), its GPUs, and the reason if it cannot be used."""
 
     cuda: tuple[int, int] | None
     gpus: list[Gpu]
@@ -64,7 +64,7 @@ class Driver(NamedTuple):
 
 
 def driver() -> Driver:
-    """Ask the driver directly, which needs neither CuPy nor a context."""
+    """Query the driver library directly, which needs neither CuPy nor a CUDA context."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -130,7 +130,7 @@ def _text(version: tuple[int, int]) -> str:
 
 
 def _extra_for(found: Driver) -> str:
-    """Return the command for the extra whose CuPy the driver can run."""
+    """Return the pip command for the extra of cukern whose CuPy works with this driver."""
     major = 13 if found.cuda is None or found.cuda[0] >= 13 else 12
     return f'pip install "{_PACKAGE_OF_CUDA[major]}"'
 
@@ -262,14 +262,17 @@ class Row(NamedTuple):
 
     stem: str
     arch: str
-    present: int  # cached kernels of the import
-    total: int  # all kernels of the import
-    first_use: int  # cached kernels of the installed sources that the import does not compile
-    others: int  # cached kernels of other sources
+    present: int  # cached kernels among those that `import cukern` compiles
+    total: int  # kernels that `import cukern` compiles
+    first_use: int  # cached kernels of the installed sources that `import cukern` does not compile
+    others: int  # cached kernels of other versions of the sources
 
 
 def _cached() -> tuple[dict[tuple[str, str], set[str]], Counter[tuple[str, str]]]:
-    """Return the cached instances of these sources, and the number of cubins of other sources, by (stem, arch)."""
+    """Return the cached instances of the installed sources, and the number of cubins of other versions.
+
+    The keys are (family, architecture).
+    """
     kernel_of = {k.function: k for kernels in kernel.KERNELS.values() for k in kernels}
     current: dict[tuple[str, str], set[str]] = defaultdict(set)
     others: Counter[tuple[str, str]] = Counter()
@@ -335,7 +338,8 @@ def _sum_of(rows: list[Row], arch: str) -> Finding:
 def one_of_each(arch: str) -> list[Instance]:
     """Return an instance of each kernel, preferably one that the cache has.
 
-    The candidates are the instances that the families list, and the instances of the named models' smallest calls.
+    The candidates are the instances that the families list, and the instances that the smallest calls of well-known
+    models launch.
     """
     from cukern.commands.serving import smallest_of
 
@@ -349,7 +353,7 @@ def one_of_each(arch: str) -> list[Instance]:
 
 
 def try_kernels(arch: str) -> list[Finding]:
-    """Compile an instance of each kernel that has none in the cache; report a problem for each family that fails."""
+    """Compile one instance of each kernel that has no instance in the cache. Report each family that fails."""
     tried = one_of_each(arch)
     with contextlib.suppress(compile.CompileError):
         kernel.compile_with_progress([(i, arch) for i in compile.missing(tried, arch)], f"trying kernels for sm_{arch}")

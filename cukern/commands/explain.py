@@ -1,7 +1,7 @@
 """`cukern explain`: explain the kernels of a call from its sizes. The arrays have no memory, and nothing runs.
 
-A function's docstring gives the shape and the dtypes of each argument: "logits: float32 [tokens, experts]". If it
-refers to another function ("as in `rms_norm`"), that function's docstring gives them.
+The shape and the dtypes of each argument come from the docstring of the function: "logits: float32 [tokens, experts]".
+If the docstring refers to another function ("as in `rms_norm`"), they come from the docstring of that function.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SIZES = {
     "group_size": 128, "num_experts": 256, "n_expert": 256, "step": 1, "end_id": 2, "batch_size": 64,
     "num_heads_per_head_k": 128, "num_heads_k": 1,
 }  # fmt: skip
-#: Default sizes for functions with all of these names: attention over latents (DeepSeek).
+#: Default sizes for functions that have all of these size names: attention over latents (DeepSeek).
 _OF_LATENTS = {"head_dim": 576, "head_dim_v": 512, "heads": 128, "kv_heads": 1}
 _ANOTHER = 8
 _FLOATS = ("bfloat16", "float16", "float32")
@@ -49,7 +49,7 @@ _SHAPE = re.compile(r"(?<![\w\])])\[([^\[\]]*)\](?! or less)")
 #: Matches "of the dtype of `a`", "of q's dtype", "of the query's dtype", "the same dtype" and "a dtype as in".
 _LIKE = re.compile(r"\b(?:dtype of `(\w+)`|(?:of (?:the )?(\w+)'s dtype)|the same dtype|a dtype as in)")
 _A_FLOAT = 0.9
-#: Errors of a function for invalid arguments. TemplateError: a size does not fit in a kernel's field.
+#: Errors of a function for invalid arguments. TemplateError means that a size does not fit in a field of the kernel.
 _REFUSALS = (TypeError, ValueError, TemplateError)
 #: Maximum characters of a line.
 _WIDEST = 120
@@ -162,7 +162,7 @@ def _said(function: str, name: str, asked: tuple[tuple[str, str], ...] = ()) -> 
 
 
 def _shape_with(said: Said, scalars: Mapping[str, Any]) -> str:
-    """Return the shape of an array, which may depend on a word among the arguments: 'layout "flash": [...]'."""
+    """Return the shape of an array. It may depend on a string argument, as in 'layout "flash": [...]'."""
     for word in scalars.values():
         if found := re.search(rf'"{word}":[^\[]*\[([^\]]*)\]', said.text):
             return found[1]
@@ -209,7 +209,7 @@ class Parameter(NamedTuple):
     name: str
     kind: str  # "array", "arrays", "int" or "other"
     is_required: bool
-    is_left_out: bool  # None is a common value
+    is_left_out: bool  # whether calls commonly pass None
     annotation: str
     said: Said
 
@@ -328,9 +328,9 @@ _LOADS = (4, 8)  # elements of a 16-byte load; a template argument may count a w
 
 
 def reached_by(name: str, listed: Collection[Instance], on: gpu.Gpu) -> set[Instance]:
-    """Return the instances among `listed` that calls of a function reach on a GPU, over dtypes, options and sizes.
+    """Return the instances among `listed` that calls of a function launch on a GPU, for any dtypes, options and sizes.
 
-    The search changes each option and each size alone, then each pair of the sizes that affect the result.
+    The search changes one option or size at a time. It then changes the sizes that affect the result in pairs.
     """
     function = getattr(cukern, name)
     own = parameters(function)
@@ -348,7 +348,8 @@ def reached_by(name: str, listed: Collection[Instance], on: gpu.Gpu) -> set[Inst
     ones = {p.name: 1 for p in own if p.kind == "int" and p.is_required}
 
     def at(dtype: str, option: tuple[dict[str, Any], list[str]], **sizes: int) -> frozenset[Instance]:
-        # If the function refuses its other integers with these sizes, such as too many groups, try again with 1.
+        # If the function raises, because an integer argument such as the number of groups is too large for these sizes,
+        # try again with 1 for the integer arguments.
         for given in (sizes, ones | sizes):
             with contextlib.suppress(*_REFUSALS, UserError):
                 return launched(name, call_of(function, given, {"": dtype}, *option), on)
@@ -395,7 +396,7 @@ def _sizes(given: Sequence[str]) -> dict[str, int]:
 
 
 def _dtypes(given: Sequence[str]) -> dict[str, str]:
-    """Return the dtype of each named array, and under the empty name the dtype of all others."""
+    """Return the dtype of each named array. The key "" has the dtype of all other arrays."""
     dtypes = {"": _FLOATS[0]}
     for text in given:
         name, _, dtype = text.rpartition("=")

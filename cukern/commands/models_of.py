@@ -51,7 +51,7 @@ NAMED: dict[str, dict[str, dict[str, Any]]] = {
 
 
 class Kind(NamedTuple):
-    """The properties that a model_type implies, in addition to its configuration."""
+    """The properties of a model that its configuration does not contain, because its model_type implies them."""
 
     has_experts: bool = False
     is_latent: bool = False  # attention over latents, as in DeepSeek-V3
@@ -125,7 +125,7 @@ def models_of(wanted: str) -> list[Model]:
 
 
 class _Reader:
-    """The values of a configuration, checked."""
+    """Reads the values of a configuration, and checks them."""
 
     def __init__(self, config: dict[str, Any], source: str) -> None:
         self.config, self.source = config, source

@@ -77,7 +77,7 @@ def _layer(args: argparse.Namespace, ranks: int) -> Layer:
 
 
 class HostTrace:
-    """The host's time in the public functions of `cukern.ops` and in the layer's stages, as a Chrome trace."""
+    """Records the host time of the public functions of `cukern.ops` and of the layer's stages, as a Chrome trace."""
 
     _STAGES = ("forward", "prepare", "prepare_no_receive", "workspace_shapes", "apply", "finalize")
 
@@ -88,7 +88,7 @@ class HostTrace:
     def _name(self, frame: FrameType) -> str | None:
         module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
         if module == "cukern.runtime.op":
-            # The body of an op runs only when a plan is made, so time `call` instead.
+            # The body of an op runs only when its plan is recorded, so measure the method `call` instead.
             called = frame.f_locals["op"].name if name == "call" else "_"
             return None if called.startswith("_") else called
         if module.startswith("cukern.ops."):

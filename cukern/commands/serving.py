@@ -1,7 +1,8 @@
-"""The calls that serve a model, derived from its sizes, and the kernel instances that the calls reach.
+"""Find the kernel instances that serving a model launches.
 
-`launched` runs the host code of a call on descriptions of the arrays. A `Call` names a function and its arguments; some
-array sizes vary, and `reached` sweeps them.
+`calls_of` derives the calls of cukern's functions from the sizes of the model. In a `Call`, some sizes of the arrays
+vary, such as the number of tokens. `reached` returns the instances that a call launches for all of these sizes.
+`launched` runs the host code of a call on descriptions of arrays, without a GPU.
 
 Not included: exchanges between GPUs, beam search, penalties, and FP8 caches of keys and values.
 """
@@ -30,17 +31,18 @@ from cukern.runtime.progress import progress
 MOST = 16384
 #: Tokens per page of keys and values, and per page of latents.
 PAGE, LATENT_PAGE = 16, 64
-#: Numbers of GPUs that share a model. They split it by heads and by columns of its experts, or by whole experts.
+#: The numbers of GPUs that a model may be split over. Each GPU gets some of the attention heads, and either some
+#: columns of every expert or some whole experts.
 RANKS = (1, 2, 4, 8)
-#: Query tokens of a sequence in a step: 1, or 2 to 16 with draft tokens or chunks.
+#: Numbers of query tokens per sequence in a step: 1 in ordinary decoding, more with draft tokens or chunked prefill.
 _QUERY_TOKENS = (1, 2, 4, 8, 16)
-#: Maximum rows of a step for the 16-bit kernel for few rows, and the largest `expected_m` of such a call.
+#: The 16-bit kernel for few rows runs up to _DENSE_ROWS rows. Its calls pass an `expected_m` of up to _DENSE_EXPECTED.
 _DENSE_ROWS, _DENSE_EXPECTED = 4, 2
 _GROUP = 128  # numbers per FP8 scale
 
 
 class Axis(NamedTuple):
-    """A size n * times + more, for n from 1 to `most`."""
+    """A varying size: `n * times + more` for n from 1 to `most`."""
 
     name: str
     most: int
@@ -56,7 +58,7 @@ class Spec(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of a public function of cukern. An optional call is skipped if the function refuses it."""
+    """A call of a public function of cukern. An optional call is skipped if the function raises for it."""
 
     function: str
     arguments: tuple[tuple[str, Any], ...]
@@ -91,7 +93,7 @@ def placeholder(dtype: str, shape: tuple[int, ...]) -> Any:
     return np.lib.stride_tricks.as_strided(np.zeros(64, np.uint8).view(kind)[:1], shape, strides)
 
 
-# --- the instances that calls reach ---------------------------------------------------------------------
+# --- the instances that calls launch --------------------------------------------------------------------
 
 
 def launched(function: str, arguments: dict[str, Any], on: gpu.Gpu) -> frozenset[Instance]:
@@ -101,9 +103,10 @@ def launched(function: str, arguments: dict[str, Any], on: gpu.Gpu) -> frozenset
 
 
 def _sweep(at: Callable[[int], frozenset[Instance]], points: set[int]) -> frozenset[Instance]:
-    """Return the union of `at` over a range, and add both sides of each change to `points`.
+    """Return the union of `at(n)` over all n between the smallest and the largest of `points`.
 
-    The search bisects between neighbouring points with different results.
+    The search bisects between neighbouring points with different results. It adds the last n before each change and the
+    first n after it to `points`.
     """
     known = {n: at(n) for n in sorted(points)}
     pairs = list(itertools.pairwise(known))
@@ -121,10 +124,11 @@ def _sweep(at: Callable[[int], frozenset[Instance]], points: set[int]) -> frozen
 
 
 def reached(call: Call, on: gpu.Gpu) -> frozenset[Instance]:
-    """Return the instances that a call reaches on a GPU, over all its sizes.
+    """Return the instances that a call launches on a GPU, for all values of its varying sizes.
 
-    The first size is swept, starting from the powers of two and their successors. A second size takes only powers of
-    two. Sizes that the function refuses are skipped. If it refuses the smallest sizes, its error is raised.
+    The first size takes all values (`_sweep`, starting from the powers of two and their successors). A second size
+    takes only powers of two. Sizes for which the function raises are skipped. If the function raises for the smallest
+    sizes, this raises the same error.
     """
     axes = call.axes
     try:
@@ -166,9 +170,9 @@ def gpus_of(arch: str) -> list[gpu.Gpu]:
 
 
 def instances_of(models: Collection[Model], arch: str) -> list[Instance]:
-    """Return the instances that serving these models reaches on an architecture.
+    """Return the instances that serving these models launches on an architecture.
 
-    Raises UserError for a model that a function refuses.
+    Raises UserError if a function of cukern raises for the sizes of a model.
     """
     model_of: dict[Call, Model] = {}
     for model in models:
@@ -186,7 +190,7 @@ def instances_of(models: Collection[Model], arch: str) -> list[Instance]:
 
 
 def smallest_of(arch: str) -> Iterator[Instance]:
-    """Yield the instances that the smallest calls of the named models reach on an architecture."""
+    """Yield the instances that the smallest calls of the models in `NAMED` launch on an architecture."""
     for name in NAMED:
         for model in models_of(name):
             for call in calls_of(model):
@@ -215,7 +219,7 @@ def calls_of(model: Model) -> Iterator[Call]:
 
 
 def _of_rank(model: Model, ranks: int) -> Model | None:
-    """Return the sizes of one of `ranks` GPUs; None if `ranks` does not divide the model."""
+    """Return the sizes on each GPU if `ranks` GPUs share the model; None if it cannot be split evenly."""
     if model.heads % ranks or (model.kv_heads % ranks and ranks % model.kv_heads):
         return None
     return model._replace(
@@ -242,7 +246,7 @@ def _rows(m: Model) -> Iterator[Call]:
 
 
 def _products(m: Model) -> Iterator[Call]:
-    """Yield the dense products, and the activation of a perceptron."""
+    """Yield the dense products, and the activation of the feed-forward part."""
     sizes: list[tuple[int, int, str | None]]  # (result columns n, row length k, activation)
     if m.kind.is_latent:
         own = m.heads * (m.head_dim - m.rotary_dim)

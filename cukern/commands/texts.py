@@ -1,4 +1,4 @@
-"""The functions shared by the commands that run a model on the texts of a file: arguments, lines, errors."""
+"""Functions for the commands that run a model on the texts of a file: arguments, reading of lines, errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add_arguments(
 
 
 def placed(args: argparse.Namespace) -> dict[str, Any]:
-    """Return library, device and dtype as `from_directory` takes them. Raises UserError for invalid arguments."""
+    """Return the arguments library, device and dtype of `from_directory`. Raises UserError for invalid arguments."""
     if not args.model.is_dir() and not args.model.exists():
         raise no_directory("--model", args.model)
     if args.batch_size is not None and args.batch_size < 1:
@@ -66,7 +66,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def check_output(path: Path | None, suffix: str = "") -> None:
-    """Raise UserError if a file could not be written, before its contents are computed."""
+    """Raise UserError if a file cannot be written. Commands call this before they compute its contents."""
     if path is None:
         return
     if not path.name.endswith(suffix):

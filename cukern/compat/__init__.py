@@ -2,9 +2,9 @@
 
 `cukern.compat.vllm` replaces `vllm._custom_ops`, `.sglang` replaces `sgl_kernel`, and `.flash_mla` replaces
 `flash_mla`. `.flashinfer` and its `sampling`, `norm`, `activation` and `page` replace the modules of `flashinfer`. A
-program switches by changing an import. Each module's docstring names the release of its signatures, the functions that
-it does not cover, and the differences. Unsupported arguments raise NotImplementedError. An unsupported name raises
-AttributeError, or ImportError in an import.
+program switches by changing an import. The docstring of each module names the release that its signatures match, the
+functions that the module lacks, and the differences. Unsupported arguments raise NotImplementedError. An unsupported
+name raises AttributeError, or ImportError in an import statement.
 
 `enable` installs the modules under the libraries' names, so that not even the import changes:
 

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
-#: Marks a function that only raises, so that `enable` never replaces a real function with it.
+#: An attribute of functions that only raise. `enable` never replaces a real function with such a function.
 RAISES = "__cukern_raises__"
 
-#: The Python module that looks up the names of `from package import name`.
+#: The Python module that runs `from package import name`: a lookup from this module is an import.
 _IMPORTS_NAMES = "importlib._bootstrap"
 
 
@@ -19,7 +19,7 @@ def refuse(function: str, argument: str, wanted: str, got: object) -> NoReturn:
 
 
 def unless_default(function: str, wanted: object, **arguments: Any) -> None:
-    """Call `refuse` for each argument that is not `wanted`, which is None, True or False."""
+    """Raise NotImplementedError for an argument that is not `wanted`, its default (None, True or False)."""
     for name, value in arguments.items():
         if value is not wanted:
             refuse(function, name, repr(wanted), type(value).__name__ if wanted is None else repr(value))
@@ -37,10 +37,10 @@ def not_covered(
 ) -> Callable[[str], Any]:
     """Return the `__getattr__` of a module that replaces a module of a library.
 
-    The library's `names` become functions that raise when called. An import of several names then works for a program
-    that calls only the supported ones. Any other name raises AttributeError, or ImportError in an import statement,
-    because Python would replace the text of an AttributeError there. `covers` maps a name of the library to the cukern
-    function with the same purpose.
+    The library's `names` become functions that raise when called. A program can then import several names in one
+    statement, and fails only if it calls an unsupported one. Any other name raises AttributeError. In an import
+    statement it raises ImportError, because there Python would replace the message of an AttributeError. `covers` maps
+    a name of the library to the cukern function with the same purpose.
     """
 
     def get(name: str) -> Any:

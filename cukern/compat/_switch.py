@@ -19,7 +19,11 @@ from cukern.runtime import check
 
 
 class Peer(NamedTuple):
-    """A library: the release of the signatures, and the module of `cukern.compat` for each of the library's modules."""
+    """A library that `cukern.compat` can replace.
+
+    `release` is the version that the signatures match. `modules` maps each of the library's modules to its replacement
+    in `cukern.compat`.
+    """
 
     release: str
     modules: dict[str, str]
@@ -49,7 +53,7 @@ PEERS = {
 
 
 class _Change(NamedTuple):
-    """A changed name in a namespace: the attributes of a module, or `sys.modules`."""
+    """A change that `enable` made: a name in the attributes of a module, or in `sys.modules`, has a new value."""
 
     space: dict[str, Any]
     name: str
@@ -57,7 +61,7 @@ class _Change(NamedTuple):
     after: Any
 
 
-#: Functions that share a plan object, the library's or cukern's. All of them are replaced, or none.
+#: These names share a plan object, whose class differs between the library and cukern. Replace all of them, or none.
 _TOGETHER = {"FlashMLASchedMeta", "flash_mla_with_kvcache", "get_flash_mla_metadata", "get_mla_metadata"}
 _NOTHING = object()
 _LOCK = threading.RLock()
@@ -85,7 +89,10 @@ def _put(changes: list[_Change], space: dict[str, Any], name: str, value: Any) -
 
 
 class _Submodules(importlib.abc.MetaPathFinder):
-    """Explains why the import of a missing submodule fails. A caller that only asks for the spec gets None."""
+    """Raises an error with an explanation if a program imports a submodule that `cukern.compat` lacks.
+
+    A program that only asks whether the submodule exists (`importlib.util.find_spec`) gets None.
+    """
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
         # Frame 1 is importlib's `_find_spec`, and frame 2 is its caller.
@@ -96,12 +103,12 @@ class _Submodules(importlib.abc.MetaPathFinder):
 
 
 _SUBMODULES = _Submodules()
-#: The path of a package that replaces a library.
+#: The `__path__` of packages that replace a library; no such folder exists.
 _NOWHERE = "<cukern.compat>"
 
 
 def _stand_in(name: str, source: str | None, release: str) -> ModuleType:
-    """Return a module of the peer's name with the contents of `source` of `cukern.compat`, or an empty package."""
+    """Return a module `name` with the contents of the module `source` of `cukern.compat`; None: an empty package."""
     module = ModuleType(name, f"{name}, as far as cukern has it (cukern.compat.enable).")
     vars(module)["__getattr__"] = not_covered("cukern.compat", name)
     if source is not None:
@@ -113,7 +120,7 @@ def _stand_in(name: str, source: str | None, release: str) -> ModuleType:
 
 
 def _add_modules(peer: Peer, changes: list[_Change]) -> str:
-    """Add modules of the peer's names to `sys.modules`, with their parents."""
+    """Add modules with the names of the library's modules, and their parent packages, to `sys.modules`."""
     if _SUBMODULES not in sys.meta_path:
         sys.meta_path.append(_SUBMODULES)
     names = {name.rsplit(".", depth)[0] for name in peer.modules for depth in range(name.count(".") + 1)}
@@ -130,7 +137,10 @@ def _add_modules(peer: Peer, changes: list[_Change]) -> str:
 
 
 def _takes(ours: Any, theirs: Any) -> bool:
-    """Return whether `ours` accepts every call of `theirs`: the same arguments, or more that have defaults."""
+    """Return whether every call of `theirs` is a valid call of `ours`.
+
+    `ours` may have additional arguments if they have defaults.
+    """
     try:
         own, given = (list(inspect.signature(each).parameters.values()) for each in (ours, theirs))
     except (TypeError, ValueError):
@@ -145,7 +155,7 @@ def _takes(ours: Any, theirs: Any) -> bool:
 
 
 def _replace(name: str, source: str, changes: list[_Change]) -> tuple[list[str], list[str]]:
-    """Replace the functions of the real module `name`. Return the replaced names and the others."""
+    """Replace the functions of the real module `name`. Return the replaced names, and the names left unchanged."""
     real = vars(sys.modules[name])
     found = {name: value for name, value in _functions(_compat(source)) if name in real and real[name] is not value}
     left = {name for name, value in found.items() if inspect.isfunction(value) and not _takes(value, real[name])}
@@ -158,7 +168,7 @@ def _replace(name: str, source: str, changes: list[_Change]) -> tuple[list[str],
 
 
 def _holders(changes: list[_Change]) -> list[str]:
-    """Return the modules that still hold replaced functions, because they imported them by name earlier."""
+    """Return the modules that still use the library's own functions, because they imported them by name earlier."""
     before = {id(change.before) for change in changes if callable(change.before)}
     spaces = {id(change.space) for change in changes}
     found = set()
@@ -216,7 +226,7 @@ def _enable(name: str) -> list[str]:
 
 
 def _undo(changes: list[_Change]) -> list[str]:
-    """Restore the earlier values, except for names that someone else has changed since. Return those names."""
+    """Restore the earlier values, except for names that other code has changed since. Return those names."""
     kept = []
     for space, name, before, after in reversed(changes):
         if space.get(name, _NOTHING) is not after:
@@ -237,9 +247,9 @@ def enable(*names: str) -> tuple[str, ...]:
     """Install cukern's functions under the names of other libraries.
 
     A library that is not installed gets modules of its names in `sys.modules`. An installed library is imported, and
-    the functions that cukern covers are replaced. A function with other arguments in the installed release is not
-    replaced. Functions that a program imported by name earlier are not replaced either, so call this first. The torch
-    operators that a library registers (`torch.ops._C`) are not changed.
+    the functions that cukern covers are replaced. If the installed release gives a function other arguments, that
+    function is not replaced. Names that a program has already imported keep the library's functions, so call this
+    before the program imports them. The torch operators that a library registers (`torch.ops._C`) are not changed.
 
     Args:
         names: one or more of "vllm", "sglang" (its `sgl_kernel`), "flashinfer" and "flash_mla". A library that is
@@ -268,9 +278,9 @@ def enable(*names: str) -> tuple[str, ...]:
 
 
 def disable(*names: str) -> tuple[str, ...]:
-    """Undo `enable` for these libraries, or for all libraries without names.
+    """Undo `enable` for these libraries; without names, for all libraries.
 
-    A name that someone else has changed since is not restored. Returns a description of the changes, in sentences.
+    A name that other code has changed since is not restored. Returns a description of the changes, in sentences.
     Raises ValueError for an unknown name; then nothing is changed.
     """
     _check(names)

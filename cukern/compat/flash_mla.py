@@ -1,7 +1,8 @@
 """FlashMLA's `flash_mla`: the names, orders and defaults of the arguments, and the results.
 
-The signatures match flash_mla 1.0.0 as of 2026-04-29 (github.com/deepseek-ai/FlashMLA). Its `get_mla_metadata` takes no
-arguments. Arguments of older releases are accepted and ignored; the returned pair has the form of 1.0.0.
+The signatures match flash_mla 1.0.0 as of 2026-04-29 (github.com/deepseek-ai/FlashMLA). In that release
+`get_mla_metadata` takes no arguments. Here it accepts and ignores the arguments of older releases, and returns a pair
+in the form of 1.0.0.
 
 Not covered: prefill. The functions of `NOT_COVERED` raise NotImplementedError when called. In addition to FlashMLA,
 this module supports all GPUs from Ampere on, any number of heads, an FP8 cache without indices, and a 16-bit cache with
@@ -52,10 +53,10 @@ def flash_mla_with_kvcache(
     topk_length: AnyArray | None = None,
     extra_topk_length: AnyArray | None = None,
 ) -> tuple[AnyArray, AnyArray]:
-    """Call `cukern.flash_mla_with_kvcache`. The first call with a `tile_scheduler_metadata` makes its plan.
+    """Call `cukern.flash_mla_with_kvcache`. The first call with an empty `tile_scheduler_metadata` writes a plan to it.
 
     Returns out [batch, query_tokens, heads, head_dim_v] and lse float32 [batch, heads, query_tokens]. Raises TypeError
-    for a plan that is not from this module's `get_mla_metadata`, and ValueError for a plan of other sizes.
+    for a plan that is not from this module's `get_mla_metadata`, and ValueError for a plan made for other sizes.
     """
     if not isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
         wanted, got = "what cukern.compat.flash_mla.get_mla_metadata gave", type(tile_scheduler_metadata).__name__

@@ -39,11 +39,12 @@ class FusedMoEQuantConfig:
             activations; "mxfp4_fp8": MXFP4 weights that `cukern.prepare_weights` has prepared for FP8 rows, and FP8
             activations with a scale for each 128 numbers of a row (on Hopper).
         per_act_token_quant: each row of activations has its own FP8 scale, computed when the row is quantized.
-        block_shape: (128, 128) for FP8 in blocks: a scale for 128 x 128 weights, and for 128 numbers of a row.
+        block_shape: (128, 128) for FP8 in blocks: one scale per block of 128 x 128 weights, and one scale per 128
+            activations of a row. None: other scales.
         w1_scale, w2_scale: for weights [experts, n, k]. FP8: float32 [experts] (per tensor), [experts, n] (per channel)
             or, in blocks, [experts, ceil(n / 128), ceil(k / 128)]. MXFP4: uint8 (E8M0) [experts, n, k / 32]. NVFP4:
             uint8 (e4m3) [experts, n, k / 16]. 4-bit weights that `cukern.prepare_weights` has prepared contain their
-            scales; then both are None.
+            scales; for these weights w1_scale and w2_scale are None.
         a1_scale, a2_scale: float32 [1], the static scales of the inputs of the first and the second GEMM, for FP8 per
             tensor. Without a1_scale the first scale is computed from the tokens. Without a2_scale the second scale is
             computed from the activation of all tokens (of a chunk, if the layer has chunks).
@@ -51,8 +52,8 @@ class FusedMoEQuantConfig:
         w1_bias, w2_bias: float32 or of the layer's dtype, [experts, n], added to the products. Each rank adds the
             biases of its experts.
         gemm1_alpha, gemm1_clamp_limit: alpha and limit of swigluoai.
-        gemm1_interleaved: rows 2 j and 2 j + 1 of w1 (and w1_bias) are gate j and its up. Otherwise the gates come
-            first.
+        gemm1_interleaved: rows `2 * j` and `2 * j + 1` of w1 (and w1_bias) are the gate row j and the up row j.
+            Otherwise all gate rows come first.
 
     Raises:
         ValueError: arguments that do not match; the message names the missing or superfluous argument.
@@ -127,7 +128,7 @@ class FusedMoEQuantConfig:
 
     @functools.cached_property
     def facts(self) -> tuple[Any, ...]:
-        """The values of `numbers`, which identify a configuration apart from its scales."""
+        """The values of `numbers`: everything in a configuration except the scales and biases."""
         return tuple(self.numbers.values())
 
     @functools.cached_property
@@ -142,9 +143,9 @@ class FusedMoEQuantConfig:
         return dict(zip(("alpha", "limit", "interleaved"), numbers, strict=True))
 
     def quantizes_activated(self, activation: str) -> bool:
-        """Return whether an FP8 layer rounds the activated result of the first GEMM before it quantizes that result.
+        """Return whether an FP8 layer rounds the activation to 16 bits before it quantizes the activation to FP8.
 
-        Otherwise the layer rounds gates and ups, and quantizes their float32 activation.
+        Otherwise the layer rounds the gates and ups to 16 bits, and quantizes their float32 activation directly.
         """
         is_dynamic = self.name == "fp8" and not self.per_act_token_quant and self.a2_scale is None
         return is_dynamic or not activations.is_gated(activation) or self.form != NOT_QUANTIZED.form
@@ -173,17 +174,18 @@ class FusedMoEQuantConfig:
 
     @classmethod
     def fp8(cls, w1_scale: Any, w2_scale: Any, a1_scale: Any = None, a2_scale: Any = None) -> FusedMoEQuantConfig:
-        """Return FP8 with weight scales per expert or channel, and activation scales per token or static.
+        """Return FP8 with a weight scale per expert or per channel.
 
-        `a2_scale` makes the activation scales static.
+        With `a2_scale` the activations have static scales; without it they have a scale per token.
         """
         return cls.make("fp8", w1_scale=w1_scale, w2_scale=w2_scale, a1_scale=a1_scale, a2_scale=a2_scale)
 
     @classmethod
     def mxfp4(cls, w1_scale: Any = None, w2_scale: Any = None, **more: Any) -> FusedMoEQuantConfig:
-        """Return MXFP4 weights, with a power of two per 32 of them, and 16-bit activations.
+        """Return MXFP4 weights, with one power-of-two scale per 32 weights, and 16-bit activations.
 
-        Without scales, the weights are prepared. `more`: biases, and the swigluoai numbers of gpt-oss.
+        Without w1_scale and w2_scale the weights must be prepared. `more`: biases, and the swigluoai constants of
+        gpt-oss.
         """
         return cls.make("mxfp4", w1_scale=w1_scale, w2_scale=w2_scale, **more)
 
@@ -191,10 +193,11 @@ class FusedMoEQuantConfig:
     def mxfp4_fp8(cls, **more: Any) -> FusedMoEQuantConfig:
         """Return MXFP4 weights prepared for FP8 rows, and FP8 activations with a scale per 128 numbers of a row.
 
-        `more`: biases, and the swigluoai numbers of gpt-oss.
+        `more`: biases, and the swigluoai constants of gpt-oss.
 
-        vLLM's backend DEEPGEMM_MXFP4 has the same numbers. vLLM's `mxfp4_w4a8_moe_quant_config` has static per-tensor
-        activation scales, and its `mxfp4_mxfp8_moe_quant_config` has a power of two per 32 numbers of a row.
+        vLLM's backend DEEPGEMM_MXFP4 uses the same number formats. vLLM's `mxfp4_w4a8_moe_quant_config` differs: it has
+        static per-tensor activation scales. vLLM's `mxfp4_mxfp8_moe_quant_config` has a power-of-two scale per 32
+        numbers of a row.
         """
         return cls.make("mxfp4_fp8", **more)
 

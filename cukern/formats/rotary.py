@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-#: (pairs are interleaved when read, pairs are interleaved when written). False: element i pairs with element i + half.
+#: For each layout: whether the two elements of a pair are adjacent in the input, and whether they are in the output. If
+#: not, element i forms a pair with element i + half.
 LAYOUTS = {"half": (False, False), "interleaved": (True, True), "deinterleaved": (True, False)}
 
 
 def has_second_half(layout: str, columns: int, rotary_dim: int) -> bool:
-    """Return whether the second number of a pair has its own cosine, as in `rotate_half`, and not the first one's."""
+    """Return whether the second element of a pair has its own cosine and sine, as in `rotate_half`.
+
+    Otherwise both elements of a pair share a cosine and a sine.
+    """
     return layout != "interleaved" and columns == rotary_dim

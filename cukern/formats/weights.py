@@ -6,10 +6,11 @@ from typing import Any
 
 from cukern.formats.quantized import MXFP4_GROUP, NVFP4_GROUP
 
-#: A unit of prepared weights: its rows, its numbers along k, and its size in bytes by the group size of the scales.
+#: A unit of prepared weights has UNIT_ROWS rows of UNIT_K numbers. UNIT_BYTES is its size for each scale group size.
 UNIT_ROWS, UNIT_K = 8, 64
 UNIT_BYTES = {MXFP4_GROUP: 272, NVFP4_GROUP: 288}
-#: A unit of weights prepared for FP8 rows: its numbers along k, and its size in bytes (numbers, then a word per row).
+#: A unit of weights prepared for FP8 rows has UNIT_ROWS rows of FOLDED_K numbers. Its FOLDED_BYTES bytes hold the 4-bit
+#: numbers, then a 32-bit word with the exponents of each row.
 FOLDED_K, FOLDED_BYTES = 128, 544
 
 

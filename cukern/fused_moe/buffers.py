@@ -1,4 +1,4 @@
-"""Allocate memory for a layer: arrays when the layer runs, array descriptions when the layer becomes a plan."""
+"""Allocate memory for a layer: arrays when the layer runs, array descriptions when it is recorded as a plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cukern.runtime import arrays, gpu, plan
 from cukern.runtime.describe import Array, Place
 from cukern.runtime.kernel import arch_of_device
 
-_ALIGNMENT = 256  # bytes: each part of a workspace starts at a multiple
+_ALIGNMENT = 256  # bytes; each array inside a workspace starts at a multiple of this
 
 
 def dtype_of(array: Any) -> str:
@@ -64,7 +64,7 @@ def part(workspace: Any, start: Any, shape: tuple[Any, ...], dtype: str) -> Any:
 
 
 def aligned(size: int) -> int:
-    """Round a size in bytes up to the alignment of a workspace part."""
+    """Round a size in bytes up to the alignment of the arrays inside a workspace."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 

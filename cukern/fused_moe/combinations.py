@@ -65,7 +65,7 @@ def make_prepare_finalize(
     topk: int = 1,
     device: int | None = None,
 ) -> FusedMoEPrepareAndFinalize:
-    """Return an object of the class `name`. An exchange gets a single rank.
+    """Return an object of the class `name`. A class that sends tokens between ranks gets a single rank.
 
     "NcclPrepareAndFinalize" uses torch's default group, which must have been initialized.
 
@@ -86,7 +86,7 @@ def make_prepare_finalize(
 
 
 def _for_table(name: str) -> FusedMoEPrepareAndFinalize:
-    """Return an object of the class `name` that can answer `refusal`; it need not be able to run."""
+    """Return an object of the class `name` that `refusal` can inspect. The object may be unable to run."""
     kind = PREPARE_FINALIZE[name]
     # NcclPrepareAndFinalize.__init__ needs a process group, so this skips it.
     return kind.__new__(kind) if kind is NcclPrepareAndFinalize else make_prepare_finalize(name, 1, 1)

@@ -109,7 +109,7 @@ def random_layer(
 
     made: dict[str, Array] = {}
     scales: dict[str, Array] = {}
-    # The activation keeps at most half of the variance of the first product, so w2 gets a factor 2.
+    # The activation at least halves the variance of the first GEMM's result, so w2 is multiplied by 2.
     for name, weights in (
         ("w1", normal(experts, 2 * inter, hidden) / math.sqrt(hidden)),
         ("w2", normal(experts, hidden, inter) * (2 / math.sqrt(inter))),

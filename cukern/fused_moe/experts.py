@@ -1,11 +1,11 @@
 """The experts: both grouped GEMMs of a mixture-of-experts layer, with the activation between them.
 
-Tokens in the standard format are first sorted by expert, except a single token in 16 bits (`routed_experts`). The first
-GEMM then gets its rows in one of two ways:
+A layer in the standard format first sorts its tokens by expert. A 16-bit layer with a single token skips the sort
+(`routed_experts`). After the sort the first GEMM gets its rows in one of two ways:
 
-- gather: the GEMM reads each token through an index. This is the choice for few rows per expert, where the bytes of
-  the weights bound the time. 16-bit GEMMs also gather many rows, unless `w1` has more than GATHERED_COLUMNS rows.
-- permute: a copy puts the rows into expert order first. All other cases permute.
+- gather: the GEMM reads each token through an index. Layers with few rows per expert gather, because reading the
+  weights takes most of their time. 16-bit layers also gather many rows, if `w1` has at most GATHERED_COLUMNS rows.
+- permute: a separate kernel first copies the rows into expert order. All other layers permute.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ Formats = tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]
 STANDARD: Formats = (FusedMoEActivationFormat.Standard,) * 2
 BATCHED: Formats = (FusedMoEActivationFormat.BatchedExperts,) * 2
 #: With many rows per expert, 16-bit GEMMs gather if `w1` has at most this many rows. On an H200 gathering slows the
-#: GEMM by 5%, and the time of the GEMM grows with the rows of `w1`. The copy that gathering saves moves 4 bytes per
-#: number of a row at about 4 TB/s. The break-even is at 7800 rows.
+#: GEMM by 5%, and the time of the GEMM grows with the rows of `w1`. Gathering saves the permute copy, which reads and
+#: writes 2 bytes per number of a row at about 4 TB/s. The break-even is at 7800 rows.
 GATHERED_COLUMNS = 8192
 
 
@@ -58,10 +58,10 @@ def gathers(expected_rows: Any, arch: str | None) -> bool:
 
 
 def expected_rows_of(tokens: Any, topk: int, experts: int) -> Any:
-    """Return the expected number of rows per expert: the mean.
+    """Return the number of rows per expert that the GEMMs choose their tile for: the mean.
 
-    For up to STREAM_ROWS tokens, return the number of tokens. One expert may get all of them, and a second tile would
-    read the weights of that expert again.
+    For up to STREAM_ROWS tokens, return the number of tokens, because one expert may get all of them. With a smaller
+    tile that expert would need a second tile, and its weights would be read twice.
     """
     return tokens if tokens <= STREAM_ROWS else max(ceil_div(tokens * topk, experts), STREAM_ROWS + 1)
 
@@ -129,8 +129,8 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
 
         The second GEMM writes to the output, except in the standard format with `reduces`.
         """
-        # Standard format with `reduces`: workspace13 holds the permuted rows, then the result of the second GEMM.
-        # Without `reduces` the output takes both. Batched input needs no permuted rows.
+        # Standard format with `reduces`: workspace13 holds the permuted rows, and later the result of the second GEMM.
+        # Without `reduces` the output array holds both. Batched input is not permuted.
         workspace13 = (rows, K) if reduces and not self.batched else (0, K)
         return Workspaces(workspace13, (rows, N // 2), output, dtype)
 
@@ -185,7 +185,7 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
         return False
 
     def _gathers(self, expected_rows: Any, arch: str | None, columns: int) -> bool:
-        """Return whether the first GEMM gathers, for this number of rows per expert and of rows (`columns`) of `w1`."""
+        """Return whether the first GEMM gathers; `columns` is the number of rows of `w1`."""
         return gathers(expected_rows, arch)
 
     def _product_rows(self, workspace13: Any, shape: tuple[Any, Any], dtype: str) -> Any:
@@ -278,7 +278,7 @@ class _Fp8GemmExperts(_GemmExperts):
     """Base of the experts that quantize the activations again between the two GEMMs."""
 
     def takes_unquantized(self, hidden_states: Any) -> bool:
-        # In groups: the launch that permutes the rows also quantizes them.
+        # If groups of numbers have scales, the kernel that permutes the rows also quantizes them.
         return self.quant_config.is_in_groups and not self.batched and is_of_units(hidden_states)
 
     @property
@@ -287,7 +287,7 @@ class _Fp8GemmExperts(_GemmExperts):
         return GROUP if self.quant_config.is_in_groups else None
 
     def _scales(self, columns: int) -> int:
-        """Return the number of scales of a row of `columns` numbers."""
+        """Return how many scales a row of `columns` numbers has; 0 if all rows share one scale."""
         if self.quant_config.is_in_groups:
             return columns // GROUP
         return 1 if self.quant_config.per_act_token_quant else 0
@@ -295,9 +295,9 @@ class _Fp8GemmExperts(_GemmExperts):
     def _workspaces(
         self, rows: Any, N: int, K: int, output: tuple[Any, ...], dtype: str, reduces: bool = True
     ) -> Workspaces:
-        # workspace13 holds the result of the first GEMM, then the result of the second GEMM unless the output takes it.
-        # workspace2 holds the quantized rows and their scales. If the first GEMM quantizes its own activation,
-        # workspace13 holds its quantized input rows instead.
+        # workspace13 holds the result of the first GEMM, and later the result of the second GEMM unless that goes to
+        # the output. workspace2 holds quantized rows and their scales. If the first GEMM applies and quantizes the
+        # activation itself, workspace13 holds the quantized input of that GEMM instead of its result.
         wide = rows * ((max(N, K) if reduces and not self.batched else N) * arrays.ITEM_SIZE[dtype])
         if not reduces and not self.batched:
             wide = max(wide, aligned(rows * K) + rows * self._scales(K) * arrays.ITEM_SIZE["float32"])
@@ -306,7 +306,7 @@ class _Fp8GemmExperts(_GemmExperts):
         return Workspaces((wide,), (quantized,), output, "uint8")
 
     def _quantized(self, workspace2: Any, shape: tuple[Any, ...], columns: int) -> tuple[Any, Any]:
-        """Return arrays for quantized rows [*shape, columns] and their scales, or None for one static scale."""
+        """Return views of a workspace for quantized rows [*shape, columns] and their scales; None: one shared scale."""
         rows, scales = functools.reduce(operator.mul, shape), self._scales(columns)
         q = part(workspace2, 0, (*shape, columns), "float8_e4m3fn")
         if not scales:
@@ -314,7 +314,7 @@ class _Fp8GemmExperts(_GemmExperts):
         return q, part(workspace2, aligned(rows * columns), (*shape, scales), "float32")
 
     def _fuses(self, activation: str, w1: Any, expected_rows: Any, like: Any) -> bool:
-        """Return whether the first GEMM quantizes its own activation."""
+        """Return whether the first GEMM applies and quantizes the activation itself."""
         config = self.quant_config
         if not config.block_shape or config.w1_bias is not None or config.quantizes_activated(activation):
             return False
@@ -328,7 +328,7 @@ class _Fp8GemmExperts(_GemmExperts):
         return {"bias": config.w1_bias, "activation": activation, **config.form}
 
     def _activate(self, gate_up: Any, activation: str, expert_num_tokens: Any, q: Any, scale: Any) -> Any:
-        """Write the quantized activation of the first GEMM's result, and its scales. Return the scales."""
+        """Quantize the activation of the first GEMM's result into `q` and `scale`. Return the scales."""
         config = self.quant_config
         static = config.a2_scale
         if config.quantizes_activated(activation):
@@ -375,7 +375,7 @@ class _Fp8GemmExperts(_GemmExperts):
         is_unquantized = config.is_in_groups and a_scale is None
         fuses = row_token is None and self._fuses(activation, w1, expected_rows, by_row)
         if row_token is None:
-            # A first GEMM that quantizes reads workspace13 and writes workspace2.
+            # If the first GEMM quantizes the activation itself, it reads workspace13 and writes workspace2.
             q, scale = self._quantized(workspace13 if fuses else workspace2, (rows,), a.shape[1])
             if is_unquantized:
                 permute_quantized(a, inverse, out_q=q, out_s=scale)
@@ -396,7 +396,7 @@ class _Fp8GemmExperts(_GemmExperts):
             form = self._first_form(activation)
             moe_gemm(a, w1, expert_offsets, row_token=row_token, **form, out=gate_up, **product)
             q, scale = self._quantized(workspace2, (1, rows), inter)
-            # The rows of all experts are one batch entry here. Rows past the end of the last expert are undefined.
+            # Pass all rows as one batch entry that ends with the last expert's rows, because later rows are undefined.
             a_scale = self._activate(gate_up.reshape(1, rows, columns), activation, expert_offsets[experts:], q, scale)
         moe_gemm(
             q.reshape(rows, inter),
@@ -458,8 +458,8 @@ class _Fp8GemmExperts(_GemmExperts):
 class GroupedGemmExperts(_GemmExperts):
     """Experts with float16 or bfloat16 weights, in the standard format.
 
-    Every kernel for these weights can gather. With many rows the layer gathers where that costs less than the permute
-    copy. A single token is not sorted.
+    Every kernel for these weights can gather. With many rows per expert the layer gathers if that costs less than the
+    copy that permutes the rows (GATHERED_COLUMNS). A single token is not sorted.
     """
 
     def _is_routed(self, output: Any, x: Any, w1: Any, w2: Any, topk_ids: Any, all_experts: int) -> bool:
@@ -524,9 +524,9 @@ class Fp8Experts(_EitherFormat, _Fp8GemmExperts):
 class Fp4Experts(_EitherFormat):
     """Experts with 4-bit weights, MXFP4 or NVFP4, that the kernel converts to 16 bits, and 16-bit activations.
 
-    The first GEMM gathers at every size, unless the weights are prepared. The kernel for prepared weights loads rows in
-    expert order by TMA. On an H200 that kernel saves 1 to 16 us of a layer of 16 or 64 tokens. With one token it saves
-    about the time of the permute copy.
+    The first GEMM gathers any number of rows if the weights are not prepared. The kernel for prepared weights instead
+    loads permuted rows by TMA. On an H200 it makes a layer of 16 or 64 tokens 1 to 16 us faster than gathering. With
+    one token it gains about as much time as the permute copy takes.
     """
 
     quantizations = ("mxfp4", "nvfp4")
@@ -536,7 +536,7 @@ class Fp4Experts(_EitherFormat):
 
 
 class Fp8RowsFp4Experts(_EitherFormat, _Fp8GemmExperts):
-    """Experts with MXFP4 weights prepared for FP8 rows, and FP8 activations in groups of 128; rows are permuted."""
+    """Experts with MXFP4 weights prepared for FP8 rows, and FP8 activations in groups of 128. They always permute."""
 
     quantizations = ("mxfp4_fp8",)
 
@@ -545,7 +545,7 @@ class Fp8RowsFp4Experts(_EitherFormat, _Fp8GemmExperts):
 
 
 def _of_the_chosen(name: str) -> Callable[..., Any]:
-    """Return the method `name` for `_ChosenExperts`: a call of the same method of the chosen experts."""
+    """Return a method that forwards its call to the method `name` of the chosen experts."""
 
     def method(self: _ChosenExperts, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.chosen, name)(*args, **kwargs)
@@ -586,7 +586,7 @@ class _ChosenExperts(FusedMoEPermuteExpertsUnpermute):
     workspace_shapes = _of_the_chosen("workspace_shapes")
     sorted_workspace_shapes = _of_the_chosen("sorted_workspace_shapes")
 
-    def apply(self, *args: Any, **kwargs: Any) -> None:  # explicit, because a profile looks it up by its name
+    def apply(self, *args: Any, **kwargs: Any) -> None:  # written out, because a profile finds it by its name
         self.chosen.apply(*args, **kwargs)
 
 

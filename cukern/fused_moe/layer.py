@@ -22,7 +22,7 @@ from cukern.runtime.plan import run_twin
 
 @dataclass(frozen=True)
 class _Numbers:
-    """A configuration without its scales: its name, or all of its numbers."""
+    """A configuration without scales: a name with the options given, or all numbers of a `FusedMoEQuantConfig`."""
 
     name: Any
     numbers: tuple[tuple[str, Any], ...]
@@ -116,8 +116,8 @@ def fused_experts(
     The layer takes four launches: a sort of the tokens by expert, two grouped GEMMs (the first one applies the
     activation), and the weighted sum of each token's rows. With many rows per expert a fifth launch permutes the rows
     first. FP8 adds one launch for each quantization of activations; with scales in groups, the permute launch
-    quantizes too. A single token in 16 bits takes two launches: GEMMs that look up their experts by the ids, with the
-    sum in the second one. The result has the same bits as with four launches.
+    quantizes too. A 16-bit layer with a single token takes two launches: each GEMM looks up its experts by the ids, and
+    the second GEMM adds up the rows. The result has the same bits as with four launches.
 
     Args:
         hidden_states: [tokens, hidden], float16, bfloat16 or, without quantization, float32 (not tuned).
@@ -142,7 +142,7 @@ def fused_experts(
         w1_bias, w2_bias: [experts, 2 * inter] (without a gate [experts, inter]) and [experts, hidden], float32 or of
             the dtype of hidden_states: added to the products, before the activation and before topk_weights.
         alpha, limit: the constants of swigluoai.
-        interleaved: rows 2 j and 2 j + 1 of w1, and of w1_bias, are gate j and its up, as in gpt-oss.
+        interleaved: rows `2 * j` and `2 * j + 1` of w1 and w1_bias are the gate row j and the up row j, as in gpt-oss.
         per_act_token_quant: with "fp8", whether each row of activations has its own scale. If not, all rows share one
             scale: a1_scale and a2_scale, or a scale that the GPU computes at each call. None: per row, unless a2_scale
             is given.

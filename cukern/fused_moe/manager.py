@@ -63,8 +63,8 @@ class Sizes(NamedTuple):
         if expert_rank is not None:
             given = tuple(expert_ranks(expert_rank, num_experts, ranks).tolist())
         if num_experts % ranks == 0 or given is None:
-            # An explicit expert_rank in the default order becomes None: both then compare equal between ranks, and the
-            # owner of an expert is found without a table.
+            # Replace an expert_rank that equals the default order by None. Ranks that pass the default order and ranks
+            # that pass None then agree, and the owner of an expert is computed without a table.
             in_order = tuple(expert_ranks(None, num_experts, ranks).tolist())
             given = None if given == in_order else given
         return cls(num_experts, max_num_tokens, hidden, topk, given, ranks_per_host, bool(apart), deadline_s, backend)
@@ -159,7 +159,8 @@ class All2AllManager:
         expert_rank: [num_experts], the rank that owns each expert; every rank owns at least one. None: the experts are
             split evenly, in order.
         ranks_per_host: treat this many consecutive ranks as one host; None: use the real hosts.
-        apart: reserve memory for results with the same bits for any number of ranks; "push" only.
+        apart: reserve the memory that `prepare_finalize` with `apart` needs to return the same bits for any number of
+            ranks; "push" only.
         deadline_s: seconds after which a rank of "push" gives up waiting for another rank. The other backends use the
             group's timeout.
         backend: one of auto, push, nccl, two_level.
@@ -345,8 +346,8 @@ class All2AllManager:
         sizes = self.sizes
         host = next(index for index, ranks in enumerate(hosts) if self.rank in ranks)
         place = hosts[host].index(self.rank)
-        # The peers use the existing group instead of a new group, because torch may name a new group like a group that
-        # another rank has already destroyed. The new group could then wait forever for addresses in the store.
+        # Use the existing group for the peers. torch may give a new group the name of a group that another rank has
+        # already destroyed; the new group could then wait forever for addresses in the store.
         self._peers = [ranks[place] for ranks in hosts]
         host_of, place_of = np.zeros(self.ranks, np.int64), np.zeros(self.ranks, np.int64)
         for index, ranks in enumerate(hosts):
@@ -364,7 +365,7 @@ class All2AllManager:
         )
 
     def _together_each(self, action: Callable[[], Result]) -> Result:
-        """Return this rank's own result of `action`, which is not sent. If it raises on one rank, all ranks raise."""
+        """Return the result of `action` on this rank, without sending it. If one rank's `action` raises, all raise."""
         found: list[Result] = []
         self._together(lambda: found.append(action()))
         return found[0]
@@ -402,10 +403,11 @@ class All2AllManager:
         """Return the prepare/finalize object of this rank. Layers that run one after the other may share it.
 
         Args:
-            batched: group the tokens by expert, [local experts, room, hidden]; not with nccl.
-            max_tokens_per_expert: with `batched`, the room in tokens; None: the tokens of all ranks.
+            batched: group the tokens by expert, [local experts, max_tokens_per_expert, hidden]; not with nccl.
+            max_tokens_per_expert: with `batched`, the rows of each expert; None: the tokens of all ranks.
             apart: return the same bits for any number of ranks; the manager must have been made with `apart`.
-            expert_load: int32 [num_experts]. Each call adds, per expert of this rank, the slots that arrived here.
+            expert_load: int32 [num_experts]. For each expert of this rank, each call adds the number of pairs
+                (token, slot) that arrived for the expert.
 
         Raises:
             AllToAllError: an earlier call failed.
@@ -449,9 +451,9 @@ class All2AllManager:
             self.state.check()
 
     def abort(self) -> None:
-        """Make all waits of "push", on all ranks, fail at once; the next calls of the ranks raise AllToAllError.
+        """Make every rank stop waiting for other ranks. The next call on each rank raises AllToAllError.
 
-        A wait in `torch.distributed` lasts until the group's timeout.
+        This ends the waits of "push" only: a wait in `torch.distributed` lasts until the group's timeout.
         """
         if self._turns is not None:
             self._turns.abort(self.rank)

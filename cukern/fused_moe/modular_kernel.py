@@ -4,7 +4,8 @@ A forward pass has three steps:
 
 - `prepare` quantizes the activations and sends them to the experts' ranks.
 - The experts' `apply` permutes the tokens, runs both GEMMs with the activation between them, and unpermutes the rows.
-- `finalize` brings the results back, and weighs and adds them up if `apply` has not.
+- `finalize` brings the results back. It also multiplies them by the router's weights and adds them up, unless `apply`
+  has done so.
 
 `FusedMoEModularKernel` combines a `FusedMoEPrepareAndFinalize` with a `FusedMoEPermuteExpertsUnpermute`.
 """
@@ -28,7 +29,7 @@ from cukern.runtime import check
 from cukern.runtime.activation import is_gated
 from cukern.runtime.describe import same_shape
 
-#: Default maximum of tokens per call of `apply`, if the experts support chunking. The workspaces grow with the tokens.
+#: Default maximum tokens per call of `apply`, if the experts support chunking. It limits the size of the workspaces.
 CHUNK_SIZE = 32 * 1024
 
 
@@ -47,14 +48,14 @@ class SortedTokens(NamedTuple):
 
 
 class ExpertTokensMetadata(NamedTuple):
-    """The tokens of each expert, as `prepare` knows them.
+    """Which tokens each expert gets, as `prepare` found it.
 
     Attributes:
         expert_num_tokens: int32 [local experts], for batched activations; else None.
-        positions: int32 [tokens, topk], the row of each token and slot in the batched activations, taken as
-            [experts * max_tokens, hidden]; -1 for a slot without a row. None: only the prepare/finalize class knows.
-        sorted: for the standard format, from a class that sorts (`sorts_tokens`). The experts use it instead of a sort
-            of their own, and leave the weights and the sum to `finalize`.
+        positions: int32 [tokens, topk], the row of each token and slot in the batched activations, reshaped to
+            [experts * max_tokens, hidden]; -1 for a slot without a row. None: the class keeps the positions to itself.
+        sorted: the sorted tokens in the standard format, from a prepare/finalize class with `sorts_tokens`. The experts
+            then neither sort nor apply the router's weights; `finalize` applies the weights and adds up the rows.
     """
 
     expert_num_tokens: Any = None
@@ -66,10 +67,10 @@ class Prepared(NamedTuple):
     """The result of `prepare`.
 
     Attributes:
-        a1q: the activations, in the class's format, quantized as the configuration says.
+        a1q: the activations, in the `activation_format` of the class, quantized as the configuration says.
         a1q_scale: the scales of the activations, or None.
-        expert_tokens_meta: for batched activations, and for activations that the class has sorted.
-        topk_ids, topk_weights: the ids and weights of the tokens in `a1q`; None: the caller's.
+        expert_tokens_meta: the tokens of each expert, if `a1q` is batched or the class sorts the tokens; else None.
+        topk_ids, topk_weights: the ids and weights of the tokens in `a1q`; None: the arguments of `prepare`.
     """
 
     a1q: Any
@@ -111,23 +112,23 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
     def num_dispatchers(self) -> int:
         """Return the number of ranks that send tokens.
 
-        Batched activations have room for `max_num_tokens_per_rank` tokens of each rank.
+        Batched activations have `max_num_tokens_per_rank` rows per expert for each of these ranks.
         """
 
     def sorts_tokens(self) -> bool:
         """Return whether `prepare` always returns `ExpertTokensMetadata.sorted`.
 
-        If so, `finalize` gets the experts' rows [tokens * topk, hidden] in expert order. `finalize` then weighs and
-        adds up the rows itself.
+        If so, `finalize` gets the experts' rows [tokens * topk, hidden] in expert order. `finalize` then multiplies the
+        rows by the router's weights and adds them up.
         """
         return False
 
     def can_leave_unquantized(self) -> bool:
-        """Return whether `prepare` can leave the quantization to the experts, with the configuration NOT_QUANTIZED."""
+        """Return whether `prepare` can be called with NOT_QUANTIZED, so that the experts quantize the activations."""
         return False
 
     def expert_map(self, like: Any) -> Any:
-        """Return the expert map for a call that gives none, in the library and on the device of `like`.
+        """Return the expert map that a call without `expert_map` uses, in the library and on the device of `like`.
 
         The map is int32 [experts of all ranks]: the local index of each expert, -1 for experts of other ranks. None:
         this rank has all experts.
@@ -172,9 +173,9 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
     ) -> Callable[[], Prepared]:
-        """Run the sending part of `prepare`, and return a function that waits for the other ranks' tokens.
+        """Send the tokens, and return a function that waits for the other ranks' tokens and returns `Prepared`.
 
-        The shared experts run between the two.
+        The layer runs the shared experts before it calls that function.
         """
         raise NotImplementedError(f"{type(self).__name__} has no prepare_no_receive")
 
@@ -224,14 +225,14 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     @abc.abstractmethod
     def supports_expert_map(self) -> bool:
-        """Return whether `apply` takes an expert map. Batched activations have been sorted by the map before."""
+        """Return whether `apply` takes an expert map. Batched experts need none, because `prepare` has applied it."""
 
     def supports_sorted_tokens(self) -> bool:
         """Return whether `apply` takes tokens that `prepare` has sorted (`ExpertTokensMetadata.sorted`)."""
         return False
 
     def takes_unquantized(self, hidden_states: Any) -> bool:
-        """Return whether `apply` quantizes these activations itself, if `prepare` can leave them unquantized.
+        """Return whether `apply` can quantize these activations itself, so that `prepare` need not.
 
         Args:
             hidden_states: the input of the layer, [tokens, hidden].
@@ -249,7 +250,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         """Return the shapes of the workspaces and of the output for a call of `apply`.
 
         Args:
-            M: the number of tokens; batched: the room of each expert in tokens.
+            M: the number of tokens; batched: the maximum tokens of an expert.
             N, K: w1 is [local experts, N, K]. N is twice the intermediate size, K is the hidden size.
             topk, global_num_experts, local_num_experts: the experts of a token, of all ranks, and of this rank.
             dtype: the dtype of the layer's input and output.
@@ -283,9 +284,9 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
         The contents of the workspaces are undefined before and after the call.
 
-        With `expert_tokens_meta.sorted`, `sorted_workspace_shapes` gives the shapes. `output` then gets the rows of the
-        second GEMM in expert order, neither weighed nor added up. Rows from the last value of `expert_offsets` on are
-        undefined.
+        With `expert_tokens_meta.sorted`, the shapes come from `sorted_workspace_shapes`, and `output` gets the result
+        of the second GEMM: one row per pair (token, slot), in expert order, without the router's weights. Rows from
+        the last value of `expert_offsets` on are undefined.
 
         Args:
             output: written, in the output format of `activation_formats`.
@@ -296,7 +297,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
             global_num_experts: the number of experts that `topk_ids` refers to.
             expert_map: int32 [global_num_experts], the local index of each expert or -1; None: ids are local.
             workspace13, workspace2: arrays of the shapes and the dtype that `workspace_shapes` asked for.
-            expert_tokens_meta: the tokens of each expert, as `prepare` knows them, or None.
+            expert_tokens_meta: the metadata that `prepare` returned, or None.
             apply_router_weight_on_input: the tokens have been multiplied by their weights, so the results are not.
         """
 
@@ -328,10 +329,10 @@ class FusedMoEModularKernel:
     """A mixture-of-experts layer of two parts: one moves tokens to the experts and back, the other is the experts.
 
     Args:
-        prepare_finalize: quantizes, dispatches and combines.
-        fused_experts: computes; its `quant_config` holds the quantization and the scales.
-        shared_experts: a function of hidden_states for every token. It runs between the two parts of
-            `prepare_no_receive`, if the prepare/finalize class implements that.
+        prepare_finalize: quantizes the tokens, sends them to the experts, and combines the results.
+        fused_experts: runs the GEMMs; its `quant_config` holds the quantization and the scales.
+        shared_experts: a function of hidden_states, for experts that every token uses. If the prepare/finalize class
+            has `prepare_no_receive`, the function runs while the tokens of other ranks arrive.
         chunk_size: maximum tokens per call of `apply`, which bounds the workspaces; None: no maximum. The default is
             32768 if the experts support chunking and the prepare/finalize class does not sort the tokens. Sorted
             tokens are always one chunk.
@@ -468,9 +469,9 @@ class FusedMoEModularKernel:
         return all_experts
 
     def _prepare(self, hidden_states: Any, *others: Any) -> tuple[Prepared, Any]:
-        """Return the prepared activations and the output of the shared experts.
+        """Return the prepared activations and the output of the shared experts, or None without shared experts.
 
-        If the class can, it receives the tokens of other ranks while the shared experts run.
+        With `prepare_no_receive`, the tokens of other ranks arrive while the shared experts run.
         """
         pf = self.prepare_finalize
         if self.shared_experts is None:
@@ -496,7 +497,7 @@ class FusedMoEModularKernel:
         expert_map: Any,
         apply_router_weight_on_input: bool,
     ) -> Any:
-        """Return the experts' output, computed in chunks of tokens; `output` itself if the experts can write to it."""
+        """Run the experts on chunks of tokens. Return the result: `output` if they can write to it, or a new array."""
         experts, dtype, hidden = self.fused_experts, dtype_of(hidden_states), hidden_states.shape[1]
         a1q, scale, meta = prepared.a1q, prepared.a1q_scale, prepared.expert_tokens_meta
         rows, inter2, topk = a1q.shape[-2], rows_of_weights(w1) * (1 if is_gated(activation) else 2), ids.shape[1]

@@ -21,7 +21,7 @@ from cukern.ops.moe_permute import moe_sort, moe_unpermute, permute_rows
 from cukern.runtime import arrays, check
 from cukern.runtime.describe import type_name
 
-_ALIGNMENT = 16  # bytes: each part of a sent row starts at a multiple
+_ALIGNMENT = 16  # bytes; each array that is packed into a sent row starts at a multiple of this
 
 
 class Route(NamedTuple):
@@ -228,10 +228,11 @@ class _Received(NamedTuple):
 class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
     """Sends tokens in the standard format to the ranks of their experts with `all_to_all_single`; any number of hosts.
 
-    A token goes once to each rank that has at least one of its experts. One message carries the token's row, quantized
-    before, with its scales, ids and weights. The experts' rank weighs and adds up their results, and sends one row back
-    in the layer's dtype. The source rank adds a token's rows in float32 in rank order, and rounds once. The bits of a
-    result depend only on the assignment of experts to ranks.
+    A token goes once to each rank that has at least one of its experts. One message carries the token's activations,
+    already quantized, with their scales, and the token's ids and weights. The receiving rank multiplies the results of
+    its experts by the weights, adds them up, and sends one row back in the layer's dtype. The source rank adds these
+    rows in float32 in rank order, and rounds once. The bits of a result depend only on the assignment of experts to
+    ranks.
 
     All ranks of the group must call the layer, also ranks without tokens. The number of tokens may differ between ranks
     and calls. In `prepare` the host waits for the numbers of rows, so a CUDA graph cannot capture the layer;
@@ -246,8 +247,8 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         max_num_tokens: maximum tokens of a call on this rank; None: any number.
         expert_rank: [num_experts], the owner of each expert: a rank of the group, or an index in `peers`. None:
             num_experts / ranks experts per rank, in order. w1 and w2 hold a rank's experts in ascending order.
-        expert_load: int32 [num_experts]. Each `prepare` adds, per expert of this rank, the slots that arrived here.
-            None: nothing is counted.
+        expert_load: int32 [num_experts]. For each expert of this rank, each `prepare` adds the number of pairs (token,
+            slot) that arrived for the expert. None: nothing is counted.
         peers: the ranks of the group that have the experts, as for `RowExchange`; None: all.
 
     Attributes:
@@ -336,8 +337,8 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
                 static (`a1_scale`, the same on all ranks).
 
         Returns:
-            The tokens received, ordered by source rank, with their scales, weights and ids. The ids count the experts
-            of all ranks.
+            The tokens received, ordered by source rank, with their scales, weights and ids. The ids are indices among
+            the experts of all ranks.
 
         Raises:
             TypeError: an unsupported dtype or library.
@@ -361,7 +362,7 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
     ) -> Callable[[], Prepared]:
-        """Run the sending part of `prepare`. The host waits for the numbers of rows, but not for rows.
+        """Send the tokens. The host waits until it knows how many rows arrive, but not for the rows.
 
         Returns a function that waits for the rows and returns the result of `prepare`.
         """
@@ -431,7 +432,7 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
             check.fail("expert_load", f"on {a1.device} like hidden_states", f"one on {self.expert_load.device}")
 
     def _check_map(self, expert_map: Any, a1: Any) -> None:
-        """Check that a map puts the same experts on this rank as `expert_rank`. An unchanged map is checked once."""
+        """Check that a map puts the same experts on this rank as `expert_rank`. The same map is checked only once."""
         own = self.expert_map(a1)
         if expert_map is None or expert_map is own:
             return
@@ -449,7 +450,7 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         torch = _torch()
         ids = topk_ids.to(torch.int64)
         ids = torch.where((ids >= 0) & (ids < self.num_experts), ids, -1)
-        # An id without an expert goes to an extra rank after the last one, which is cut off below.
+        # Send ids without an expert to an extra rank after the last one. Its column is cut off below.
         ranks = self._constant("expert_rank", np.append(self.expert_rank, self.ranks), topk_ids)[ids]
         destinations = torch.zeros((len(ids), self.ranks + 1), dtype=torch.bool, device=ids.device)
         destinations.scatter_(1, ranks, True)
@@ -470,7 +471,7 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         Args:
             output: [tokens, hidden], written, for the tokens of the last `prepare`.
             fused_expert_output: the experts' output for the tokens received. With `TopKWeightAndReduceNoOp`:
-                [received, hidden], weighed and added up. Otherwise the shape that the reduction takes.
+                [received, hidden], the weighted sum of each token's experts. Otherwise the input of the reduction.
             weight_and_reduce_impl: the reduction of the experts' output, with the ids and weights received.
             topk_weights, topk_ids, apply_router_weight_on_input, expert_tokens_meta: the same as for `prepare`.
 

@@ -48,7 +48,7 @@ def layer_output(
     form: tuple[Any, Any, Any] = (activations.ALPHA, activations.LIMIT, False),
     **scales: Any,
 ) -> Any:
-    """Check all arguments of the layer, and return its output, not yet written.
+    """Check all arguments of the layer, and return the array for its output.
 
     `form` is (alpha, limit, interleaved). Raises TypeError or ValueError as the layer does.
     """

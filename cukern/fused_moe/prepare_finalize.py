@@ -18,7 +18,7 @@ from cukern.runtime import check
 
 
 def quantize_input(a1: Any, config: FusedMoEQuantConfig) -> tuple[Any, Any]:
-    """Return the activations as the first GEMM takes them, and their scales or None."""
+    """Quantize the activations for the first GEMM. Return them with their scales, or unchanged with None."""
     if config.is_in_groups:
         return per_token_group_quant_fp8(a1, GROUP)
     if config.name == "fp8":
@@ -91,8 +91,9 @@ class BatchedPrepareAndFinalize(_OneRank):
     Rows past an expert's count are uninitialized.
 
     Args:
-        max_num_tokens: maximum tokens of a call, and the room of each expert. A token that names the same expert twice
-            takes two of the expert's rows. Tokens beyond the room of an expert add nothing to the result.
+        max_num_tokens: maximum tokens of a call, and the number of rows of each expert. A token that names the same
+            expert twice takes two of these rows. If an expert's rows are full, further tokens add nothing to the
+            result.
         num_local_experts: the number of experts of this rank.
     """
 

@@ -31,7 +31,7 @@ class Turns:
     """A barrier between sending and receiving, for ranks that share a GPU in one process, with a thread per rank.
 
     Kernels on one stream run one after the other. A kernel that waits for another rank must therefore be launched after
-    that rank's sends.
+    the kernel with which that rank sends.
     """
 
     def __init__(self, ranks: int, deadline_s: float) -> None:
@@ -73,23 +73,26 @@ class Turns:
 class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
     """Stores tokens into the memory of their experts' ranks over NVLink (`all_to_all_dispatch`).
 
-    A token goes once to each rank that has at least one of its experts, quantized before or by the dispatch. The host
-    never waits, and a CUDA graph can capture the layer. The received tokens are sorted by expert. `all_to_all_combine`
-    weighs the experts' rows and adds them up in float32: first the experts' rank, then the source rank, in rank order.
-    The bits of a result therefore do not depend on the order of arrival.
+    A token is sent once to each rank that has at least one of its experts. The tokens are quantized before the
+    dispatch, or by the dispatch kernel. The host never waits, and a CUDA graph can capture the layer. The received
+    tokens are sorted by expert. `all_to_all_combine` multiplies the experts' rows by the router's weights and adds them
+    up in float32: the receiving rank adds the rows of its own experts, then the source rank adds the sums in rank
+    order. The bits of a result therefore do not depend on the order of arrival.
 
     All ranks call their layers in the same order; the number of tokens may differ between ranks. Layers that run one
     after the other may share a state.
 
     Args:
         state: this rank's part of the exchange.
-        batched: group the tokens by expert, [local experts, room, hidden], in the order of ranks and tokens.
-        max_tokens_per_expert: the room of an expert; None: the tokens of all ranks. If a token does not fit, its result
-            is NaN, and the next call, or `state.check()`, raises AllToAllError.
+        batched: group the tokens by expert, [local experts, max_tokens_per_expert, hidden]. The tokens of an expert are
+            in the order of source rank and token.
+        max_tokens_per_expert: the rows of each expert; None: the tokens of all ranks. If a token does not fit, its
+            result is NaN, and the next call, or `state.check()`, raises AllToAllError.
         apart: send the experts' rows back unsummed, so that a result has the same bits for any number of ranks. This
             sends up to topk times the bytes, and needs a state that was made with `apart`.
-        expert_load: int32 [num_experts]. Each `prepare` adds, per expert of this rank, the slots that arrived here.
-        turns: needed if ranks of one process share a GPU; `All2AllManager.local` sets it.
+        expert_load: int32 [num_experts]. For each expert of this rank, each `prepare` adds the number of pairs (token,
+            slot) that arrived for the expert.
+        turns: the barrier that ranks of one process need if they share a GPU; `All2AllManager.local` sets it.
 
     Raises:
         TypeError, ValueError: invalid arguments; the message names the argument.
@@ -156,16 +159,17 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
             a1, topk_weights, topk_ids: as for the base class, on the device of the state; an id that is not an expert's
                 is not sent.
             num_experts: the `num_experts` of the state.
-            expert_map: None, or a map with this rank's experts of `expert_map()`, perhaps at other indices. If the map
-                lacks one of them, the result is NaN.
+            expert_map: None, or a map with the same experts on this rank as `expert_map()`, perhaps at other indices.
+                If the map lacks an expert of this rank, the result is NaN.
             apply_router_weight_on_input: multiply the tokens by their weights before they are sent.
             quant_config: the same on all ranks, except for the weights' scales. FP8 scales are per token, in blocks or
                 static (`a1_scale`, the same on all ranks).
 
         Returns:
-            The tokens received, with their ids and weights. Standard format: `ranks * max_tokens` rows, by source rank
-            and token; a row without a token for an expert here is undefined. Batched: the tokens grouped by expert. The
-            ids and weights are always [ranks * max_tokens, topk], with id -1 where there is no token.
+            The tokens received, with their ids and weights. Standard format: `ranks * max_tokens` rows, ordered by
+            source rank and token; a row is undefined if its token has no expert on this rank. Batched: the tokens
+            grouped by expert. The ids and weights are always [ranks * max_tokens, topk], with id -1 where there is no
+            token.
 
         Raises:
             AllToAllError: an earlier call failed.
@@ -187,7 +191,7 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
     ) -> Callable[[], Prepared]:
-        """Run the sending part of `prepare`, and return a function that waits for the rows, on the GPU."""
+        """Send the tokens, and return a function that makes the GPU wait for the rows and returns `Prepared`."""
         arguments = (a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config)
         return self._prepare(*arguments, return_receiver=True)
 
@@ -203,7 +207,10 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         *,
         return_receiver: bool,
     ) -> Callable[[], Prepared]:
-        """Quantize and send, and also receive unless `return_receiver`. Return a function that arranges the rows."""
+        """Quantize and send the tokens. Return a function that arranges the received rows by expert.
+
+        With `return_receiver` that function also receives the rows; otherwise the sending launch receives them.
+        """
         if num_experts != self.state.num_experts:
             wanted = f"{self.state.num_experts}, the experts of all ranks (num_experts of the state)"
             check.fail("global_num_experts", wanted, num_experts)
@@ -229,11 +236,10 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         *,
         return_receiver: bool = True,
     ) -> Callable[[], Prepared]:
-        """Send `rows` with their `scale`; with `quantize`, the dispatch quantizes the rows in blocks instead.
+        """Send `rows` with their `scale`; with `quantize`, the dispatch kernel quantizes the rows in blocks instead.
 
-        Returns a function that arranges the received rows. The other arguments are the same as for `prepare`.
-
-        Without `return_receiver` the same launch also receives.
+        Returns a function that arranges the received rows by expert. With `return_receiver` that function also receives
+        the rows; otherwise the sending launch receives them. The other arguments are the same as for `prepare`.
         """
         scales = None if quant_config.a1_scale is not None else scale
         if self._rehearses:
@@ -294,12 +300,12 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         weight_and_reduce_impl: TopKWeightAndReduce,
         expert_tokens_meta: ExpertTokensMetadata | None = None,
     ) -> None:
-        """Weigh the experts' rows, add them up and send them back.
+        """Multiply the experts' rows by the router's weights, add them up and send them back.
 
         Args:
             output: [tokens, hidden], written, for the tokens of the last `prepare`.
             fused_expert_output: the rows of this rank's experts, [rows, hidden] in expert order, or batched.
-            weight_and_reduce_impl: not used, because the exchange weighs and adds up.
+            weight_and_reduce_impl: not used, because `all_to_all_combine` applies the weights and adds up the rows.
             topk_weights, topk_ids, apply_router_weight_on_input: the same as for `prepare`.
             expert_tokens_meta: the metadata that `prepare` returned.
 
@@ -329,9 +335,8 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
     def rehearsal(self) -> Iterator[None]:
         """Make layers skip the exchange: a call within this context runs without tokens and returns zeros.
 
-        The first call of a layer loads kernels and allocates memory. Neither may complete while a kernel of the same
-        process waits for another rank. If one process drives several GPUs, call each layer once with each shape in a
-        rehearsal.
+        The first call of a layer loads kernels and allocates memory. Both may block while a kernel of the same process
+        waits for another rank. If one process drives several GPUs, call each layer once with each shape in a rehearsal.
         """
         self._rehearses = True
         try:

@@ -13,7 +13,7 @@ from cukern.runtime import check
 class TopKWeightAndReduce(abc.ABC):
     """out[t] = sum over the slots s of topk_weights[t, s] * (the output of expert topk_ids[t, s] for token t).
 
-    `finalize_weight_and_reduce_impl` of the experts chooses the reduction that the prepare/finalize class applies.
+    The experts' `finalize_weight_and_reduce_impl` returns the reduction, and the prepare/finalize class applies it.
     """
 
     @abc.abstractmethod

@@ -17,22 +17,24 @@ from cukern.runtime.describe import type_name
 
 
 class TwoLevelPrepareAndFinalize(FusedMoEPrepareAndFinalize):
-    """Sends a token once to each host that has experts of it, and there to the ranks of the experts.
+    """Sends a token once to each host that has at least one of its experts, and from there to the experts' ranks.
 
-    Level 1 connects the ranks with the same local rank on all hosts (`NcclPrepareAndFinalize`). Level 2 dispatches the
-    received rows among the ranks of a host (`PushPrepareAndFinalize`). Results return along the same route: level 2
-    adds up the results of the host's ranks in rank order. One row per host returns to the source rank, which adds the
-    rows in host order. The CPU waits for the numbers of rows, so a CUDA graph cannot capture the call.
+    Level 1 sends between hosts, among the ranks that have the same local rank, which is the index of a rank on its host
+    (`NcclPrepareAndFinalize`). Level 2 sends the received rows to the experts' ranks on the same host
+    (`PushPrepareAndFinalize`). Results return along the same route: level 2 adds up the results of the host's ranks in
+    rank order. One row per host returns to the source rank, which adds the rows in host order. The CPU waits for the
+    numbers of rows, so a CUDA graph cannot capture the call.
 
     Args:
         group: a `torch.distributed.ProcessGroup` of the ranks with this local rank, in host order; with `peers`, any
             group that contains these ranks. None: the default group.
-        push: the exchange within this host. The state's `num_experts` are the experts of this host, in ascending order.
+        push: the exchange within this host. The experts of its state are the experts of this host, in ascending order.
             The state's `max_tokens` is the number of hosts times `max_num_tokens`. `push` has no `expert_load`.
         num_experts: the number of experts of all hosts.
         expert_host: [num_experts], the host of each expert; every host has at least one.
         max_num_tokens: maximum tokens of a call on this rank.
-        expert_load: int32 tensor [num_experts]. Each `prepare` adds, per expert of this rank, the slots that arrived.
+        expert_load: int32 tensor [num_experts]. For each expert of this rank, each `prepare` adds the number of pairs
+            (token, slot) that arrived for the expert.
         peers: the ranks of the group with this local rank, in host order; None: all ranks, in their order.
 
     Raises:
@@ -152,7 +154,7 @@ class TwoLevelPrepareAndFinalize(FusedMoEPrepareAndFinalize):
 
         def onward() -> Prepared:
             rows, scale, _, ids, weights = receive()
-            # Renumber the ids to the experts of this host.
+            # Convert the ids from indices among all experts to indices among the experts of this host.
             own = self.between.expert_map(ids)[ids.clamp(min=0)].masked_fill(ids < 0, -1)
             self._received = weights, own
             numbers, whole = self._of_device(ids)
@@ -180,7 +182,7 @@ class TwoLevelPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         weight_and_reduce_impl: TopKWeightAndReduce,
         expert_tokens_meta: ExpertTokensMetadata | None = None,
     ) -> None:
-        """Weigh the experts' rows, add them up within the host, and send the sums back to the source host.
+        """Apply the router's weights, add up the experts' rows within the host, and send the sums to the source host.
 
         The arguments are the same as for `PushPrepareAndFinalize.finalize`.
 

@@ -12,14 +12,14 @@ from cukern.runtime.tolerance import Tolerance
 
 #: Tolerances between the models and transformers, by result and dtype.
 TOLERANCES = {
-    # Hidden states of magnitude 1 to 3 after a few layers, compared with transformers in float32. Sums are in another
-    # order, and 16-bit dtypes round after each operation.
+    # Hidden states have magnitude 1 to 3. After a few layers they are compared with transformers in float32. They
+    # differ because sums are in another order, and because 16-bit dtypes round after each operation.
     "hidden_states": {
         "float32": Tolerance(relative=0, absolute=2e-5),
         "float16": Tolerance(relative=0, absolute=2e-2),
         "bfloat16": Tolerance(relative=2**-7, absolute=6e-2),
     },
-    # Means of hidden states, and their products and roots.
+    # Vectors are means of hidden states, divided by their norms.
     "vectors": {"float32": Tolerance(relative=0, absolute=1e-5)},
 }
 

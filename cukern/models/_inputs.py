@@ -1,4 +1,4 @@
-"""Token ids and masks, as the models take them."""
+"""Read the token ids and masks that are the input of a model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _MASKS = ("bool", "uint8", "int8", "int32", "int64")
 
 
 class Batch(NamedTuple):
-    """Token ids [batch, seq], their mask and their types: NumPy, CuPy or torch arrays, in any mix."""
+    """Token ids [batch, seq], their mask and their types. Each may be a NumPy, CuPy or torch array."""
 
     input_ids: Any
     attention_mask: Any  # None: no padding
     token_type_ids: Any = None
 
     def each(self, function: Callable[[str, Any], Any]) -> list[Any]:
-        """Return `function(name, array)` for each part; None for a part that is None."""
+        """Return `function(name, array)` for each of the three arrays; None for an array that is None."""
         return [None if x is None else function(name, x) for name, x in zip(self._fields, self, strict=True)]
 
     def is_in_host_memory(self) -> bool:
@@ -39,7 +39,7 @@ class Batch(NamedTuple):
 def read_batch(input_ids: Any, attention_mask: Any, token_type_ids: Any = None) -> Batch:
     """Return the batch from arrays of any library, or lists of lists.
 
-    Raises TypeError for another type or dtype, ValueError for a shape; the message names the argument.
+    Raises TypeError for an unsupported type or dtype, and ValueError for a wrong shape. The message names the argument.
     """
     found = Batch(*map(_entered, Batch._fields, (input_ids, attention_mask, token_type_ids)))
     check.dtype("input_ids", library_of("input_ids", found.input_ids).dtype(found.input_ids), _IDS)
@@ -53,7 +53,7 @@ def read_batch(input_ids: Any, attention_mask: Any, token_type_ids: Any = None) 
 
 
 def _entered(name: str, value: Any) -> Any:
-    """Return `value` as an array of a known library; None for None, which `input_ids` must not be."""
+    """Return `value` as an array of a known library. None stays None, but raises for `input_ids`."""
     if value is None and name != "input_ids":
         return None
     if isinstance(value, (list, tuple)):

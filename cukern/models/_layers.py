@@ -1,13 +1,13 @@
-"""The array operations of a model, apart from the ops: dense products, attention, buffers, logits, pooling.
+"""The array operations of a model for NumPy, CuPy and torch: dense products, attention, buffers, logits, pooling.
 
-`layers_of` returns the operations for an array. `ArrayLayers` is the NumPy form, which defines the results and also
-serves CuPy. `TorchLayers` is the torch form.
+`layers_of` returns the operations for an array. `ArrayLayers` has the operations for NumPy, which define the results,
+and for CuPy. `TorchLayers` has the operations for torch. A word is a token that is not padding.
 
-- Dense products use the array library: cuBLAS on a GPU. All other operations compute in float32 and round once, and a
-  sequence's result depends only on that sequence.
+- Dense products use the array library: cuBLAS on a GPU. All other operations compute in float32 and round once, and
+  the result of a sequence depends only on that sequence.
 - A method whose name ends in an underscore changes its first array.
-- Only `host`, `flat_nonzero`, and `pool` on CuPy arrays with bounds unknown to the host wait for a GPU. A step without
-  these three can be captured in a CUDA graph.
+- Three methods wait for a GPU: `host`, `flat_nonzero`, and, on CuPy arrays, `pool` if the host does not know the bounds
+  of the sequences. A step without these three can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ ACTIVATIONS = {
 
 
 class Affine(NamedTuple):
-    """The weight and bias of a linear layer, [out, in] and [out], or of a layer norm, both [hidden]."""
+    """A weight and a bias: [out, in] and [out] for a linear layer, [hidden] and [hidden] for a layer norm."""
 
     weight: Any
     bias: Any
 
 
 class Words(NamedTuple):
-    """The bounds of the sequences in a batch without padding."""
+    """Where each sequence begins and ends in a batch without padding."""
 
     cu_seqlens: Any  # int32 [batch + 1]: the first word of each sequence, then the number of words
     bounds: Sequence[int] | None = None  # cu_seqlens as Python ints, if the host knows them
@@ -70,7 +70,10 @@ class ArrayLayers:
         self.device = device
 
     def place(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context for the operations: the weights' device is current, and overflow gives infinity."""
+        """Return a context manager for the operations.
+
+        On a GPU it makes the device of the weights current. On the CPU it silences NumPy's warnings.
+        """
         if self.device is None:
             return np.errstate(over="ignore", invalid="ignore")
         return current_device(self.device)
@@ -96,7 +99,7 @@ class ArrayLayers:
         return self.xp.flatnonzero(x)
 
     def cu_seqlens(self, lengths: Any) -> Any:
-        """Return cu_seqlens, int32 [batch + 1], from the lengths [batch]."""
+        """Return the cumulative lengths, int32 [batch + 1] starting with 0, from the lengths [batch]."""
         sums = self.xp.zeros(len(lengths) + 1, np.int32)
         sums[1:] = lengths.cumsum()
         return sums
@@ -127,7 +130,7 @@ class ArrayLayers:
         return x[rows]
 
     def flat_parents(self, parents: Any) -> Any:
-        """Return the flat row of each parent, int64 [batch * beams], from parents [batch, beams]."""
+        """Convert parents [batch, beams], which are beam indices, to row indices, int64 [batch * beams]."""
         batch, beams = parents.shape
         return (parents + beams * self.xp.arange(batch)[:, None]).reshape(-1)
 
@@ -188,7 +191,10 @@ class ArrayLayers:
         scores[:, ids] = self.xp.where(length < least, np.float32(-np.inf), scores[:, ids])
 
     def forbid_repeats_(self, scores: Any, history: Any, length: Any, size: int) -> None:
-        """Set the score of each token to -inf that would repeat `size` tokens in a row of history [rows, :length]."""
+        """Forbid repeated n-grams of `size` tokens: set the scores of tokens that would complete one to -inf.
+
+        The n-grams of a row are those in `history[row, :length]`.
+        """
         windows = history.shape[1] - size + 1
         if windows < 1:
             return
@@ -203,9 +209,9 @@ class ArrayLayers:
     # --- pooling ----------------------------------------------------------------------------------------
 
     def pool(self, x: Any, words: Words, mode: str) -> Any:
-        """Return the first word ("cls"), or the mean or max of the words, of each sequence: float32 [batch, hidden].
+        """Return one vector per sequence, float32 [batch, hidden].
 
-        An empty sequence gets zeros.
+        It is the sequence's first word (mode "cls"), or the mean or max of its words. An empty sequence gets zeros.
         """
         bounds = words.on_host()
         out = self.xp.zeros((len(bounds) - 1, x.shape[1]), np.float32)
@@ -233,7 +239,7 @@ class TorchLayers:
         self.is_cuda_torch = device.type == "cuda"
 
     def place(self) -> contextlib.AbstractContextManager[None]:
-        """See `ArrayLayers.place`. Torch takes the device from the tensors."""
+        """See `ArrayLayers.place`. This context does nothing, because torch takes the device from the tensors."""
         return contextlib.nullcontext()
 
     # --- arrays -----------------------------------------------------------------------------------------
@@ -343,7 +349,7 @@ class TorchLayers:
     # --- pooling ----------------------------------------------------------------------------------------
 
     def pool(self, x: Any, words: Words, mode: str) -> Any:
-        """See `ArrayLayers.pool`. The words of a sequence are added one after the other, in any batch."""
+        """See `ArrayLayers.pool`. The sum adds the words of a sequence in order, so it does not depend on the batch."""
         offsets = words.cu_seqlens.long()
         lengths = offsets.diff()[:, None]
         if not len(x):
@@ -360,7 +366,7 @@ class TorchLayers:
         return rows.masked_fill(lengths == 0, 0)
 
     def normalized(self, x: Any) -> Any:
-        # Sum in a fixed order, because the order of torch's own sum depends on the number of rows.
+        # Add the columns in a fixed order, because the order of torch's own sum depends on the number of rows.
         squares = x * x
         while (n := squares.shape[1]) > 1:
             folded = squares[:, : n // 2] + squares[:, n // 2 : n // 2 * 2]
@@ -378,7 +384,7 @@ def _attention(qkv: Any, heads: int, words: Words, variant: str) -> Any:
 
 
 def place(device: int | None) -> str:
-    """Return the name of a place for messages: "the CPU" or the CUDA device."""
+    """Return the name of a device for messages: "the CPU" or "CUDA device 0"."""
     return "the CPU" if device is None else f"CUDA device {device}"
 
 

@@ -1,7 +1,8 @@
-"""Searches: static buffers, with steps that only launch kernels.
+"""The searches of an encoder-decoder: sampling (or greedy), and beam search.
 
-A step reads and writes static buffers and asks nothing of the host, so a CUDA graph can capture it. It reads its index
-from an array and increments the array, so all steps have the same launches. Only a step that forces a token has more.
+A step reads and writes static buffers, and does not wait for the GPU, so a CUDA graph can capture it. A step reads its
+index from an array and increments the array, so all steps launch the same kernels. Only a step that forces a token
+launches additional kernels.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from cukern.ops.beam_search import beam_search_step, gather_tree, update_kv_cach
 from cukern.ops.decoding import apply_penalties, stop_words_criterion
 from cukern.ops.sampling import sample
 
-#: The initial log-probability of beams that are not hypotheses yet, as in transformers.
+#: The initial score of all beams except the first, as in transformers. The first step therefore only extends beam 0.
 _NOTHING = -1e9
 
 
 def _words_array(words: tuple[tuple[int, ...], ...], layers: Layers) -> Any:
-    """Return words in FasterTransformer's layout; None if there are none."""
+    """Return words, which are lists of token ids, in FasterTransformer's array layout; None if there are no words."""
     if not words:
         return None
     ids = [x for word in words for x in word]
@@ -39,7 +40,10 @@ class Found(NamedTuple):
 
 
 class Search:
-    """Base of all searches: caches for `batch * copies` rows, the memories, and the processing of scores."""
+    """Base of all searches. It has the KV caches, the keys and values of the encoder, and the logits processors.
+
+    A search has `batch * copies` rows.
+    """
 
     def __init__(self, model: Seq2Seq, settings: Settings, batch: int, memory_len: int, dtype: str) -> None:
         self.model, self.settings, self.batch, self.memory_len = model, settings, batch, memory_len
@@ -52,7 +56,8 @@ class Search:
         self.caches = [(full(cache, 0, dtype), full(cache, 0, dtype)) for _ in count]
         self.memories = [(full(memory, 0, dtype), full(memory, 0, dtype)) for _ in count]
         self.memory_lengths = full((batch,), 0, "int32")
-        # The position of the latest tokens, which is the index of the step; and the position after it, their length.
+        # Two counters: `position` is the index of the step and the position of the latest tokens, and `next` is
+        # `position + 1`, the number of tokens so far.
         self._begin = self.layers.put(np.arange(2, dtype=np.int64))
         self._counters = full((2,), 0, "int64")
         self.position, self.next = self._counters[:1], self._counters[1:]
@@ -78,7 +83,7 @@ class Search:
         layers.assign_(self.lengths, 1)
 
     def forced(self, step: int) -> tuple[int, ...]:
-        """Return the tokens that a step must choose from; empty if it may choose any."""
+        """Return the tokens that a step must choose from; empty if it may choose any token."""
         settings = self.settings
         if settings.last and step == settings.steps - 1:
             return settings.last
@@ -109,11 +114,11 @@ class Search:
             layers.force_(scores, forced)
 
     def step(self, forced: tuple[int, ...]) -> None:
-        """Enqueue the next step, which finds the tokens after the current position."""
+        """Enqueue the next step, which chooses the token at position `next` of each row."""
         raise NotImplementedError
 
     def shown(self, tokens: bool) -> list[Any]:
-        """Return the arrays that the host reads after a step: finished flags; with `tokens` also tokens and parents."""
+        """Return the arrays that the host reads after a step: finished flags, and with `tokens` tokens and parents."""
         raise NotImplementedError
 
     def result(self, steps: int) -> Found:
@@ -122,7 +127,7 @@ class Search:
 
 
 class Sampling(Search):
-    """A search with one token per row: the best token, or a sampled one."""
+    """A search that appends one token to each row: the most likely token, or a sampled one."""
 
     def __init__(self, model: Seq2Seq, settings: Settings, batch: int, memory_len: int, dtype: str) -> None:
         super().__init__(model, settings, batch, memory_len, dtype)
@@ -170,12 +175,13 @@ class Beams(Search):
     def __init__(self, model: Seq2Seq, settings: Settings, batch: int, memory_len: int, dtype: str) -> None:
         super().__init__(model, settings, batch, memory_len, dtype)
         full, each = self.layers.full, (batch, settings.beams)
-        # Tokens and parents: of the latest step, and of all steps.
+        # `latest` has the tokens and the parents of the latest step, `tree` the tokens and parents of all steps.
         self.latest = full((2, *each), 0, "int32")
         self.tree = full((2, settings.steps, *each), 0, "int32")
         self.words = self.latest[0].reshape(-1)
         self.finished = full((batch,), False, "bool")
-        # Running scores; the pool's scores, lengths, last tokens and last parents; the done flags.
+        # The scores of the running beams; then, for the pool of finished hypotheses, their scores, lengths, last tokens
+        # and last parents; then the flags of finished sequences.
         dtypes = ("float32", "float32", "int32", "int32", "int32")
         state = [*(full(each, 0, dtype) for dtype in dtypes), self.finished]
         self.state: tuple[Any, Any, Any, Any, Any, Any] = tuple(state)  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""An encoder-decoder model: the encoder over words without padding, and one step of the decoder."""
+"""An encoder-decoder model: the encoder, which runs on a batch without padding, and one step of the decoder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EPSILON = 1e-5
 
 
 class Source(NamedTuple):
-    """A batch of sources without padding: the words of one sequence after the other."""
+    """A batch of source sequences without padding. All words (tokens) of the batch are concatenated."""
 
     ids: np.ndarray[Any, Any]  # int32 [words]
     columns: np.ndarray[Any, Any]  # int32 [words]: the position of each word
@@ -36,8 +36,8 @@ class Source(NamedTuple):
 def read_source(input_ids: Any, attention_mask: Any, config: Config) -> Source:
     """Return the words of a padded batch. Ids where the mask is 0 are ignored.
 
-    Raises TypeError and ValueError naming the argument, as `read_batch` does, for ids outside the vocabulary, and for a
-    word past the model's positions.
+    Raises the errors of `read_batch`. Raises ValueError for ids outside the vocabulary and for a word past the model's
+    positions.
     """
     ids, mask, _ = read_batch(input_ids, attention_mask).to_numpy()
     counts = np.ones(ids.shape, bool) if mask is None else mask != 0
@@ -99,9 +99,9 @@ class Seq2Seq:
         memories: list[tuple[Any, Any]],
         memory_lengths: Any,
     ) -> Any:
-        """Return the logits [rows, vocab] after `words` int32 [rows], the tokens at `position`.
+        """Return the logits [rows, vocab] of the next token. `words` int32 [rows] are the tokens at `position`.
 
-        `position` and `length` (position + 1) are int32 [1], so a captured step works for every position.
+        `position` and `length` (position + 1) are int32 arrays [1], so one captured step works for every position.
         """
         x = self._embed(self.weights.target, words, 0, position)
         for layer, cache, memory in zip(self.decoder, caches, memories, strict=True):

@@ -1,4 +1,4 @@
-"""The execution of steps: as a CUDA graph if possible, and observed by the host without waiting for the latest step."""
+"""Run the steps of a search as CUDA graphs if possible, and let the host read the results of a step one step later."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class StepGraphs:
 
     The first step runs uncaptured, which loads the kernels and lets cuBLAS choose its algorithms. The second step is
     captured, and all later steps replay it. A step of a non-empty kind is captured the second time that the kind
-    occurs. All graphs share one memory pool, because they run one after the other and a step keeps its results in the
-    search's buffers. Without torch tensors on a CUDA device, every step runs uncaptured.
+    occurs. All graphs share one memory pool. This is safe because they run one after the other, and because a step
+    keeps its results in the buffers of the search. Only torch tensors on a CUDA device are captured.
     """
 
     def __init__(self, layers: Layers) -> None:
@@ -59,17 +59,20 @@ class StepGraphs:
 
 
 class Watch(Protocol):
-    """The host's view of a search."""
+    """Gives the host the results of the steps of a search."""
 
     def after(self, step: int, shown: list[Any]) -> Iterator[Seen]:
-        """Yield the steps that have become visible after `step` was enqueued, with their arrays `shown` in NumPy."""
+        """Yield the steps whose results the host can read after `step` was enqueued, with the results as NumPy arrays.
+
+        `shown` are the arrays that `step` writes its results to.
+        """
 
     def rest(self) -> Iterator[Seen]:
-        """Yield the steps that were not visible yet. This waits for a GPU."""
+        """Yield the remaining steps with their results. This waits for a GPU."""
 
 
 class _Now:
-    """Shows each step at once."""
+    """Yields the results of each step at once."""
 
     def __init__(self, layers: Layers) -> None:
         self._layers = layers
@@ -97,7 +100,7 @@ def _slot(shown: list[Any]) -> _Slot:
 
 
 class _OneLater:
-    """Shows a step on a CUDA device after the next step is enqueued, so that the GPU never idles. Uses torch."""
+    """Yields the results of a step after the next step is enqueued, so that the GPU never idles. For torch on CUDA."""
 
     def __init__(self) -> None:
         self._slots: list[_Slot] = []  # two slots, used in turn
@@ -130,5 +133,5 @@ class _OneLater:
 
 
 def watch(layers: Layers) -> Watch:
-    """Return the view of a search on the arrays of `layers`, starting at step 0."""
+    """Return a `Watch` for a search on the arrays of `layers`, starting at step 0."""
     return _OneLater() if layers.is_cuda_torch else _Now(layers)

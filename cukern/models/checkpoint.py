@@ -21,13 +21,16 @@ _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetenso
 _PICKLED = "pytorch_model.bin"
 #: Possible names of a model on the Hugging Face Hub: `owner/name`, or `name`.
 _HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
-#: Dtypes by their names in a safetensors file: weights, and buffers, which are not weights.
+#: The dtypes of weights by their names in a safetensors file. Tensors with a dtype of _BUFFERS are not weights.
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 _BUFFERS = {"I64": "int64", "I32": "int32", "I16": "int16", "BOOL": "bool"}
 
 
 def need(package: str, what: str, extra: str = "models") -> Any:
-    """Import a package of an extra. Raises ImportError with the pip command; `what` names the feature that needs it."""
+    """Import an optional package. If it is missing, raise ImportError with the pip command.
+
+    `what` names the feature that needs the package, and `extra` the extra of cukern that installs it.
+    """
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -180,7 +183,7 @@ def _is_weight(name: str, dtype: str) -> bool:
 
 
 def _read_pickle(file: Path, place: Any) -> dict[str, Any]:
-    """Return the weights of a torch file, read as tensors only: no code in the file runs."""
+    """Return the weights of a torch file. Only tensors are read, so no code in the file runs."""
     torch = need("torch", f"reading {file}", "torch")
     try:
         state = torch.load(file, map_location=place, weights_only=True)

@@ -35,8 +35,9 @@ class Decoder:
         x = x + self_attention(norm(x));  x = x + cross_attention(norm(x), memory);  x = x + feed_forward(norm(x))
 
     The formula is for `normalize_before` (pre-norm: FasterTransformer, mBART). Otherwise (post-norm: Marian, BART) the
-    norm applies to each sum instead. The array library computes the dense products. `cukern.masked_attention` and
-    `cukern.cross_attention` compute the attention. One kernel adds a product's bias and the residual, and normalizes.
+    layer normalizes each sum instead of the input of each part. The array library computes the dense products.
+    `cukern.masked_attention` and `cukern.cross_attention` compute the attention. After a dense product, a single kernel
+    adds the bias and the residual, and normalizes.
 
     Args:
         weights: the layer's weights, NumPy, CuPy or torch arrays; the layer runs in their library, on their device.
@@ -129,7 +130,7 @@ class Decoder:
         return layer_norm(x, *norm, self.epsilon)
 
     def _add(self, term: Any, product: Affine, residual: Any, norm: Affine, next_norm: Affine | None) -> Any:
-        """Return residual + product(term), and the input of the next part of the layer."""
+        """Return residual + product(term), and the input of the next part (attention or feed-forward) of the layer."""
         layers, epsilon = self._layers, self.epsilon
         if self.normalize_before and next_norm is None:
             x = layers.linear(term, *product) + residual

@@ -16,7 +16,7 @@ from cukern.runtime import check
 
 
 class Family(NamedTuple):
-    """Properties that the code of a model family fixes, in addition to the configuration."""
+    """Properties of a model family that are not in its configuration, because transformers' code fixes them."""
 
     learned_positions: bool
     position_offset: int  # the row of position 0 in the table
@@ -120,7 +120,7 @@ class _State:
         self._kept: dict[int, Any] = {}
 
     def get(self, *keys: str) -> Any:
-        """Return the array of the first existing key, in the wanted dtype; keys that share an array get one copy."""
+        """Return the array of the first key that exists, in the wanted dtype. Keys with the same array share a copy."""
         for key in keys:
             if key in self._state:
                 array = self._state[key]
@@ -150,7 +150,7 @@ def _encoder_layer(state: _State, name: str) -> EncoderLayerWeights:
 
 
 def decoder_layer(state: _State, name: str) -> DecoderWeights:
-    """Return the weights of a decoder layer, from `<name>.self_attn.q_proj.weight` and so on."""
+    """Return the weights of a decoder layer. The keys are `<name>.self_attn.q_proj.weight` and so on."""
     qkv, out = state.attention(f"{name}.self_attn")
     cross = f"{name}.encoder_attn"
     return DecoderWeights(

@@ -25,7 +25,8 @@ __all__ = ["Decoding", "Generated", "Step"]
 
 #: Maximum number of search sizes whose buffers and graphs are kept.
 _MOST_SEARCHES = 4
-#: On a GPU the length of a memory is rounded up to a multiple of this, so that few search sizes cover all sources.
+#: On a GPU the length of the encoder output is rounded up to a multiple of this, so that few search sizes cover all
+#: source lengths.
 _MEMORY_UNIT = 64
 
 
@@ -50,24 +51,25 @@ class Decoding:
     """An encoder-decoder that generates: Marian, BART or mBART, with the weights of Hugging Face.
 
     Corresponds to FasterTransformer's module of this name: embeddings, positions, layers (`Decoder`), logits, and the
-    choice of the next tokens, until every row has finished. The weights decide where it runs: torch tensors, CuPy
-    arrays, or NumPy arrays, which are the reference. The array library computes the dense products. The encoder runs
-    over the words only. Ids where the mask is 0 are never read, neither by the encoder nor by the cross-attention.
+    choice of the next tokens, until every row has finished. The model runs in the library and on the device of its
+    weights: torch tensors, CuPy arrays, or NumPy arrays, which are the reference. The array library computes the dense
+    products. The encoder skips padding: neither the encoder nor the cross-attention reads ids where the mask is 0.
 
     With torch tensors on a CUDA device, the first step of a search runs uncaptured, and the second one is captured in a
     CUDA graph. All further steps replay the graph, also in later searches of the same size. (A step that forces a token
-    has its own graph.) The host reads which rows have finished one step later. The buffers and graphs of the latest few
-    search sizes are kept. One call runs at a time.
+    has its own graph.) The host reads the finished flags of a step after it has enqueued the next step. The buffers and
+    graphs of the latest few search sizes are kept. One call runs at a time.
 
     In float32 the tokens equal the result of transformers' `generate` with the same settings, unless two candidates are
     closer than the rounding of the logits. The beam search (`cukern.beam_search_step`) follows transformers, not
     FasterTransformer:
 
     - FasterTransformer lets finished beams compete with running ones, and has no length penalty.
-    - This search takes the best max(2, 1 + end tokens) * beams candidates. Candidates that end among the best `beams`
-      move into a pool, scored by log-probability / length ** length_penalty. `early_stopping` decides when to stop.
-    - Processors (bad words, forced tokens and so on) act on log-probabilities. These are not normalized again unless
-      `renormalize_logits` is set.
+    - This search takes the best `max(2, 1 + end tokens) * beams` candidates. If one of the best `beams` candidates ends
+      with an end token, it moves into a pool. Its score there is `log-probability / length ** length_penalty`.
+      `early_stopping` decides when to stop.
+    - Processors (bad words, forced tokens and so on) change log-probabilities. The log-probabilities are not normalized
+      again unless `renormalize_logits` is set.
 
     Make one with `from_directory` or `from_state_dict`.
     """
@@ -135,7 +137,7 @@ class Decoding:
         return self._model.vocab
 
     def settings(self, stop_words: Sequence[Sequence[int]] | None = None, **generation: Any) -> Settings:
-        """Return the checked settings of a call of `__call__`; raises the same errors for them."""
+        """Return the checked settings of a call. Raises the errors that `__call__` raises for them."""
         return settle(self.defaults, generation, stop_words, self.vocab, self._model.target_positions)
 
     def __call__(
@@ -190,7 +192,7 @@ class Decoding:
             return Generated(*(None if x is None else self._model.layers.put(x) for x in found))
 
     def _search(self, settings: Settings, batch: int, longest: int) -> tuple[Search, StepGraphs]:
-        """Return the search of these sizes: a kept one, or a new one that replaces the least recently used one."""
+        """Return a kept search of these sizes, or a new search that replaces the least recently used one."""
         on_gpu = self._model.layers.is_cuda_torch
         memory_len = -(-max(longest, 1) // _MEMORY_UNIT) * _MEMORY_UNIT if on_gpu else max(longest, 1)
         key = settings, batch, memory_len
@@ -218,7 +220,7 @@ def _seeds(seed: Any, rows: int) -> np.ndarray[Any, Any]:
 
 
 def _run(search: Search, graphs: StepGraphs, on_step: Callable[[Step], None] | None, progress: bool) -> int:
-    """Step until every row has finished. Return the number of steps."""
+    """Run steps until every row has finished. Return the number of steps."""
     steps, look = search.settings.steps, watch(search.layers)
     with progress_bar("decoding", steps, progress) as advance:
         for step in range(steps):

@@ -22,29 +22,30 @@ from cukern.runtime import check
 from cukern.runtime.arrays import Array
 from cukern.runtime.progress import progress as progress_bar
 
-#: Maximum number of kept batch sizes: for batches without padding, their sequence bounds and positions are cached.
+#: The sequence bounds and positions of batches without padding are cached, for at most this many batch sizes.
 _MOST_WHOLES = 16
 
 
 class Encoder:
-    """An encoder of the BERT family that computes only the words of a batch, not its padding.
+    """An encoder of the BERT family that computes only the words of a batch (tokens that are not padding).
 
     `Encoder.from_directory` and `Encoder.from_state_dict` make one. Its weights are NumPy, CuPy or torch arrays. The
-    weights decide where the encoder runs and the library of the results; the inputs may be arrays of any library.
+    encoder runs on the device of the weights, and returns arrays of their library. Its inputs may be arrays of any
+    library.
 
     The padding is removed before the embedding and restored after the last layer, as in ByteDance's Effective
     Transformer and FasterTransformer v2.1. `EncoderLayer` describes a layer.
 
-    The encoder's own kernels give the same words the same bits at any place in any batch. The library's dense product
+    The kernels of this library return the same bits for a text in any batch. The dense product of the array library
     does not, because it chooses a kernel by the number of rows. With `product_rows` each product has exactly that many
-    rows, and the last one is filled up with zeros, so the vectors have the same bits in any batch. The cost: a batch
-    takes as long as with up to that many more words, and products of few rows use a GPU badly. NumPy's product also
-    depends on the place of a row, so NumPy needs `product_rows=1`.
+    rows, and the last product of a batch is filled up with rows of zeros. The vectors then have the same bits in any
+    batch. This costs time: the batch grows to a multiple of `product_rows` words, and products of few rows use a GPU
+    badly. NumPy's product also depends on the position of a row, so NumPy needs `product_rows=1`.
 
     Args:
         config: the configuration.
         weights: the result of `read_state`.
-        text: how `embed` reads a text and pools its words.
+        text: the settings with which `embed` reads a text and pools its words.
         tokenizer: the tokenizer that `embed` uses, or None.
         product_rows: None, or the rows of each product.
     """
@@ -169,10 +170,10 @@ class Encoder:
     ) -> Any:
         """Return the last hidden states of a batch, with zeros for padding.
 
-        The values of padded places, in any argument, do not affect the result. A sequence may be empty, and padding may
-        be on any side. Without a mask, or with `valid_word_num`, nothing waits for the GPU, and a CUDA graph can
-        capture the call. With a mask but without `valid_word_num`, the host waits for the number of words. Inputs that
-        are not on the weights' device are first copied there.
+        Ids and token types at padding do not affect the result. A sequence may be empty, and padding may be on any
+        side. Without a mask, or with `valid_word_num`, nothing waits for the GPU, and a CUDA graph can capture the
+        call. With a mask but without `valid_word_num`, the host waits for the number of words. Inputs that are not on
+        the device of the weights are first copied there.
 
         Args:
             input_ids: int32 or int64 [batch, seq], of any library and on any device, or lists. An id outside the table
@@ -217,9 +218,9 @@ class Encoder:
         return moved
 
     def _find_words(self, batch: int, seq: int, mask: Any, valid_word_num: int | None) -> tuple[Any, Any, Words]:
-        """Return the words' indices in the padded batch, their padding offsets, and their bounds without padding.
+        """Return the index of each word in the padded batch, its padding offset, and the bounds of the sequences.
 
-        The first two are None if nothing is padded.
+        The indices and the offsets are None if nothing is padded.
         """
         layers = self._layers
         if mask is None:
@@ -234,7 +235,7 @@ class Encoder:
                 check.fail("attention_mask", wanted, "a word after a padded place")
             built = build_sequence_length_padding_offset(lengths, seq, valid_word_num=valid_word_num)
             offsets, cu_seqlens, count = built
-            # With a wrong valid_word_num, clamp the index to the arrays; superfluous words are not written back.
+            # Clamp the index, because valid_word_num may be too large. Superfluous words are not written back.
             index = (layers.arange(count) + offsets).clip(0, max(batch * seq - 1, 0))
             return index, offsets, Words(cu_seqlens.clip(0, count))
         index = layers.flat_nonzero(is_word)
@@ -242,9 +243,9 @@ class Encoder:
         return index, offsets, Words(layers.cu_seqlens(lengths))
 
     def _whole(self, batch: int, seq: int) -> tuple[Words, Any]:
-        """Return the bounds of a batch without padding, and the position of each word, int64 [words].
+        """Return the sequence bounds of a batch without padding, and the position of each word, int64 [words].
 
-        The latest sizes are cached, because computing them takes five small kernels per pass on a GPU.
+        Both are cached for the latest batch sizes, because on a GPU computing them takes five small kernels.
         """
         layers, size = self._layers, (batch, seq)
         if size not in self._wholes:
@@ -263,7 +264,7 @@ class Encoder:
         return self._library.from_numpy(array, self.weights.word)
 
     def _table_rows(self, ids: Any, mask: Any, types: Any, index: Any) -> Any:
-        """Return the row of each word in the table of positions and token types, int64 [words]."""
+        """Return the row of each word in the table of position plus token type embeddings, int64 [words]."""
         config, (batch, seq) = self.config, ids.shape
         if config.family.positions_after_padding:
             real = ids != config.pad_token_id
@@ -277,7 +278,7 @@ class Encoder:
         return rows
 
     def _counted(self, real: Any) -> Any:
-        """Return RoBERTa's positions: pad_token_id + 1 and up for words, pad_token_id for padding."""
+        """Return RoBERTa's positions: words count up from pad_token_id + 1, padding gets pad_token_id."""
         return real.cumsum(-1) * real + self.config.pad_token_id
 
     # --- the forward pass -------------------------------------------------------------------------------
@@ -310,7 +311,7 @@ class Encoder:
         return self._tokenize(texts, max_length)
 
     def _tokenize(self, texts: Sequence[str], max_length: int | None) -> list[list[int]]:
-        """Do the work of `tokenize`. A warning points to the caller of this function's caller."""
+        """Do the work of `tokenize`. Warnings are attributed to the user's call, two calls above this function."""
         found = check_texts(texts)
         if self.tokenizer is None:
             raise ValueError("the encoder has no tokenizer: give it one, or call embed_tokens with token ids")

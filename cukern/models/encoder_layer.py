@@ -16,7 +16,7 @@ from cukern.runtime import gpu
 _LARGEST_HALF = 65504.0 - 1000
 #: From this many rows on, one GEMM with fused bias and activation is faster than cuBLAS and an elementwise kernel.
 _FUSED_ROWS = 4096
-#: Up to this many rows, the simpler attention kernel is faster (3.5 against 4.0 us on an H200).
+#: Up to this many rows, the attention kernel "mma" is faster than the default (3.5 us and 4.0 us on an H200).
 _FEW_ROWS = 64
 #: The activations that `moe_gemm` supports without a gate.
 _FUSED = ("gelu", "gelu_tanh", "silu")
@@ -38,9 +38,9 @@ class EncoderLayer:
 
         x = norm(x + self_attention(x));  x = norm(x + feed_forward(x))
 
-    With `normalize_before` (mBART): x = x + self_attention(norm(x)); x = x + feed_forward(norm(x)). A layer is one
-    product for q, k and v, attention within each sequence, and three more products. Fused kernels between the products
-    add the biases and residuals, normalize and activate.
+    With `normalize_before` (mBART): x = x + self_attention(norm(x)); x = x + feed_forward(norm(x)). A layer runs a
+    dense product for q, k and v, the attention within each sequence, and three more dense products. Fused kernels
+    between the products add the biases and residuals, normalize, and apply the activation.
 
     Args:
         layers: the operations on the weights' arrays.
@@ -67,7 +67,7 @@ class EncoderLayer:
         self.activation, self.epsilon = activation, epsilon
         self.normalize_before, self.product_rows = normalize_before, product_rows
         self._chooses_by_rows = self._may_choose()
-        # The offsets of a single group. moe_gemm clamps the end to the number of rows.
+        # moe_gemm treats all rows as the rows of one expert. It clamps the end offset to the number of rows.
         self._all_rows = layers.put(np.array([0, 2**31 - 1], np.int32)) if self._may_fuse() else None
 
     def __call__(self, x: Any, words: Words) -> Any:
@@ -75,8 +75,8 @@ class EncoderLayer:
         weights = self.weights
         h = self._norm(x, weights.self_norm) if self.normalize_before else x
         qkv = self._linear(h, *weights.qkv)
-        # With either kernel the bits of a text depend on that text only, but the two kernels give different bits.
-        # `product_rows` promises the same bits in any batch, so all its batches use "auto".
+        # The two attention kernels give different bits, although with each of them the bits of a text depend on that
+        # text only. `product_rows` promises the same bits in any batch, so with it all batches use "auto".
         is_few = self._chooses_by_rows and len(qkv) <= _FEW_ROWS and qkv.shape[1] // self.heads % 24 == 0
         attended = self.layers.attention(qkv, self.heads, words, "mma" if is_few else "auto")
         x = self._add(attended, weights.out, x, weights.self_norm)
@@ -93,7 +93,7 @@ class EncoderLayer:
         return gpu.of_device(device).arch == "90a"
 
     def _may_fuse(self) -> bool:
-        """Return whether one kernel can multiply by the weights of `up`, add the bias and activate."""
+        """Return whether one kernel can do the dense product `up`, add the bias and apply the activation."""
         return (
             self._chooses_by_rows
             and self.activation in _FUSED

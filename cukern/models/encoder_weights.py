@@ -14,7 +14,7 @@ from cukern.runtime import check
 
 
 class Names(NamedTuple):
-    """The names of a family's weights, without `.weight` and `.bias`. Names in a layer follow the layer's prefix."""
+    """The names of a family's weights, without `.weight` and `.bias`. The weights of a layer also have a prefix."""
 
     layer: str  # prefix, with {} for the layer's index
     query: str
@@ -207,7 +207,7 @@ def _prefix(state: Mapping[str, Any], names: Names, model_type: str) -> str:
 
 
 def _modern(key: str) -> str:
-    """Return the current name of a weight that old checkpoints call by its TensorFlow name."""
+    """Convert TensorFlow's names (gamma and beta), which old checkpoints use, to weight and bias."""
     for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
         if key.endswith(f"LayerNorm{old}"):
             return key.removesuffix(old) + new
@@ -263,7 +263,7 @@ def _wanted(config: EncoderConfig) -> set[str]:
 
 
 def read_state(state: Mapping[str, Any], config: EncoderConfig, dtype: str | None = None) -> EncoderWeights:
-    """Return the weights of an encoder from a state by transformers' names.
+    """Return the weights of an encoder from a state dict with transformers' names.
 
     The names may all have a prefix, as in a model with a head (`bert.encoder...`). Names without the prefix belong to
     the head and are ignored. In float16 and bfloat16 the sum of the position and token type embeddings is rounded once.

@@ -1,4 +1,4 @@
-"""The settings of a generation: the settings of transformers' `generate`, by its names, checked."""
+"""The settings of a generation. They have the names of transformers' `generate`, and are checked here."""
 
 from __future__ import annotations
 
@@ -104,10 +104,10 @@ class Settings(NamedTuple):
 
 
 def defaults_of(config: Mapping[str, Any], generation_config: Any) -> dict[str, Any]:
-    """Return a model's default settings: from its generation configuration, or from its configuration if there is none.
+    """Return the default settings of a model, from its generation configuration.
 
-    Ids of special tokens that the generation configuration lacks come from the configuration. Older models have all
-    settings in the configuration.
+    Ids of special tokens that the generation configuration lacks come from the configuration. Without a generation
+    configuration, as in older models, all settings come from the configuration.
     """
     source = config if generation_config is None else content("generation_config", generation_config)
     found = {key: source[key] for key in (*DEFAULTS, *_UNSUPPORTED) if source.get(key) is not None}
@@ -120,13 +120,13 @@ def defaults_of(config: Mapping[str, Any], generation_config: Any) -> dict[str, 
 
 
 def _ids(name: str, value: Any, vocab: int) -> tuple[int, ...]:
-    """Return one id or several as a tuple, each checked against the vocabulary."""
+    """Return an id or a list of ids as a tuple. Raises ValueError for an id outside the vocabulary."""
     several = value if isinstance(value, Iterable) else () if value is None else (value,)
     return tuple(dict.fromkeys(check.integer(name, x, 0, vocab - 1, "the vocabulary") for x in several))
 
 
 def _words(name: str, value: Any, vocab: int) -> tuple[tuple[int, ...], ...]:
-    """Return words of one or more tokens, checked against the vocabulary."""
+    """Return a list of words, which are lists of token ids, as tuples. Raises ValueError for an id out of range."""
     words = []
     for word in () if value is None else value:
         if not isinstance(word, Sequence) or not word:

@@ -1,4 +1,4 @@
-"""Texts: sentence-transformers' settings for reading them, and the pooling of their words into one vector per text."""
+"""Read sentence-transformers' settings for texts, and pool the words (tokens) of each text into one vector."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BATCH_TOKENS = 16384
 
 
 class TextConfig(NamedTuple):
-    """The settings that turn a text into token ids, and the vectors of its words into a vector of the text."""
+    """The settings for tokenizing a text and for pooling the vectors of its words into one vector."""
 
     #: The poolings whose vectors are concatenated, in the order of `POOLINGS`.
     pooling: tuple[str, ...] = ("mean",)
@@ -77,13 +77,16 @@ def read_text_config(folder: Path) -> tuple[Path, TextConfig]:
 
 
 def _sentence_config(folder: Path) -> dict[str, Any]:
-    """Return the options of the module Transformer. Older versions name the file after the architecture."""
+    """Return the options of sentence-transformers' module Transformer.
+
+    Older versions name the file after the architecture, such as sentence_roberta_config.json.
+    """
     files = sorted(folder.glob("sentence_*_config.json"))
     return read_json(files[0]) if files else {}
 
 
 def _read_pooling(folder: Path) -> dict[str, Any]:
-    """Return the modes of a module Pooling, in order, and whether the prompt is pooled."""
+    """Return the pooling modes, in order, of sentence-transformers' module Pooling, and whether it pools the prompt."""
     file = folder / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file}, the configuration of the pooling, does not exist")
@@ -122,9 +125,10 @@ def pooled(layers: Layers, hidden: Any, words: Words, modes: Sequence[str], norm
 
 
 def by_length(tokens: Sequence[Sequence[int]], batch_size: int | None) -> list[np.ndarray[Any, np.dtype[np.intp]]]:
-    """Return the indices of the texts in batches of similar lengths, longest first, so that lack of memory shows early.
+    """Split texts into batches of similar lengths, and return the indices of the texts of each batch.
 
-    A batch has `batch_size` texts. None: as many as have at most _BATCH_TOKENS tokens together, or one longer text.
+    The longest texts come first, so that a lack of memory shows early. A batch has `batch_size` texts. None: as many
+    texts as fit in _BATCH_TOKENS tokens, but at least one.
     """
     lengths = np.array([len(ids) for ids in tokens], np.int64)
     order = np.argsort(-lengths, kind="stable")
@@ -133,7 +137,7 @@ def by_length(tokens: Sequence[Sequence[int]], batch_size: int | None) -> list[n
     ends: list[int] = []
     count = 0
     for number, length in enumerate(lengths[order].tolist()):
-        # A text without tokens still takes a place among the sequences.
+        # Count a text without tokens as one token, because it is still a sequence of the batch.
         count += max(length, 1)
         if count > _BATCH_TOKENS and number > (ends[-1] if ends else 0):
             ends.append(number)

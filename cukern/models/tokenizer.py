@@ -1,4 +1,4 @@
-"""Tokenizers of models' directories, for encoders and for encoder-decoders."""
+"""Read the tokenizer in the directory of an encoder or of an encoder-decoder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _open(file: Path) -> Any:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the package raises Exception itself
         raise ValueError(f"{file} is not a tokenizer: {error}") from None
-    # The file may ask for padding to a fixed length, which a batch without padding must not have.
+    # The file may ask for padding to a fixed length. Turn it off, because batches here have no padding.
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
@@ -91,10 +91,10 @@ class Translator(Protocol):
     """The tokenizer of an encoder-decoder."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a source, including its special tokens."""
+        """Return the ids of a source text, including special tokens."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of a target, without its special tokens."""
+        """Return the text of generated ids, without special tokens."""
 
 
 class _Fast:
@@ -111,7 +111,7 @@ class _Fast:
 
 
 class _Marian:
-    """Marian's two SentencePiece models, over Marian's own vocabulary."""
+    """Marian's tokenizer: a SentencePiece model per language, and a vocabulary with the ids of the pieces."""
 
     def __init__(self, directory: Path) -> None:
         try:

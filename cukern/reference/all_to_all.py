@@ -1,6 +1,7 @@
-"""The exchange between ranks, in NumPy. Ranks are threads, or take turns in a thread, and share windows in host memory.
+"""The exchange between ranks, in NumPy.
 
-`cukern.ops.all_to_all` has checked the arguments.
+Each rank is a thread, or several ranks run in one thread, one after the other. They exchange data through windows: host
+memory of a rank that the other ranks write to. `cukern.ops.all_to_all` has checked the arguments.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ PAST_DEADLINE, ABORTED, OVER_CAPACITY, OTHER_CALL = 1, 2, 3, 4
 
 
 class Failure(NamedTuple):
-    """A rank's first failed wait: the error code, the rank it waited for, the phase, and the index of the call."""
+    """The first failed wait of a rank.
+
+    The fields are the error code, the rank whose data did not arrive, the phase (dispatch or combine), and the index of
+    the call.
+    """
 
     code: int
     rank: int
@@ -45,14 +50,16 @@ class HostRanks:
         self.ranks, self.max_tokens, self.hidden, self.topk = ranks, max_tokens, hidden, topk
         self.owner, self.deadline_s = owner, deadline_s
         rows = ranks * max_tokens
-        # Received data, by rank and buffer. A row's index is source * max_tokens + token.
+        # Received data, indexed by receiving rank and buffer. The row of a token has the index
+        # `source * max_tokens + token`.
         self.rows = np.zeros((ranks, 2, rows * hidden * 2), np.uint8)
         self.scales = np.zeros((ranks, 2, rows * max(1, -(-hidden // GROUP))), np.float32)
         self.ids = np.full((ranks, 2, rows, topk), -1, np.int32)
         self.weights = np.zeros((ranks, 2, rows, topk), np.float32)
-        #: By source rank: (token, owner rank, or slot if `apart`) -> (step of the combine, result row).
+        #: Results that return to each source rank. The key is (token, rank of the experts), or (token, slot) if
+        #: `apart`. The value is (index of the combine, result row).
         self.partial: list[dict[tuple[int, int], tuple[int, Array]]] = [{} for _ in range(ranks)]
-        # Signals and sizes, by receiving rank and source rank.
+        # Signals and sizes, indexed by receiving rank and source rank.
         self.dispatched = np.zeros((ranks, ranks), np.int64)
         self.entered = np.zeros((ranks, ranks), np.int64)
         self.batches = np.zeros((ranks, 2, ranks, 2), np.int64)  # [rank, step % 2, source]: (tokens, buffer)
@@ -71,7 +78,7 @@ class HostRanks:
             self.abort(rank)
 
     def abort(self, rank: int) -> None:
-        """Make all waits fail, and name `rank` as the cause."""
+        """Make the waits of all ranks fail, with `rank` as the reported cause."""
         with self.changed:
             if self.aborted is None:
                 self.aborted = rank
@@ -203,7 +210,7 @@ def receive_back(
     step = int(host.combines[rank])
     host.combines[rank] = step + 1
     owners, own = host.owners(ids), host.partial[rank]
-    # The parts of each token in the order of the sum: its slots if `apart`, else the ranks of its experts.
+    # List the partial results of each token in the order of the sum: one per slot if `apart`, else one per rank.
     parts = [np.flatnonzero(x >= 0).tolist() if apart else sorted({*x[x >= 0].tolist()}) for x in owners]
     needed: dict[int, list[tuple[int, int]]] = {}
     for token, part in ((token, part) for token, of_token in enumerate(parts) for part in of_token):

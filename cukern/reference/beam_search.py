@@ -16,8 +16,8 @@ from cukern.runtime.tolerance import Tolerance
 
 #: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # One addition and one division in IEEE arithmetic on both sides. The tolerance is below one unit in the last place,
-    # so the results are equal.
+    # The kernel and the reference do the same IEEE addition and division. The tolerance is below one unit in the last
+    # place, so the results must be equal.
     "values": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=2**-30, absolute=0)),
     "keys": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=2**-30, absolute=0)),
     "scores": {"float32": Tolerance(relative=2**-30, absolute=0)},
@@ -47,7 +47,7 @@ def _candidates(totals: Array, k: int, diversity_rate: float) -> tuple[Array, Ar
     values = np.where(np.isnan(values), np.float32(-np.inf), values)
     ids = (ranked + vocab * np.arange(beams)[:, None]).reshape(batch, beams * ranked.shape[-1])
     values = values.reshape(ids.shape)
-    # Sort by value, then by id, because the columns are not in the order of the ids here.
+    # Sort by value, then by id: the columns are ordered by beam and rank, so a stable sort would not break ties by id.
     order = np.lexsort((ids, -values), axis=-1)[:, :k]
     return np.take_along_axis(values, order, axis=-1), np.take_along_axis(ids, order, axis=-1).astype(np.int32)
 

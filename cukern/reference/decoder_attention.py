@@ -15,9 +15,9 @@ from cukern.runtime.tolerance import Tolerance
 
 #: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # A score is a sum of `dim` float32 products, and its absolute error is the relative error of its weight. exp2 and
-    # the division are hardware approximations. A value near a rounding boundary of float16 or bfloat16 may round the
-    # other way.
+    # A score is a sum of `dim` float32 products. The absolute error of the score becomes the relative error of
+    # exp(score). exp2 and the division are hardware approximations. A value near a rounding boundary of float16 or
+    # bfloat16 may round the other way.
     "out": {
         "float32": Tolerance(relative=2e-5, absolute=2e-5),
         "float16": Tolerance(relative=2**-10, absolute=4e-5),
@@ -84,7 +84,7 @@ def cross_attention(
     *,
     scale: float | None = None,
 ) -> Array:
-    """Attend over the first `memory_lengths[b]` entries of the memory, `beams` rows of `q` for each sequence b."""
+    """Attend over the first `memory_lengths[b]` entries of memory b; `beams` consecutive rows of `q` share a memory."""
     batch, memory_len, heads, dim = key_memory.shape
     if batch and (memory_lengths.min() < 0 or memory_lengths.max() > memory_len):
         check.fail("memory_lengths", f"in [0, {memory_len}] (memory_len)", memory_lengths.tolist())

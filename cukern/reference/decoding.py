@@ -1,4 +1,4 @@
-"""The parts of a decoding step around the choice of a token, in NumPy. They define the correct results."""
+"""The parts of a decoding step before and after the choice of a token, in NumPy. They define the correct results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cukern.runtime.tolerance import Tolerance
 
 #: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # Products, sums and quotients are unfused IEEE float32 operations, in the same order on both sides.
+    # The kernel and the reference do the same IEEE float32 operations in the same order, without fused multiply-add.
     "values": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=0, absolute=0)),
 }
 
@@ -49,7 +49,10 @@ def update_logits(
 
 
 def _words(words: Array, row: int) -> list[list[int]]:
-    """Return a row's well-formed words from FasterTransformer's layout: [2, size] for all rows, or [batch, 2, size]."""
+    """Return the words (lists of token ids) of a row, without malformed ones.
+
+    `words` has FasterTransformer's layout: ids and end positions, [2, size] for all rows or [batch, 2, size].
+    """
     ids, ends = words if words.ndim == 2 else words[row]
     begins = np.concatenate([[0], ends])[:-1]
     return [ids[a:b].tolist() for a, b in zip(begins, ends, strict=True) if 0 <= a < b <= len(ids)]

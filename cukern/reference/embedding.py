@@ -1,7 +1,7 @@
 """Embedding lookups in NumPy.
 
 `cukern.ops.embedding` has checked the arguments. An id or a position out of range gives a row of zeros, as in the
-kernel. Host arrays with such values are refused by `refusing`.
+kernel. The wrapper `refusing` raises an error for host arrays with such values instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from cukern.runtime.tolerance import Tolerance
 
 #: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # A copy, or an unfused float32 product and sum rounded to the dtype: IEEE arithmetic on both sides.
+    # A result is a copy, or a float32 product and sum (not a fused multiply-add) that is rounded to the dtype. The
+    # kernel and the reference do the same IEEE operations.
     "rows": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=0, absolute=0)),
 }
 
@@ -34,7 +35,7 @@ def _positions(word_ids: Array, step: int, position_ids: Array | None) -> Array:
 
 
 def _rows(table: Array, ids: Array) -> tuple[Array, Array]:
-    """Return the table's rows for `ids`, with any row for an id out of range, and which ids are in range."""
+    """Return the table's rows for `ids`, and which ids are in range. An id out of range gets an arbitrary row."""
     valid = (ids >= 0) & (ids < len(table))
     if not valid.any():
         return np.zeros((*ids.shape, table.shape[1]), table.dtype), valid
@@ -72,7 +73,10 @@ def embedding_lookup_sine_position_encoding(
 
 
 def _add_positions(rows: Array, valid: Array, scale: float, table: Array, positions: Array) -> tuple[Array, Array]:
-    """Return rows * scale + table[positions], in float32 and rounded once, and which rows are still valid."""
+    """Return rows * scale + table[positions], in float32 and rounded once, and which rows are valid.
+
+    A row is valid if it was valid before and its position is in range.
+    """
     added, valid_too = _rows(table, positions)
     with np.errstate(over="ignore", invalid="ignore"):
         result = rows.astype(np.float32) * np.float32(scale) + added.astype(np.float32)
@@ -80,7 +84,7 @@ def _add_positions(rows: Array, valid: Array, scale: float, table: Array, positi
 
 
 def refusing(function: Callable[..., Array]) -> Callable[..., Array]:
-    """Wrap a function of this module, called by keywords, to refuse ids and positions out of range."""
+    """Wrap a function of this module so that ids and positions out of range raise. Takes only keyword arguments."""
 
     @functools.wraps(function)
     def checked(**arguments: Any) -> Array:

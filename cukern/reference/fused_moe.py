@@ -1,7 +1,7 @@
 """The fused mixture-of-experts layer in NumPy.
 
-`cukern.fused_experts` has checked the arguments. Between the steps, numbers are rounded as if each step wrote its
-result: to the layer's dtype, or to FP8.
+`cukern.fused_experts` has checked the arguments. The result of each step is rounded to the layer's dtype or to FP8, as
+the kernels round it when they write it to memory.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from cukern.runtime.tolerance import Tolerance
 
 #: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # The activations and each expert's output are rounded. A value near a rounding boundary may round the other way, by
-    # one unit in the last place. An expert's outputs have magnitude 1, and up to 16 with relu2.
+    # The activations and the output of each expert are rounded. A value near a rounding boundary may round the other
+    # way, which is an error of one unit in the last place. The outputs of an expert have magnitude 1, or up to 16 with
+    # relu2.
     "out": {
         "float32": Tolerance(relative=4e-5, absolute=4e-5),
         "float16": Tolerance(relative=2**-10, absolute=2**-7),
         "bfloat16": Tolerance(relative=2**-7, absolute=2**-4),
     },
-    # An activation near an FP8 rounding boundary may round the other way, which changes one term of a sum by up to an
-    # eighth. Terms have magnitude 2 / sqrt(inter), 0.2 in the tests; a few in a million are five times as large.
-    # Several terms of a sum may change. The largest difference on an H200 is 0.31, with relu2. The tests also bound the
-    # norm of all differences.
+    # An activation near an FP8 rounding boundary may round the other way. This changes one term of a sum by up to an
+    # eighth of the term. Terms have magnitude `2 / sqrt(inter)`, which is 0.2 in the tests; a few terms in a million
+    # are five times as large. Several terms of a sum may change. The largest difference on an H200 is 0.31, with relu2.
+    # The tests also limit the norm of all differences.
     "fp8_out": {
         "float16": Tolerance(relative=2**-7, absolute=0.375),
         "bfloat16": Tolerance(relative=2**-7, absolute=0.375),
@@ -43,7 +44,7 @@ FP8_NAMES = ("fp8_block", "fp8", "mxfp4_fp8")
 
 
 def quantize_input(x: Array, quant: Any) -> tuple[Array, Array | None]:
-    """Return the rows as the first GEMM takes them, and their scales."""
+    """Quantize the rows for the first GEMM. Return them with their scales, or unchanged with None."""
     if quant is None or quant.name not in FP8_NAMES:
         return x, None
     if quant.is_in_groups:
@@ -54,9 +55,10 @@ def quantize_input(x: Array, quant: Any) -> tuple[Array, Array | None]:
 def experts(
     rows: dict[int, tuple[Array, Array | None]], w1: Array, w2: Array, activation: str, quant: Any, dtype: Any
 ) -> dict[int, Array]:
-    """Return the outputs of experts by index, from each expert's rows: `a`, quantized, and its scale.
+    """Return the output rows of each expert.
 
-    A scale has one element per row, or is [1] for all rows.
+    `rows` maps the index of an expert to its input rows, quantized if the layer is, and their scales. The scales are
+    None, or have one entry per row, or are [1] for all rows.
     """
 
     def multiply(index: int, x: Array, scale: Array | None, weights: Array, layer: str, **form: Any) -> Array:

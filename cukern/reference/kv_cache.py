@@ -16,7 +16,8 @@ from cukern.runtime.tolerance import Tolerance
 
 #: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # A copy, or a float32 quotient rounded once to FP8, the same on both sides. All NaN compare equal.
+    # A number is copied, or divided in float32 and rounded once to FP8. The kernel and the reference do the same IEEE
+    # operations. All NaN compare equal.
     "cache": dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), Tolerance(relative=0, absolute=0)),
 }
 
@@ -37,7 +38,7 @@ _FP8 = {
 
 
 def _dtype(cache: Array, kv_cache_dtype: str) -> np.dtype[Any]:
-    """Return the dtype of the numbers in a cache, which may be an array of bytes."""
+    """Return the dtype of the numbers in a cache. The cache array itself may have dtype uint8."""
     return _FP8[kv_cache_dtype] if kv_cache_dtype != "auto" and cache.dtype.itemsize == 1 else cache.dtype
 
 
@@ -57,7 +58,7 @@ def _stored(x: Array, cache: Array, kv_cache_dtype: str, scale: Any) -> Array:
 
 
 def _scaled(latents: Array, rotary: Array) -> Array:
-    """Return the bytes of tokens in FlashMLA's FP8 cache, [tokens, ENTRY]. Missing rotary numbers are stored as 0."""
+    """Return tokens in the format of FlashMLA's FP8 cache, uint8 [tokens, ENTRY]. Missing rotary numbers become 0."""
     if not rotary.shape[1]:
         rotary = np.zeros((len(rotary), ROTARY), rotary.dtype)
     groups = latents.astype(np.float32).reshape(-1, LATENTS // GROUP, GROUP)
@@ -76,7 +77,7 @@ def _scaled(latents: Array, rotary: Array) -> Array:
 
 
 def _unscaled(row: Array, dtype: np.dtype[Any]) -> Array:
-    """Return the [LATENTS + ROTARY] numbers of a token in FlashMLA's FP8 cache, [ENTRY] bytes."""
+    """Return the numbers [LATENTS + ROTARY] of a token from its ENTRY bytes in FlashMLA's FP8 cache."""
     row = np.ascontiguousarray(row).view(np.uint8)
     stored, rotary = row[:SCALES_AT].view(ml_dtypes.float8_e4m3fn), row[ROTARY_AT:].view(ml_dtypes.bfloat16)
     scales = row[SCALES_AT:ROTARY_AT].view(np.float32).repeat(GROUP)

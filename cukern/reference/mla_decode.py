@@ -1,6 +1,7 @@
-"""Attention over a paged cache of latents in NumPy, computed as the formulas say, and the split of its work into parts.
+"""Attention over a paged cache of latents in NumPy, computed as the formulas say.
 
-`cukern.ops.mla_decode` has checked the arguments.
+`plan` splits the work into parts of nearly equal load. A part is a range of cache blocks, which may span several
+sequences. `cukern.ops.mla_decode` has checked the arguments.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ TOLERANCES = {
     # FlashMLA's test tolerances, for latents of magnitude 0.1. Weights are rounded to the query's dtype before the
     # product with the values, and the result is rounded again. The tests also bound the cosine of all results.
     "out": dict.fromkeys(("float16", "bfloat16"), Tolerance(relative=2.01 / 128, absolute=8e-4)),
-    # The logarithm of a sum of unrounded weights. An lse near 0 keeps the absolute error of its largest score. That
-    # score is 1 / 24 of a sum of 576 products. The tensor core adds 16 products at a time, and drops bits below 2^-23
-    # of a sum of magnitude 100.
+    # The lse is the logarithm of a sum of unrounded weights. If it is near 0, its absolute error is the error of the
+    # largest score, which is 1 / 24 of a sum of 576 products. The tensor core adds 16 products at a time, and drops the
+    # bits of a product below 2^-23 of the sum. The sums have magnitude 100.
     "lse": {"float32": Tolerance(relative=1e-5, absolute=4e-5)},
 }
 
@@ -32,14 +33,16 @@ MULTIPROCESSORS = 132
 BLOCK_TOKENS = 64
 #: Maximum query rows of a thread block.
 ROWS = 64
-#: Cost of a sequence in a part, in addition to the sequence's blocks, in blocks.
+#: The load of a part is the number of its cache blocks, plus this many blocks for each sequence in the part.
 FIXED = 5
 
-#: A slot of an 8-bit cache: one-byte numbers, a float32 scale for each SCALE_DIMS of them, and bfloat16 rotary numbers.
+#: A slot is the entry of one token in an 8-bit cache: LATENT_DIMS one-byte numbers, a float32 scale for each SCALE_DIMS
+#: of them, and ROTARY_DIMS bfloat16 rotary numbers.
 LATENT_DIMS, SCALE_DIMS, ROTARY_DIMS = 512, 128, 64
 SLOT_BYTES = LATENT_DIMS + LATENT_DIMS // SCALE_DIMS * 4 + ROTARY_DIMS * 2
-#: A page of an 8-bit cache with PAGED_DIMS. The first part has, for each slot, the one-byte numbers and the bfloat16
-#: rotary numbers. The second part has, for each slot, a one-byte power of two per PAGED_SCALE_DIMS and an unused byte.
+#: A page of the other 8-bit cache, which has PAGED_DIMS numbers per token. The page first stores the one-byte numbers
+#: and the bfloat16 rotary numbers of all its tokens. After them it stores for each token the scales, one-byte powers of
+#: two for each PAGED_SCALE_DIMS numbers, and an unused byte.
 PAGED_DIMS, PAGED_SCALE_DIMS = 512, 64
 PAGED_LATENT_DIMS = PAGED_DIMS - ROTARY_DIMS
 PAGED_NUMBER_BYTES = PAGED_LATENT_DIMS + ROTARY_DIMS * 2
@@ -47,12 +50,12 @@ PAGED_SLOT_BYTES = PAGED_NUMBER_BYTES + PAGED_LATENT_DIMS // PAGED_SCALE_DIMS + 
 
 
 def parts_of(rows: int, num_heads_k: int, multiprocessors: int) -> int:
-    """Return how many parts keep a GPU busy. A part has a thread block per kv head and per ROWS query rows."""
+    """Return how many parts keep a GPU busy. A part runs on one thread block per kv head and per ROWS query rows."""
     return max(1, multiprocessors // (num_heads_k * max(1, -(-rows // ROWS))))
 
 
 class Part(NamedTuple):
-    """The work from block `begin` of sequence `first` to block `end` of sequence `last`."""
+    """The cache blocks from block `begin` of sequence `first` up to, not including, block `end` of sequence `last`."""
 
     first: int
     begin: int
@@ -61,7 +64,10 @@ class Part(NamedTuple):
 
 
 def deal(blocks: Array, ends: Array, load: int) -> list[Part]:
-    """Split sequences of `blocks` into parts of at most `load`; `ends` are the cumulative loads of the sequences."""
+    """Split the sequences into parts of at most `load`.
+
+    `blocks` are the numbers of cache blocks of the sequences, and `ends` the cumulative loads of the sequences.
+    """
     parts = []
     sequence = done = 0
     while sequence < len(blocks):
@@ -79,7 +85,7 @@ def deal(blocks: Array, ends: Array, load: int) -> list[Part]:
 
 
 def plan(blocks: Any, parts: int) -> tuple[Array, Array]:
-    """Return the metadata and the splits for sequences of these numbers of blocks."""
+    """Return the metadata and the splits for sequences with these numbers of cache blocks."""
     blocks = np.asarray(blocks, np.int64)
     count, ends = len(blocks), np.cumsum(blocks + FIXED)
     load = max(FIXED + 1, -(-int(blocks.sum() + FIXED * count) // parts))
@@ -89,10 +95,10 @@ def plan(blocks: Any, parts: int) -> tuple[Array, Array]:
         dealt = deal(blocks, ends, load)
     metadata = np.zeros((parts, 8), np.int32)
     metadata[:, 0] = count
-    changes = np.zeros(count + 1, np.int64)  # change of the number of parts per sequence, between neighbours
+    changes = np.zeros(count + 1, np.int64)  # parts of sequence i minus parts of sequence i - 1
     earlier = 0
     for i, part in enumerate(dealt):
-        # `earlier` counts the earlier parts that contain the part's first sequence.
+        # `earlier` is the number of earlier parts that contain blocks of this part's first sequence.
         is_same = i > 0 and dealt[i - 1].first == part.first
         earlier = 0 if part.begin == 0 else earlier + 1 if is_same else 1
         metadata[i, :5] = *part, earlier
@@ -113,7 +119,7 @@ def get_mla_metadata(
     extra_topk: int = 0,
     extra_topk_length: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Split the blocks of all sequences into parts of nearly equal load."""
+    """Split the cache blocks of all sequences into parts of nearly equal load."""
     lengths, rows = cache_seqlens.astype(np.int64), num_heads_per_head_k
     if topk is not None:
         assert num_heads_q is not None
@@ -129,7 +135,9 @@ def counted(topk_length: Array | None, topk: int, batch: int) -> Array:
 
 
 def dequantize(slots: Array, dtype: Any) -> Array:
-    """Return the numbers [..., 576] of slots [..., 656] of an 8-bit cache: exact in float64, rotary ones in `dtype`."""
+    """Return the numbers [..., 576] of slots [..., 656] of an 8-bit cache, in float64. Rotary numbers are first rounded
+    to `dtype`.
+    """
     slots = np.ascontiguousarray(slots).view(np.uint8)
     scales_end = SLOT_BYTES - ROTARY_DIMS * 2
     latent = slots[..., :LATENT_DIMS].view(ml_dtypes.float8_e4m3fn).astype(np.float64)
@@ -163,7 +171,7 @@ def _tokens(cache: Array, slots: Array, dtype: Any, is_fp8: bool) -> Array:
 
 
 def _named(indices: Array, topk_length: Array | None, at: tuple[int, int], cache: Array) -> Array | None:
-    """Return the cache slots that a query token attends to; None if one is outside the cache."""
+    """Return the cache slots that `indices` lists for query token `at`; None if one of them is outside the cache."""
     count = counted(topk_length, indices.shape[2], len(indices))[at[0]]
     named = indices[at][:count].astype(np.int64)
     named = named[named >= 0]
@@ -209,7 +217,7 @@ def flash_mla_with_kvcache(
     topk_length: Array | None = None,
     extra_topk_length: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Attend over latents. The split of the work does not affect the result."""
+    """See `cukern.flash_mla_with_kvcache`. The split of the work into parts does not affect this reference."""
 
     def seen() -> Iterator[tuple[tuple[int, int], Array | None]]:
         """Yield the latents that each query token attends to; None if one is outside its cache."""

@@ -16,24 +16,26 @@ from cukern.runtime.tolerance import Tolerance
 
 #: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # exp2, the reciprocal and gelu's polynomial are approximations, together accurate to about 2**-21. The rounding of
-    # exp2's argument adds an error that grows with the argument. Where erf is near -1, the reference's 1 + erf cancels:
-    # its error is 2**-26 of gate * up, which is at most 60 in the tests. The error of the kernel's polynomial is at
-    # most 2**-24 of up. A value near a rounding boundary of float16 or bfloat16 may round the other way.
+    # The kernel approximates exp2, the reciprocal and erf, with a relative error of about 2**-21 in all. The rounding
+    # of exp2's argument adds an error that grows with the argument. Where erf is near -1, the reference loses bits in
+    # `1 + erf`: its error is 2**-26 times `gate * up`, which is at most 60 in the tests. There the kernel's polynomial
+    # has an error of at most 2**-24 times `up`. A value near a rounding boundary of float16 or bfloat16 may round the
+    # other way.
     "out": {
         "float32": Tolerance(relative=2e-5, absolute=5e-6),
         "float16": Tolerance(relative=2**-10, absolute=5e-6),
         "bfloat16": Tolerance(relative=2**-7, absolute=5e-6),
     },
-    # float32 uses CUDA's accurate functions. The argument of exp, at most 88, is rounded a few times. 16-bit dtypes use
-    # the fast forms of the gated activations, with an error of at most 2.3e-8 for gelu below 0. A value near a rounding
-    # boundary of float16 or bfloat16 may round the other way, also among the subnormal numbers.
+    # In float32 the kernel uses CUDA's accurate functions. The argument of exp is at most 88, and is rounded a few
+    # times. In 16 bits the kernel uses the same fast approximations as the gated activations; the error of gelu for a
+    # negative argument is at most 2.3e-8. A value near a rounding boundary of float16 or bfloat16, normal or subnormal,
+    # may round the other way.
     "biased": {
         "float32": Tolerance(relative=3e-5, absolute=1e-37),
         "float16": Tolerance(relative=2**-10, absolute=9e-8),
         "bfloat16": Tolerance(relative=2**-7, absolute=3e-8),
     },
-    # CUDA's normal distribution function, accurate to five units in the last place, and one product.
+    # The kernel multiplies by CUDA's normcdff, which is accurate to five units in the last place.
     "gelu": {"float32": Tolerance(relative=1e-6, absolute=1e-37)},
 }
 
@@ -44,7 +46,10 @@ _erfc = np.vectorize(math.erfc, otypes=[np.float64])
 
 
 def sides(x: Array, interleaved: bool) -> tuple[Array, Array]:
-    """Return the gates and ups [..., inter] of rows [..., 2 * inter]: the two halves, or the even and odd columns."""
+    """Split rows [..., 2 * inter] into gates and ups, [..., inter] each.
+
+    They are the two halves of a row, or with `interleaved` the even and the odd columns.
+    """
     if interleaved:
         return x[..., ::2], x[..., 1::2]
     inter = x.shape[-1] // 2

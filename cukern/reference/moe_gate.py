@@ -14,8 +14,8 @@ from cukern.runtime.tolerance import Tolerance
 
 #: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # The kernel uses the hardware's exp2, log2 and reciprocal, each accurate to about 2**-22. The rounding of exp2's
-    # argument adds an error proportional to the logit.
+    # The kernel uses the hardware's exp2, log2 and reciprocal, each with a relative error of about 2**-22. The rounding
+    # of exp2's argument adds an error proportional to the logit.
     "weights": {"float32": Tolerance(relative=2e-5, absolute=1e-9)},
 }
 
@@ -81,7 +81,7 @@ def gate(
     kept = np.zeros((tokens, groups), bool)
     np.put_along_axis(kept, _best_first(group_score)[:, :topk_group], True, axis=-1)
 
-    # Experts outside the kept groups sort last, even after experts of kept groups at -inf.
+    # Experts outside the kept groups sort last, even after experts with score -inf inside the kept groups.
     outside = np.repeat(~kept, experts // groups, axis=-1)
     routed = topk - shared
     ids = np.lexsort((np.broadcast_to(np.arange(experts), choice.shape), -choice, outside), axis=-1)[:, :routed]

@@ -21,15 +21,15 @@ from cukern.runtime.tolerance import Tolerance
 
 #: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # Float32 sums of magnitude 1, in another order; or exact sums, followed by an activation with the hardware's exp2
-    # and reciprocal. A value near a rounding boundary may round the other way.
+    # The kernel adds float32 products in another order, and applies the activation with the hardware's exp2 and
+    # reciprocal. The sums have magnitude 1. A value near a rounding boundary may round the other way.
     "out": {
         "float32": Tolerance(relative=2e-5, absolute=2e-5),
         "float16": Tolerance(relative=2**-10, absolute=1e-4),
         "bfloat16": Tolerance(relative=2**-7, absolute=1e-4),
     },
-    # FP8: Hopper accumulates 128 products with 14 bits. For sums of magnitude 1, the largest error of some hundred
-    # thousand results on an H200 is 0.005.
+    # Hopper accumulates 128 FP8 products in an accumulator of 14 bits. For sums of magnitude 1, the largest error of
+    # some hundred thousand results on an H200 is 0.005.
     "fp8_out": {
         "float16": Tolerance(relative=2**-10, absolute=2**-7),
         "bfloat16": Tolerance(relative=2**-7, absolute=2**-7),
@@ -40,12 +40,13 @@ Array = NDArray[Any]
 
 _UNIT_NUMBERS = UNIT_ROWS * UNIT_K // 2
 _FOLDED_NUMBERS = UNIT_ROWS * FOLDED_K // 2
-#: Differences between a row's and a group's exponent are clamped to the first number. All numbers are scaled by two to
-#: the power of the second number.
+#: Weights prepared for FP8 rows store an exponent for each row, and for each group the difference from that exponent.
+#: _FOLDED_DIFFERENCE is the largest difference; larger ones are clamped. _FOLDED_SHIFT is the exponent of a factor in
+#: the FP8 numbers of such weights, which the factor of the row cancels.
 _FOLDED_DIFFERENCE, _FOLDED_SHIFT = 19, 6
 #: The magnitudes of e2m1 numbers, by code.
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-#: MXFP4 scales are clamped to this exponent byte, 2^34, which becomes infinite in the kernel.
+#: Larger MXFP4 scales are replaced by this exponent byte (2^34). It is large enough to become infinite in the kernel.
 _LARGEST_E8M0 = 161
 
 
@@ -75,7 +76,7 @@ def _unpacked_pairs(words: Array) -> Array:
 
 
 def _widened(scales: Array) -> Array:
-    """Convert e4m3 bytes to 5 exponent bits with bias 16 and 3 mantissa bits, without the sign."""
+    """Convert e4m3 bytes to bytes with 5 exponent bits (bias 16) and 3 mantissa bits. The sign bit is dropped."""
     size = scales & np.uint8(127)
     top = np.where(size >= 4, 2, np.where(size >= 2, 1, 0))
     small = (top + 7) << 3 | (size.astype(int) << (3 - top) & 7)
@@ -201,7 +202,7 @@ def values_of_a(a: Array, a_scale: Array | None) -> Array:
 def folded_values(b: Array, k: int) -> Array:
     """Return the numbers [n, k] that the GEMM multiplies, for an expert's weights prepared for FP8 rows.
 
-    `b` is [n / 8, units, bytes]. A number is an e4m3 number times a power of two of its row.
+    `b` is [n / 8, units, bytes]. Each result is an e4m3 number times a power of two that is the same for the whole row.
     """
     numbers, differences, exponents = (x[0] for x in _unfolded(b[None]))
     sizes = _E2M1[numbers & 7] * np.repeat(np.exp2(_FOLDED_SHIFT - differences.astype(float)), MXFP4_GROUP, 1)
@@ -213,7 +214,7 @@ def folded_values(b: Array, k: int) -> Array:
 
 
 def values_of_b(b: Array, b_scale: Array | None, b_global_scale: Array | None, k: int) -> Array:
-    """Return the dequantized weights [n, k] of one expert in float64; `b` has 3 dimensions if prepared."""
+    """Return the dequantized weights [n, k] of one expert in float64. `b` has 3 dimensions if and only if prepared."""
     if b.ndim == 3 and b.shape[2] == FOLDED_BYTES:
         return folded_values(b, k)
     if b.ndim == 3:
@@ -243,7 +244,10 @@ def product(
     limit: float = LIMIT,
     interleaved: bool = False,
 ) -> Array:
-    """Multiply one expert's rows and weights, and apply the activation, in float32. A gate halves the columns."""
+    """Multiply one expert's rows and weights, and apply the activation, in float32.
+
+    An activation with a gate halves the number of columns.
+    """
     weights = values_of_b(b, b_scale, b_global_scale, a.shape[1])
     with np.errstate(invalid="ignore", over="ignore"):
         sums = (values_of_a(a, a_scale) @ weights.T).astype(np.float32)
@@ -277,9 +281,9 @@ def moe_gemm(
     out: Array | None = None,
     expected_m: int | None = None,
 ) -> Array:
-    """out[r] = a[r] b[e]^T for the rows r in [expert_offsets[e], expert_offsets[e + 1]); see `cukern.moe_gemm`.
+    """See `cukern.moe_gemm`: out[r] = a[r] b[e]^T for r from expert_offsets[e] to expert_offsets[e + 1] - 1.
 
-    Rows without an expert are not written; without `out` they are 0. `expected_m` has no effect.
+    Rows without an expert are not written; in a new array they are 0. `expected_m` has no effect.
     """
     if row_token is not None:
         # Rows without an expert may have an invalid token index.
@@ -316,7 +320,7 @@ def moe_gemm_quantized(
     out_s: Array,
     expected_m: int | None = None,
 ) -> tuple[Array, Array]:
-    """Multiply, then quantize the activation in groups of 128; see `cukern.ops.moe_gemm.moe_gemm_quantized`.
+    """Multiply, apply the activation, and quantize in groups of 128. See `cukern.ops.moe_gemm.moe_gemm_quantized`.
 
     Rows without an expert are not written. `expected_m` has no effect.
     """
@@ -328,7 +332,7 @@ def moe_gemm_quantized(
 
 
 def _own_scale(a_scale: Array | None, expert: int, count: int) -> Array | None:
-    """Return the scales of an expert's rows; one scale if `a_scale` is [1] or [experts]."""
+    """Return the scales of the rows of an expert; a single scale if `a_scale` is [1] or [experts]."""
     if a_scale is None or a_scale.shape == (1,):
         return a_scale
     return a_scale[expert : expert + 1] if a_scale.ndim == 1 else a_scale[expert, :count]
@@ -351,9 +355,9 @@ def moe_gemm_batched(
     out: Array | None = None,
     expected_m: int | None = None,
 ) -> Array:
-    """out[e, t] = a[e, t] b[e]^T for the tokens t < expert_num_tokens[e]; see `cukern.moe_gemm_batched`.
+    """See `cukern.moe_gemm_batched`: out[e, t] = a[e, t] b[e]^T for the tokens t < expert_num_tokens[e].
 
-    Rows past the count are not written; without `out` they are 0. `expected_m` has no effect.
+    Rows past the count are not written; in a new array they are 0. `expected_m` has no effect.
     """
     experts, max_tokens, _ = a.shape
     if out is None:

@@ -16,7 +16,7 @@ Array = NDArray[Any]
 
 
 def _experts(topk_ids: Array, num_experts: int, expert_map: Array | None, local: int) -> Array:
-    """Return the local expert of each pair, or `local` if the pair has none here."""
+    """Return the local expert of each pair (token, slot), or `local` if its expert is not on this rank."""
     ids = topk_ids.reshape(-1).astype(np.int64)
     ids = np.where((ids >= 0) & (ids < num_experts), ids, -1)
     if expert_map is not None:
@@ -25,7 +25,10 @@ def _experts(topk_ids: Array, num_experts: int, expert_map: Array | None, local:
 
 
 def _sort(experts: Array, local: int, block_size: int = 1) -> tuple[Array, Array]:
-    """Return the first row of each expert, then the end of all rows; and the row of each pair, -1 if it has none."""
+    """Sort the pairs (token, slot) by expert. Return the first row of each expert, and the row of each pair.
+
+    The first array also has the end of all rows as its last element. A pair without a local expert has row -1.
+    """
     counts = np.bincount(experts, minlength=local + 1)[:local]
     starts = np.concatenate([[0], np.cumsum(-(-counts // block_size) * block_size)])
     order = np.argsort(experts, kind="stable")[: counts.sum()]
@@ -66,7 +69,7 @@ def moe_sort_batched(
 
 
 def aligned_rows(pairs: int, num_experts: int, block_size: int, whole_blocks: bool) -> int:
-    """Return the maximum number of rows of all pairs, with each expert's rows padded to whole blocks."""
+    """Return the maximum number of rows that the pairs need if each expert's rows are padded to whole blocks."""
     rows = pairs + num_experts * (block_size - 1)
     if whole_blocks:
         rows = -(-rows // block_size) * block_size

@@ -16,7 +16,8 @@ from cukern.runtime.tolerance import Tolerance
 
 #: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # IEEE arithmetic in the same order on both sides, including the reciprocal square root. All NaN compare equal.
+    # The kernels and the reference do the same IEEE operations in the same order, including a correctly rounded
+    # reciprocal square root. All NaN compare equal.
     "out": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=0, absolute=0)),
     "quantized": {"float8_e4m3fn": Tolerance(relative=0, absolute=0)},
     "scales": {"float32": Tolerance(relative=0, absolute=0)},
@@ -24,12 +25,12 @@ TOLERANCES = {
 
 Array = NDArray[Any]
 
-#: Elements per unit, which are added one after the other; and the maximum number of sums that are folded in halves.
+#: `folded_sum` adds the EACH elements of a unit one after the other. It then adds up at most COLUMNS sums by halving.
 EACH, COLUMNS = 8, 1024
 
 
 def folded_sum(x: Array) -> Array:
-    """Return the sum of float32 numbers along the last axis, which stays with size 1.
+    """Return the sum of float32 numbers along the last axis, which is kept with size 1.
 
     1. The 8 elements of each unit are added one after the other.
     2. The sums of units that are 1024 units apart are added one after the other.
@@ -53,7 +54,7 @@ def sum_of_squares(x: Array) -> Array:
 
 
 def _one_by_one(x: Array, axis: int) -> Array:
-    """Return the sum along an axis, added one after the other from its start."""
+    """Return the sum along an axis. The elements are added one after the other, starting with the first one."""
     first, *others = np.moveaxis(x, axis, 0)
     total = first.copy()
     for one in others:
@@ -161,7 +162,8 @@ def layer_norm(
 ) -> Array:
     """See `cukern.layer_norm`.
 
-    Two passes with the correction of Chan, Golub and LeVeque. `left` is the mean of the centered row, a rounding error.
+    The variance takes two passes, with the correction of Chan, Golub and LeVeque. `left` is the mean of the row after
+    its mean was subtracted; it differs from 0 only by rounding errors.
     """
     per_width = np.float32(1 / max(input.shape[-1], 1))
     with np.errstate(all="ignore"):

@@ -20,7 +20,8 @@ def build_sequence_length_padding_offset(
     lengths = np.clip(sequence_length.astype(np.int64), 0, max_seq_len)
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
     words = int(cu_seqlens[-1]) if valid_word_num is None else valid_word_num
-    # The sequence of a word is the number of sequences that end before it; past the last word, that is all of them.
+    # The sequence of a word is the number of sequences that end before the word. For words past the last sequence that
+    # is the number of all sequences.
     sequence = np.searchsorted(cu_seqlens[1:], np.arange(words), side="right")
     padding_offset = sequence * max_seq_len - cu_seqlens[sequence]
     return padding_offset.astype(np.int32), cu_seqlens.astype(np.int32), words

@@ -24,12 +24,13 @@ TOLERANCES = {
         "float16": Tolerance(relative=2**-10, absolute=2**-11),
         "bfloat16": Tolerance(relative=2**-7, absolute=2**-8),
     },
-    # The logarithm of a sum of unrounded weights. Its error comes from the scores, which are float32 sums of head_dim
-    # products, and from exp2. One missing token among some thousand exceeds the tolerance.
+    # The lse is the logarithm of a sum of unrounded weights. Its error comes from the scores, which are float32 sums of
+    # head_dim products, and from exp2. The tolerance is small enough to detect one missing token among some thousand.
     "lse": {"float32": Tolerance(relative=2e-6, absolute=3e-5)},
-    # The sum in that logarithm. Its error includes the largest score's error a second time.
+    # exp_sums are sums of exp(score - largest score). The error of the largest score counts twice.
     "exp_sums": {"float32": Tolerance(relative=6e-5, absolute=0)},
-    # Two weights in float32, rounded once at the end. Nearly equal terms of opposite signs cancel.
+    # A merged result is the sum of two terms in float32, rounded once at the end. Nearly equal terms with opposite
+    # signs cancel.
     "merged": {
         "float32": Tolerance(relative=2e-6, absolute=2e-6),
         "float16": Tolerance(relative=2**-10, absolute=2e-6),
@@ -58,7 +59,7 @@ def _number(scale: Any) -> float:
 
 
 def _tokens(cache: Array, ids: Array, layout: str, kv_cache_dtype: str) -> Array:
-    """Return the slots of the blocks `ids` in order, [kv_heads, slots, head_dim], in float64."""
+    """Return the keys or values in the cache blocks `ids`, in order: float64 [kv_heads, slots, head_dim]."""
     if cache.dtype == np.uint8:
         cache = cache.view(ml_dtypes.float8_e5m2 if kv_cache_dtype == "fp8_e5m2" else ml_dtypes.float8_e4m3fn)
     blocks = cache[ids].astype(np.float64)
@@ -86,10 +87,11 @@ def _rows(
     kv_cache_dtype: str,
     is_seen: Callable[[int, int, Array], Array] | None = None,
 ) -> Iterator[_Row | int]:
-    """Yield the rows of the query [seqs, query_tokens, heads, head_dim], without sequences that have no tokens.
+    """Yield a `_Row` for each sequence, query token and head of the query [seqs, query_tokens, heads, head_dim].
 
-    A sequence yields only its index if one of its blocks is outside the cache, or if it has more tokens than its block
-    table can hold. `is_seen(length, head, tokens)` says which of the tokens a head attends to.
+    Sequences without tokens yield nothing. If one of a sequence's blocks is outside the cache, or if the sequence has
+    more tokens than its block table can hold, it yields only its index. `is_seen(length, head, tokens)` returns which
+    of the tokens a head attends to.
     """
     _, query_tokens, heads, _ = query.shape
     blocks, block_size = len(key_cache), key_cache.shape[3 if layout == "vllm" else 1]
@@ -112,7 +114,7 @@ def _rows(
                 if is_seen is not None:
                     tokens = tokens[is_seen(length, h, tokens)]
                 kv_head = h // (heads // kv_heads)
-                # A row at a negative position has no tokens.
+                # A query token before the start of the sequence sees no tokens.
                 whole = slice(low - first, low - first + len(tokens))
                 seen = whole if is_seen is None else tokens - first
                 scores = scale * (keys[kv_head, seen] @ query[s, i, h].astype(np.float64))

@@ -1,6 +1,7 @@
 """Quantization to 8 and 4 bits, in NumPy. `cukern.ops.quantization` has checked the arguments.
 
-All arithmetic is IEEE float32, so the kernels give the same bits. Only errors of an activation may change results.
+All arithmetic is IEEE float32, so the kernels give the same bits. Only the fused activations may differ, because the
+kernels approximate them.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from cukern.runtime.tolerance import Tolerance
 
 #: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # IEEE arithmetic in the same order on both sides. All NaN compare equal.
+    # The kernels and the reference do the same IEEE operations in the same order. All NaN compare equal.
     "quantized": {"float8_e4m3fn": Tolerance(relative=0, absolute=0)},
     "scales": {"float32": Tolerance(relative=0, absolute=0)},
     "numbers": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=0, absolute=0)),
-    # An activation's error changes the largest magnitude of a group, and may move a quotient over a rounding boundary:
-    # to the next number with three mantissa bits, or by the smallest FP8 number.
+    # The error of an activation changes the largest magnitude of its group, and may move a quotient over a rounding
+    # boundary. The result is then the next FP8 number: three mantissa bits apart, or 2**-9 among the subnormal numbers.
     "activated": {"float8_e4m3fn": Tolerance(relative=2**-3, absolute=2**-9)},
     "activated_scales": {"float32": Tolerance(relative=2e-5, absolute=0)},
 }
@@ -42,14 +43,14 @@ def _number(scale: Any) -> np.float32:
 
 
 def _largest(x: Array) -> Array:
-    """Return the largest magnitude along the last axis, which stays with size 1. NaN is ignored."""
+    """Return the largest magnitude along the last axis, which is kept with size 1. NaN is ignored."""
     return np.fmax.reduce(np.abs(x), axis=-1, keepdims=True, initial=0)
 
 
 def _quantized(x: Array, scale: Any, dtype: np.dtype[Any], azp: Any = None, truncate: bool = False) -> Array:
-    """Return round(x / scale) + azp, to nearest even, saturated. NaN becomes 0x7f in FP8, and 0 before azp in int8.
+    """Return round(x / scale) + azp, saturated. Ties round to even.
 
-    `truncate`: int8 rounds toward zero.
+    NaN becomes 0x7f in FP8, and azp in int8. `truncate`: int8 rounds toward zero.
     """
     with np.errstate(all="ignore"):
         quotient = x.astype(np.float32) / scale
@@ -82,7 +83,7 @@ def _by_groups(
 def _results(
     shape: tuple[int, ...], scales: tuple[int, ...], dtype: np.dtype[Any], out_q: Array | None, out_s: Array | None
 ) -> tuple[Array, Array]:
-    """Return the arrays to write to: the given ones, or new ones. out_q may be uint8, for the bytes."""
+    """Return the arrays to write to: the given ones, or new ones. `out_q` may be uint8 and then gets the bytes."""
     q = np.zeros(shape, dtype) if out_q is None else out_q
     return q, np.zeros(scales, np.float32) if out_s is None else out_s
 
@@ -196,8 +197,9 @@ def scaled_int8_quant(
         low = np.fmin.reduce(x, axis=-1, keepdims=True, initial=np.inf)
         high = np.fmax.reduce(x, axis=-1, keepdims=True, initial=-np.inf)
         low, high = np.where(low > high, np.float32(0), low), np.where(low > high, np.float32(0), high)
-        # For a row of nearly equal numbers, the second bound keeps |x / scale| <= 2**22, where float32 has all
-        # integers. The range is computed in halves, because the range of finite numbers may overflow float32.
+        # In a row of nearly equal numbers the range is tiny. The lower bound `largest * 2**-22` then keeps
+        # |x / scale| <= 2**22, where float32 can represent all integers. The code computes half the range, because
+        # high - low may overflow float32.
         half_range = high * np.float32(0.5) - low * np.float32(0.5)
         scales = np.maximum(half_range / np.float32(127.5), largest * np.float32(2**-22))
         zeros = np.rint(np.float32(-128) - low / scales)
@@ -238,7 +240,7 @@ def silu_and_mul_quant(
 def _packed(x: Array, factor: Array) -> Array:
     """Return the codes of x * factor, two in a byte, the first one in the low half.
 
-    A code is the nearest e2m1 number, ties to the even code, with a magnitude of at most 6. NaN becomes 0.
+    A code stands for the nearest e2m1 number; ties go to the even code. Magnitudes above 6 become 6, and NaN becomes 0.
     """
     with np.errstate(all="ignore"):
         magnitude = np.abs(x * factor)
@@ -253,7 +255,7 @@ def _packed(x: Array, factor: Array) -> Array:
 def quantize_mxfp4(x: Array) -> tuple[Array, Array]:
     """See `cukern.quantize_mxfp4`."""
     groups = np.ascontiguousarray(x.astype(np.float32)).reshape(*x.shape[:-1], x.shape[-1] // MXFP4_GROUP, MXFP4_GROUP)
-    # Floats without the sign bit order like integers, with infinity and NaN at the top.
+    # Without the sign bit, the bits of float32 numbers sort like the numbers, with infinity and NaN last.
     largest = (groups.view(np.uint32) & np.uint32(0x7FFFFFFF)).max(axis=-1, keepdims=True)
     number = largest < 0x7F800000
     exponent = np.clip((largest >> 23).astype(np.int32) - 2, 0, 254)

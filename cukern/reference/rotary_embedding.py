@@ -16,7 +16,8 @@ from cukern.runtime.tolerance import Tolerance
 
 #: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # Two float32 products and their sum, each rounded by IEEE rules on both sides, then one rounding to the dtype.
+    # The kernel and the reference do the same IEEE operations: two float32 products, their sum, and one rounding to the
+    # dtype.
     "heads": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=0, absolute=0)),
 }
 

@@ -14,14 +14,16 @@ from cukern.runtime.tolerance import Tolerance
 
 #: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # The argument of exp2 is a logit's distance from the largest logit, at most 126, and is rounded four times. On an
-    # H200 the total error is 6e-6 for logits of magnitude 16. Results of exp2 below 2**-126 are 0.
+    # The argument of exp2 is the scaled difference between a logit and the largest logit. It is rounded four times, and
+    # its magnitude is at most 126, because results of exp2 below 2**-126 are 0. On an H200 the total error is 6e-6 for
+    # logits of magnitude 16.
     "probs": {"float32": Tolerance(relative=3e-5, absolute=2e-38)},
-    # Two hardware logarithms, of a probability and of a sum, of numbers from 2**-149 to 2**128. Each logarithm is
-    # accurate to 2**-22 of itself. The sum adds an error of 1e-6.
+    # The kernel takes two hardware logarithms, one of a probability and one of a sum, of numbers from 2**-149 to
+    # 2**128. Each logarithm has a relative error of 2**-22. The sum adds an error of 1e-6.
     "logprobs": {"float32": Tolerance(relative=1e-6, absolute=5e-5)},
-    # A float32 sum of up to 2**20 probabilities in another order, and one product (on an H200, 3e-7 in all). A value
-    # near a rounding boundary of float16 or bfloat16 may round the other way, also among the subnormal numbers.
+    # The error comes from adding up to 2**20 float32 probabilities in another order, and from one multiplication; it is
+    # 3e-7 on an H200. A value near a rounding boundary of float16 or bfloat16, normal or subnormal, may round the other
+    # way.
     "renormalized": {
         "float32": Tolerance(relative=2e-6, absolute=1e-44),
         "float16": Tolerance(relative=2**-10, absolute=6e-8),
@@ -31,11 +33,13 @@ TOLERANCES = {
 
 Array = np.ndarray[Any, Any]
 
-#: `race` draws from groups of GROUP ids. In tile t, lane < 32 has the ids {TILE t + 128 j + 4 lane + c : j < 8, c < 4}.
+#: `race` divides the vocabulary into tiles of TILE ids, and each tile into 32 groups of GROUP ids. Group `lane` of tile
+#: `t` has the ids `TILE * t + 128 * j + 4 * lane + c` with j < 8 and c < 4.
 TILE = 1024
 GROUP = 32
 LARGEST = float(np.finfo(np.float32).max)
-#: The scale for temperature 0 and for the smallest temperatures: the best token gets all of the probability.
+#: The factor of the logits for temperature 0 and for the smallest temperatures. With it the best token gets all of the
+#: probability.
 BEST_ALONE = 1e30
 
 
@@ -57,7 +61,7 @@ def philox(counter: Array, key: int) -> Array:
 
 
 class Stream(NamedTuple):
-    """A row's stream of random numbers; `place` is the row's index if the rows share a seed, else 0."""
+    """The stream of random numbers of a row. `place` is the index of the row if all rows share a seed, else 0."""
 
     seed: int
     offset: int
@@ -100,7 +104,11 @@ def order(x: Array) -> Array:
 
 
 def race(weights: Array, round: int, stream: Stream) -> int:
-    """Return an id drawn with probability weights[id] / sum(weights): race the groups, then draw within the winner."""
+    """Return an id drawn with probability weights[id] / sum(weights).
+
+    Each group gets an exponentially distributed time, divided by the group's weight. The group with the shortest time
+    wins, and the id is drawn within that group.
+    """
     tiles = -(-len(weights) // TILE)
     padded = np.zeros(tiles * TILE)
     padded[: len(weights)] = weights
@@ -116,7 +124,7 @@ def race(weights: Array, round: int, stream: Stream) -> int:
 
 
 def scale_of(temperature: float) -> float:
-    """Return log2(e) / temperature: 0 for infinity, BEST_ALONE for 0 and where the kernel's exponents overflow."""
+    """Return log2(e) / temperature, but at most BEST_ALONE, because the kernel's exponents must not overflow."""
     scale = np.log2(np.e) / temperature if temperature else np.inf
     return scale if 0 < scale < BEST_ALONE or temperature == np.inf else BEST_ALONE
 
@@ -154,11 +162,11 @@ def draw(
     rank = np.empty(len(x), np.int64)
     rank[ids] = np.arange(len(x))
     round = 0
-    # If the best token alone reaches top_p, the token is not drawn at random.
+    # If the probability of the best token alone reaches top_p, choose that token without a random draw.
     while not greedy and not (top_p < 1 and top_p * total <= weights[ids[0]]):
         id = race(np.where(kept, weights, 0), round, stream)
         better = rank < rank[id]
-        # The id is within top_p if the better tokens do not reach top_p by themselves.
+        # Accept the id if the tokens with a higher probability do not reach top_p without it.
         if not top_p < 1 or weights[better].sum() < top_p * total:
             break
         kept &= better
@@ -184,7 +192,7 @@ def step(
     top_p: Any = None,
     min_p: Any = None,
 ) -> Any:
-    """Draw a token of each row [rows, vocab] of logits, or of probabilities if `probs`, for all sampling functions.
+    """Draw a token for each row [rows, vocab] of logits, or of probabilities if `probs`. All samplers call this.
 
     `randomness` is (seed, offset, generator).
     """
@@ -397,7 +405,7 @@ def top_p_renorm_probs(probs: Array, top_p: Any) -> Array:
     shares = np.broadcast_to(1.0 if top_p is None else top_p, len(probs))
 
     def count(i: int, x: Array) -> int:
-        # A token is kept if the better tokens do not reach top_p by themselves.
+        # Keep a token if the tokens with a higher probability do not reach top_p without it.
         return max(1, int(np.sum(x.cumsum() - x < shares[i] * x.sum()))) if shares[i] < 1 else len(x)
 
     return _renormalized(probs, count)
@@ -435,7 +443,7 @@ def chain_speculative_sampling(
         accepted[i] = accept.sum()
         emitted[i] = n = drafts if accept.all() else int(np.argmin(accept))
         ids[i, :n] = draft_token_ids[i, :n]
-        # Draw from the part of the target that the draft model underestimates; from the target if all are accepted.
+        # After a rejection, draw from max(target - draft, 0). If all drafts are accepted, draw from the target.
         rest = np.maximum(target[n] - draft[n], 0) if n < drafts else target[n]
         drawn = draw(rest, None, vocab, 1.0, 0.0, stream, False)
         if not drawn.valid and n < drafts:
@@ -445,7 +453,7 @@ def chain_speculative_sampling(
 
 
 def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of this module, called by keywords, to refuse array elements out of range."""
+    """Wrap a function of this module so that array elements out of range raise. Takes only keyword arguments."""
 
     @functools.wraps(function)
     def checked(**arguments: Any) -> Any:

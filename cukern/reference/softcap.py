@@ -13,8 +13,9 @@ Array = NDArray[Any]
 
 #: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
 TOLERANCES = {
-    # float32: CUDA's tanhf, accurate to two units in the last place, a division and a product. 16 bits: a fast form,
-    # accurate to 2**-21. A value near a rounding boundary may round the other way.
+    # In float32 the kernel computes a division, CUDA's tanhf (accurate to two units in the last place) and a product.
+    # In 16 bits it uses a fast approximation of tanh with an error of 2**-21. A value near a rounding boundary may
+    # round the other way.
     "capped": {
         "float32": Tolerance(relative=1e-6, absolute=1e-37),
         "float16": Tolerance(relative=2**-10, absolute=6e-8),

@@ -1,8 +1,8 @@
 """FlashInfer's norms (`flashinfer.norm`): the names, orders and defaults of the arguments, and the results.
 
-The signatures match flashinfer-python 0.7.2.post1. `enable_pdl` only affects the launch and is ignored. The fused sum
-is normalized in float32, without rounding it first. Not covered: FP8 formats other than e4m3, and the functions of
-`NOT_COVERED`. They raise NotImplementedError.
+The signatures match flashinfer-python 0.7.2.post1. `enable_pdl` only affects the launch and is ignored. The functions
+that add a residual normalize the float32 sum, before it is rounded. FP8 formats other than e4m3, and the functions of
+`NOT_COVERED`, raise NotImplementedError.
 """
 
 from __future__ import annotations
@@ -89,14 +89,14 @@ def fused_add_rmsnorm_quant(
 def gemma_rmsnorm(
     input: AnyArray, weight: AnyArray, eps: float = 1e-6, out: AnyArray | None = None, enable_pdl: bool | None = None
 ) -> AnyArray:
-    """Call `cukern.rms_norm` with weights that are stored minus 1."""
+    """Call `cukern.rms_norm` with the factor `1 + weight`, because Gemma stores each weight minus 1."""
     return cukern.rms_norm(input, weight, eps, weight_offset=1.0, out=out)
 
 
 def gemma_fused_add_rmsnorm(
     input: AnyArray, residual: AnyArray, weight: AnyArray, eps: float = 1e-6, enable_pdl: bool | None = None
 ) -> None:
-    """Call `cukern.fused_add_rms_norm` with weights that are stored minus 1. `input` and `residual` are written."""
+    """Call `cukern.fused_add_rms_norm` with the factor `1 + weight`. `input` and `residual` are written."""
     cukern.fused_add_rms_norm(input, residual, weight, eps, weight_offset=1.0, round_sum=False)
 
 

@@ -39,10 +39,11 @@ def get_batch_indices_positions(
     batch_indices: AnyArray | None = None,
     positions: AnyArray | None = None,
 ) -> tuple[AnyArray, AnyArray]:
-    """Return the sequence of each of `nnz` new tokens and its position there, int32 [nnz], with small torch launches.
+    """Return the sequence of each of `nnz` new tokens, and the token's position in it, int32 [nnz] each.
 
-    The new tokens of sequence b, append_indptr[b] to append_indptr[b + 1], are its last tokens. Tokens past the last
-    sequence get the sequence -1 and the position 0. `batch_indices` and `positions`, if given, receive the results.
+    The new tokens from `append_indptr[b]` to `append_indptr[b + 1] - 1` are the last tokens of sequence b. Tokens past
+    the last sequence get the sequence -1 and the position 0. `batch_indices` and `positions`, if given, receive the
+    results. A few small torch kernels compute them.
     """
     ends: Any = append_indptr[1:]
     tokens = torch.arange(nnz, dtype=torch.int32, device=ends.device)
@@ -68,10 +69,11 @@ def append_paged_kv_cache(
     kv_last_page_len: AnyArray,
     kv_layout: str = "NHD",
 ) -> None:
-    """Call `cukern.reshape_and_cache_flash` for new tokens, with slots that small torch launches compute first.
+    """Call `cukern.reshape_and_cache_flash` for new tokens. Small torch kernels compute their slots first.
 
-    Token i is at positions[i] of sequence b = batch_indices[i]: its page is kv_indices[kv_indptr[b] + position //
-    page_size]. A token with a negative batch index, or with a position past the pages of its sequence, is not stored.
+    Token i has the position `p = positions[i]` in sequence `b = batch_indices[i]`, and is stored in the page
+    `kv_indices[kv_indptr[b] + p // page_size]`. A token with a negative batch index, or with a position past the pages
+    of its sequence, is not stored.
     `paged_kv_cache` is one tensor with keys and values along dimension 1, or a pair. `kv_last_page_len` is ignored. An
     FP8 cache stores the numbers without a scale.
     """

@@ -4,8 +4,8 @@ The signatures match flashinfer-python 0.7.2.post1. All functions of that module
 
 Differences:
 
-- A seed gives cukern's tokens. With a seed per row, a row's sample depends only on that seed; in FlashInfer it also
-  depends on the row's place in the batch. With a single seed it depends on the place in both libraries.
+- A seed gives other tokens than in FlashInfer. With a seed per row, the sample of a row depends only on the row's seed;
+  in FlashInfer it also depends on the index of the row. With a single seed it depends on the index in both libraries.
 - A `seed` without `offset` uses the offset 0. FlashInfer takes the offset from the generator.
 - All samples are deterministic, so `deterministic` and `is_deterministic` are ignored. `enable_pdl` only affects the
   launch and is ignored too.
@@ -50,7 +50,7 @@ _NUMBERS = torch.float32, *_INTEGERS
 
 
 def _randomness(generator: Any, seed: Any, offset: Any) -> dict[str, Any]:
-    """Return the keywords for randomness; without a seed the offset is ignored, as in FlashInfer."""
+    """Return the arguments generator, seed and offset. Without a seed the offset is ignored, as in FlashInfer."""
     if seed is None:
         return {"generator": generator}
     if offset is not None and isinstance(seed, torch.Tensor) != isinstance(offset, torch.Tensor):
@@ -68,7 +68,7 @@ def _refuse_nan(check_nan: bool, name: str, values: Any) -> None:
 
 
 def _parameter(name: str, given: Any, values: Any, indices: Any = None) -> Any:
-    """Return a parameter as cukern takes it: top-k at most the vocabulary, no doubles or halves.
+    """Convert a parameter to a form that cukern takes: top-k at most the vocabulary size, no float64 and no float16.
 
     Raises ValueError, with FlashInfer's message, for a tensor that is not [batch].
     """
@@ -87,7 +87,7 @@ def _parameter(name: str, given: Any, values: Any, indices: Any = None) -> Any:
     if not counts:
         return given if given.dtype in _NUMBERS else given.float()
     given = given if given.dtype in _INTEGERS else given.int()
-    # The kernels clamp. The NumPy references see the values and refuse them, so clamp for those.
+    # The kernels clamp top-k to the vocabulary. The NumPy references raise for larger values, so clamp for them here.
     return given if given.is_cuda else given.clamp(max=vocab)
 
 

@@ -3,15 +3,15 @@
 The signatures match sglang-kernel 0.4.2.post2. `enable_pdl`, which only affects the launch, `cumsum_buffer` and
 `enable_v2` are ignored.
 
-Not covered: in the quantization by groups, packed UE8M0 scales (`scale_ue8m0`) and ranges other than e4m3's and int8's;
-the functions of `NOT_COVERED`. They raise NotImplementedError; the functions raise it when called.
+Not covered: packed UE8M0 scales (`scale_ue8m0`) in the quantization by groups, ranges in that quantization other than
+those of e4m3 and int8, and the functions of `NOT_COVERED`. They raise NotImplementedError when called.
 
 Differences:
 
-- Gates score in float32 for every dtype.
+- Gates compute scores in float32 for every dtype of the logits.
 - The order of an expert's tokens is stable.
-- A quantized activation is not rounded to 16 bits first, and it is divided by the scale instead of multiplied by the
-  reciprocal.
+- An activation is not rounded to 16 bits before it is quantized. It is divided by the scale, instead of multiplied by
+  the reciprocal of the scale.
 - `top_k_renorm_probs` keeps exactly k probabilities. Among equal ones, lower ids come first.
 """
 
@@ -121,9 +121,9 @@ def gelu_quick(input: AnyArray, out: AnyArray | None = None) -> AnyArray:
 
 
 def top_k_renorm_probs(probs: AnyArray, top_k: AnyArray | int) -> AnyArray:
-    """Call `cukern.top_k_renorm_probs`, which keeps exactly k and lower ids first. SGLang keeps all equal ones.
+    """Call `cukern.top_k_renorm_probs`. It keeps exactly k probabilities; among equal ones, those with lower ids.
 
-    A `top_k` above the vocabulary keeps all.
+    SGLang keeps all that are equal to the k-th. A `top_k` above the vocabulary size keeps all probabilities.
     """
     return sampling.top_k_renorm_probs(probs, top_k)
 
@@ -208,9 +208,9 @@ def moe_align_block_size(
 ) -> None:
     """Call `cukern.moe_align_block_size` into the three arrays; `num_experts` is the number of experts plus 1.
 
-    As in SGLang, the additional expert has the id -1, the id of a token that was filtered out. It has its own blocks,
-    with -1 in `experts_ids`. Two small torch launches make it the first expert. The elements past the last block are
-    always filled, with topk_ids.numel() and -1.
+    As in SGLang, tokens that were filtered out have the id -1, which counts as an additional expert. Its blocks have -1
+    in `experts_ids`. Two small torch kernels renumber the ids so that it is the first expert. The elements past the
+    last block are always filled: with `topk_ids.numel()` in `sorted_token_ids`, and with -1 in `experts_ids`.
     """
     ids: Any = topk_ids + 1
     numbers = torch.arange(-1, num_experts - 1, dtype=torch.int32, device=ids.device)
@@ -224,7 +224,7 @@ def moe_sum(input_tensor: AnyArray, output_tensor: AnyArray) -> None:
 
 
 def moe_sum_reduce(input_tensor: AnyArray, output_tensor: AnyArray, routed_scaling_factor: float = 0) -> None:
-    """Sum the slots of each token, times a factor and rounded once, with `cukern.moe_unpermute` of rows in order."""
+    """Add up the slots of each token, times a factor, and round once. Calls `cukern.moe_unpermute` on unsorted rows."""
     tokens, topk, hidden = input_tensor.shape
     weights = torch.full((tokens, topk), routed_scaling_factor, dtype=torch.float32, device=input_tensor.device)
     cukern.moe_unpermute(output_tensor, input_tensor.reshape(tokens * topk, hidden), weights, None)
@@ -249,11 +249,11 @@ def sgl_per_token_group_quant_8bit(
     masked_m: AnyArray | None = None,
     enable_v2: bool | None = None,
 ) -> None:
-    """Call `cukern.per_token_group_quant_fp8` or `_int8` into `output_q` and `output_s`, by the dtype of `output_q`.
+    """Call `cukern.per_token_group_quant_fp8` or `_int8`, and write `output_q` and `output_s`.
 
-    int8 is rounded toward zero. `fuse_silu_and_mul` calls `cukern.silu_and_mul_quant`, and needs FP8 and an `eps` of
-    1e-10. Scales that are not row-major in memory are copied. Refuses `scale_ue8m0`, and a range that is not the
-    dtype's.
+    The dtype of `output_q` selects the function. int8 is rounded toward zero. `fuse_silu_and_mul` calls
+    `cukern.silu_and_mul_quant`, and needs FP8 and an `eps` of 1e-10. Scales that are not row-major in memory are
+    copied. Raises NotImplementedError for `scale_ue8m0`, and for a range that is not the range of the dtype.
     """
     function = "sgl_per_token_group_quant_8bit"
     if scale_ue8m0:
@@ -285,7 +285,7 @@ sgl_per_token_group_quant_int8 = sgl_per_token_group_quant_8bit
 
 
 def sgl_per_token_quant_fp8(input: AnyArray, output_q: AnyArray, output_s: AnyArray) -> None:
-    """Call `cukern.per_token_group_quant_fp8` with a row as a group, into `output_q` and `output_s` [tokens, 1]."""
+    """Call `cukern.per_token_group_quant_fp8` with one group per row. Writes `output_q` and `output_s` [tokens, 1]."""
     scales = output_s.view(*input.shape[:-1], 1)
     cukern.per_token_group_quant_fp8(input, input.shape[-1], out_q=output_q, out_s=scales)
 

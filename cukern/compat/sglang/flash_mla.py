@@ -1,8 +1,8 @@
 """SGLang's `sgl_kernel.flash_mla`: the names, orders and defaults of the arguments, and the results.
 
-The signatures match sglang-kernel 0.4.2.post2. Plans are cukern's, so take both functions from this module. Not
-covered: 8-bit queries with `descale_q` and `descale_k`, a plan for a dense FP8 cache, and `flash_mla_sparse_fwd`. They
-raise NotImplementedError.
+The signatures match sglang-kernel 0.4.2.post2. The plan that `get_mla_metadata` returns has cukern's format, so use
+both functions from this module. Not covered: 8-bit queries with `descale_q` and `descale_k`, a plan for a dense FP8
+cache, and `flash_mla_sparse_fwd`. They raise NotImplementedError.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def reshape_and_cache(
     v_scale: AnyArray,
     interleaved_v: bool = False,
 ) -> None:
-    """`cukern.reshape_and_cache`. Refused: `interleaved_v`."""
+    """Call `cukern.reshape_and_cache`. Refuses `interleaved_v`."""
     unless_default("reshape_and_cache", False, interleaved_v=interleaved_v)
     cukern.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
 
@@ -32,10 +32,10 @@ def reshape_and_cache(
 def _over_scales_of_heads(
     x: AnyArray, cache: AnyArray, kv_cache_dtype: str, scale: AnyArray
 ) -> tuple[AnyArray, AnyArray | None]:
-    """Return the array to store, and its scale of one element. If each head has a scale: x / scale, and None.
+    """Return the array to store, and its scale. If there is a scale per head, return `x / scale` and None.
 
-    The quotients are rounded as in the kernel, once to float32 and once to the cache's format. A cache that is not FP8
-    holds x itself.
+    The quotients are rounded as in the kernel: once to float32, and once to the format of the cache. A cache that is
+    not FP8 stores x itself.
     """
     by_heads = isinstance(scale, torch.Tensor) and scale.dim() == 1 and scale.numel() > 1
     if not by_heads or scale.dtype != torch.float32 or scale.device != x.device or scale.shape != x.shape[1:2]:
@@ -54,7 +54,7 @@ def reshape_and_cache_flash(
     k_scale: AnyArray,
     v_scale: AnyArray,
 ) -> None:
-    """`cukern.reshape_and_cache_flash`.
+    """Call `cukern.reshape_and_cache_flash`.
 
     With scales [kv_heads] and an FP8 cache, the keys or values are first divided by their scales, into a float32 copy.
     """
@@ -75,23 +75,23 @@ def concat_and_cache_mla(
     scale: AnyArray,
     skip_scale: bool = False,
 ) -> None:
-    """`cukern.concat_and_cache_mla`. Refused: `skip_scale`."""
+    """Call `cukern.concat_and_cache_mla`. Refuses `skip_scale`."""
     unless_default("concat_and_cache_mla", False, skip_scale=skip_scale)
     cukern.concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale)
 
 
 def copy_blocks(key_caches: list[Any], value_caches: list[Any], block_mapping: AnyArray) -> None:
-    """`cukern.copy_blocks`."""
+    """Call `cukern.copy_blocks`."""
     cukern.copy_blocks(key_caches, value_caches, block_mapping)
 
 
 def copy_blocks_mla(kv_caches: list[Any], block_mapping: AnyArray) -> None:
-    """`cukern.copy_blocks` of caches without values."""
+    """Call `cukern.copy_blocks` for caches without values."""
     cukern.copy_blocks(kv_caches, [], block_mapping)
 
 
 def swap_blocks(src: AnyArray, dst: AnyArray, block_size_in_bytes: int, block_mapping: AnyArray) -> None:
-    """`cukern.swap_blocks`."""
+    """Call `cukern.swap_blocks`."""
     cukern.swap_blocks(src, dst, block_size_in_bytes, block_mapping)
 
 
@@ -106,7 +106,7 @@ def gather_and_maybe_dequant_cache(
     scale: AnyArray,
     seq_starts: AnyArray | None = None,
 ) -> None:
-    """`cukern.gather_cache` of the first `num_tokens` tokens. `token_to_seq` is not used.
+    """Call `cukern.gather_cache` for the first `num_tokens` tokens. `token_to_seq` is not used.
 
     As in vLLM, the host waits for the value if `num_tokens` is a tensor.
     """
@@ -126,7 +126,7 @@ def cp_gather_cache(
     batch_size: int,
     seq_starts: AnyArray | None = None,
 ) -> None:
-    """`cukern.gather_cache`, which copies the stored bits."""
+    """Call `cukern.gather_cache`, which copies the numbers without conversion."""
     cukern.gather_cache(src_cache, dst, block_table, cu_seq_lens, batch_size, seq_starts)
 
 
@@ -141,7 +141,10 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     host_row_ids: AnyArray | None = None,
     device_row_ids: AnyArray | None = None,
 ) -> None:
-    """`cukern.gather_cache` of FlashMLA's FP8 cache. The last sequence ends with `dst`. Refused: rows of the host."""
+    """Call `cukern.gather_cache` for FlashMLA's FP8 cache. The last sequence ends at the end of `dst`.
+
+    Refuses `host_cache`, `host_row_ids` and `device_row_ids`.
+    """
     rows = {"host_cache": host_cache, "host_row_ids": host_row_ids, "device_row_ids": device_row_ids}
     unless_default("cp_gather_and_upconvert_fp8_kv_cache", None, **rows)
     ends = torch.nn.functional.pad(workspace_starts[:batch_size], (0, 1), value=dst.shape[0])

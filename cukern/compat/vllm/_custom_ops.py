@@ -1,16 +1,20 @@
-"""vLLM's `vllm._custom_ops`, as far as cukern has it: the names, orders and defaults of the arguments, and the results.
+"""The functions of vLLM's `vllm._custom_ops` that cukern covers, with vLLM's names, arguments and results.
 
-The signatures are those of vLLM 0.33.0. What 0.10.2 had and 0.33.0 has not is here with the signature of 0.10.2:
+The signatures match vLLM 0.33.0. Functions that 0.10.2 has and 0.33.0 lacks have the signatures of 0.10.2:
 `paged_attention_v1`, `paged_attention_v2`, `copy_blocks`, `copy_blocks_mla`, `get_flash_mla_metadata`,
 `flash_mla_with_kvcache`. Tensors may be on the CPU, where the NumPy references run.
 
 Not covered: `grouped_topk` and `gather_and_maybe_dequant_cache` with the arguments of 0.10.2; int8 results of the fused
-norms and activations; FP8 with given scales of groups, rows or columns; `is_padding`; the 8x4 layout of NVFP4 scales.
-These arguments raise NotImplementedError, as do the functions of `NOT_COVERED` when they are called.
+norms and activations; FP8 with given scales per group, row or column; `is_padding`; the 8x4 layout of NVFP4 scales.
+A function that refuses an argument raises NotImplementedError. The functions of `NOT_COVERED` raise it when called.
 
-The results are vLLM's but for these: norms are rounded once, at the end, where vLLM rounds before the weight too; the
-order of the tokens of an expert is stable; unused experts in `experts_ids` are -1; activations that are quantized are
-not rounded to 16 bits in between; smallest scales are those of `cukern.rms_norm_quant` and `cukern.silu_and_mul_quant`.
+Differences:
+
+- Norms are rounded once, at the end. vLLM also rounds before it multiplies by the weight.
+- The order of the tokens of an expert is stable.
+- Unused elements of `experts_ids` are -1.
+- Activations are not rounded to 16 bits before they are quantized.
+- The smallest scales are those of `cukern.rms_norm_quant` and `cukern.silu_and_mul_quant`.
 """
 
 from __future__ import annotations
@@ -122,7 +126,7 @@ def paged_attention_v1(
     blocksparse_block_size: int = 64,
     blocksparse_head_sliding_step: int = 0,
 ) -> None:
-    """`cukern.paged_attention_v1`, into `out`."""
+    """Call `cukern.paged_attention_v1`, which writes `out`."""
     sizes = num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len, alibi_slopes
     cache = kv_cache_dtype, k_scale, v_scale
     sparse = blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step
@@ -153,7 +157,7 @@ def paged_attention_v2(
     blocksparse_block_size: int = 64,
     blocksparse_head_sliding_step: int = 0,
 ) -> None:
-    """`cukern.paged_attention_v2`, into `out`, `exp_sum`, `max_logits` and `tmp_out`."""
+    """Call `cukern.paged_attention_v2`, which writes `out`, `exp_sum`, `max_logits` and `tmp_out`."""
     arrays = out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache
     sizes = num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len, alibi_slopes
     cache = kv_cache_dtype, k_scale, v_scale
@@ -164,7 +168,7 @@ def paged_attention_v2(
 def get_flash_mla_metadata(
     cache_seqlens: AnyArray, num_heads_per_head_k: int, num_heads_k: int
 ) -> tuple[AnyArray, AnyArray]:
-    """`cukern.get_mla_metadata`; the plan is cukern's, for `flash_mla_with_kvcache` of this module."""
+    """Call `cukern.get_mla_metadata`. The plan has cukern's format, for `flash_mla_with_kvcache` of this module."""
     return cukern.get_mla_metadata(cache_seqlens, num_heads_per_head_k, num_heads_k)
 
 
@@ -179,7 +183,7 @@ def flash_mla_with_kvcache(
     softmax_scale: float | None = None,
     causal: bool = False,
 ) -> tuple[AnyArray, AnyArray]:
-    """`cukern.flash_mla_with_kvcache` over a plan of `get_flash_mla_metadata`."""
+    """Call `cukern.flash_mla_with_kvcache` with a plan from `get_flash_mla_metadata`."""
     plan = tile_scheduler_metadata, num_splits
     return cukern.flash_mla_with_kvcache(
         q, k_cache, block_table, cache_seqlens, head_dim_v, *plan, softmax_scale, causal
@@ -196,11 +200,11 @@ def merge_attn_states(
     prefill_tokens_with_context: int | None = None,
     output_scale: AnyArray | None = None,
 ) -> None:
-    """`cukern.merge_attention_states` into `output` [tokens, heads, head_dim] and `output_lse` [heads, tokens].
+    """Call `cukern.merge_attention_states`. Writes `output` [tokens, heads, head_dim] and `output_lse` [heads, tokens].
 
-    Tokens from `prefill_tokens_with_context` on have the output and the log-sum-exp of the suffix, whatever these are,
-    by a copy. With `output_scale`, float32 of one element, `output` is float8_e4m3fn: a second kernel quantizes what
-    is merged in the dtype of the two sides.
+    For tokens from `prefill_tokens_with_context` on, the output and the log-sum-exp of the suffix are copied unchanged.
+    With `output_scale`, float32 with one element, `output` is float8_e4m3fn. The merge then runs in the dtype of the
+    inputs, and a second kernel quantizes its result.
     """
     tokens = suffix_output.shape[0]
     merged: Any = output if output_scale is None else torch.empty_like(suffix_output)
@@ -223,12 +227,12 @@ def merge_attn_states(
 
 
 def rms_norm(out: AnyArray, input: AnyArray, weight: AnyArray | None, epsilon: float) -> None:
-    """`cukern.rms_norm` into `out`."""
+    """Call `cukern.rms_norm`, which writes `out`."""
     cukern.rms_norm(input, weight, epsilon, out=out)
 
 
 def fused_add_rms_norm(input: AnyArray, residual: AnyArray, weight: AnyArray | None, epsilon: float) -> None:
-    """`cukern.fused_add_rms_norm`: `input` and `residual` are written."""
+    """Call `cukern.fused_add_rms_norm`. `input` and `residual` are written."""
     cukern.fused_add_rms_norm(input, residual, weight, epsilon)
 
 
@@ -239,7 +243,7 @@ def _expect_e4m3(function: str, quant_dtype: Any, scale_ub: Any) -> None:
 
 
 def _normalized(input: Any, weight: Any, epsilon: float, residual: Any, group_size: int | None) -> tuple[Any, Any]:
-    """FP8 of a norm, of the sum in float32 if there is a residual, and scales [rows, groups]."""
+    """Return the RMS norm in FP8, and its scales [rows, groups]. With `residual`, normalize the float32 sum."""
     if residual is None:
         q, scales = cukern.rms_norm_quant(input, weight, epsilon, group_size=group_size)
     else:
@@ -249,7 +253,7 @@ def _normalized(input: Any, weight: Any, epsilon: float, residual: Any, group_si
 
 
 def _column_major(scales: Any, alignment: int = 0) -> Any:
-    """A copy of scales [rows, groups] with the rows side by side, columns at multiples of `alignment` rows."""
+    """Return a column-major copy of scales [rows, groups]; each column starts at a multiple of `alignment` elements."""
     rows, groups = scales.shape
     step = -(-rows // alignment) * alignment if alignment else rows
     turned = torch.empty_strided((rows, groups), (1, step), dtype=scales.dtype, device=scales.device)
@@ -264,9 +268,10 @@ def rms_norm_dynamic_per_token_quant(
     scale_ub: AnyArray | None = None,
     residual: AnyArray | None = None,
 ) -> tuple[AnyArray, AnyArray]:
-    """`cukern.rms_norm_quant` with a scale for each row, or with `residual`, which is written, that of the sum.
+    """Call `cukern.rms_norm_quant` with a scale per row. With `residual`, normalize the sum and write `residual`.
 
-    Returns FP8 like `input` and scales [rows, 1]. Refused: a `quant_dtype` other than float8_e4m3fn, and `scale_ub`.
+    Returns FP8 in the shape of `input`, and scales [rows, 1]. Refuses a `quant_dtype` other than float8_e4m3fn, and
+    `scale_ub`.
     """
     _expect_e4m3("rms_norm_dynamic_per_token_quant", quant_dtype, scale_ub)
     return _normalized(input, weight, epsilon, residual, None)
@@ -283,9 +288,10 @@ def rms_norm_per_block_quant(
     is_scale_transposed: bool = False,
     tma_alignment: int = 0,
 ) -> tuple[AnyArray, AnyArray]:
-    """The same with a scale for each `group_size[1]` neighbours; transposed scales are a copy.
+    """Call `cukern.rms_norm_quant` with a scale for each `group_size[1]` numbers of a row.
 
-    Refused: a `quant_dtype` other than float8_e4m3fn, `scale_ub`, and a `group_size[0]` other than 1.
+    With `residual`, normalize the sum and write `residual`. Transposed scales are copied. Refuses a `quant_dtype` other
+    than float8_e4m3fn, `scale_ub`, and a `group_size[0]` other than 1.
     """
     _expect_e4m3("rms_norm_per_block_quant", quant_dtype, scale_ub)
     if len(group_size) != 2 or group_size[0] != 1:
@@ -301,9 +307,9 @@ def silu_and_mul_per_block_quant(
     scale_ub: AnyArray | None = None,
     is_scale_transposed: bool = False,
 ) -> tuple[AnyArray, AnyArray]:
-    """`cukern.silu_and_mul_quant` by groups; transposed scales are a copy.
+    """Call `cukern.silu_and_mul_quant` with scales per group. Transposed scales are copied.
 
-    Refused: a `quant_dtype` other than float8_e4m3fn, and `scale_ub`.
+    Refuses a `quant_dtype` other than float8_e4m3fn, and `scale_ub`.
     """
     _expect_e4m3("silu_and_mul_per_block_quant", quant_dtype, scale_ub)
     q, scales = cukern.silu_and_mul_quant(input, group_size=group_size)
@@ -319,9 +325,9 @@ def scaled_fp8_quant(
     output: AnyArray | None = None,
     group_shape: tuple[int, int] | None = None,
 ) -> tuple[AnyArray, AnyArray]:
-    """`cukern.scaled_fp8_quant`; a given scale is returned itself.
+    """Call `cukern.scaled_fp8_quant`. A given `scale` is returned unchanged.
 
-    `scale_ub` bounds the scales of tokens alone, as vLLM's. Refused: scales of more than one element, and a
+    As in vLLM, `scale_ub` limits only scales per token. Refuses a `scale` with more than one element, and a
     `group_shape` other than (-1, -1).
     """
     if group_shape is not None and tuple(group_shape) != (-1, -1):
@@ -337,7 +343,7 @@ def scaled_fp8_quant(
 def scaled_int8_quant(
     input: AnyArray, scale: AnyArray | None = None, azp: AnyArray | None = None, symmetric: bool = True
 ) -> tuple[AnyArray, AnyArray, AnyArray | None]:
-    """`cukern.scaled_int8_quant`; given scales and zero points are returned themselves, found ones are [rows, 1]."""
+    """Call `cukern.scaled_int8_quant`. Given scales and zero points are returned unchanged, new ones as [rows, 1]."""
     q, scales, zero = cukern.scaled_int8_quant(input, scale, azp, symmetric)
     if scale is not None:
         return q, scale, azp
@@ -345,9 +351,9 @@ def scaled_int8_quant(
 
 
 def _swizzled(scale: Any) -> Any:
-    """Scales [rows, groups] in tiles of 128 x 4, as Blackwell's matrix units read them: a copy, padded with zeros.
+    """Copy scales [rows, groups] into tiles of 128 x 4, the layout of Blackwell's tensor cores, padded with zeros.
 
-    Scale (row, group) of a tile is byte row % 32 * 16 + row // 32 * 4 + group.
+    In a tile, the scale of (row, group) is at byte `row % 32 * 16 + row // 32 * 4 + group`.
     """
     rows, groups = scale.shape
     tiles = -(-rows // 128), -(-groups // 4)
@@ -363,11 +369,11 @@ def scaled_fp4_quant(
     backend: str = "none",
     padded_n: int | None = None,
 ) -> tuple[AnyArray, AnyArray]:
-    """`cukern.scaled_fp4_quant` of rows; swizzled scales are a copy.
+    """Call `cukern.scaled_fp4_quant` on rows. Swizzled scales are copied.
 
-    Returns uint8 [rows, n / 2] and scales float8_e4m3fn [rows, n / 16], or with `is_sf_swizzled_layout` rounded up to
-    multiples of 128 and 4. Refused: a `backend` with the 8x4 layout (trtllm, up to 32 rows), and a `padded_n` other
-    than n.
+    Returns uint8 [rows, n / 2] and scales float8_e4m3fn [rows, n / 16]. With `is_sf_swizzled_layout` the dimensions of
+    the scales are rounded up to multiples of 128 and 4. Refuses a `backend` with the 8x4 layout (trtllm, up to 32
+    rows), and a `padded_n` other than n.
     """
     rows = input.reshape(-1, input.shape[-1])
     if "trtllm" in backend and rows.shape[0] <= 32:
@@ -384,7 +390,7 @@ def scaled_fp4_quant(
 def apply_repetition_penalties(
     logits: AnyArray, prompt_mask: AnyArray, output_mask: AnyArray, repetition_penalties: AnyArray
 ) -> None:
-    """`cukern.apply_penalties` of the tokens of two masks, into `logits`; penalties become float32 [batch]."""
+    """Call `cukern.apply_penalties` for the tokens of both masks. Writes `logits`. Penalties become float32 [batch]."""
     penalties: Any = repetition_penalties
     masks = {"prompt_mask": prompt_mask, "output_mask": output_mask}
     cukern.apply_penalties(logits, repetition_penalty=penalties.float(), **masks, out=logits)
@@ -393,14 +399,14 @@ def apply_repetition_penalties(
 def apply_repetition_penalties_cuda(
     logits: AnyArray, prompt_mask: AnyArray, output_mask: AnyArray, repetition_penalties: AnyArray
 ) -> None:
-    """`apply_repetition_penalties`."""
+    """Call `apply_repetition_penalties`."""
     apply_repetition_penalties(logits, prompt_mask, output_mask, repetition_penalties)
 
 
 def apply_repetition_penalties_torch(
     logits: AnyArray, prompt_mask: AnyArray, output_mask: AnyArray, repetition_penalties: AnyArray
 ) -> None:
-    """vLLM's formula in torch, for any strides: `logits` is written."""
+    """Compute vLLM's formula with torch operations, for any strides. Writes `logits`."""
     given: Any = logits
     is_used: Any = prompt_mask | output_mask
     penalties = torch.where(is_used, repetition_penalties.reshape(-1, 1), 1.0)
@@ -413,9 +419,9 @@ def apply_repetition_penalties_torch(
 def moe_sum(
     input: AnyArray, output: AnyArray, topk_ids: AnyArray | None = None, expert_map: AnyArray | None = None
 ) -> None:
-    """`cukern.moe_sum` into `output`; an input with strides is copied.
+    """Call `cukern.moe_sum`, which writes `output`. An input that is not contiguous is copied.
 
-    Refused: `topk_ids`, with which vLLM leaves out experts that are not here.
+    Refuses `topk_ids` and `expert_map`, with which vLLM leaves out the experts of other ranks.
     """
     unless_default("moe_sum", None, topk_ids=topk_ids, expert_map=expert_map)
     rows: Any = input
@@ -432,9 +438,10 @@ def moe_align_block_size(
     expert_map: AnyArray | None = None,
     scatter_idx: AnyArray | None = None,
 ) -> None:
-    """`cukern.moe_align_block_size` into the three arrays; with `expert_map` without experts that are not here.
+    """Call `cukern.moe_align_block_size`, which writes the three arrays.
 
-    The arrays must hold the rows and blocks of any ids, as those of vLLM's layers do. Refused: `scatter_idx`.
+    With `expert_map`, experts of other ranks are left out. The arrays must be large enough for any ids, as in vLLM's
+    layers. Refuses `scatter_idx`.
     """
     unless_default("moe_align_block_size", None, scatter_idx=scatter_idx)
     options: dict[str, Any] = {"ignore_invalid_experts": expert_map is not None}
@@ -445,7 +452,7 @@ def moe_align_block_size(
 def _topk(
     function: Any, topk_weights: Any, topk_ids: Any, token_expert_indices: Any, gating_output: Any, **options: Any
 ) -> None:
-    """Call a gate and write what it does not: ids of another integer dtype, and the sources of the pairs."""
+    """Call a gate. Also write `topk_ids` of an integer dtype other than int32, and `token_expert_indices`."""
     tokens, topk = topk_ids.shape
     ids = topk_ids if topk_ids.dtype == torch.int32 else torch.empty_like(topk_ids, dtype=torch.int32)
     function(topk_weights, ids, gating_output, **options)
@@ -465,9 +472,10 @@ def topk_softmax(
     e_score_correction_bias: AnyArray | None = None,
     is_padding: AnyArray | None = None,
 ) -> None:
-    """`cukern.topk_softmax` into `topk_weights` and `topk_ids`.
+    """Call `cukern.topk_softmax`, which writes `topk_weights` and `topk_ids`.
 
-    `token_expert_indices`[t, s] becomes s * tokens + t; it may be None, which saves a launch. Refused: `is_padding`.
+    Element [t, s] of `token_expert_indices` becomes `s * tokens + t`. If the array is None, a launch is saved. Refuses
+    `is_padding`.
     """
     unless_default("topk_softmax", None, is_padding=is_padding)
     arrays = topk_weights, topk_ids, token_expert_indices, gating_output
@@ -484,7 +492,7 @@ def topk_sigmoid(
     routed_scaling_factor: float = 1.0,
     is_padding: AnyArray | None = None,
 ) -> None:
-    """`cukern.topk_sigmoid` likewise."""
+    """Call `cukern.topk_sigmoid`, with the arguments of `topk_softmax`."""
     unless_default("topk_sigmoid", None, is_padding=is_padding)
     arrays = topk_weights, topk_ids, token_expert_indices, gating_output
     options = {"correction_bias": e_score_correction_bias, "routed_scaling_factor": routed_scaling_factor}
@@ -501,9 +509,9 @@ def grouped_topk(
     bias: AnyArray,
     scoring_func: int = 0,
 ) -> tuple[AnyArray, AnyArray]:
-    """`cukern.moe_fused_gate` of logits: weights float32 and ids int32 [tokens, topk].
+    """Call `cukern.moe_fused_gate` on logits. Returns weights float32 and ids int32, [tokens, topk].
 
-    Refused: a `scoring_func` other than 1 (sigmoid), such as 0, with which `scores` are no logits.
+    Refuses a `scoring_func` other than 1 (sigmoid). With 0, for example, `scores` are not logits.
     """
     if scoring_func != 1:
         refuse("grouped_topk", "scoring_func", "1 (sigmoid of logits)", scoring_func)

@@ -1,8 +1,8 @@
 """vLLM's `moe_permute` and `moe_unpermute`, of `vllm.model_executor.layers.fused_moe.moe_permute_unpermute`.
 
 The signatures match vLLM 0.33.0. For `moe_permute` of vLLM 0.10.2, with `align_block_size`, use `cukern.moe_permute`.
-Not covered: `scratch`, which raises NotImplementedError. A pair whose expert is on another rank has the row -1 in
-`inv_permuted_idx`; in vLLM it has a row past the last expert's. `moe_unpermute` ignores both.
+Not covered: `scratch`, which raises NotImplementedError. A pair (token, slot) whose expert is on another rank has the
+row -1 in `inv_permuted_idx`. In vLLM it has a row past the rows of the last expert. `moe_unpermute` ignores both.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def moe_permute(
     permuted_hidden_states: AnyArray | None = None,
     scratch: Any = None,
 ) -> tuple[AnyArray, AnyArray | None, AnyArray, AnyArray, AnyArray]:
-    """Call `cukern.moe_permute`, and also return the pair of each row.
+    """Call `cukern.moe_permute`, and also return the pair (token, slot) of each row.
 
-    Returns rows, scales, expert_first_token_offset, inv_permuted_idx and permuted_idx int32 [tokens * topk]. The last
-    one has the pair token * topk + slot of each row, or tokens * topk for a row without a pair. Refuses `scratch`.
+    Returns rows, scales, expert_first_token_offset, inv_permuted_idx and permuted_idx. permuted_idx int32 [tokens *
+    topk] has `token * topk + slot` for each row, or `tokens * topk` for a row without a pair. Refuses `scratch`.
     """
     unless_default("moe_permute", None, scratch=scratch)
     rows, scales, offsets, inverse, _ = cukern.moe_permute(

@@ -7,9 +7,9 @@
     ck.generate(model, prompts, max_new_tokens=100)
     ck.disable(model)                # as it was
 
-Experts and attention plug into the library's interfaces. Routers, norms and rotary embeddings have no interface, so
-their forwards are replaced if they compute a kernel's formula. `enable` finds out by running both on random numbers; it
-has no list of models.
+Experts and attention are registered through interfaces of transformers. Routers, norms and rotary embeddings have no
+interface, so `enable` replaces their forwards if they compute the formula of a kernel. To find out, `enable` runs the
+module and the kernel on random numbers; it has no list of models.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def enable(model: Any, *, parts: Sequence[str] = PARTS) -> Report:
     Args:
         model: a `PreTrainedModel` in evaluation mode, on one device. On the CPU the NumPy references run, and a warning
             says that they are slow.
-        parts: the parts to replace: "experts", "routers", "norms", "sums" (before norms), "rotary", "attention" and
-            "products".
+        parts: the parts to replace: "experts", "routers", "norms", "sums" (a residual sum and the norm after it),
+            "rotary", "attention" and "products" (dense products).
 
     Returns:
         A report of the replaced parts, and of the other parts with the reason. If the model is already enabled, this is
@@ -80,11 +80,11 @@ def enable(model: Any, *, parts: Sequence[str] = PARTS) -> Report:
         TypeError: not a model of transformers.
         ValueError: a model in training mode or on several devices, or an unknown part.
 
-    If a gradient may be needed, which is the case outside of `torch.no_grad()` and `generate`, the model's own code
-    runs. Do not pickle an enabled model; `save_pretrained` writes the same files as before.
+    If a gradient may be needed (outside of `torch.no_grad()` and `generate`), the model's own code runs. Do not pickle
+    an enabled model; `save_pretrained` writes the same files as before.
 
-    A version of transformers outside the tested range may hide parts from `enable`. Then `enable` warns once per class
-    of models.
+    With a version of transformers outside the tested range, `enable` may not recognize some parts. It then warns, once
+    per model class.
     """
     device = _check_model(model)
     for part in parts:

@@ -3,9 +3,9 @@
 A cache [batch, kv_heads, tokens, head_dim] is viewed as overlapping pages of 16 tokens: a page begins at every token
 that 15 more tokens follow. A sequence may therefore begin after padding on its left, and the cache may have any length.
 
-Where the last page of a sequence would reach past the end of memory, the incomplete page of the table starts at the
-sequence's first token instead. That is allowed because the attention of one token does not depend on the order of the
-other tokens.
+The last, incomplete page of a sequence may reach past the end of the cache. In that case the block table covers the
+remainder at the front: its last entry is the page that starts at the first token of the sequence, and the other pages
+follow the remainder. The order of the tokens does not matter for the attention of one token.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from cukern.integrations.transformers._state import NAME, Notes, State, active, 
 PAGE = 16
 MAX_HEAD_DIM = 256
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-#: The attribute of a mask that holds the `Rows` it makes visible.
+#: The attribute of a mask tensor that caches its `Rows`.
 _ROWS = "_cukern_rows"
 #: The global of transformers that maps names to attention functions.
 _CHOICE = "ALL_ATTENTION_FUNCTIONS"
 
 
 class Rows(NamedTuple):
-    """The tokens of each sequence that a step attends to; they are contiguous."""
+    """The range of tokens in the cache that a step attends to, for each sequence."""
 
     starts: torch.Tensor  # int64 [batch]
     lengths: torch.Tensor  # int32 [batch]
@@ -46,10 +46,10 @@ class Rows(NamedTuple):
 
     @classmethod
     def of_mask(cls, mask: torch.Tensor, batch: int) -> Rows | None:
-        """Return the visible rows of a mask bool [batch or 1, 1, 1, tokens]; None if they are not contiguous.
+        """Return the visible tokens of a mask bool [batch or 1, 1, 1, tokens]; None if they are not contiguous.
 
-        During tracing or capture the host cannot read the mask. Then a sequence with non-contiguous rows gets a length
-        that exceeds every cache, which makes its result NaN.
+        During tracing or capture the host cannot read the mask. Then a sequence with non-contiguous tokens gets a
+        length that exceeds every cache, which makes its result NaN.
         """
         seen = mask[:, 0, 0].expand(batch, -1)
         lengths, starts = seen.sum(-1, dtype=torch.int32), seen.int().argmax(-1)
@@ -61,7 +61,7 @@ class Rows(NamedTuple):
 
 
 def _rows(mask: torch.Tensor | None, query: torch.Tensor, tokens: int) -> Rows | None:
-    """Return the rows that a step attends to; computed once for all layers that share a mask."""
+    """Return the tokens that a step attends to. They are computed once for all layers that share a mask."""
     batch = query.shape[0]
     if mask is None:
         return Rows.of_all(batch, tokens, query.device)
@@ -84,7 +84,7 @@ class Pages(NamedTuple):
 
 
 def _as_blocks(x: torch.Tensor) -> torch.Tensor | None:
-    """Return [batch, kv_heads, tokens, head_dim] as overlapping pages; None if tokens have no common stride."""
+    """View keys or values [batch, kv_heads, tokens, head_dim] as overlapping pages; None if the strides prevent it."""
     batch, heads, tokens, dim = x.shape
     of_batch, of_head, of_token, of_number = x.stride()
     if batch == 1:
@@ -100,14 +100,17 @@ def _sequence_distance(x: torch.Tensor) -> int:
 
 
 def tables(starts: torch.Tensor, distance: int, pages: int) -> torch.Tensor:
-    """Return block tables [batch, pages] of sequences from `starts` on, in a cache with PAGE free tokens after each."""
+    """Return block tables [batch, pages] of sequences that begin at `starts`.
+
+    The sequences are `distance` tokens apart, and each has PAGE unused tokens after it.
+    """
     batch = torch.arange(len(starts), device=starts.device) * distance
     first = (batch + starts)[:, None]
     return (first + torch.arange(pages, device=starts.device) * PAGE).int()
 
 
 def _tables_within(rows: Rows, distance: int, tokens: int) -> torch.Tensor:
-    """Return block tables for a cache without free tokens: the last entry starts at the sequence's first token."""
+    """Return block tables for a cache without unused tokens. Their last page starts at the first token (see above)."""
     batch = torch.arange(len(rows.starts), device=rows.starts.device) * distance
     first = (batch + rows.starts)[:, None]
     rest, whole = (rows.lengths % PAGE)[:, None], (rows.lengths // PAGE)[:, None]
@@ -268,13 +271,13 @@ def _classes(model: Any) -> list[Any]:
 
 
 def _tells_sdpa(module: Any) -> bool:
-    """Return whether a module's forward treats sdpa specially, such as by a mask of the tokens of an indexer."""
+    """Return whether a module's forward compares the name of the attention with "sdpa", to treat it differently."""
     constants = getattr(getattr(written(module), "__code__", None), "co_consts", ())
     return any(x == "sdpa" or (isinstance(x, tuple) and "sdpa" in x) for x in constants)
 
 
 def _extends_mask(module: Any) -> bool:
-    """Return whether a module's forward joins its mask with numbers, which a bool mask does not allow."""
+    """Return whether a module's forward pads or concatenates its mask with floats, which a bool mask does not allow."""
     code = getattr(written(module), "__code__", None)
     if code is None or not {"cat", "pad", "concat"} & {*code.co_names}:
         return False

@@ -1,4 +1,4 @@
-"""The cache of `generate`: static, stored as pages, with one length on the device for all layers."""
+"""The KV cache of `generate`: static, stored as pages. All layers share one length, which is on the device."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ CACHE_NAME = next(name for name in inspect.signature(create_causal_mask).paramet
 
 
 class Slots:
-    """The slots that a forward's tokens are written to, the same in every layer.
+    """The cache slots that the tokens of a forward pass are written to. All layers share them.
 
-    The length, int64 [], and a step's slots, int64 [batch], are on the device, so that one CUDA graph serves all steps.
-    The caller of a step increments them.
+    The length, int64 [], and the slots of a step, int64 [batch], are on the device, so that one CUDA graph serves all
+    steps. The caller of a step increments them.
     """
 
     def __init__(self, tokens: int, length: torch.Tensor, of_step: torch.Tensor) -> None:
@@ -32,25 +32,25 @@ class Slots:
         self.places, self.slots = length.view(1), of_step
 
     def begin(self, count: int) -> None:
-        """Set the places and slots for `count` tokens of each sequence in an empty cache."""
+        """Prepare for a prefill: set positions and slots for `count` tokens of each sequence in an empty cache."""
         self.places = torch.arange(count, device=self.length.device)
         self.slots = (self._first[:, None] + self.places).flatten()
 
     def follow(self, count: int) -> None:
-        """Set the slots for steps of one token after `count` tokens of each sequence."""
+        """Prepare for decoding: set positions and slots for one new token per sequence, after `count` tokens."""
         self.length.fill_(count)
         torch.add(self._first, count, out=self._of_step)
         self.places, self.slots = self.length.view(1), self._of_step
 
 
 def _token_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return [batch, heads, tokens, dim] of any strides as [batch * tokens, heads, dim] with contiguous rows."""
+    """Reshape [batch, heads, tokens, dim] to [batch * tokens, heads, dim]. Copy unless each token is contiguous."""
     rows = x.transpose(1, 2).flatten(0, 1)
     return rows if rows[0].is_contiguous() else rows.contiguous()
 
 
 class PagedLayer(StaticLayer):  # type: ignore[misc]
-    """Keys and values [batch, tokens, kv_heads, head_dim], both written by one launch.
+    """A cache layer with keys and values [batch, tokens, kv_heads, head_dim]. One launch writes both.
 
     If keys and values have different sizes, the layer stores them like a `StaticLayer`.
     """
@@ -71,7 +71,7 @@ class PagedLayer(StaticLayer):  # type: ignore[misc]
         batch, heads, _, dim = key_states.shape
         self.batch_size, self.num_heads, self.k_head_dim, self.v_head_dim = batch, heads, dim, dim
         shape = batch * self.max_cache_len // PAGE, PAGE, heads, dim
-        # Zeros, not empty: sdpa multiplies masked values by zero, and NaN would survive.
+        # Fill with zeros, because sdpa multiplies masked values by zero, and NaN times zero is NaN.
         self.pages = key_states.new_zeros(shape), key_states.new_zeros(shape)
         self.keys, self.values = (x.view(batch, self.max_cache_len, heads, dim).transpose(1, 2) for x in self.pages)
         self.is_initialized = True

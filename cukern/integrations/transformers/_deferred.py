@@ -1,4 +1,4 @@
-"""Tensors that are computed only when other code asks for them, because a kernel can take their parts instead."""
+"""Tensors that are computed only when other code reads them. A kernel can use the tensors they are made of instead."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 class Deferred(torch.Tensor):
-    """A placeholder for another tensor. Any torch function or attribute computes that tensor and uses it.
+    """A placeholder for another tensor. Any torch function or attribute access computes that tensor and uses it.
 
-    Functions of this package check for the subclass first, and take its parts.
+    Functions of this package check for the subclasses first, and use the tensors that the placeholder is made of.
     """
 
     def made(self) -> torch.Tensor:
@@ -59,12 +59,12 @@ class Sum(Deferred):
         return None if own["_made"] is not None else own["_parts"]
 
     def keep(self, made: torch.Tensor) -> None:
-        """Store the sum that a kernel has computed, perhaps over one of the terms."""
+        """Store the sum that a kernel has computed. The kernel may have overwritten one of the terms with it."""
         object.__getattribute__(self, "__dict__")["_made"] = made
 
 
 class Ids(Deferred):
-    """Expert ids in int32, as the gates write them, that become int64 when other code asks for them."""
+    """The int32 expert ids that a gate has written. They are converted to int64 when other code reads them."""
 
     @staticmethod
     def of(ids: torch.Tensor) -> Ids:

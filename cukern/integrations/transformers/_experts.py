@@ -1,4 +1,7 @@
-"""The experts of a model: `fused_experts` if it has their formula, else grouped GEMMs around the model's own code."""
+"""The experts of a model run on `fused_experts` if it has their activation.
+
+Otherwise they run on grouped GEMMs, and the model's own code computes the activation.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ _GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class MatchedActivation:
-    """How the experts of a module are computed."""
+    """The kernel activation that equals the activation of a module of experts, if there is one."""
 
     activation: str | None  # None: the module's own code
     options: dict[str, Any] = field(default_factory=dict)  # options of the activation
@@ -49,7 +52,7 @@ class MatchedActivation:
 
 
 def is_experts(module: torch.nn.Module) -> bool:
-    """Return whether transformers dispatches the module's forward by the name of an implementation."""
+    """Return whether the module has transformers' interface for experts, which looks up an implementation by name."""
     return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "_apply_gate", "down_proj"))
 
 
@@ -60,7 +63,7 @@ def _first(module: Any) -> torch.Tensor:
 
 
 def _bounds(module: Any) -> Iterator[tuple[float, float]]:
-    """Yield alpha and limit, if a module has such numbers."""
+    """Yield the constants alpha and limit of swigluoai, if the module has such attributes."""
     for alpha in ("alpha", "swiglu_alpha"):
         for limit in ("limit", "swiglu_limit"):
             found = getattr(module, alpha, None), getattr(module, limit, None)
@@ -69,7 +72,10 @@ def _bounds(module: Any) -> Iterator[tuple[float, float]]:
 
 
 def _candidates(module: Any) -> Iterator[tuple[str, dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]]:
-    """Yield the kernels' activations: name, options, and formula on rows of gates and ups, or of sums."""
+    """Yield the activations of the kernels: name, options, and a function that computes the formula.
+
+    The function takes rows of gates and ups, or, without a gate, rows of sums.
+    """
     if not module.has_gate:
         for name, function in _GATES.items():
             yield f"{name}_no_mul", {}, function
@@ -94,7 +100,7 @@ def _candidates(module: Any) -> Iterator[tuple[str, dict[str, Any], Callable[[to
 
 @torch.no_grad()
 def match_activation(module: Any) -> MatchedActivation:
-    """Return how the module is computed, found by running its activation on random numbers."""
+    """Find the kernel activation of a module, by running the module's activation on random numbers."""
     if getattr(module, "has_post_expert_norm", False):
         return MatchedActivation(None)
     device = _first(module).device
@@ -124,8 +130,8 @@ def experts_forward(
 ) -> torch.Tensor:
     """Return the weighted sums of tokens [tokens, hidden], for transformers' `ExpertsInterface`.
 
-    An id that is not an expert's, as expert parallelism leaves behind, adds nothing. If a gradient is needed, the
-    module's own code runs.
+    An id outside the experts, which expert parallelism uses for experts of other ranks, adds nothing. If a gradient is
+    needed, the module's own code runs.
     """
     first, second = _first(self), self.down_proj
     if wants_gradient(hidden_states, first, top_k_weights):

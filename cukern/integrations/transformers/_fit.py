@@ -1,4 +1,8 @@
-"""Whether a session gives the results of a model, found by running both on random tokens and by reading the model."""
+"""Check whether a session gives the same results as a model.
+
+A session runs steps over a static cache. The check runs the session and the model on random tokens, and reads
+properties of the model.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +26,14 @@ from cukern.integrations.transformers._state import ATTRIBUTE
 _FIXED_ROPE = "default", "linear", "llama3", "proportional", "yarn"
 #: The lengths of the test prompts, and the number of prompts of each length.
 _LENGTHS, _ROWS = (6, 4), 2
-#: The session's cache length: much longer than the test needs, so that a dependence on the end of the cache shows.
+#: The cache length of the tested session. It is much longer than needed, to detect a dependence on the cache length.
 _TOKENS = 1024
 #: Largest allowed difference between the session's and the model's logits, relative to the spread of the logits.
 _BOUND_OF_32_BITS = 1e-3
 _BOUND_OF_16_BITS = 0.1
-#: Smallest difference of a token's logits that shows a dependence on later tokens, relative to their spread.
+#: If later tokens change the logits of a token by at least this, relative to their spread, the token attends to them.
 _SEEN = 1e-2
-#: Exceptions of a forward that cannot take a session's arguments.
+#: Exceptions of a forward that cannot handle the arguments that a session passes.
 _REFUSALS = (
     ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
@@ -56,7 +60,7 @@ def fit(model: Any) -> Fit:
 
 
 def _distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the median over the rows of a relative distance."""
+    """Return the norm of the difference of two rows of logits, relative to their spread: the median over the rows."""
     spread = (wanted - wanted.mean(1, keepdim=True)).norm(dim=1)
     return float(((got - wanted).norm(dim=1) / spread.clamp(min=1e-30)).nan_to_num(float("inf")).median())
 
@@ -104,7 +108,7 @@ def _measured(model: Any) -> Fit:
 
 
 def _tried(model: Any, batches: list[torch.Tensor]) -> float | str:
-    """Return the distance, or the error of a forward that does not take a session's arguments."""
+    """Return the distance, or the error message if the model's forward cannot handle what a session passes."""
     try:
         return _distance_of(model, batches)
     except torch.OutOfMemoryError:
@@ -141,7 +145,10 @@ def positions(model: Any) -> int | None:
 
 
 def drops_seen_tokens(model: Any, tokens: int) -> bool:
-    """Return whether the model's own cache drops some of `tokens` tokens that no window mask hides."""
+    """Return whether the model's own cache would drop tokens that the model's masks do not hide.
+
+    A session keeps all `tokens` tokens, so it would give other results for such a model.
+    """
     layers = StaticCache(config=model.config, max_cache_len=tokens).layers
     if all(type(x) is not StaticSlidingWindowLayer or x.max_cache_len >= tokens for x in layers):
         return False
@@ -177,7 +184,7 @@ def _is_alike(one: Any, other: Any) -> bool:
 
 
 def prepares_alike(model: Any, prompt: int, most: int) -> bool:
-    """Return whether the model's own `prepare_inputs_for_generation` agrees with the common one at all lengths."""
+    """Return whether the model's `prepare_inputs_for_generation` gives the same inputs as transformers' default one."""
     common = GenerationMixin.prepare_inputs_for_generation
     if type(model).prepare_inputs_for_generation is common:
         return True

@@ -1,4 +1,4 @@
-"""Find the gate that a router computes, by comparing both in several regimes of numbers."""
+"""Find the gate of cukern that a router computes, by running both on several kinds (regimes) of random numbers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SCORES = {
     "sigmoid": torch.sigmoid,
     "sqrtsoftplus": lambda x: F.softplus(x).sqrt(),
 }
-#: Largest relative difference of two float32 formulas: 4 roundings.
+#: Largest relative difference between two float32 computations of the same formula: 4 roundings.
 _BOUND = 4 * torch.finfo(torch.float32).eps
-#: Weights are compared only if a token's scores sum to at least this. At this sum, a term of 1e-20 in a denominator is
-#: less than a rounding.
+#: Weights are compared only if the scores of a token sum to at least this. Some routers add 1e-20 to the sum; at this
+#: size that changes less than a rounding.
 _LEAST_SUM = 1e-12
 
 
@@ -82,7 +82,7 @@ _ROWS = 12
 
 
 def _logits(experts: int, hidden: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
-    """Return rows [tokens, hidden], a router's weight [experts, hidden], and the name of each row's regime.
+    """Return input rows [tokens, hidden], a router weight [experts, hidden], and the name of the regime of each row.
 
     The first column of the weight is 1, so the first number of a row shifts all of the row's logits.
     """
@@ -110,13 +110,14 @@ def _biases(experts: int, groups: int, generator: torch.Generator) -> Iterator[t
     for name, level in _LEVELS.items():
         yield f"a bias around {name}", level + 0.3 * torch.randn(experts, generator=generator)
     if groups > 1:
-        # Every second group has choices below 0. Some routers set the choices of groups that are not kept to 0.
+        # In every second group all scores plus bias are below 0. This detects routers that set these values to 0 in
+        # groups that are not kept, instead of to -inf.
         levels = torch.tensor([0.5, -4.0]).repeat(groups)[:groups].repeat_interleave(experts // groups)
         yield "groups below 0 by their bias", levels + 0.3 * torch.randn(experts, generator=generator)
 
 
 class _Routing(NamedTuple):
-    """A router's results for all rows with one bias."""
+    """The results of a router for all rows, with one correction bias."""
 
     regime: str
     bias: torch.Tensor | None
@@ -147,7 +148,7 @@ def _routing(probe: Any, rows: torch.Tensor, regime: str, bias: torch.Tensor | N
 
 
 class _Choices(NamedTuple):
-    """The values that order the experts of a gate, [tokens, experts]."""
+    """The values by which a gate ranks the experts, [tokens, experts], and their rounding errors."""
 
     scores: torch.Tensor
     rounding: torch.Tensor  # relative rounding error of the scores
@@ -168,7 +169,7 @@ class _Choices(NamedTuple):
 
 
 def _kept(values: torch.Tensor, noise: torch.Tensor, gate: Gate) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a mask of the experts in groups that a token may keep, and a mask of the tokens without tied groups."""
+    """Return which experts are in a group that a token may keep, and which tokens have no tie between groups."""
     best, order = values.view(len(values), gate.groups, -1).topk(min(2, values.shape[1] // gate.groups))
     best, noise = best.sum(-1), noise.view(len(values), gate.groups, -1).gather(-1, order).sum(-1)
     last, at = (x[:, -1:] for x in best.topk(gate.topk_group))
@@ -188,7 +189,8 @@ def _choices(gate: Gate, logits: torch.Tensor, bias: torch.Tensor | None) -> _Ch
     decided = torch.ones(len(logits), dtype=torch.bool)
     if gate.groups > 1:
         kept, decided = _kept(values, noise, gate)
-        # Scores are at least 0. A router that sets other groups' choices to 0 differs from the gate only in ties.
+        # Without a bias, scores are at least 0. A router that sets the scores of other groups to 0 then differs from
+        # the gate only in ties.
         values = values.masked_fill(~kept, 0.0 if bias is None else -torch.inf)
     return _Choices(scores, rounding, values, noise, decided)
 
@@ -199,7 +201,9 @@ def _by_id(weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def _differences(gate: Gate, routing: _Routing, bound: float = _BOUND) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens with other experts than the router's, and the tokens with other weights, both bool [tokens].
+    """Return for which tokens the gate and the router choose different experts, and for which the weights differ.
+
+    Both results are bool [tokens].
 
     Experts that tie with the last chosen expert are compared by value, because `torch.topk` may choose any of them.
     """
@@ -217,7 +221,8 @@ def _differences(gate: Gate, routing: _Routing, bound: float = _BOUND) -> tuple[
     same = (ids == ids_of_theirs).all(-1, keepdim=True)
     wanted = torch.where(same, weights, gate.weights_of(choices.scores, ids_of_theirs))
     largest = torch.maximum(wanted.abs().amax(-1), theirs.abs().amax(-1))
-    # Compare relative to the largest weight, which the best logit has unless a bias counts against its expert.
+    # Compare relative to the largest weight of the token. The expert with the largest logit has it, unless a bias moves
+    # that expert down.
     bounds = choices.rounding.gather(1, ids_of_theirs).amin(-1).clamp(min=bound)
     alike = (wanted - theirs).abs().amax(-1) <= bounds * largest
     counts = choices.scores.gather(1, ids_of_theirs).sum(-1) >= _LEAST_SUM
@@ -233,7 +238,7 @@ def _number(module: Any, *names: str, default: Any = None) -> Any:
 
 
 def _gates(module: Any, bias: str) -> Iterator[Gate]:
-    """Yield the gates that a router's numbers allow."""
+    """Yield the gates that are possible with the attributes of a router, such as `top_k`."""
     topk = _number(module, "top_k", "num_experts_per_tok", "topk")
     if not isinstance(topk, int) or topk < 1:
         return

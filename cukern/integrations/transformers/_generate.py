@@ -39,11 +39,11 @@ class Generated:
 
     tokens: list[list[int]]  # the new tokens of each prompt, including a stop token
     steps: int  # number of steps, which is the largest number of new tokens of a prompt
-    ready_s: float  # seconds to capture a step; about 0 if a kept session has these sizes
-    prefill_s: float  # seconds from then to the first token
+    ready_s: float  # seconds to capture a step; about 0 if a session of these sizes exists
+    prefill_s: float  # seconds from the capture to the first token
     decode_s: float  # seconds for all other tokens
     captured: bool  # whether the steps were replays of a CUDA graph
-    why: str  # why they were not; empty if they were
+    why: str  # the reason if they were not replays; else empty
 
     @property
     def tokens_per_s(self) -> float:
@@ -62,7 +62,7 @@ def _vocabulary(model: Any, embeddings: Any) -> int:
 
 
 def _row(prompt: Any) -> torch.Tensor:
-    """Return one prompt as integers."""
+    """Return the token ids of one prompt as an integer tensor."""
     if isinstance(prompt, (str, bytes)):
         check.fail("prompts", "of token ids, which a tokenizer makes of texts", type(prompt).__name__, TypeError)
     try:
@@ -132,7 +132,7 @@ def _check_model(model: Any) -> State | None:
 
 
 def _session(state: State | None, model: Any, batch: int, tokens: int, sampling: Sampling) -> Session:
-    """Return a session for these sizes: a kept one if possible."""
+    """Return a session for these sizes: an existing session, or a new one."""
     tokens = -(-(tokens + _attention.PAGE) // _CAPACITY) * _CAPACITY
     if state is None:
         return Session(model, batch, tokens, sampling)
@@ -150,7 +150,7 @@ def _session(state: State | None, model: Any, batch: int, tokens: int, sampling:
 
 
 def _why_growing(model: Any, lengths: list[int], options: Options) -> str:
-    """Return why a generation must use the model's own state; empty if a session can serve it."""
+    """Return why a generation must use the model's own cache (`Growing`); empty if a session can run it."""
     if options.config.use_cache is False:
         return "use_cache is False"
     if options.processed:
@@ -210,13 +210,14 @@ def generate(
         do_sample: whether to sample tokens; otherwise the largest logit is taken.
         temperature: the sampling temperature; 0 takes the largest logit. A value above 0 implies sampling, unless
             do_sample is False.
-        top_k, top_p, min_p: as in `cukern.sample`. No limit is None, a `top_k` of 0, -1 or at least the vocabulary, a
-            `top_p` of 1, a `min_p` of 0.
-        repetition_penalty: divides positive logits of the tokens so far, and multiplies negative ones.
+        top_k, top_p, min_p: as in `cukern.sample`. None turns a limit off; so do a `top_k` of 0, -1 or at least the
+            vocabulary size, a `top_p` of 1, and a `min_p` of 0.
+        repetition_penalty: the positive logits of tokens that have occurred are divided by this number, and their
+            negative logits are multiplied by it.
         seed: the seed of the samples.
         eos_token_id: the tokens that end a sequence, one or several; None for none.
         pad_token_id: the padding of short prompts; no result depends on it.
-        on_token: called with each step's index and its tokens int64 [batch], one step after the step has run. If it
+        on_token: called with the index of each step and its tokens int64 [batch], while the next step runs. If it
             returns False, generation ends.
         progress: show a bar; None: on a terminal.
         settings: a `generation_config` that replaces the model's, and other settings of a GenerationConfig. A setting
@@ -230,9 +231,10 @@ def generate(
         ValueError: a model that cannot generate on its own or is in training mode, an unsupported setting, or invalid
             numbers.
 
-    The model keeps a session, with a cache and a graph, for each of the four latest sizes. A size is the batch, the
-    prompt with new tokens in steps of 256, and the sampling parameters. `disable` frees the sessions. Before its first
-    generation a model runs a few short random prompts, to find out whether a session gives the same results.
+    The model keeps a session, with a cache and a graph, for each of the four latest sizes. A size consists of the batch
+    size, the number of tokens (prompt and new tokens, rounded up to a multiple of 256), and the sampling parameters.
+    `disable` frees the sessions. Before its first generation a model runs a few short random prompts, to find out
+    whether a session gives the same results.
     """
     state = _check_model(model)
     device = next(model.parameters()).device
@@ -276,7 +278,7 @@ def _decode(
     passed()
 
     def take(found: Iterable[Any]) -> bool:
-        """Store the tokens of steps that have become visible. Return whether generation ends."""
+        """Store the tokens of the steps that the host can read. Return whether generation ends."""
         end = False
         for step, (tokens, finished) in found:
             columns.append(tokens[:, 0])

@@ -1,8 +1,8 @@
 """A decoding loop over the model's own cache, with inputs that the model prepares itself.
 
-transformers' `generate` prepares the first inputs, and the model's `prepare_inputs_for_generation` the inputs of each
-step. A model that rebuilds its state, or keeps other state than keys and values, therefore gives the same results as in
-transformers. Prompts of one length run together, without padding.
+transformers' `generate` prepares the first inputs. The model's `prepare_inputs_for_generation` prepares the inputs of
+each step. The loop therefore gives the same results as transformers, also for a model whose state is more than keys and
+values. Prompts of one length run together, without padding.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def _hold(
     streamer: Any = None,
     **inputs: Any,
 ) -> dict[str, Any]:
-    """Return the prepared inputs without decoding. transformers' `generate` calls this as its decoding method."""
+    """Return the prepared inputs instead of decoding. transformers' `generate` calls this as its decoding method."""
     return {"processors": logits_processor, **inputs}
 
 
 def _held(model: Any) -> dict[tuple[str, str], torch.Tensor]:
-    """Return the tensors that modules hold outside their parameters and buffers, by module and attribute name."""
+    """Return the tensors that modules hold as plain attributes, keyed by module name and attribute name."""
     return {
         (name, attribute): value
         for name, module in model.named_modules()
@@ -68,7 +68,7 @@ class Growing:
         self.rows = torch.arange(batch, device=self.device)
         self.stop = torch.tensor(self.sampling.stop, dtype=torch.int64, device=self.device)
         self.groups: list[_Group] = []
-        self.order = self.rows  # the place of each prompt among the rows of all groups
+        self.order = self.rows  # the index of each prompt in the concatenated rows of all groups
         self.seed = self.drawn = 0
 
     def ready(self) -> None:

@@ -1,7 +1,7 @@
-"""The part of an attention layer before the attention: one product for q, k and v, then one kernel for the rest.
+"""Fuse the operations of an attention layer before the attention, during this package's `generate`.
 
-During this package's `generate`, `fused_qk_norm_rope_and_cache` replaces the head norms, the rotary embedding and the
-cache update. The replaced statements of a forward are recognized by their text.
+One dense product computes q, k and v. `fused_qk_norm_rope_and_cache` then replaces the head norms, the rotary embedding
+and the cache update. The statements of a forward that these two replace are recognized by their text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ def _product(name: str, states: str, norm: str = "") -> str:
 
 
 def _texts() -> dict[str, tuple[bool, str]]:
-    """Return the known statements of forwards, with whether they normalize heads and the name of the cache."""
+    """Return the texts of the statements that can be replaced.
+
+    Each text maps to whether its statements normalize heads, and to the name of the cache.
+    """
     value = _product("v_proj", "value_states")
     plain = _product("q_proj", "query_states"), _product("k_proj", "key_states"), value
     normed = _product("q_proj", "query_states", "q_norm"), _product("k_proj", "key_states", "k_norm"), value
@@ -50,9 +53,9 @@ _TEXTS = _texts()
 
 
 def fused(body: list[ast.stmt]) -> tuple[list[ast.stmt], bool | None]:
-    """Return the statements with the known ones behind a call of `states`, and whether those normalize heads.
+    """Replace the known statements by a call of `states`, which runs them only if the kernel cannot.
 
-    The flag is None if no statement is known.
+    Returns the new statements, and whether the known ones normalize heads; None if no statement is known.
     """
     for count in (6, 8):
         for begin in range(len(body) - count + 1):
@@ -83,7 +86,7 @@ def _layer(module: Any, cache: Any, key: torch.Tensor) -> PagedLayer | None:
 
 
 def _norm_of(module: Any, norms: bool) -> tuple[Any, Any, float | None, float] | None:
-    """Return the weights of both norms, epsilon and weight_offset; None if the norms differ in form."""
+    """Return the weights of both norms, epsilon and weight_offset; None if the two norms cannot be fused."""
     if not norms:
         return None, None, None, 0.0
     of_query, of_key = (getattr(module, name).__dict__.get(_norms.NUMBERS) for name in ("q_norm", "k_norm"))

@@ -1,4 +1,4 @@
-"""RMS norms, and the sum before a norm."""
+"""Replace RMS norms, and combine each norm with the residual sum before it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def add_norm(norm: Any, hidden_states: torch.Tensor, residual: torch.Tensor) -> 
     hidden_states, residual = plain(hidden_states), plain(residual)
     weight, numbers = getattr(norm, "weight", None), norm.__dict__.get(NUMBERS)
     fits = numbers is not None and hidden_states.dtype == residual.dtype and hidden_states.shape == residual.shape
-    # The kernel overwrites both, which code that records hidden states would see. So it runs only in `generate`.
+    # The kernel overwrites both tensors. Code that records hidden states would see that, so the kernel runs only in
+    # `generate`, where no such code runs.
     if active.session is not None and fits and _takes(hidden_states, weight) and _takes(residual, weight):
         return cukern.fused_add_rms_norm(  # type: ignore[return-value]
             hidden_states, residual, _detached(weight), numbers[0], weight_offset=numbers[1]
@@ -88,7 +89,7 @@ def last_sum(hidden_states: torch.Tensor, residual: torch.Tensor) -> torch.Tenso
 
 @torch.no_grad()
 def _numbers_of(module: Any) -> tuple[tuple[float, float] | None, str]:
-    """Return epsilon and weight_offset of an RMS norm, found with random numbers; None and the reason for others."""
+    """Find epsilon and weight_offset of an RMS norm with random numbers; None and the reason for other modules."""
     other = "its formula is not that of an RMS norm alone"
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
@@ -165,7 +166,7 @@ def _replaced(text: str, at: ast.stmt) -> ast.stmt:
 
 
 def _fused(body: list[ast.stmt]) -> tuple[list[ast.stmt], list[str]]:
-    """Return the statements with each sum and the norm after it combined, and the names of these norms.
+    """Combine each sum with the norm after it. Return the new statements, and the names of these norms.
 
     The sum that a layer returns is combined with the first norm of the next layer.
     """
@@ -189,7 +190,10 @@ def _fused(body: list[ast.stmt]) -> tuple[list[ast.stmt], list[str]]:
 
 
 def _rewritten(module: Any) -> tuple[Callable[..., Any], list[str]] | None:
-    """Return a layer's forward with `add_norm` for each sum before a norm; None if there is none, or without source."""
+    """Return a layer's forward with `add_norm` for each sum before a norm.
+
+    None if the forward has no such sum, or if its source is not available.
+    """
     names: list[str] = []
     functions = {"_cukern_add_norm": add_norm, "_cukern_entry_norm": entry_norm, "_cukern_last_sum": last_sum}
 

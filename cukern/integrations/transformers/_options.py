@@ -1,4 +1,4 @@
-"""The options of `generate`: its arguments over the model's generation_config, merged as in transformers."""
+"""The options of `generate`. Its arguments override the model's generation_config, as in transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PROCESSED: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 #: The sampling filters, with the values that do not limit anything.
 _UNLIMITED: dict[str, tuple[float, ...]] = {"top_k": (0, -1), "top_p": (1.0,), "min_p": (0.0,)}
-#: Further settings that are accepted. Lengths and sampling parameters have their own arguments.
+#: Settings that `generate` accepts besides its own arguments, which are lengths and sampling parameters.
 _TAKEN = "min_length", "use_cache", "bos_token_id", "renormalize_logits", "early_stopping", "length_penalty"
 
 
@@ -125,7 +125,7 @@ def _draw(config: GenerationConfig, given: dict[str, Any], vocab: int) -> dict[s
 
 
 def _first(name: str, low: int, *places: Any) -> int | None:
-    """Return the first number of `places` that is not None, checked."""
+    """Return the first of `places` that is not None. Raises for a value that is not an integer of at least `low`."""
     value = next((x for x in places if x is not None), None)
     return None if value is None else check.integer(name, value, low, 2**24)
 

@@ -1,7 +1,8 @@
-"""Products of few rows, and products that share an input.
+"""Dense products of few rows, and dense products that share an input.
 
-A decoding step multiplies one or a few rows by every weight of the model, so the memory rate bounds its time. On an
-H200, `moe_gemm` with one expert reaches 50% to 80% of that rate. cuBLAS takes 1.1 to 3.9 times as long as `moe_gemm`.
+A decoding step multiplies one or a few rows by every weight of the model, so its time is limited by the memory
+bandwidth. On an H200, `moe_gemm` with one expert reaches 50% to 80% of the bandwidth. cuBLAS takes 1.1 to 3.9 times as
+long as `moe_gemm`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from cukern.integrations.transformers._state import Notes, State, active, simple
 #: `moe_gemm` replaces cuBLAS for up to FEW rows, or up to _FEW_OF_SMALL rows if the weight has at most _SMALL elements:
 #: for small weights cuBLAS launches too few blocks.
 FEW, _FEW_OF_SMALL, _SMALL = 2, 4, 2**21
-#: Weights with more elements stay with cuBLAS, which reaches the memory rate for them.
+#: Weights with more elements stay with cuBLAS, which reaches the memory bandwidth for them.
 _LARGE = 2**26
 _HALVES = (torch.float16, torch.bfloat16)
 #: The attributes of a module that hold its joined weights, and the activation of a multilayer perceptron.
@@ -37,7 +38,10 @@ def _offsets_of(rows: int, device: torch.device) -> torch.Tensor:
 
 
 def _streams(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether `moe_gemm` should run a product: few rows in a step, 16 bits, sizes and addresses that fit."""
+    """Return whether `moe_gemm` should run a product.
+
+    It does in a step of `generate`, for few rows in 16 bits, if the sizes and the alignment allow it.
+    """
     return (
         not torch.compiler.is_compiling()
         and active.session is not None
@@ -55,7 +59,7 @@ def _streams(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
 ) -> torch.Tensor:
-    """Return x [rows, k] @ weight.T + bias for weight [n, k]; with an activation of gates and ups, [rows, n / 2]."""
+    """Return x [rows, k] @ weight.T + bias for weight [n, k]: [rows, n], or with a gated activation [rows, n / 2]."""
     if not _streams(x, weight):
         made = F.linear(x, weight, bias)
         return made if activation is None else cukern.moe_activation(made, activation)  # type: ignore[return-value]
@@ -69,7 +73,7 @@ def product(
 
 
 class _Together(NamedTuple):
-    """The weights of several modules, consecutive in memory; the modules' parameters are views of them."""
+    """The weights of several modules in one tensor. The parameters of the modules are views of it."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -148,7 +152,7 @@ _GATE_UP = ("gate_proj", "up_proj")
 
 
 def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Run a gated perceptron with gates and ups in one product. With further arguments its own forward runs."""
+    """Run a gated MLP with one product for gates and ups. With further arguments the module's own forward runs."""
     own, x = together(self, _GATE_UP), alone(args, kwargs)
     if own is None or x is None or wants_gradient(x, self.gate_proj.weight) or x.dtype != own.weight.dtype:
         return type(self).forward(self, *args, **kwargs)  # type: ignore[no-any-return]
@@ -159,7 +163,7 @@ def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _small(module: Any, inputs: int, inner: int) -> Any:
-    """Return a perceptron of the same class with small random float32 weights."""
+    """Return an MLP of the same class with small random float32 weights."""
     probe = copy.copy(module)
     probe.__dict__ = {k: v for k, v in module.__dict__.items() if k != "forward"}
     probe._modules = dict(module._modules)
@@ -174,7 +178,7 @@ def _small(module: Any, inputs: int, inner: int) -> Any:
 
 @torch.no_grad()
 def _activation_of(module: Any) -> tuple[str | None, str]:
-    """Return the activation of a perceptron, found with small ones of its class; None and the reason if unknown."""
+    """Find the activation of an MLP, by running small MLPs of its class. Return None and the reason if unknown."""
     found: list[str] = []
     probes = {inputs: _small(module, inputs, inner) for inputs, inner in ((16, 24), (15, 25))}
 
@@ -200,7 +204,7 @@ def _activation_of(module: Any) -> tuple[str | None, str]:
 
 
 def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
-    """Make gated perceptrons run as two products, and make products of few rows run on `moe_gemm`."""
+    """Make gated MLPs run as two products instead of three, and make products of few rows run on `moe_gemm`."""
     known: dict[Any, tuple[str | None, str]] = {}
     for module in list(model.modules()):
         if "forward" in module.__dict__:

@@ -1,4 +1,4 @@
-"""Compare a module with a kernel in several regimes of numbers."""
+"""Compare a module with a kernel on several kinds (regimes) of random numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Regime(NamedTuple):
-    """The name of a regime, the function that makes its rows from normal numbers, and their dtype."""
+    """A kind of test rows: a name, the function that makes them from normally distributed numbers, and a dtype."""
 
     name: str
     change: Callable[[torch.Tensor], torch.Tensor]
@@ -28,9 +28,10 @@ REGIMES = (
 )
 #: Rows whose squares overflow float16.
 LARGE_HALVES = Regime("large rows of float16", lambda x: x * 1e3, torch.float16)
-#: The allowed difference of two formulas, in roundings of a row's largest number. Float32 sums have many roundings.
+#: The allowed difference between two results, in units of eps times the largest number of a row. Float32 results get
+#: more, because their sums have many roundings.
 _ROUNDINGS = {torch.float32: 80, torch.float16: 4, torch.bfloat16: 4}
-#: Exceptions of a forward that does not take such rows.
+#: Exceptions of a forward that cannot handle the test rows.
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
 
@@ -55,7 +56,8 @@ def difference(
 ) -> str | None:
     """Return the name of the first regime where a module's own code and a kernel differ; empty if they agree.
 
-    A key of `shapes` is appended to the regime's name. None: the code does not take ordinary rows, or differs for them.
+    A key of `shapes` is appended to the name of the regime. The result is None if the module's code cannot handle
+    ordinary rows, or already differs for them.
     """
     generator = torch.Generator().manual_seed(seed)
     for i, ((besides, shape), regime) in enumerate(itertools.product(shapes.items(), regimes)):

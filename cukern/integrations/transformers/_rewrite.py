@@ -15,7 +15,7 @@ def written(module: Any) -> Any:
     return inspect.unwrap(type(module).forward)
 
 
-#: The reason for keeping a module whose forward `takes_one` refuses.
+#: The reason in the report for a module that is not replaced because `takes_one` is False.
 NOT_ONE = "its forward has an argument besides the rows whose default is not None"
 
 
@@ -27,7 +27,7 @@ def takes_one(module: Any) -> bool:
 
 
 def alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the first positional argument of a call; None if another argument is not None, or if it is missing."""
+    """Return the first positional argument of a call. Return None if it is missing, or if others are not None."""
     if not args or any(x is not None for x in (*args[1:], *kwargs.values())):
         return None
     return args[0]
@@ -57,12 +57,13 @@ def rewritten(
     names: dict[str, Any],
     change: Callable[[list[ast.stmt]], list[ast.stmt]] = lambda body: body,
 ) -> Callable[..., Any] | None:
-    """Return the forward of a module's class with changed statements; `names` maps some of its globals to other values.
+    """Return a copy of the forward of a module's class with changed statements.
 
-    The wrappers of the forward also wrap the new function. The result is None if the source is unknown, if the
-    undecorated function is a closure, or if a wrapper does not hold the function in its closure.
+    `names` maps some globals of the forward to other values. Decorators of the forward also wrap the copy. The result
+    is None if the source is not available, if the undecorated function is a closure, or if a decorator does not hold
+    the function in its closure.
 
-    The names are free variables of the new function. It shares all other globals with the old function, so that
+    The `names` are free variables of the copy. It shares all other globals with the original function, so that
     torch.compile finds them in their module.
     """
     forward = written(module)
@@ -98,7 +99,7 @@ def rewritten(
 
 
 def _wrapped(forward: Any, made: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return `made` inside copies of a forward's wrappers; None if a wrapper lacks the forward in its closure."""
+    """Wrap `made` in copies of the decorators of a forward; None if a decorator's closure lacks the forward."""
     if not hasattr(forward, "__wrapped__"):
         return made
     inner = _wrapped(forward.__wrapped__, made)

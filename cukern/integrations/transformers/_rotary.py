@@ -34,11 +34,15 @@ class RotaryFormula(NamedTuple):
 def _probe(
     function: Callable[..., Any], formula: RotaryFormula, angles: torch.dtype | None = None
 ) -> tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], torch.Tensor]]:
-    """Return the function and the kernel, on queries and keys in one array [batch, 3 n heads, tokens, head_dim]."""
+    """Return the function and the kernel as functions of one array [batch, heads, tokens, head_dim].
+
+    The array holds the heads of the queries and then the heads of the keys.
+    """
 
     def given(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         generator = torch.Generator().manual_seed(5)
-        # The halves of cos are equal in all models, and some functions read only one.
+        # Repeat the first half of cos and sin, because both halves are equal in all models, and some functions read
+        # only one of them.
         shape = rows.shape[0], rows.shape[2], rows.shape[3] // 2
         cos, sin = (torch.randn(shape, generator=generator).repeat(1, 1, formula.halves) for _ in range(2))
         query, key = rows.split([rows.shape[1] // 3 * 2, rows.shape[1] // 3], 1)
@@ -57,7 +61,7 @@ def _probe(
 
 @torch.no_grad()
 def _formula_of(function: Callable[..., Any]) -> tuple[RotaryFormula | None, str]:
-    """Return the formula of a function, found with random numbers; None and the reason for another formula."""
+    """Find the formula of a rotary function with random numbers. Return None and the reason for an unknown formula."""
     found: list[str] = []
     shapes = {"": (2, 6, 5, 16), " of one head and 7 tokens": (1, 3, 7, 16)}
     for halves, layout in itertools.product((2, 1), ("half", "interleaved", "deinterleaved")):
@@ -71,7 +75,7 @@ def _formula_of(function: Callable[..., Any]) -> tuple[RotaryFormula | None, str
 
 
 def _in_place(function: Callable[..., Any], formula: RotaryFormula) -> Callable[..., Any]:
-    """Return the replacement of a function, which calls the function for arguments that the kernel does not take."""
+    """Return a function that rotates in place. It calls the original for arguments that the kernel does not take."""
 
     def rotate(*args: Any, **kwargs: Any) -> Any:
         if len(args) != 4 or kwargs.keys() - {"unsqueeze_dim"}:
@@ -106,7 +110,7 @@ _OF_LENGTH = ("dynamic", "longrope")
 
 
 def angles_forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Return cos and sin; during `generate` from a table, which replaces nine small kernels."""
+    """Return cos and sin. During `generate` they come from a table, which saves nine small kernels."""
     session = None if torch.compiler.is_compiling() else active.session
     if session is None or args or kwargs or not getattr(session, "tokens", 0) or position_ids.dim() != 2:
         return type(self).forward(self, x, position_ids, *args, **kwargs)
@@ -123,7 +127,7 @@ def angles_forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor, *args
 
 
 def _table(module: Any, x: torch.Tensor, tokens: int) -> torch.Tensor | None:
-    """Return cos and sin of all positions side by side; None if angles depend on more than the position."""
+    """Return a table with cos and sin of all positions; None if the angles do not depend on the position only."""
     if getattr(module, "rope_type", "default") in _OF_LENGTH:
         return None
 

@@ -12,10 +12,11 @@ from cukern.integrations.transformers._options import Sampling
 
 
 class Sampler(LogitsProcessor):  # type: ignore[misc]
-    """Draw the next token with `cukern.sample`, and mask all other tokens: pass it in `logits_processor=[...]`.
+    """A logits processor for transformers' `generate` that samples the next token with `cukern.sample`.
 
-    transformers' `generate` then chooses that token, greedy or not, so leave its own temperature, top_k and top_p
-    alone. Use a sampler for one generation only: its samples depend on its seed and on the number of earlier samples.
+    Pass it in `logits_processor=[...]`. It masks all other tokens, so `generate` chooses the sampled token, greedy or
+    not; do not set the temperature, top_k and top_p of `generate`. Use a sampler for one generation only: its samples
+    depend on its seed and on the number of earlier samples.
 
     Args:
         temperature, top_k, top_p, min_p: as in `cukern.sample`. A temperature of 0 takes the largest logit.

@@ -1,7 +1,7 @@
 """A decoding loop with one CUDA graph for a whole step: the model over a static paged cache, and the sampling.
 
-In transformers' `generate` the host takes several times as long per step as the GPU at batch 1. Here the host prepares
-a step once per size.
+In transformers' `generate`, at batch size 1, the host takes several times as long per step as the GPU. Here the host
+prepares a step only once, and then replays it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Session:
         self.graphs = StepGraphs(layers)
         takes = inspect.signature(written(model)).parameters
         self.takes = {name for name in ("position_ids", "logits_to_keep") if name in takes}
-        # A forward that does not name the cache passes it on as a keyword.
+        # If the forward has no argument for the cache, it passes the cache on in its keyword arguments.
         self._cache_name = next((name for name in takes if name in CACHE_NAMES), CACHE_NAME)
 
     def _count(self, batch: int, device: torch.device) -> None:
@@ -76,7 +76,7 @@ class Session:
         return not self.why
 
     def block_tables(self, distance: int) -> torch.Tensor:
-        """Return the pages of each sequence if sequences are `distance` tokens apart, the same pages in all steps."""
+        """Return the block tables for sequences that are `distance` tokens apart. All steps use the same tables."""
         if distance not in self._tables:
             pages = self.tokens // _attention.PAGE
             self._tables[distance] = _attention.tables(self.starts, distance, pages)
@@ -112,7 +112,7 @@ class Session:
             self.mentioned.scatter_(1, self.token, True)
 
     def ready(self) -> None:
-        """Run two steps on an empty cache and capture the second, so that kernels load and cuBLAS chooses only once."""
+        """Run a step on an empty cache, which loads kernels and lets cuBLAS choose algorithms. Then capture a step."""
         if self.device.type != "cuda" or self.is_ready:
             return
         self.is_ready = True
@@ -128,7 +128,7 @@ class Session:
         self.padding.fill_(1)
 
     def _follow(self, count: int) -> None:
-        """Prepare for steps after `count` tokens of each sequence. A step's lengths include its own token."""
+        """Prepare for steps after `count` tokens of each sequence. The lengths of a step include its new token."""
         self.slots.follow(count)
         self.lengths += 1
 
@@ -174,7 +174,7 @@ class Session:
         return logits
 
     def advance(self) -> torch.Tensor:
-        """Run the last drawn token, and draw the next one. Return the logits."""
+        """Run the model on the last sampled token, and sample the next one. Return the logits."""
         self.mask.index_fill_(3, self.slots.places, True)
         logits = self._forward(self.token, self.positions, self.padding)
         self._draw(logits)

@@ -76,7 +76,7 @@ class State:
 
 
 class _Gathered(dict[tuple[str, str, str], int]):
-    """Equal lines of a report, counted."""
+    """The lines of a report, with the number of modules that each line describes."""
 
     def add(self, part: str, module: Any, how: str) -> None:
         name = module if isinstance(module, str) else type(module).__name__
@@ -120,7 +120,10 @@ active = _Active()
 
 @contextlib.contextmanager
 def running(session: Any) -> Iterator[None]:
-    """Make `session` active. Meanwhile sums may overwrite their terms, because nobody else sees the hidden states."""
+    """Make `session` active in this context.
+
+    In the context, sums may overwrite their terms, because no other code sees the hidden states.
+    """
     before, active.session = active.session, session
     try:
         yield
@@ -146,7 +149,10 @@ def copied(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def simple_attributes(module: torch.nn.Module) -> tuple[Any, ...]:
-    """Return all that a module's formula may depend on: class, numbers, functions, configuration, shapes, children."""
+    """Return a key with all that the formula of a module may depend on.
+
+    These are its class, numbers, functions, configuration, shapes and children.
+    """
     plain = (str, int, float, bool, type(None), types.FunctionType, types.BuiltinFunctionType)
     own = {k: v for k, v in vars(module).items() if isinstance(v, plain) and k not in ("layer_idx", "forward")}
     shapes = {k: tuple(x.shape) for k, x in [*module.named_parameters(), *module.named_buffers()]}

@@ -11,8 +11,8 @@ import transformers
 from cukern.integrations.transformers._state import Report
 
 TESTED = "5.17", "5.24"
-#: Suffixes of class names by part. A model has a part if it has a class for each suffix. cukern replaces the modules
-#: with the last suffix.
+#: The suffixes of class names that identify a part. A model has the part if it has a class for each of its suffixes.
+#: cukern replaces the modules of the class with the last suffix.
 _KINDS = {
     "experts": ("Experts",),
     "routers": ("Router",),
