@@ -1,4 +1,4 @@
-"""Beam search: the best continuations of all beams, the state after a step, tokens and caches by the parents."""
+"""Beam search: find the best continuations, update the state after a step, and follow the parents of beams."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ CACHE_VARIANTS = ("auto", "vector", "scalar")
 MAX_CANDIDATES = 2**31 - 1  # ids into beams * vocab are int32
 _MAX_BLOCKS = 2**31 - 1
 _TREE_ENTRIES = 2048
-#: By variant: (groups of threads whose largest values give a bound, the largest number of results).
+#: For each variant: (thread groups, the largest k). The largest values of the groups bound the k-th best value.
 _GROUPS = {"narrow": (32, 16), "wide": (256, 128)}  # "wide": THREADS and MAX_K of the template
-#: Blocks that keep a GPU busy. A few rows are cut into more chunks to have this many blocks.
+#: This many blocks keep a GPU busy. If there are few rows, they are cut into more chunks to have this many blocks.
 _BLOCKS_WANTED = 512
-#: A chunk is a multiple of a line of memory, in 16-byte vectors.
+#: 16-byte vectors in a memory line of 128 bytes. A chunk is a multiple of a line.
 _VECTORS_PER_LINE = 8
-#: The range of divisors of scores, with room in float32 for these and their inverses.
+#: The allowed range of divisors of scores. float32 can represent these numbers and their inverses.
 _PENALTY_RANGE = (1e-30, 1e30)
 _LARGEST_RATE = 1e30
-#: Resident blocks of a multiprocessor for the reordering of caches, which have enough loads in flight.
+#: Resident blocks per multiprocessor when caches are reordered. These blocks have enough loads in flight.
 _RESIDENT_BLOCKS = 4
 
 _chunks = Kernel("beam_search/topk_chunks", "topk_chunks")
@@ -59,7 +59,7 @@ def _constant(kernel: Kernel, name: str) -> int:
 
 
 def _depth(k: int, lists: int) -> int:
-    """Return the position, from 1 on, in `lists` sorted lists whose keys give the best bound of the k-th best key."""
+    """Return a position d (from 1 on) in sorted lists: the d-th keys of the `lists` lists bound the k-th best key."""
     return min(max(1, ceil_div(2 * k, lists)), k)
 
 
@@ -118,7 +118,7 @@ def _outputs(out: Any, first: Array, first_name: str, results: list[Result], nam
 
 
 def _select(log_probs: Array, scores: Array | None, k: int, selection: _Selection, rate: float) -> dict[str, Any]:
-    """Launch the passes before the merge of the beams. Return the fields of the resulting lists of keys."""
+    """Launch the kernels that find the best keys of chunks or beams. Return the fields that describe their lists."""
     (batch, beams, vocab), threads, chunks = log_probs.shape, _constant(_chunks, "THREADS"), selection.chunks
     rows = batch * beams
     keys = empty((rows * chunks * k,), "int64")
@@ -167,9 +167,10 @@ def beam_topk(
         out: a pair (values, ids) to write into.
         variant: "narrow" for k up to 16, "wide" for any k; "auto" chooses.
 
-    Returns (values, ids): float32 [batch, k] with the diversity term, exact without one for every dtype, and int32
-    [batch, k], positions in beams * vocab (beam = id // vocab, token = id % vocab). Best first, ties to the lower id.
-    NaN counts as -inf and is returned as -inf; -0 is 0. If all remaining candidates are -inf, the lowest ids follow.
+    Returns (values, ids), best first, ties to the lower id. values are float32 [batch, k], with the diversity term
+    added; without a diversity term they are exact for every dtype. ids are int32 [batch, k], positions in beams * vocab
+    (beam = id // vocab, token = id % vocab). NaN counts as -inf and is returned as -inf; -0 is 0. If all remaining
+    candidates are -inf, the lowest ids follow.
 
     Raises ValueError or TypeError for arguments that do not fit. The two stages are FasterTransformer's
     `topk_stage_1_opt3` and `topk_stage_2_opt3`. No array of `out` may overlap `log_probs`.
@@ -210,7 +211,7 @@ def _step_results(log_probs: Any, *_: Any, **__: Any) -> list[Result]:
 
 
 def _check_ends(end_id: Any) -> tuple[int, ...]:
-    """Return the ids of the end, sorted and without duplicates."""
+    """Check `end_id`. Return the ids of the end tokens, sorted and without duplicates."""
     if hasattr(end_id, "__index__"):
         return (check.integer("end_id", end_id, -(2**31), 2**31 - 1),)
     most = _constant(_step, "MAX_ENDS")
@@ -221,7 +222,7 @@ def _check_ends(end_id: Any) -> tuple[int, ...]:
 
 
 def _candidates(beams: int, vocab: int, ends: int) -> int:
-    """Return the candidates that a step needs, so that at least `beams` of them do not end."""
+    """Return how many candidates a step needs so that at least `beams` of them do not end with an end token."""
     max_k, max_beams = _constant(_step, "MAX_K"), _constant(_step, "MAX_BEAMS")
     if not 1 <= beams <= max_beams:
         check.fail("log_probs", f"of 1 to {max_beams} beams", beams)
@@ -274,9 +275,9 @@ def beam_search_step(
     The search keeps `beams` running beams and a pool of the `beams` best finished hypotheses per batch entry, as
     transformers' `generate(num_beams=...)` does, and agrees with it token for token. (With one beam pass
     `early_stopping=True`: transformers then searches greedily and stops at the first end token.) The step finds the
-    max(2, 1 + end tokens) * beams best continuations. Of the best `beams`, those that end go to the pool, with the
-    score log-probability / length ** length_penalty. The best `beams` continuations that do not end become the running
-    beams. In the last step all end.
+    max(2, 1 + number of end tokens) * beams best continuations. Those of the best `beams` continuations that end with
+    an end token enter the pool, with the score log-probability / length ** length_penalty. The best `beams`
+    continuations that do not end become the running beams. In the last step all continuations end.
 
     Args:
         log_probs: [batch, beams, vocab], float32, float16 or bfloat16, contiguous: the log-probabilities of the next
@@ -284,10 +285,10 @@ def beam_search_step(
         scores: float32 [batch, beams], the log-probabilities of the running beams. Before the first step: 0 for the
             first beam and -inf (or very low) for the others, which are equal to it then.
         finished_scores: float32 [batch, beams], the pool, best first; -inf before the first step.
-        finished_lengths: int32 [batch, beams], the number of tokens of each, the end token included; 0 for an empty
-            place. Before the first step all places are empty.
-        finished_ids: int32 [batch, beams], the last token of each.
-        finished_parents: int32 [batch, beams], the beam that the token was added to in that step.
+        finished_lengths: int32 [batch, beams], the number of tokens of each finished hypothesis, the end token
+            included; 0 for an empty entry of the pool. Before the first step all entries are empty.
+        finished_ids: int32 [batch, beams], the last token of each finished hypothesis.
+        finished_parents: int32 [batch, beams], the beam to which that last token was added.
         done: bool [batch], whether the pool can no longer change; False before the first step.
         step: from 0 on, below max_steps; the number of tokens that the beams have. An int, or an int32 array [1] or []
             beside `log_probs`. An array in host memory is checked. On a GPU the kernel reads it and clamps it to
@@ -295,9 +296,10 @@ def beam_search_step(
         max_steps: the largest number of tokens of a hypothesis.
         end_id: the token, or up to 8 tokens, that end a hypothesis; an id outside of the vocabulary for none.
         length_penalty: > 0 favors long hypotheses, because scores are negative.
-        early_stopping: when a batch entry is done. False: when the pool is full, and the best running beam divided by
-            the penalty of its present length is no better than the worst of the pool. True: when the pool is full.
-            "never" (or None): as False, but with the length it could still reach if length_penalty > 0.
+        early_stopping: when a batch entry is done. False: when the pool is full, and the best running beam's
+            log-probability, divided by the penalty of its present length, is no better than the worst score of the
+            pool. True: when the pool is full. "never" (or None): as False, but if length_penalty > 0, with the penalty
+            of max_steps tokens instead of the present length.
         diversity_rate: as in `beam_topk`; it affects the choice, not the scores.
         out: eight arrays for the results. They may be the arrays of the state, which is then updated in place, and rows
             of the [max_steps, batch, beams] arrays that `gather_tree` reads.
@@ -328,7 +330,8 @@ def beam_search_step(
     late_fields: dict[str, Any] = {"max_steps": max_steps, "length_penalty": length_penalty, "step": None}
     if is_late:
         expect_one("step", step, log_probs, "log_probs", "int32")
-        # The penalty of each length is between the penalty of length 1, which is 1, and the penalty of max_steps.
+        # The penalties of lengths 1 and max_steps bound the penalties of all lengths. The penalty of length 1 is 1, so
+        # only the other one is checked.
         furthest = _penalty(max_steps, length_penalty)
         late_fields["step"], length, last, penalty = step, 0, 0, 0.0
     else:
@@ -372,11 +375,12 @@ def gather_tree(
 
     Args:
         ids: int32 [max_steps, batch, beams], contiguous: the token that each beam got in each step.
-        parents: int32 of the same shape, the beam of the step before that the token was added to; clamped to the beams.
+        parents: int32 of the same shape, the beam of the previous step to which the token was added; clamped to the
+            beams.
         lengths: int32 [batch] or [batch, beams], the number of steps to use; None for all. Clamped to [0, max_steps].
         end_id: fills the result after the first end_id of a beam, and from its length on.
-        last_ids, last_parents: both or neither, int32 [batch, beams]: they replace the token and the parent of a beam's
-            last step (by its length), as for the finished hypotheses of `beam_search_step`.
+        last_ids, last_parents: both or neither, int32 [batch, beams]: they replace the token and the parent of the last
+            step of each beam (step lengths - 1), as the finished hypotheses of `beam_search_step` require.
         out: int32 like ids, to write into; not ids or parents themselves.
 
     Returns int32 [max_steps, batch, beams]. At most 64 beams. Arguments and result are as in TensorFlow Addons'
@@ -442,7 +446,7 @@ def update_kv_cache(
     key_cache: AnyArray, value_cache: AnyArray, parents: AnyArray, step: int | AnyArray,
     *, out: tuple[AnyArray, AnyArray] | None = None, variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:  # fmt: skip
-    """Reorder the cached keys and values by the beams' parents: a beam gets the past of its parent.
+    """Reorder the cached keys and values by the beams' parents: each beam gets the cache entries of its parent.
 
     Args:
         key_cache: [max_steps, batch * beams, heads, dim], contiguous, as in `masked_attention`; float32, float16,
@@ -452,8 +456,8 @@ def update_kv_cache(
         step: the number of entries to reorder, from the first on; at most max_steps. An int, or an int32 array [1] or
             [] beside the caches. An array in host memory is checked. On a GPU the kernel reads it and clamps it to
             [0, max_steps], so that a CUDA graph of one launch serves all steps.
-        out: a pair like the caches whose first `step` entries are written: other arrays, as FasterTransformer keeps two
-            pairs and swaps them, or the caches themselves. In place, a beam that is its own parent is not copied.
+        out: a pair like the caches whose first `step` entries are written: either other arrays (FasterTransformer keeps
+            two pairs and swaps them) or the caches themselves. In place, a beam that is its own parent is not copied.
         variant: "vector" moves 16 bytes at a time, "scalar" single elements; "auto" the widest that the sizes allow.
 
     Returns `out`, or two new arrays [step, batch * beams, heads, dim]. If `step` is an array, the new arrays are

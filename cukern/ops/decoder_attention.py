@@ -26,7 +26,8 @@ __all__ = ["cross_attention", "masked_attention"]
 
 DTYPES = ("float32", "float16", "bfloat16")
 VARIANTS = ("auto", "specialized", "dynamic")
-#: MODE of the template. LATE_STEP: the kernel reads the step from memory. SHARED_MEMORY: several rows share a memory.
+#: The template argument MODE. LATE_STEP: the kernel reads the step from device memory. SHARED_MEMORY: several query
+#: rows attend to the same encoder memory.
 MODES = ("PLAIN", "LATE_STEP", "SHARED_MEMORY")
 MAX_DIM = 256
 #: Rows are (sequence, head) pairs.
@@ -38,7 +39,7 @@ _MAX_SPLITS = 256
 _RESIDENT_WARPS = 16
 _LOG2_E = 1.4426950408889634
 
-#: Dimensions of a head with variants of their own, and the models that have them.
+#: Head dimensions with variants of their own, and the models that have them.
 SPECIALIZED = {
     64: "GPT-2, BERT-like decoders, T5, BART, Whisper",
     128: "Llama, Qwen, Mistral",
@@ -56,7 +57,7 @@ class _LaneLayout(NamedTuple):
     vector: int  # elements per load
     lanes: int
     chunks: int
-    steps: int  # entries at once
+    steps: int  # cache entries that a warp processes at once
 
 
 def _lane_layout(dtype: str, dim: int, wide: bool) -> _LaneLayout:
@@ -66,14 +67,14 @@ def _lane_layout(dtype: str, dim: int, wide: bool) -> _LaneLayout:
     if wide:
         lanes = next(n for n in (8, 16, 32) if n >= loads or n == 32)
         chunks = 1 if loads <= lanes else 2
-        # There are no registers for more entries at once.
+        # More entries at once would need too many registers.
         return _LaneLayout(vector, lanes, chunks, 8 // chunks)
     chunks = next(n for n in (2, 4, 8) if 32 * n >= loads)
     return _LaneLayout(vector, 32, chunks, 16 // chunks)
 
 
 def _variant(dtype: str, fixed_dim: int, layout: _LaneLayout, mode: str = "PLAIN") -> Variant:
-    # The template's default mode is left out, which keeps the names of plain instances short.
+    # PLAIN is the template's default. It is left out of the arguments to keep the names of instances short.
     return _kernel.variant(arrays.CUDA_TYPE[dtype], fixed_dim, *layout, *[mode] * (mode != "PLAIN"))
 
 
@@ -91,7 +92,7 @@ _registered = set(SPECIALIZED)
 
 
 def specialize(*, dim: int) -> list[Instance]:
-    """Give this dimension of a head variants of its own in this process, and return them; see `cukern.specialize`.
+    """Register variants for this head dimension in this process, and return their instances; see `cukern.specialize`.
 
     Raises ValueError unless dim is a multiple of 8, so that rows are whole 16-byte loads, and at most 256.
     """
@@ -104,7 +105,10 @@ def specialize(*, dim: int) -> list[Instance]:
 
 
 def _choose(dtype: str, dim: int, aligned: bool, variant: str, mode: str = "PLAIN") -> tuple[Variant, _LaneLayout, str]:
-    """Return the variant for a dimension, its layout, and the reason. `aligned`: keys and values are at 16 bytes."""
+    """Return the variant for a head dimension, its layout, and the reason.
+
+    `aligned`: the addresses of keys and values are multiples of 16 bytes.
+    """
     check.one_of("variant", variant, VARIANTS)
     wide = aligned and dim * arrays.ITEM_SIZE[dtype] % 16 == 0
     layout = _lane_layout(dtype, dim, wide)
@@ -133,12 +137,15 @@ class _Grid(NamedTuple):
 
 
 def _most_unsplit(warps: int, steps: int, new: int) -> int:
-    """Return the largest number of tokens that is not split: in two splits a warp would have less than two rounds."""
+    """Return the largest number of tokens of a sequence that is not split among blocks.
+
+    In a round a warp processes `steps` entries. With two splits, a warp would have fewer than two rounds.
+    """
     return (4 * warps - 1) * steps + new
 
 
 def _full_warps(columns: int, multiprocessors: int) -> int:
-    """Return the warps of a block if there are enough tokens for all of them."""
+    """Return the number of warps of a block, if there are enough tokens to give every warp work."""
     most = template.constants("decoder_attention/decoder_attention")["MAX_WARPS"]
     return most if columns * most <= _RESIDENT_WARPS * multiprocessors else most // 2
 
@@ -157,10 +164,11 @@ def _why_grid(grid: _Grid, tokens: Any, new: int, steps: int, multiprocessors: i
 
 
 def _grid(rows: int, tokens: Any, new: int, lanes: int, steps: int, multiprocessors: int) -> _Grid:
-    """Return the grid for `tokens` per sequence. The last `new` of them are not read from memory.
+    """Return the grid for `tokens` tokens per sequence. The last `new` tokens are not in the cache yet.
 
-    A block has fewer warps if all of them can then be resident. If full blocks for each column of rows leave
-    multiprocessors idle, the sequence is split among blocks, as long as each warp has two rounds of entries.
+    A block has fewer warps if not all full blocks would be resident, or if there are too few tokens to give every warp
+    work. If one block for each column of rows leaves multiprocessors idle, the sequence is split among several blocks,
+    as long as each warp has at least two rounds. In a round a warp processes `steps` entries.
     """
     columns = -(-rows // (32 // lanes))
     resident = _RESIDENT_WARPS * multiprocessors
@@ -171,14 +179,14 @@ def _grid(rows: int, tokens: Any, new: int, lanes: int, steps: int, multiprocess
     rounds = -(-(tokens - new) // steps)
     if most_splits < 2 or tokens <= _most_unsplit(warps, steps, new):
         return _Grid(columns, warps, 1, 1, max(1, rounds) * steps)
-    # The rounds of a split are a multiple of the warps, so that each warp gets the same number of rounds.
+    # A split has a multiple of `warps` groups of entries, so that each warp gets the same number of rounds.
     splits = min(most_splits, rounds // (2 * warps))
     split_rounds = -(-rounds // (splits * warps)) * warps
     return _Grid(columns, warps, -(-rounds // split_rounds), most_splits, split_rounds * steps)
 
 
 def _check_memories(q: Any, symbols: tuple[str, ...], shared: bool, **memories: Any) -> tuple[int, ...]:
-    """Check `q`, and caches or memories of keys and values. Return the shape of the memories, which has the heads.
+    """Check `q`, and the keys and values in `memories` (a decoder's caches or an encoder's memory). Return their shape.
 
     `shared`: `q` may have several rows for each sequence of the memories.
     """
@@ -235,7 +243,7 @@ def _attend(
     mode: str,
     **fields: Any,
 ) -> Any:
-    """Check and launch either function, over `tokens` tokens. The last `new` of them are not read from memory.
+    """Check and launch either attention function, over `tokens` tokens. The last `new` tokens are not in the cache yet.
 
     `mode` is one of `MODES`. `fields` are the kernel's parameters that differ between the functions.
     """
@@ -305,8 +313,8 @@ def masked_attention(
             Their shape sets the number of heads.
         step: the number of tokens, the new one included, in [1, max_steps]: an int, or an int32 array [1] or [] beside
             `q`. An array in host memory is checked. On a GPU the kernel reads it and clamps it to that range, so that a
-            CUDA graph of one launch serves all steps. The grid, the split among blocks and the order of the sums are
-            then chosen for max_steps.
+            CUDA graph of one launch serves all steps. With such an array, the grid, the split among blocks and the
+            order of the sums are chosen for max_steps.
         scale: a factor of the scores; 1 / sqrt(dim) if None.
         out: [batch, heads * dim], written and returned.
         variant: "auto", or a kernel by name: "specialized" (the dim fixed at compile time) or "dynamic".
@@ -350,7 +358,7 @@ def cross_attention(
     out: AnyArray | None = None,
     variant: str = "auto",
 ) -> AnyArray:
-    """Attend over the encoder's memory, which has its own length for each sequence.
+    """Attend over the encoder's memory (the decoder's cross-attention). Each sequence of the memory has its own length.
 
     With the entries s = 0 ... memory_lengths[b] - 1 of head h of sequence b,
 

@@ -54,7 +54,7 @@ def _looked_up(embedding_table: Any, word_ids: Any, *_: Any, **__: Any) -> Resul
 
 
 def _check_words(word_ids: Any, table: Array) -> tuple[Any, int]:
-    """Check the words. Return the number of words, and the number of words of a sequence."""
+    """Check word_ids. Return the number of all words, and the number of words in a sequence."""
     if not isinstance(word_ids, Array) or not word_ids.shape:
         got = [] if isinstance(word_ids, Array) else type_name(word_ids)
         check.fail("word_ids", "an array [batch] or [batch, ...]", got, TypeError)
@@ -98,7 +98,7 @@ def _check_positions(
 
 
 def _width(variant: str, table: Array, row_bytes: int, *others: Array | None) -> int:
-    """Return the bytes per load of a variant, for rows of the table and of `others` that are not None."""
+    """Return the bytes per load of a variant. `others` are the other arrays that the kernel accesses, or None."""
     check.one_of("variant", variant, VARIANTS)
     if variant == "narrow":
         return table.item_size
@@ -121,7 +121,7 @@ def _lookup(
     out: Any,
     variant: str,
 ) -> Any:
-    """Check and launch either function."""
+    """Check and launch either lookup function."""
     table = expect_array("embedding_table", embedding_table, DTYPES, ("vocab", "hidden"))
     vocab, hidden = table.shape
     if hidden > MAX_HIDDEN:
@@ -201,8 +201,8 @@ def embedding_lookup(
         [*word_ids.shape, hidden] of the dtype of `embedding_table`, in its library and on its device. Arrays in host
         memory go through the NumPy reference.
 
-    In host memory an id or a position out of range raises ValueError. On a GPU a check would take a synchronization;
-    there the row becomes zeros, without a position added.
+    In host memory an id or a position out of range raises ValueError. On a GPU a check would need a synchronization, so
+    the whole row becomes zeros instead.
 
     Raises:
         TypeError: an unsupported dtype, or a mixture of libraries.
@@ -226,7 +226,7 @@ def embedding_lookup_sine_position_encoding(
     out: AnyArray | None = None,
     variant: str = "auto",
 ) -> AnyArray:
-    """Look up the embeddings at the start of a decoder's step, scale them, and add the encoding of their position.
+    """Look up the embeddings of a decoder's input tokens, scale them, and add the encoding of their position.
 
         out[i] = embedding_table[word_ids[i]] * sqrt(hidden) + position_encoding[position[i]]
 

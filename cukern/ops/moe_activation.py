@@ -1,4 +1,4 @@
-"""The activation between the two products of a feed-forward layer: with a gate, or with a bias."""
+"""The activation between the two products of a feed-forward layer: gated, or with a bias."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _kernel = Kernel("moe_activation/moe_activation", "moe_activation")
 _bias_kernel = Kernel("moe_activation/add_bias_act", "add_bias_act")
 _ITEMS = 2
-_ROWS = 2  # rows of a thread, which share a unit of the bias
+_ROWS = 2  # rows of a thread; both use the same units of the bias
 
 
 def _variant(
@@ -179,7 +179,7 @@ def _gated(
 
 
 def _alias(name: str) -> Callable[[_F], _F]:
-    """Declare a function of one activation."""
+    """Declare a public function that computes a single gated activation."""
     return op(getattr(twin, name), "activated", _activated)
 
 
@@ -244,7 +244,7 @@ def _as_given(x: Any, *_: Any, **__: Any) -> Result:
 def add_bias_act(
     x: AnyArray, bias: AnyArray | None, activation: str = "gelu", *, out: AnyArray | None = None, variant: str = "auto"
 ) -> AnyArray:
-    """Add the bias of a product to its rows, and activate the sums z = x + bias:
+    """Add a bias to each row, and apply an activation to the sums z = x + bias:
 
         gelu        z * (1 + erf(z / sqrt(2))) / 2
         gelu_tanh   z * (1 + tanh(sqrt(2 / pi) * (z + 0.044715 * z**3))) / 2
@@ -318,7 +318,7 @@ def bias_gelu(
 
 
 def _without_bias(name: str) -> Callable[[_F], _F]:
-    """Declare a function of one activation without a gate."""
+    """Declare a public function that computes a single activation without a gate."""
     return op(getattr(twin, name), "activated", _as_given)
 
 

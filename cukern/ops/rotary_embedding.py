@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys, in place; also fused with the norms before and the cache after it."""
+"""Rotary position embedding of queries and keys, in place, alone or fused with norms and the store to the KV cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 #: "wide" loads 16 bytes at a time, "narrow" one element.
 VARIANTS = ("auto", "wide", "narrow")
 MAX_ROWS = 2**31 - 2**12
-#: A limit of a head, because "narrow" has a thread for each pair.
+#: The largest rotary_dim, because "narrow" has one thread for each pair of elements of a head.
 MAX_ROTARY_DIM = 512
 _WIDEST = 16
 
@@ -62,7 +62,7 @@ def _expect_heads(name: str, array: Array, rotary_dim: int) -> None:
 
 
 def _check_angles(cos: Any, sin: Any, query: Array, unsqueeze_dim: int, rotary_dim: int | None) -> tuple[int, int]:
-    """Check cos and sin, which have the shape of `query` without heads. Return rotary_dim, and the columns of cos."""
+    """Check cos and sin, whose rows are the tokens of `query`. Return rotary_dim, and the columns of cos."""
     lengths = [n for i, n in enumerate(query.shape[:-1]) if i != unsqueeze_dim]
     symbols = "[tokens, rotary_dim]" if len(lengths) == 1 else "[batch or 1, tokens, rotary_dim]"
     for name, array in (("cos", cos), ("sin", sin)):
@@ -103,7 +103,7 @@ def _angle_strides(array: Array, batch: Any) -> tuple[Any, Any]:
 
 
 def _choose_wide(variant: str, half: int, columns: int, moved: list[tuple[Array, tuple[Any, ...]]]) -> bool:
-    """Return whether all loads can have 16 bytes. Raises ValueError if "wide" is asked for and cannot be used."""
+    """Return whether all loads can have 16 bytes. Raises ValueError if they cannot and the caller asks for "wide"."""
     check.one_of("variant", variant, VARIANTS)
     unit = _WIDEST // moved[0][0].item_size
     wide = half % unit == 0 and columns % unit == 0
@@ -142,9 +142,9 @@ def rotary_embedding(
             or bfloat16. The last dimension is contiguous, and heads do not overlap; other strides are free. Written.
         key: the same, of any number of heads and any head_dim. Written.
         cos, sin: [tokens, rotary_dim], or [batch or 1, tokens, rotary_dim], in the dtype of `query` or float32. In
-            layouts that write halves, the second element of a pair has the column j + rotary_dim / 2, which models fill
-            with the same angle. The arrays may also have rotary_dim / 2 columns, if rotary_dim is given. "interleaved"
-            reads the first half only.
+            "half" and "deinterleaved", the second element of pair j uses column j + rotary_dim / 2; models fill both
+            columns with the same angle. "interleaved" reads the first half of the columns only. If rotary_dim is given,
+            the arrays may also have rotary_dim / 2 columns.
         layout: "half", "interleaved" or "deinterleaved".
         rotary_dim: an even number of at most 512 and the head_dim; None: the columns of `cos`.
         unsqueeze_dim: the dimension of the heads in `query` and `key`: 1, or 2 for [batch, tokens, heads, head_dim].
@@ -222,7 +222,7 @@ def rotary_embedding(
 
 # --- norms, rotation and cache --------------------------------------------------------------------------
 
-#: Elements of a unit, and the widest head, which has two units for each lane of a warp.
+#: The elements of a unit, and the largest head_dim. A warp holds a head, with at most two units per lane.
 _EACH, MAX_HEAD_DIM = 8, 512
 _fused = Kernel("rotary_embedding/norm_rotate_store", "norm_rotate_store")
 
@@ -319,14 +319,14 @@ def fused_qk_norm_rope_and_cache(
 ) -> AnyArray:
     """Normalize and rotate the heads of queries and keys, and store keys and values in a paged cache: one launch.
 
-    The bits equal the bits of `rms_norm` of each head of query and key (with `epsilon`), followed by
+    The results have the same bits as `rms_norm` of each head of query and key (if `epsilon` is given), followed by
     `rotary_embedding` and `reshape_and_cache_flash`.
 
     Args:
         query: [tokens, heads, head_dim], float32, float16 or bfloat16; normalized and rotated in place. Tokens and
-            heads may be strided by multiples of 16 bytes, as in a product for queries, keys and values. head_dim is a
-            multiple of 16, at most 512.
-        key, value: [tokens, kv_heads, head_dim], the same. They are not changed.
+            heads may be strided by multiples of 16 bytes, as in a fused projection of queries, keys and values.
+            head_dim is a multiple of 16, at most 512.
+        key, value: [tokens, kv_heads, head_dim], with the same dtype and rules for strides. They are not changed.
         cos, sin: [tokens, rotary_dim] or [tokens, rotary_dim / 2], as in `rotary_embedding`.
         key_cache, value_cache: [blocks, block_size, kv_heads, head_dim] in the dtype of `query`, as in
             `reshape_and_cache_flash`. Written.

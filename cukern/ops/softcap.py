@@ -23,11 +23,12 @@ DTYPES = ("float32", "float16", "bfloat16")
 VARIANTS = ("auto", "vector", "scalar")
 
 _kernel = Kernel("softcap", "softcap")
-#: Units per thread, for few and for many logits. With one unit, more multiprocessors share a few logits.
+#: Units per thread, for few and for many logits. With one unit per thread there are more blocks, so that a few logits
+#: occupy more multiprocessors.
 _ITEMS = (1, 4)
 #: From this many logits on, a thread has four units (between softcap_logits, tokens 1 and 64; neither is near).
 _MANY = 2**21
-#: The normal numbers of float32.
+#: The smallest normal and the largest finite float32.
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 

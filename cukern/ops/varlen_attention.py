@@ -1,4 +1,4 @@
-"""Attention over a batch of sequences of different lengths, without padding: in an encoder, or over its memory."""
+"""Attention over a batch of sequences of different lengths without padding: self-attention or cross-attention."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from cukern.runtime.plan import asked, launch, outputs, run_twin, tensor_map
 __all__ = ["varlen_attention"]
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: "wgmma" and "mma" are for 16 bits on tensor cores, of Hopper or of all GPUs. "fma" computes products in float32, for
-#: all dtypes and alignments.
+#: "wgmma" (Hopper only) and "mma" (all GPUs) use tensor cores, and take 16-bit arrays. "fma" computes products in
+#: float32, and takes all dtypes and alignments.
 VARIANTS = ("auto", "wgmma", "mma", "fma")
 MAX_DIM = 256
 MAX_HEADS = 2**16 - 1
 MAX_TOKENS = 2**31 - 2**16
 
-#: Capacities for a head. A head takes the smallest that holds it.
+#: Head dimensions of the instances. A call uses the smallest one that is at least its head dimension.
 DIMS = (
     32,  # all-MiniLM-L6, BGE-small, E5-small
     64,  # BERT, RoBERTa, DistilBERT, XLM-R, BART, Marian, BGE, E5
     128,  # encoders made of Llama, Qwen and Mistral
     256,  # Gemma
 )
-#: The capacities of "wgmma".
+#: Head dimensions of the instances of "wgmma".
 WGMMA_DIMS = (64, 128)
 _LOG2_E = 1.4426950408889634
 #: "wgmma" takes the maximum of a query's products before it multiplies by the scale, so the scale must be positive.
@@ -54,7 +54,7 @@ class _Choice(NamedTuple):
 
 
 def _keys(room: int) -> int:
-    """Return the keys of a tile. A block then fits the 99 KiB of shared memory of every GPU from sm_80 on."""
+    """Return the keys of a tile, so that a block fits the 99 KiB of shared memory of every GPU from sm_80 on."""
     return 64 if room <= 128 else 32
 
 
@@ -68,7 +68,7 @@ def _by_mma(dtype: str, dim: int) -> _Choice:
 
 def _by_wgmma(dtype: str, dim: int) -> _Choice:
     room, sizes = next(room for room in WGMMA_DIMS if room >= dim), template.constants(_wgmma.file)
-    # Two resident blocks share registers and shared memory. Larger heads leave room for one.
+    # Two blocks are resident on a multiprocessor. With heads above 64 there is room for one block only.
     warpgroups, blocks = (2, 2) if room == 64 else (3, 1)
     queries = 64 * warpgroups
     # Queries, stages of keys and values, up to 1024 bytes for their alignment, and barriers.
@@ -80,7 +80,7 @@ def _by_wgmma(dtype: str, dim: int) -> _Choice:
 def _by_fma(dtype: str, dim: int, wide: bool) -> _Choice:
     room = _room(dim)
     tile = _keys(room)
-    # Queries, a tile of keys or values, and weights, in float32, with a padding of 16 bytes for each line.
+    # In float32: queries, a tile of keys or values, and softmax weights. Each row has 16 bytes of padding.
     shared = 4 * tile * (2 * (room + 4) + tile + 4)
     width = 16 if wide else arrays.ITEM_SIZE[dtype]
     launched = Launched(template.constants(_fma.file)["FMA_THREADS"], shared)
@@ -98,22 +98,22 @@ _fma.specialized = [_by_fma("float32", room, True).variant.instance for room in 
 
 
 def _strides(name: str, array: Array) -> tuple[int, int]:
-    """Return the distances between tokens and heads, in bytes. Raises ValueError unless each head is contiguous."""
+    """Return the strides of tokens and of heads, in bytes. Raises ValueError unless each head is contiguous."""
     if array.strides[2] != 1 and array.shape[2] > 1 and all(size != 0 for size in array.shape):
         check.fail(name, "contiguous along its last dimension", f"strides {array.strides} (in elements)")
     return array.strides[0] * array.item_size, array.strides[1] * array.item_size
 
 
 class _Heads(NamedTuple):
-    """An array of heads, and its distances between tokens and between heads in bytes."""
+    """An array [tokens, heads, dim], and its strides of tokens and of heads in bytes."""
 
     name: str
     array: Array
     strides: tuple[int, int]
 
     def map_strides(self) -> tuple[int, int] | None:
-        """Return the distances for a tensor map; None if a tensor map cannot have them."""
-        # A dimension of size 1 may have any distance.
+        """Return the strides for a tensor map; None if a tensor map cannot have them."""
+        # A dimension of size 1 may have any stride.
         only = self.array.shape[2] * self.array.item_size
         found = [
             stride if 0 < stride < _LARGEST_STRIDE else only if size == 1 else 0
@@ -122,11 +122,11 @@ class _Heads(NamedTuple):
         return (found[0], found[1]) if found[0] and found[1] else None
 
     def map(self, tokens: int) -> Any:
-        """Return a tensor map for boxes of `tokens` tokens of a head, 64 columns of each."""
+        """Return a tensor map whose boxes hold 64 columns of one head for `tokens` tokens."""
         strides = self.map_strides()
         assert strides is not None
         (rows, heads, dim), (between_rows, between_heads) = self.array.shape, strides
-        # L2 promotion is 128 bytes, because a head may have only 128 bytes: a larger one would fetch another head.
+        # L2 promotion is 128 bytes. A head may have only 128 bytes, so a larger promotion would fetch another head.
         return tensor_map(
             self.array,
             self.array.dtype,
@@ -231,16 +231,16 @@ def varlen_attention(
         cu_seqlens_q: int32 [sequences + 1], the start of each sequence: 0, then sums of lengths, which may be 0. The
             last one is at most `tokens`. Numbers in host memory are checked. On a GPU a check would take a
             synchronization; the kernel stays within the arrays for any numbers.
-        cu_seqlens_k: the same of keys and values, for attention to another text; None: cu_seqlens_q, and memory_tokens
-            is tokens.
+        cu_seqlens_k: the same for the sequences of keys and values, for cross-attention. None: cu_seqlens_q is used,
+            and memory_tokens must equal tokens.
         scale: a factor of the scores; 1 / sqrt(dim) if None.
-        causal: the last query of a sequence sees all of its keys, and each query before sees one key less. Infinities
-            and NaN in values may reach queries that do not see these values.
+        causal: the last query of a sequence sees all of its keys, and each query sees one key less than the next query.
+            Infinities and NaN in values may reach queries that do not see these values.
         out: [tokens, heads, dim], contiguous, to write into and return; it shares no memory with q, k and v.
         variant: "auto", or a kernel by name: "wgmma" (Hopper's tensor cores; like "mma", with dim at most 128 and a
             positive scale), "mma" (tensor cores; 16 bits, aligned rows of a multiple of 8) or "fma" (products in
-            float32). The first two round weights to the dtype before the product with the values. "auto" is the first
-            variant that takes the arrays, for any lengths.
+            float32). The first two round the softmax weights to the dtype before the product with the values. "auto"
+            takes the first variant that can compute the arrays; the lengths do not matter.
 
     Returns:
         [tokens, heads, dim] of the dtype of `q`, in the library and on the device of `q`. A NaN among the scores of a
@@ -274,7 +274,8 @@ def varlen_attention(
         no_wgmma = none or _no_wgmma(inputs, scale, q.gpu.arch)
     if variant == "wgmma" and no_wgmma:
         check.fail("variant", "'auto', 'mma' or 'fma' here", f"'wgmma': {no_wgmma}")
-    # The choice must not depend on the lengths or the batch: the bits of a result depend on its own sequence alone.
+    # The choice must not depend on the lengths or the batch, so that the bits of a result depend on its own sequence
+    # alone.
     is_wgmma = variant in ("auto", "wgmma") and not no_wgmma
     if none or variant == "fma":
         choice = _by_fma(q.dtype, dim, wide)

@@ -7,11 +7,12 @@ from typing import Any
 from cukern.runtime import check, template
 
 _DECLARED = [*template.constants("moe_activation/moe_activation")]
-#: Names in the order of the numbers in `common/activation.cuh`. That file and the twin have the formulas.
+#: The names of activations, in the order of their numbers in `common/activation.cuh`. That file and the NumPy reference
+#: have the formulas.
 ACTIVATIONS = tuple(
     name.lower() for name in _DECLARED[_DECLARED.index("NO_ACTIVATION") + 1 : _DECLARED.index("ACTIVATIONS")]
 )
-#: Activations without a gate, by vLLM's names: each sum becomes activate(x, 1).
+#: Activations without a gate, with vLLM's names: the result is activate(x, 1), where 1 replaces the up projection.
 UNGATED = tuple(f"{name}_no_mul" for name in ACTIVATIONS if name != "swigluoai")
 #: Default constants of swigluoai.
 ALPHA, LIMIT = 1.702, 7.0

@@ -1,10 +1,10 @@
 """The types of the arrays that the public functions take and return, for a type checker.
 
-A type checker sees all arrays of a call, and the result, as arrays of one library: tensors in, tensors out. The dtype
-and the shape of an ndarray are not part of the type, because results have other ones. If torch is not installed, the
-checker does not know tensors, and accepts any type for one.
+For a type checker, all arrays of a call and its results belong to one library: tensors in, tensors out. The dtype and
+the shape of an ndarray are not part of the type, because results have other dtypes and shapes. If torch is not
+installed, the checker does not know the type Tensor, and accepts any type in its place.
 
-The functions themselves handle descriptions of arrays. Within cukern mypy takes these types for Any (pyproject.toml).
+The functions themselves handle descriptions of arrays. Within cukern mypy treats these types as Any (pyproject.toml).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The arrays of the caller's libraries: their facts, their memory, and new arrays like them.
+"""The arrays of the caller's libraries: read their properties, access their memory, and create arrays like them.
 
-Each known library is a `Library`, which answers the same few questions with the arrays' own attributes, so that a call
-needs no conversion. `library_of` finds the library of an array by its type. An array of any other library enters and
-leaves by DLPack.
+Each known library is a `Library`, whose methods read the arrays' own attributes, so that a call needs no conversion.
+`library_of` finds the library of an array by its type. Arrays of all other libraries are converted by DLPack: `enter`
+converts arguments, and `leave` converts results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Generator: TypeAlias = Any
 #: A size that may differ between the calls of a compiled graph.
 Size: TypeAlias = int
 
-#: Dtypes without a native NumPy type.
+#: Dtypes that NumPy does not have; ml_dtypes has them.
 _EXTENDED = {
     name: np.dtype(getattr(ml_dtypes, name)) for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
 }
@@ -74,7 +74,7 @@ _PART_ALIGNMENT = 256  # of the parts of a workspace, in bytes
 
 @functools.lru_cache(maxsize=1024)
 def lay_out(sizes: tuple[int, ...]) -> tuple[int, list[int]]:
-    """Return the bytes of a workspace with parts of these sizes, and the start of each part."""
+    """Return the bytes of a workspace that holds parts of these sizes, and the start of each part."""
     starts, end = [], 0
     for size in sizes:
         starts.append(end)
@@ -83,7 +83,7 @@ def lay_out(sizes: tuple[int, ...]) -> tuple[int, list[int]]:
 
 
 class View(NamedTuple):
-    """The facts that a call reads of an array. `strides` are in elements; `device` is None for host memory."""
+    """The properties of an array that a call reads. `strides` are in elements; `device` is None for host memory."""
 
     address: int
     dtype: str
@@ -97,11 +97,12 @@ class Library:
 
     name: str
     array_type: type
-    #: Whether arrays that require gradients are refused now, because the kernels have no backward.
+    #: Return whether gradients are enabled. Arrays that require gradients are then refused, because the kernels have no
+    #: backward pass.
     wants_gradients: Callable[[], bool] = staticmethod(lambda: False)
 
     def view(self, name: str, array: Any) -> View:
-        """Return the facts that a call reads of an array. Messages call the array `name`.
+        """Return the properties of an array that a call reads. Messages call the array `name`.
 
         Raises TypeError for an array without memory of its own, ValueError for one on another kind of device,
         RuntimeError for one that requires gradients.
@@ -109,12 +110,12 @@ class Library:
         raise NotImplementedError
 
     def alike(self, arrays: Sequence[Any]) -> Callable[..., bool]:
-        """Return a function that compares other arrays with these: whether they differ in their addresses only."""
+        """Return a function that tells whether other arrays differ from `arrays` in their addresses only."""
         known = [*map(self._layout, arrays)]
         return lambda *others: [*map(self._layout, others)] == known
 
     def _layout(self, array: Any) -> tuple[Any, ...]:
-        """Return the facts that `alike` compares."""
+        """Return the properties that `alike` compares."""
         return array.dtype, array.shape, array.strides, self.device(array)
 
     def allocate(self, shape: tuple[int, ...], dtype: str, device: int | None) -> Any:
@@ -122,7 +123,7 @@ class Library:
         raise NotImplementedError
 
     def maker(self, shape: tuple[int, ...], dtype: str, device: int) -> Callable[[], Any]:
-        """Return a function that calls `allocate`. It must be called with the device as the thread's current one."""
+        """Return a function that calls `allocate`. When it is called, `device` must be the thread's current device."""
         return functools.partial(self.allocate, shape, dtype, device)
 
     def current_device(self) -> int:
@@ -248,7 +249,7 @@ class _Torch(Library):
             dtype: name for name in ITEM_SIZE if isinstance(dtype := getattr(torch, name, None), torch.dtype)
         }
         self._dtypes = {name: dtype for dtype, name in self._names.items()}
-        # Private names of torch. Each has a substitute for versions that lack it.
+        # These are private names of torch. If a version of torch lacks one, a public function replaces it.
         native = getattr(torch, "_C", None)
         stream, device = (getattr(native, f"_cuda_get{name}", None) for name in ("CurrentRawStream", "Device"))
         # The allocation function of torch.compile's generated code takes two thirds of the time of torch.empty.
@@ -279,7 +280,7 @@ class _Torch(Library):
     def alike(self, arrays: Sequence[Any]) -> Callable[..., bool]:
         if self._guards is None:
             return super().alike(arrays)
-        # The guards take a tensor only once.
+        # TensorGuards do not accept the same tensor twice, so duplicates are compared separately.
         first = [[*map(id, arrays)].index(id(x)) for x in arrays]
         once = [*dict.fromkeys(first)]
         guards = self._guards(*[arrays[i] for i in once], dynamic_dims_sizes=None, dynamic_dims_strides=None)
@@ -342,19 +343,19 @@ class _Torch(Library):
         return tensor.to(like.device)
 
     def from_bytes(self, memory: Any, shape: tuple[int, ...], dtype: str) -> Any:
-        # Not by DLPack, which makes one stream wait for another, while a graph may be capturing.
+        # DLPack is not used, because it makes one stream wait for another, which may fail while a graph is captured.
         tensor = self._torch.as_tensor(memory, device=self._torch.device("cuda", memory.data.device_id))
         return tensor.view(self._dtypes[dtype]).view(shape)
 
 
 NUMPY = _NumPy()
 CUPY = _CuPy()
-#: The library of each type seen so far; None for a type of non-arrays, or of arrays known by DLPack alone.
+#: The library of each type seen so far; None if the type is no array type, or only known by DLPack.
 KNOWN: dict[type, Library | None] = {np.ndarray: NUMPY}
 
 
 def _find(kind: type) -> Library | None:
-    """Find the library of a type seen for the first time; None for non-arrays, or arrays known by DLPack alone."""
+    """Find the library of a type that is seen for the first time. None as in `KNOWN`."""
     if issubclass(kind, np.ndarray):
         return NUMPY
     if cupy is not None and issubclass(kind, cupy.ndarray):
@@ -367,7 +368,7 @@ def _find(kind: type) -> Library | None:
 
 
 def library_of(array: Any) -> Library | None:
-    """Return the library of an array; None for a value that is no array, or an array known by DLPack alone."""
+    """Return the library of an array; None for a value that is no array, or an array that is only known by DLPack."""
     kind = type(array)
     try:
         return KNOWN[kind]
@@ -411,7 +412,7 @@ def leave(array: Any, like: Any) -> Any:
 
 
 def enter_all(name: str, value: Any) -> Any:
-    """Return `value` with `enter` applied to each array that is known by DLPack alone."""
+    """Return `value`, a value or a tuple or list of values, with `enter` applied to each array."""
     if isinstance(value, (tuple, list)):
         return type(value)(enter_all(name, x) for x in value)
     return enter(name, value) if hasattr(value, "__dlpack__") else value

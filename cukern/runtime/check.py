@@ -15,7 +15,7 @@ def fail(name: str, wanted: str, got: object, error: type[Exception] = ValueErro
 
 
 def refuse_gradient(name: str) -> NoReturn:
-    """Raise RuntimeError for a tensor that requires gradients, without which a model would train wrongly."""
+    """Raise RuntimeError for a tensor that requires gradients. Without the error the model would train wrongly."""
     wanted = "a tensor that does not require grad (there is no backward: use torch.no_grad() or .detach())"
     fail(name, wanted, "one that does", RuntimeError)
 
@@ -40,14 +40,17 @@ def integer(name: str, value: Any, low: int, high: int | None = None, why: str =
 
 
 def array_type(value: Any) -> type | None:
-    """Return the type of the caller's array, which may be described; None for other values and NumPy's scalars."""
+    """Return the type of an array; for a description, the type of the caller's array.
+
+    Return None for other values and for NumPy scalars.
+    """
     described: type | None = getattr(value, "array_type", None)
     is_array = hasattr(value, "__dlpack__") and not isinstance(value, np.generic)
     return described or (type(value) if is_array else None)
 
 
 def _refuse_array(name: str, value: Any, wanted: str) -> None:
-    """Raise TypeError for an array that may be on a GPU, because reading its element would wait for the GPU."""
+    """Raise TypeError for an array other than NumPy's. It may be on a GPU, and reading it would wait for the GPU."""
     kind = array_type(value)
     if kind is not None and not issubclass(kind, np.ndarray):
         fail(name, wanted, f"an array ({kind.__name__})", TypeError)
@@ -64,7 +67,7 @@ def number(name: str, value: Any) -> float:
         return value
     _refuse_array(name, value, "a number")
     try:
-        # `float` would convert the text of a number, and before NumPy 2.4 an array of one element, with a warning.
+        # `float` would also accept text, and before NumPy 2.4 an array of one element (with a warning).
         is_other = isinstance(value, (str, bytes, bool, np.bool_))
         if isinstance(value, np.ndarray):
             is_other = value.ndim > 0 or value.dtype == np.bool_
@@ -108,13 +111,16 @@ def dtype(name: str, got: str, allowed: Iterable[str]) -> None:
 
 
 def shape(name: str, got: tuple[int, ...], wanted: tuple[int, ...], symbols: str) -> None:
-    """Raise ValueError unless the shape `got` is `wanted`, which the message also gives in `symbols`."""
+    """Raise ValueError unless the shape `got` is `wanted`. The message also shows the shape in `symbols`."""
     if tuple(got) != wanted:
         fail(name, f"of shape {symbols} = {list(wanted)}", list(got))
 
 
 def dimensions(name: str, got: tuple[int, ...], symbols: tuple[str, ...], takers: Mapping[int, str] = {}) -> None:
-    """Raise ValueError unless a shape has the dimensions `symbols`. `takers` has functions for other dimensions."""
+    """Raise ValueError unless a shape has as many dimensions as `symbols`.
+
+    `takers` maps other numbers of dimensions to the function that takes such arrays, for the message.
+    """
     if len(got) != len(symbols):
         taker = f", which {takers[len(got)]} takes" if len(got) in takers else ""
         fail(name, f"of shape [{', '.join(symbols)}]", f"{list(got)}{taker}")

@@ -1,8 +1,8 @@
-"""From a template in `cuda_src` to a cubin in the cache.
+"""Compile templates in `cuda_src` to cubins in the cache.
 
-The name of a cubin is a digest of everything that determines it: the text of the template, its headers (CUDA's too),
-the template arguments, the options, the version of NVRTC and the architecture. So a cached file is never stale, and
-machines and checkouts can share a cache. Nothing here touches a CUDA context.
+The name of a cubin contains a digest of everything that determines it: the text of the template, its headers (also
+CUDA's), the template arguments, the options, the version of NVRTC and the architecture. So a cached file is never
+stale, and machines and checkouts can share a cache. This module uses no CUDA context.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from cukern.runtime.cuda import INSTALL
 from cukern.runtime.nvrtc import is_intact as is_intact
 from cukern.runtime.nvrtc import read_note as read_note
 
-#: The file name that NVRTC's messages cite if a template and the host disagree.
+#: The line directive before the host's assertions. NVRTC's messages cite this file name if an assertion fails.
 _ASSERTIONS_LINE = '\n#line 1 "what the host knows of the template"\n'
-#: Seconds between two checks for Ctrl-C while workers compile.
+#: Seconds between two checks for Ctrl-C while worker processes compile.
 _LOOK_S = 0.1
 # From this compute capability on, some instructions need the target with the suffix "a".
 _ARCH_SPECIFIC_FROM = 90
@@ -109,8 +109,8 @@ def _nvrtc_library() -> Path | None:
 def nvrtc_version() -> str:
     """Return NVRTC's version with its build, such as "13.0.88".
 
-    The build is written only in NVRTC's output. A compilation would take a tenth of a warm import, so the cache folder
-    keeps the answer, by the path, size and time of the library file.
+    The build number is only in NVRTC's compiled output. A compilation would take a tenth of the time of a warm import,
+    so the cache folder keeps the answer, with the path, size and time of the library file as the key.
 
     Raises RuntimeError, with the pip command, if there is no NVRTC.
     """
@@ -146,7 +146,8 @@ def cuda_include_directory() -> str:
 def _find_cuda_headers() -> str:
     candidates = []
     if library := _nvrtc_library():
-        # The folders of a toolkit and of the CUDA 13 wheels. The CUDA 12 wheels have a folder for each part.
+        # First the include folder of a toolkit and of the CUDA 13 wheels, then the folder of the CUDA 12 wheels, which
+        # have one folder per package.
         candidates += [str(library.parents[1] / "include"), str(library.parents[2] / "cuda_runtime" / "include")]
     with contextlib.suppress(Exception):
         from cuda.pathfinder import find_nvidia_header_directory
@@ -193,7 +194,7 @@ def _cuda_header_digest(name: str) -> str:
 @functools.cache
 def _source_digest(file: str) -> str:
     digest = hashlib.sha256(sources.source(file).encode())
-    # This module writes the assertions, which are compiled with the template.
+    # The assertions of cukern.runtime.template are compiled with every template, so its source is part of the digest.
     digest.update(Path(template.__file__).read_bytes())
     root = sources.CUDA_SRC
     (_, *shared), cuda_headers = sources.included([root / f"{file}.cu"], root)
@@ -205,7 +206,7 @@ def _source_digest(file: str) -> str:
 
 
 def _options(arch: str) -> list[str]:
-    # Without -default-device NVRTC takes a generic lambda for a host function.
+    # Without -default-device NVRTC treats a generic lambda as a host function.
     return [f"-arch=sm_{arch}", "-std=c++17", "-default-device", "-Xptxas=-v"]
 
 
@@ -240,7 +241,7 @@ def _default_cache_directory() -> Path:
 
 
 class _Cache(NamedTuple):
-    """Whether kernels are read from the user's cache folder, and the reason if kernels are not written there."""
+    """The state of a cache folder: whether kernels are read from it, and why kernels are not written to it, or None."""
 
     is_read: bool
     problem: str | None
@@ -248,7 +249,7 @@ class _Cache(NamedTuple):
 
 @functools.cache
 def _cache(folder: Path) -> _Cache:
-    """Return the state of a cache folder. Creates the folder if needed, and lets only its owner write it."""
+    """Return the state of a cache folder. Create the folder if needed, and let only its owner write to it."""
     if not folder.is_absolute():
         return _Cache(False, "it is not an absolute path (is HOME set?)")
     try:
@@ -273,7 +274,7 @@ def _cache(folder: Path) -> _Cache:
 
 
 _cache_lock = threading.Lock()
-#: Temporary folders that replace cache folders.
+#: For each cache folder that cannot be written, the temporary folder that replaces it.
 _temporary: dict[Path, Path] = {}
 
 
@@ -298,14 +299,17 @@ def folders() -> list[Path]:
 
 
 def cache_problem() -> str | None:
-    """Return why nothing is written to the user's cache folder; None if it is. `folders` may still read from it."""
+    """Return why nothing can be written to the user's cache folder; None if it can be written.
+
+    `folders` may still read from the folder.
+    """
     with _cache_lock:
         return _cache(_default_cache_directory()).problem
 
 
 @functools.cache
 def _warn(folder: Path) -> None:
-    """Warn once, when something is compiled, that the result does not last."""
+    """Warn once, when something is compiled, that the compiled kernels are lost when the process ends."""
     is_read, problem = _cache(folder)
     if problem:
         warnings.warn(
@@ -373,14 +377,16 @@ def missing(instances: Iterable[Instance], arch: str) -> list[Instance]:
 
 def _worker_count(jobs: int) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # A worker takes as long to start Python and CuPy as to compile a few small kernels.
+    # Starting Python and CuPy in a worker takes as long as compiling a few small kernels, so a worker has at least two
+    # jobs.
     return max(1, min(cores, jobs // 2, 32))
 
 
 def _start_worker() -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, nvrtc.__file__, *map(str, filter(None, [_nvrtc_library()]))]
-    # A worker inherits the mask. The terminal sends Ctrl-C to workers too, and this process ends them.
+    # The terminal sends Ctrl-C to the workers, too. A worker inherits the mask and ignores it; this process ends the
+    # workers.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return subprocess.Popen(
@@ -417,7 +423,7 @@ def _ask(worker: subprocess.Popen[str], job: dict[str, Any]) -> str | None:
         answer = worker.stdout.readline()
     except OSError:
         answer = ""
-        # Closed here, because the release of the worker would write the line in the buffer once more, and fail.
+        # Close the pipe here. Otherwise the release of the worker would try to write the buffered line again, and fail.
         with contextlib.suppress(OSError):
             worker.stdin.close()
     if not answer:
@@ -429,7 +435,7 @@ def compile_all(work: Sequence[tuple[Instance, str]], progress: Callable[[Instan
     """Compile (instance, arch) pairs into the cache, in worker processes if there are enough cores.
 
     Processes that start at the same time on a host need the same instances. One of them compiles, on all cores. The
-    others wait for `nvrtc.PATIENCE_S`, then compile too.
+    others wait for `nvrtc.PATIENCE_S` seconds at most, and then compile the missing instances themselves.
 
     `progress` is called after each instance, from any thread.
     Raises CompileError, with the messages of all failures, after all have been tried.
@@ -478,7 +484,7 @@ def _compile_on_workers(
                 except ChildProcessError:
                     if stopped.is_set():
                         return
-                    # No worker can run here (an embedded Python, a process limit), so this thread does its share.
+                    # No worker can run here (an embedded Python, a process limit), so this thread compiles instead.
                     worker = None
                     error = here(instance, arch)
             if error:
@@ -500,7 +506,7 @@ def _compile_on_workers(
             threads.append(threading.Thread(target=drain, args=(worker,)))
             threads[-1].start()
         for thread in threads:
-            # Another thread may receive SIGINT. This thread sees it when a wait ends.
+            # Another thread may receive SIGINT. Short waits let this thread handle it.
             while thread.is_alive():
                 thread.join(_LOOK_S)
         if not threads:

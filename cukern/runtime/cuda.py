@@ -18,7 +18,7 @@ __all__ = ["INSTALL", "cupy", "current_device", "driver", "libcuda", "need_cupy"
 
 
 def _ensure_cupy_cache() -> None:
-    """Give CuPy a cache folder that it can create. Its import creates that folder, and fails if it cannot."""
+    """Give CuPy a cache folder that can be created. The import of CuPy fails if it cannot create its cache folder."""
     folder = os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache"))
     try:
         os.makedirs(folder, exist_ok=True)
@@ -75,10 +75,10 @@ def _primary_context(device: int) -> ctypes.c_void_p:
 
 @contextlib.contextmanager
 def current_device(device: int) -> Iterator[None]:
-    """Make `device` the current one of this thread, and afterwards restore the previous one.
+    """Make `device` the current device of this thread, and afterwards restore the previous one.
 
-    The function uses the driver's stack of contexts. To restore with `cudaSetDevice` would create a context on a device
-    that may never run anything.
+    The function uses the driver's stack of contexts. Restoring the previous device with `cudaSetDevice` would create a
+    context on it, even if it never runs anything.
     """
     _call("cuCtxPushCurrent_v2", _primary_context(device))
     try:

@@ -1,4 +1,4 @@
-"""Descriptions of arrays, which a plan gets instead of a call's arrays, and their checks.
+"""Descriptions of arrays, and checks of them. The body of an op gets a description instead of each array of a call.
 
 Each error names the argument, the expected value and the actual one.
 """
@@ -29,11 +29,11 @@ class Place(NamedTuple):
 
 
 class NoNumbers(TypeError):
-    """A plan asks for an element of an array, which does not exist before the kernels have run."""
+    """The body of an op asks for an element of an array. The element does not exist before the kernels have run."""
 
 
 class Array:
-    """The description of an array: everything that a plan may know of it. In a launch it means the array's address.
+    """The description of an array: its properties that a plan may use. In a launch it stands for the array's address.
 
     `strides` are in elements. `alignment` is a power of two of at most 16 that divides the address.
     """
@@ -54,10 +54,10 @@ class Array:
         self.strides = strides_of(self.shape) if strides is None else tuple(strides)
         self.alignment = alignment
         self.place = place
-        #: Index of an address of the call. This array begins `offset` bytes after that address.
+        #: `source` is the index of an address of the call. This array begins `offset` bytes after that address.
         self.source = source
         self.offset = offset
-        self.address = address  # in the call that the plan is made from; 0 for an array that the call makes
+        self.address = address  # in the call that makes the plan; 0 for an array that the call allocates
 
     @property
     def gpu(self) -> Gpu:
@@ -105,7 +105,7 @@ class Array:
         return Array(dtype, shape, strides, alignment, self.place, self.source, address, self.offset + offset)
 
     def reshape(self, *shape: int) -> Array:
-        """Return the elements of this contiguous array in another shape. -1 is the size that the others leave."""
+        """Return the elements of this contiguous array in another shape. A size of -1 is computed from the others."""
         known = math.prod(n for n in shape if n >= 0)
         return self.view([self.size // known if n < 0 else n for n in shape])
 
@@ -149,7 +149,7 @@ def dtype_name(array: Any) -> str:
 
 
 def type_name(value: Any) -> str:
-    """Return the name of the type of the caller's value, which may be described."""
+    """Return the name of the type of the caller's value. For a description, it is the type of the caller's array."""
     return (value.array_type if isinstance(value, Array) else type(value)).__name__
 
 

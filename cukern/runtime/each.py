@@ -7,10 +7,10 @@ from typing import Any
 
 
 class Each:
-    """A value that differs at each call. `value` is its value in the call that the plan is made from.
+    """A value that may differ at each call of a plan. `value` is its value in the call that makes the plan.
 
-    An argument has a `place` among the numbers of a call. A computed value has a `function` of operands: arguments,
-    arrays for their addresses, other computed values, and constants.
+    For an argument, `place` is its index among the numbers of a call. A computed value has a `function` and `operands`:
+    arguments, arrays (whose addresses are passed), other computed values, and constants.
     """
 
     __slots__ = ("function", "operands", "place", "value")

@@ -7,7 +7,7 @@ from typing import Any
 from cukern.runtime import arrays, check
 from cukern.runtime.describe import Array, expect_place
 
-#: The dtype of a cache's numbers, by `kv_cache_dtype`. With "auto" it is the dtype of the array.
+#: The dtype of a cache's numbers for each `kv_cache_dtype`. With "auto" it is the dtype of the array.
 FORMATS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 DTYPES = tuple(dict.fromkeys(FORMATS.values()))
 KV_CACHE_DTYPES = ("auto", *FORMATS)

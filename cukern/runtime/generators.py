@@ -1,4 +1,7 @@
-"""Seeds from the generators of the array libraries, for a call without a seed. The host never waits for a device."""
+"""Draw seeds from the random generators of the array libraries, for calls without a seed.
+
+The host never waits for a device.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ _lock = threading.Lock()
 
 
 class Drawn(NamedTuple):
-    """A seed, and a place in its stream."""
+    """A seed, and an offset in its stream of random numbers."""
 
     seed: int = 0
     offset: int = 0
-    address: int = 0  # of an int64 on the device that is the seed; 0: `seed` is the seed
-    held: Any = None  # the array with that int64, to keep it alive
+    address: int = 0  # address of an int64 on the device that holds the seed; 0: the seed is `seed`
+    held: Any = None  # the array at `address`, to keep it alive
 
 
 def expect(library: Library, device: int | None, generator: Any) -> Any:
@@ -50,9 +53,9 @@ def expect(library: Library, device: int | None, generator: Any) -> Any:
 def draw(library: Library, device: int | None, generator: Any = None) -> Drawn:
     """Draw a seed from `generator`, or from the library's default generator on this device (None: the host).
 
-    The host reads a CUDA generator of torch, and its offset advances, as in a call of `torch.rand`. torch does not
-    allow that during a capture of the current stream. Then torch draws the seed on the device, at each replay. For
-    CuPy's arrays a capture raises RuntimeError, because CuPy cannot draw then.
+    For CUDA tensors the host reads the generator's seed and offset, and advances the offset, as `torch.rand` does.
+    torch does not allow that while the current stream is captured. In that case torch draws the seed on the device, at
+    each replay. For CuPy's arrays a capture raises RuntimeError, because CuPy cannot draw numbers during a capture.
     """
     if device is None:
         return Drawn(_torch_number(generator) if library.name == "torch" else numpy_seed(generator))

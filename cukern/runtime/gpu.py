@@ -39,13 +39,13 @@ _MULTIPROCESSORS_OF = {
     "100a": {"B200": 148},
     "120a": {"RTX PRO 6000": 188, "RTX 5090": 170},
 }
-#: A GPU for each card. The names leave out "NVIDIA", the memory size and the board.
+#: The properties of each card. The names leave out "NVIDIA", the memory size and the board type.
 CARDS = {
     name: Gpu(arch, count, *_SHARED[arch]) for arch, of in _MULTIPROCESSORS_OF.items() for name, count in of.items()
 }
-#: A GPU for each architecture, for plans on a machine without one.
+#: A GPU for each architecture, for plans on a machine without a GPU.
 BY_ARCH = {arch: CARDS[next(iter(of))] for arch, of in _MULTIPROCESSORS_OF.items()}
-#: Architectures and cards that lack instructions of the kernels.
+#: Architectures and cards before Ampere. They lack instructions that the kernels use.
 _BEFORE_AMPERE = ("60", "61", "62", "70", "72", "75", "P100", "P40", "P4", "V100", "TITAN V", "T4", "RTX 2080 TI")
 #: Data-center architectures with clusters of up to 16 blocks.
 CLUSTERED_ARCHS = ("90a", "100a", "103a")

@@ -1,4 +1,4 @@
-"""Ctrl-C in a command of cukern: one line on stderr and the exit status of a shell, from the first import on."""
+"""Ctrl-C in a command of cukern, from the first import on: print one line to stderr, and exit with status 130."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from types import FrameType, TracebackType
 
 #: The exit status of a command that SIGINT ends, as shells report it.
 STATUS = 130
-#: Seconds after which Ctrl-C counts as lost.
+#: Seconds after Ctrl-C until KeyboardInterrupt is raised again, in case other code has caught the first one.
 _AGAIN_S = 1.0
-#: What an interrupted command adds about unfinished work.
+#: Text that an interrupted command appends to its message about unfinished work.
 _LEFT = {"cukern compile": "; the cache keeps each kernel that was compiled"}
 _came = False
 
@@ -49,12 +49,12 @@ def is_command() -> bool:
 
 
 def came() -> bool:
-    """Return whether Ctrl-C was pressed. Other modules may turn its exception into another one, or lose it."""
+    """Return whether Ctrl-C was pressed, even if other code has replaced or caught the KeyboardInterrupt."""
     return _came
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt, and again after a while, in case the first one is lost."""
+    """Raise KeyboardInterrupt, and raise it again after _AGAIN_S seconds, in case other code catches the first one."""
     global _came
     _came = True
     again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number))
@@ -64,7 +64,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Replace `sys.excepthook`: a command that imports the package reports its end in one line."""
+    """Replace `sys.excepthook`, so that a command that ends while it imports the package reports this in one line."""
     if _came:
         raise SystemExit(say(sys.argv[1:]))
     if issubclass(kind, ValueError) and "CUKERN_COMPILE" in str(error):
@@ -74,7 +74,7 @@ def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackT
 
 
 def _unraisable(lost: sys.UnraisableHookArgs) -> None:
-    """Replace `sys.unraisablehook`, to drop what Ctrl-C raises in a callback."""
+    """Replace `sys.unraisablehook`, so that exceptions in callbacks after Ctrl-C are not printed."""
     if not _came:
         sys.__unraisablehook__(lost)
 
@@ -82,6 +82,6 @@ def _unraisable(lost: sys.UnraisableHookArgs) -> None:
 if is_command():
     sys.excepthook = _uncaught
     sys.unraisablehook = _unraisable
-    # A command that runs with `&` or `nohup` ignores SIGINT, and keeps ignoring it.
+    # Install no handler if SIGINT is ignored, as in a command that runs with `&` or `nohup`.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _on_signal)

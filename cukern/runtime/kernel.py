@@ -25,7 +25,8 @@ from cukern.runtime.template import TemplateError
 #: Every kernel of the library, by stem. The imports of the op modules add them.
 KERNELS: dict[str, list[Kernel]] = {}
 
-#: A lock for each device: loading a module may wait for a kernel of the device, which may wait for another device.
+#: A lock for each device, not one for all: loading a module may wait for a kernel that runs on the device, and that
+#: kernel may wait for another device.
 _load_locks: dict[int, threading.Lock] = {}
 _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # a function attribute of the driver
 
@@ -33,11 +34,12 @@ _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # a function attribute of the driver
 class Launched(NamedTuple):
     """The launch configuration that the host uses for a block.
 
-    If each call decides the shared memory, `shared_bytes` is the value for a call of the sizes `at`, and `most` bounds
-    all calls. The compiler asserts that `<kernel>_launch` of the template agrees (cuda_src/common/launch.cuh).
+    If the shared memory differs between calls, `shared_bytes` is the value for the example sizes `at`, and `most` is
+    the largest value. The compiler asserts that `<kernel>_launch` in the template returns the same numbers
+    (cuda_src/common/launch.cuh).
     """
 
-    threads: int = 0  # the largest number, if a call decides it; 0: not asserted
+    threads: int = 0  # the largest number, if it differs between calls; 0: not asserted
     shared_bytes: int = 0  # dynamic shared memory
     at: tuple[int, ...] = ()
     most: int = 0
@@ -100,9 +102,9 @@ class Variant:
 
 
 class _Ready(dict[Any, tuple[Callable[..., None], int]]):
-    """The launch function of a variant and the driver's handle, by device, from the first launch on.
+    """For each device, the launch function of a variant and the driver's handle. They are added at the first launch.
 
-    The device must be the current one at its first launch.
+    At its first launch the device must be the current device.
     """
 
     def __init__(self, variant: Variant) -> None:
@@ -130,7 +132,7 @@ class Kernel:
         self.at_import: list[Instance] = []
         #: Instances for well-known sizes. The tests check that their registers do not spill.
         self.specialized: list[Instance] = []
-        #: By architecture, the specialized instances that no plan uses there. They are not compiled for it.
+        #: For each architecture, the specialized instances that no plan uses on it. They are not compiled for it.
         self.unused: dict[str, list[Instance]] = {}
         KERNELS.setdefault(self.stem, []).append(self)
 
@@ -186,7 +188,7 @@ def specialize(op: str | Callable[..., Any], **sizes: Any) -> tuple[str, ...]:
 def specialized(op: str | Callable[..., Any], **sizes: Any) -> list[Instance]:
     """Return the variants of `specialize` for these sizes, and use them in this process. Errors are the same."""
     function = getattr(sys.modules["cukern"], op, None) if isinstance(op, str) else op
-    # A stem is a module or a package of modules: `cukern.ops.<stem>`.
+    # The function's stem is the module or package `cukern.ops.<stem>`.
     module = sys.modules.get(".".join(getattr(function, "__module__", "").split(".")[:3]))
     register = getattr(module, "specialize", None)
     if not getattr(module, "__name__", "").startswith("cukern.ops.") or register is None:
@@ -254,7 +256,10 @@ def present_archs() -> list[str]:
 
 
 def instances(stem: str | None = None) -> Iterator[Instance]:
-    """Yield the instances compiled at import, of one stem or all, the slowest first, so that workers end together."""
+    """Yield the instances that are compiled at import, of one stem or all of them.
+
+    The instances that compile slowest come first, so that all workers end at about the same time.
+    """
     kernels = KERNELS[stem] if stem else [own for kernels in KERNELS.values() for own in kernels]
     for kernel in sorted(kernels, key=lambda kernel: -kernel.compile_s):
         yield from kernel.at_import
@@ -268,8 +273,8 @@ def load_all(
 ) -> None:
     """Load the requested variants of the kernels of `stems` on a device.
 
-    Loading a module while a kernel waits for another rank may wait for that kernel. `wanted` selects instances. Without
-    `compiles`, variants that are not in the cache are skipped.
+    Loading a module may wait for running kernels, so it must not happen while a kernel waits for another rank. `wanted`
+    selects instances. Without `compiles`, variants that are not in the cache are skipped.
     """
     arch = arch_of_device(device)
     found = [

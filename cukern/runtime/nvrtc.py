@@ -87,7 +87,7 @@ WRITING = ".writing-"
 
 
 def write_atomically(path: str, data: bytes) -> None:
-    """Write a file so that readers see either its old state or the whole new content, with any number of writers.
+    """Write a file so that readers see either the old or the complete new content, with any number of writers.
 
     The folder's permissions decide who can read the file.
     """
@@ -103,7 +103,10 @@ def write_atomically(path: str, data: bytes) -> None:
 
 
 def distrust(path: Path) -> str | None:
-    """Return why a cache file or folder is not read: another user than this one and root owns it or may write it."""
+    """Return why a cache file or folder is not trusted: a user other than this one or root owns it or may write to it.
+
+    Return None if it is trusted.
+    """
     status = path.stat()
     if status.st_uid not in (0, os.getuid()):
         return f"it belongs to user {status.st_uid}"
@@ -139,7 +142,7 @@ def resources(note: dict[str, Any]) -> Resources:
 
 
 def is_intact(path: Path) -> bool:
-    """Return whether the cache has a cubin with a note that confirms it."""
+    """Return whether the cache has a cubin whose content matches the digest in its note."""
     note = read_note(path)
     try:
         return note is not None and hashlib.sha256(path.read_bytes()).hexdigest() == note["sha256"]
@@ -149,18 +152,18 @@ def is_intact(path: Path) -> bool:
 
 @functools.cache
 def _lock_file(folder: str) -> int:
-    # The descriptor stays open, because closing one releases all locks of the process on the file.
+    # The descriptor stays open, because closing any descriptor of a file releases all locks of the process on it.
     return os.open(os.path.join(folder, ".locks"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
 @contextlib.contextmanager
 def alone(path: str) -> Iterator[None]:
-    """Hold the lock of a file of the cache. One process holds it at a time.
+    """Hold the lock for a file of the cache, so that one process at a time compiles the file.
 
     The lock only avoids duplicate compilation; correctness does not depend on it. After `PATIENCE_S`, or on a file
     system without locks, the caller continues without the lock. The locks of a dead process are released.
     """
-    # Each path has one byte of the lock file.
+    # The lock of a path is one byte of the lock file, at a position that is computed from the path.
     place = int.from_bytes(hashlib.sha256(path.encode()).digest()[:7], "big")
     end, held = time.monotonic() + PATIENCE_S, False
     with contextlib.suppress(OSError):
@@ -201,7 +204,7 @@ def compile_to_cache(job: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Compile the jobs from stdin, one JSON object a line, by the NVRTC of the argument, and answer each."""
+    """Compile the jobs on stdin, one JSON object per line, with the NVRTC library in argv, and answer each job."""
     for library in sys.argv[1:]:
         load(library)
     # Only answers go to stdout. Output of libraries goes to stderr.

@@ -1,12 +1,13 @@
 """From a declaration to a call: how every function with a plan runs.
 
-An op is a function of its public arguments. Its body is the *plan*. The body gets an `Array`, a description, for each
-array. It checks the arguments against each other, chooses the kernel, and calls `outputs`, `empty` and `launch` to
-record allocations and launches. The body touches no GPU, and all its numbers are plain ints and floats.
+An op is a function of its public arguments. Its body makes the plan of a call. The body gets an `Array`, a description,
+for each array. The body checks the arguments against each other, chooses the kernel, and calls `outputs`, `empty` and
+`launch` to record allocations and launches. The body uses no GPU, and all its numbers are plain ints and floats.
 
-A call with equal arguments, whose arrays differ in their addresses only, repeats the plan: it allocates, packs the
-structs and launches. Any other call runs the body again. Arrays in host memory go to the NumPy reference after the body
-has checked them. An op that is called in the body of another op, with descriptions, becomes a part of that op's plan.
+A later call with equal arguments, whose arrays differ in their addresses only, repeats the plan: it allocates, packs
+the structs and launches. Any other call runs the body again. Arrays in host memory go to the NumPy reference (called
+the twin) after the body has checked them. If the body of an op calls another op with descriptions, that op's steps
+become a part of the same plan.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Operator(NamedTuple):
 OPS: dict[str, Op] = {}
 #: Every torch operator, by the name of its function.
 OPERATORS: dict[str, Operator] = {}
-#: The largest number of plans that an op keeps, and of plans with equal facts and an equal shape of the first array.
+#: The largest number of plans that an op keeps, and the largest number that it keeps under one key (equal facts, and an
+#: equal shape of the first array).
 _MAX_PLANS, _MAX_LAYOUTS = 1024, 16
 
 
@@ -66,10 +68,11 @@ class _Signature:
         own = [i for i, x in enumerate(flat) if libraries[i] is None and x is not None]
         differs = [i for i in own if names[named[i]] in numbers]
         self.arrays = _getter(given)
-        #: The numbers that differ at each call, and the facts, which select the plan.
+        #: Functions that pick, from a call's values, the numbers that may differ at each call, and the facts. A fact is
+        #: a value that selects the plan.
         self.numbers, self.facts = _getter(differs), _getter([i for i in own if i not in differs])
-        #: Whether plans are kept: only if all arrays are of one library. A key would hold an array that is known by
-        #: DLPack alone, and keep it alive.
+        #: Whether plans are kept. They are kept only if all arrays are of one known library, because the key of a plan
+        #: would keep an array of an unknown (DLPack) library alive.
         self.keeps = len({*libraries} - {None}) == 1 and not any(hasattr(flat[i], "__dlpack__") for i in own)
 
 
@@ -80,7 +83,7 @@ def _getter(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 
 
 def _flatten(values: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]]:
-    """Return the values with tuples and lists expanded, and for each result the position of its value."""
+    """Return the values with tuples and lists expanded, and for each element the position of its original value."""
     flat: list[Any] = []
     positions: list[int] = []
     for i, value in enumerate(values):
@@ -139,7 +142,7 @@ class Op:
         return ", ".join([*positional, *(["*", *keywords] if keywords else [])])
 
     def miss(self, form: _Signature, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a call that no kept plan serves: make its plan, and keep the plan if there is a key."""
+        """Run a call that fits no kept plan: make its plan, and keep the plan if there is a key."""
         if self.instead is not None:
             answer = self.instead(*args, **kwargs)
             if answer is not NotImplemented:
@@ -170,9 +173,9 @@ class Op:
         return plan.run(values, given, [*reader.addresses, *(x.value for x in reader.numbers)])
 
     def _run_twin(self, trace: Trace, returned: Any, reader: _Reader, form: _Signature, values: Sequence[Any]) -> Any:
-        """Run the NumPy reference for arrays in host memory. The results are in the arrays' library, or in `out`.
+        """Run the NumPy reference for arrays in host memory. Its results become arrays of the caller's library, or out.
 
-        The twin gets views of the caller's memory, so that the caller sees what it writes.
+        The reference gets views of the caller's memory, so that the caller sees the elements that it writes.
         """
         assert self.twin is not None
         library = trace.place.library
@@ -250,7 +253,7 @@ class Op:
         self._count = 0
 
     def say(self, form: _Signature, values: Sequence[Any], on: gpu.Gpu | None = None) -> tuple[Trace, Any, _Reader]:
-        """Run the body for these arguments. Return its trace, its result and the reader. `on` replaces the GPU."""
+        """Run the body for these arguments. Return its trace, its result and the reader. `on`: a GPU to plan for."""
         reader = _Reader(self, form, on)
         given = {
             name: reader.read(i, name, value) for i, (name, value) in enumerate(zip(form.names, values, strict=True))
@@ -263,9 +266,9 @@ class Op:
 
 
 def _memory(addresses: Sequence[int], compares: bool) -> tuple[tuple[int, int], ...] | None:
-    """Return what a plan may know of addresses: their alignment and, if it compares them, which of them are equal.
+    """Return the properties of addresses that a plan may depend on: alignments and, if it compares, equal addresses.
 
-    None: all are aligned to 16 bytes, and differ.
+    Return None in the usual case: all addresses are aligned to 16 bytes, and no two that are compared are equal.
     """
     if functools.reduce(operators.or_, addresses) & 15 or (compares and len({*addresses}) < len(addresses)):
         return tuple([(address & 15, addresses.index(address) if compares else 0) for address in addresses])
@@ -338,15 +341,15 @@ def op(
     Args:
         twin: the NumPy function that defines the op, with the same arguments except `variant`. It takes `out` only if
             the previous content of `out` matters.
-        names: the names of the results, such as "weights, ids". The signature gives the rest of the torch operator, see
-            `cukern.runtime.schema`. An op has an operator if it has names or a `WrittenArray`.
+        names: the names of the results, such as "weights, ids". The rest of the torch operator's schema comes from the
+            signature, see `cukern.runtime.schema`. An op has a torch operator if it has names or a `WrittenArray`.
         results: a function of the operator's arguments that returns a `Result` for each name, or a number, which is
             returned unchanged.
         numbers: arguments that differ at each call, such as a seed. The body gets an `Each`, for `each_call`.
         leader: the array that decides the library and the device of a call; by default the first one.
-        instead: a function of a call's arguments that returns the result, or NotImplemented to let the op run. It is
-            called if no kept plan fits. That is always so if an argument cannot be hashed, or if the arguments do not
-            fit the signature.
+        instead: a function of a call's arguments that returns the result, or NotImplemented to let the op run. The
+            function is called if no kept plan fits. No plan fits if an argument cannot be hashed, or if the arguments
+            do not fit the signature.
     """
 
     def declare(function: _F) -> _F:

@@ -1,8 +1,8 @@
-"""Launches that may overlap: the blocks of a kernel may start while the previous kernel on the stream ends.
+"""Launches that may overlap: blocks of a kernel may start before the previous kernel on the stream has ended.
 
-The method is programmatic dependent launch, through the driver's `cuLaunchKernelEx`. A kernel may be launched so only
-if it waits for the earlier kernels itself: see `cuda_src/common/overlap.cuh`. A capture into a CUDA graph records a
-programmatic edge.
+The method is programmatic dependent launch, through the driver's `cuLaunchKernelEx`. A kernel may be launched in this
+way only if the kernel itself waits for the earlier kernels (`cuda_src/common/overlap.cuh`). A captured CUDA graph
+records such a launch as a programmatic edge.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def waits(file: str) -> bool:
 
 @functools.cache
 def launcher() -> Callable[..., None] | None:
-    """Return a function with the arguments of CuPy's `driver.launchKernel`; None if the driver lacks such a launch.
+    """Return a launch function with the arguments of CuPy's `driver.launchKernel`; None without cuLaunchKernelEx.
 
     The function raises CuPy's `CUDADriverError`.
     """

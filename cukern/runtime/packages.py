@@ -1,4 +1,4 @@
-"""Packages that parts of cukern need in addition to its own dependencies."""
+"""Error messages for optional packages (extras) that are not installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warnings of calls that are much slower than after a step of the caller, such as `cukern.prepare_weights`."""
+"""Warnings about slow calls that the caller could make much faster, for example by `cukern.prepare_weights`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _given: set[str] = set()
 
 
 class PerformanceWarning(UserWarning):
-    """A warning of a call that is much slower than it would be after a step. The warning names the step.
+    """A warning about a call that an additional step of the caller would make much faster. The message names the step.
 
-    Each step is named once a process, by the first call of its kind. `warnings.filterwarnings("ignore",
+    A process gives each warning once, at the first call that it applies to. `warnings.filterwarnings("ignore",
     category=cukern.PerformanceWarning)` silences the warnings.
     """
 
 
 def advise(text: str) -> None:
-    """In the body of an op, let the call warn with `text`."""
+    """In the body of an op, request that the call warns with `text`."""
     note(advice=text)
 
 

@@ -1,7 +1,8 @@
-"""The trace of an op's body, and the plan that is made from it.
+"""The trace of an op's body, and the plan that is made from the trace.
 
-A body calls the functions of this module: `outputs`, `empty`, `launch`, `run_twin`, `note`. They record in a `Trace`. A
-`Plan` is made from the trace. It allocates, packs and launches in a few microseconds.
+The body of an op calls the functions `outputs`, `empty`, `launch`, `run_twin` and `note` of this module, which record
+their arguments in a `Trace`. A `Plan` is made from the trace. At each call the plan allocates arrays, packs the structs
+of parameters and launches kernels, in a few microseconds.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class _Step(NamedTuple):
     shared_bytes: int
     pack: struct.Struct
     parts: list[Any]  # the values to pack
-    notes: dict[str, Any]  # of the op whose body launches
+    notes: dict[str, Any]  # the notes of the op whose body launches (see `note`)
     why: str = ""
     fields: Mapping[str, Any] = {}
 
@@ -49,7 +50,7 @@ class Trace:
         self.steps: list[_Step] = []
         self.computed: list[Each] = []  # the values that each call computes, in order
         self.compares = False  # whether the body has compared the addresses of arrays
-        self.first_made = len(addresses) + numbers  # place of the first made array's address in the environment
+        self.first_made = len(addresses) + numbers  # index of the first made array's address in the environment
         self.made: list[tuple[tuple[int, ...], str]] = []  # shapes and dtypes of the arrays to allocate
         self.transposed: set[int] = set()  # sources of made arrays that are returned transposed
         self.is_host_call = False
@@ -94,7 +95,7 @@ def follow_part(plan: Callable[[], Any]) -> Any:
 def outputs(
     out: Any, first: Array, first_name: str, *results: Result | Array | None, names: str | Sequence[str] = ""
 ) -> Any:
-    """Return the arrays for the results of an op, one or a tuple: from `out`, or new ones if it is None or has None.
+    """Return the arrays for the results of an op: an array or a tuple. They are from `out`, or new where `out` is None.
 
     `names` describes an `out` of several arrays in messages, such as "a pair (weights, ids)". If each array has its own
     argument, `names` has the names of the arguments. A result that is no `Result`, such as a written argument or None,
@@ -139,10 +140,10 @@ def write_into(*results: Array) -> None:
 def run_twin(
     variant: str = "auto", variants: Collection[str] = ("auto",), arguments: Callable[[], dict[str, Any]] = dict
 ) -> Any:
-    """Leave arrays in host memory, which have been checked, to the NumPy reference.
+    """Let the NumPy reference compute the call after the body has checked its arrays, which are in host memory.
 
-    `arguments` is called with the twin, and returns arguments that replace the caller's. The body then returns nothing,
-    or arguments that the twin writes and the op returns.
+    `arguments` is called just before the reference, and returns arguments that replace the caller's. After this call
+    the body returns nothing, or those arguments that the reference writes and the op returns.
     """
     check.host_variant(variant, variants)
     trace = current()
@@ -160,13 +161,14 @@ def launch(
 ) -> None:
     """Launch a kernel, with the fields of its struct of parameters by name.
 
-    `why` tells `cukern.explain` the rule that chose the kernel and its instance, with the numbers: an f-string of the
-    constants of the choice.
+    `why` is the reason for the kernel and its instance that `cukern.explain` shows: the rule, with the constants that
+    the choice compares.
 
     A field is a number, an `Each`, an Array for its address, or None for a null pointer. A field for an array in the
     struct is a sequence, a field for an inner struct a mapping or a tuple; None or 0 means zeros. `grid` and `block`
-    are numbers or tuples of up to three. If no call decides `block` and `shared_bytes`, the variant's `launched` has
-    them. Raises TemplateError for a missing or an unknown field, and for dynamic shared memory without `launched`.
+    are numbers or tuples of up to three. `block` and `shared_bytes` may be left out if they are the same for all calls;
+    they then come from the variant's `launched`. Raises TemplateError for a missing or an unknown field, and for
+    dynamic shared memory without `launched`.
     """
     file, function, launched = variant.instance.file, variant.instance.function, variant.launched
     if block is None and not launched.at:
@@ -202,7 +204,8 @@ def tensor_map(
             made = encoded[address] = encode(address, dtype, dims, strides, box, promotion, swizzled)
         return made
 
-    # The map is not encoded here: an explained call may have no address, and the machine no driver.
+    # Each call encodes the map. It cannot be encoded here, because `cukern.explain` also plans calls without an address
+    # or a driver.
     return each_call(find, bytes(TENSOR_MAP_BYTES), array)
 
 
@@ -212,17 +215,17 @@ def note(**facts: Any) -> None:
 
 
 def begin_together(first: Array, second: Array) -> bool:
-    """Return whether two arrays begin at the same address. The plan serves only calls with the same answer."""
+    """Return whether two arrays begin at the same address. The plan is then used only if the answer is the same."""
     trace = current()
     trace.compares = True
     return (first.address or (first.source, first.offset)) == (second.address or (second.source, second.offset))
 
 
 def each_call(function: Callable[..., Any], like: Any, *operands: Any) -> Each:
-    """Let each call compute a value by `function` of the operands, such as a random number or a checked argument.
+    """Let each call of the plan compute a value as `function(*operands)`, such as a random number.
 
-    An operand is an argument that differs at each call, an array for its address, an earlier result of this function,
-    or a constant. Each call calls `function` once, before its launches. The body gets `like` as the value.
+    An operand is an argument that differs at each call, an array for its address, an earlier result of `each_call`, or
+    a constant. Each call calls `function` once, before its launches. While the plan is made, the value is `like`.
     """
     made = Each(like, function, operands)
     current().computed.append(made)
@@ -230,7 +233,7 @@ def each_call(function: Callable[..., Any], like: Any, *operands: Any) -> Each:
 
 
 def check_each_call(function: Callable[..., Any], *operands: Any) -> Each:
-    """Call `each_call` with a function that raises for an invalid value. The function is also called now."""
+    """Call `each_call` with a function that raises for invalid values. Also call the function now."""
     given = [x.value if isinstance(x, Each) else x.address if isinstance(x, Array) else x for x in operands]
     return each_call(function, function(*given), *operands)
 
@@ -245,7 +248,7 @@ def _is_open(value: Any) -> bool:
 
 
 def asked(variant: str) -> str:
-    """Return the reason for a kernel that the caller asks for; empty for "auto"."""
+    """Return the reason for a kernel that the caller has chosen by `variant`; empty for "auto"."""
     return "" if variant == "auto" else f"variant={variant!r} asks for it"
 
 
@@ -269,7 +272,7 @@ def thread_state() -> tuple[Any, int, set[int]]:
 
 
 class Workspace:
-    """The arrays that a plan makes and does not return, as parts of one allocation."""
+    """One allocation for all arrays that a plan makes and does not return. Each of these arrays is a part of it."""
 
     def __init__(self, trace: Trace, returned: Any) -> None:
         kept = {x.source - trace.first_made for x in _arrays_in(returned)}
@@ -303,7 +306,7 @@ class Plan:
             for i in workspace.kept
         ]
         self._make_workspace = make((workspace.bytes,), "uint8", device) if workspace.parts else None  # type: ignore[arg-type]
-        #: For each made array: its index among the returned ones, or None and its start in the workspace.
+        #: For each made array: (its index among the returned arrays, 0), or (None, its start in the workspace).
         self._made = [
             (workspace.kept.index(i), 0) if i in workspace.kept else (None, workspace.starts[workspace.parts.index(i)])
             for i in range(len(trace.made))
@@ -318,7 +321,7 @@ class Plan:
         computed = {id(x): first_computed + i for i, x in enumerate(trace.computed)}
 
         def place_of(value: Any) -> int:
-            """Return the place of an operand or of a field in the environment."""
+            """Return the index of an operand or of a field's value in the environment."""
             if isinstance(value, Array):
                 return begin + self._inside.index((value.source, value.offset)) if value.offset else value.source
             if isinstance(value, Each):
@@ -338,7 +341,7 @@ class Plan:
         given = len(trace.addresses)
 
         def place(array: Array) -> int:
-            """Return the place of a returned array among the arrays of a call and the arrays made for it."""
+            """Return the index of a returned array among the call's arrays followed by the made arrays."""
             made = array.source - trace.first_made
             return array.source if made < 0 else given + workspace.kept.index(made)
 
@@ -349,7 +352,7 @@ class Plan:
         """Allocate, launch and return, for the arguments `values` with the arrays `given`.
 
         `environment` begins with the addresses and numbers of the call. `is_current`: the device is already the current
-        one of this thread.
+        device of this thread.
         """
         library, device = self.library, self.device
         if not is_current and library.current_device() != device:
@@ -360,7 +363,8 @@ class Plan:
             array = make()
             made.append(array.swapaxes(-1, -2) if is_transposed else array)
         if self._make_workspace is not None:
-            # The workspace is held until the last launch. Otherwise the allocator could give it to another thread.
+            # The variable keeps the workspace alive until the last launch. Otherwise the allocator could give the
+            # memory to another thread.
             workspace = self._make_workspace()
             base = library.address(workspace)
             environment += [base + start if i is None else library.address(made[i]) for i, start in self._made]
@@ -393,7 +397,7 @@ class Plan:
 def _returning(
     returned: Any, place_of: Callable[[Array], int], paths: Sequence[tuple[int, int | None]]
 ) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
-    """Return a function that gives the result of a call, from its arguments and from its arrays and made arrays."""
+    """Return a function that builds the result of a call from the call's arguments, its arrays and the made arrays."""
     if not isinstance(returned, (tuple, list)):
         return lambda values, arrays: returned
     places = [place_of(x) if isinstance(x, Array) else None for x in returned]

@@ -1,4 +1,4 @@
-"""The progress of long work: a bar on a terminal, and plain lines elsewhere if a command asks for them."""
+"""Show the progress of long work: as a bar on a terminal, otherwise as plain lines in the commands of cukern."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _command: ContextVar[str] = ContextVar("_command", default="")
 
 
 class Advance(Protocol):
-    """Report how many pieces of work are done since the last call, and which piece is next."""
+    """Report that `count` more pieces of work are done, and name the next piece (`what`)."""
 
     def __call__(self, count: int = 1, what: str = "") -> None: ...
 
@@ -69,7 +69,7 @@ def _bar(said: str, total: int, transient: bool) -> Iterator[Advance]:
 
     command = _command.get() or "cukern"
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Printed output goes above the bar, unless it goes to a file.
+    # If stdout is a terminal, text that is printed meanwhile appears above the bar.
     own = {"console": Console(stderr=True), "transient": transient, "redirect_stdout": sys.stdout.isatty()}
     with Progress(*columns, **own) as bar:  # type: ignore[arg-type]
         task = bar.add_task(f"{command}: {said}", total=total)

@@ -1,4 +1,4 @@
-"""Rows of one length at one distance, and their tiles in kernels that handle each element alone."""
+"""Rows of equal length with one stride, and tiles of such rows for kernels that handle each element by itself."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from cukern.runtime.arrays import strides_of
 from cukern.runtime.describe import Array, expect
 from cukern.runtime.units import divisor
 
-#: A limit, because kernels count rows in 31 bits and round up to whole tiles.
+#: The largest number of rows. The kernels count rows in 31 bits, and round up to whole tiles.
 MAX_ROWS = 2**31 - 2**12
-#: A limit of the elements of a row: a grid has at most 2^16 - 1 chunks of 256 units.
+#: The largest number of elements in a row, because a grid has at most 2^16 - 1 chunks of 256 units.
 MAX_ROW = (2**16 - 1) * 256
 
 
 class Rows(NamedTuple):
-    """An array [..., size] as rows."""
+    """An array [..., size], described as rows."""
 
     total: int
     size: int
@@ -67,7 +67,7 @@ def rows_of(name: str, array: Array, expert_num_tokens: Any = None) -> Rows:
 
 
 class Tile(NamedTuple):
-    """The part of the rows for a block: `rows` whole rows, or one of `chunks` parts of a long row."""
+    """The elements that one block handles: `rows` whole rows, or one of the `chunks` parts of a long row."""
 
     threads: int
     rows: int
@@ -76,7 +76,7 @@ class Tile(NamedTuple):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The geometry, by the names of a struct of parameters."""
+        """The geometry, as fields of a kernel's struct of parameters."""
         columns, tile_rows, tile_columns, *by_threads = self.geometry
         return {
             "columns": columns,

@@ -1,11 +1,12 @@
 """Schemas of torch operators, from the signatures of their functions.
 
 The annotation of an argument decides its type in the operator. `AnyArray` becomes a Tensor, `WrittenArray` a Tensor
-that the function writes, `Size` a SymInt. Other types keep their names. A union becomes its first type, and None in it
-makes this type optional.
+that the function writes, `Size` a SymInt. Other types keep their names. A union becomes its first type; None in the
+union makes the type optional.
 
-An argument `step: int | AnyArray` adds the overload `.step`, which takes a Tensor there. A flag `return_lse` is no
-argument: it adds the overload `.lse`, which also returns `lse`. `.out` takes the results as arguments.
+An argument `step: int | AnyArray` adds the overload `.step`, in which `step` is a Tensor. A flag `return_lse` is no
+argument of the operator; it adds the overload `.lse`, which also returns `lse`. The overload `.out` takes the results
+as arguments.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Schema(NamedTuple):
         return Schema(self.operator, overload, [*self.arguments, *written], [])
 
     def functional(self) -> Schema | None:
-        """The default overload without its written arguments; None unless there are some and all are optional."""
+        """The default overload without its written arguments; None unless it has some and all of them are optional."""
         written = [x for x in self.arguments if x.is_written]
         if self.overload or not written or not all(x.default for x in written):
             return None

@@ -1,8 +1,8 @@
-"""The declarations of a template that the host shares: each kernel's struct of parameters, and constants.
+"""The declarations in a template that the host uses, too: each kernel's struct of parameters, and constants.
 
-This module reads them from the text of the `.cu` and of the files that it includes, so that a launch names the fields
-of the struct. `assertions` is compiled with every instance, so that the compiler confirms each offset that was read
-here.
+This module reads the declarations from the text of the `.cu` file and of the files that it includes, so that a launch
+can name the fields of the struct. `assertions` returns static assertions that are compiled with every instance. With
+these the compiler confirms each offset that this module has computed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _ENUM = re.compile(r"^enum\s*(?:\w+\s*)?\{([^}]*)\}", re.MULTILINE)
 
 
 class TemplateError(RuntimeError):
-    """A declaration in a template that the host cannot read: a mistake of this library, never of its caller."""
+    """The host cannot read a declaration in a template. This is a mistake in the library, never of its caller."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def text(file: str) -> str:
     found: dict[Path, str] = {}
 
     def read(path: Path) -> None:
-        # As in the compiler, an included file stands before the including text, at its first inclusion.
+        # As the preprocessor does, put an included file before the text that includes it, at the first inclusion only.
         if path in found or not path.is_file():
             return
         found[path] = ""
@@ -231,7 +231,7 @@ def assertions(file: str) -> str:
         layout = struct_named(file, name)
         lines.append(f'static_assert(sizeof({name}) == {layout.size}, "{name}");')
         for field, (offset, _) in layout.fields.items():
-            # NVRTC has no offsetof. This is also a constant expression.
+            # NVRTC has no offsetof. __INTADDR__ gives the offset as a constant expression.
             place = f"__INTADDR__(&(({name}*)0)->{field})"
             lines.append(f'static_assert({place} == {offset}, "{name}::{field}");')
         lines += [
@@ -255,7 +255,7 @@ _Leaf = tuple[int, str, Any, str]
 
 
 def _add_leaves(leaves: list[_Leaf], kind: Scalar | Array | Struct, value: Any, offset: int, path: str) -> None:
-    """Append offset, code, value and name of every number of a field. Bytes are the value of a whole field."""
+    """Append offset, format character, value and name of every number of a field. Bytes fill a whole field."""
     if isinstance(kind, Scalar):
         leaves.append((offset, kind.code, 0 if value is None else value, path))
         return
@@ -302,7 +302,9 @@ def named_leaves(layout: Struct, values: Mapping[str, Any], offset: int = 0, pre
 
 
 def packing(layout: Struct, leaves: list[_Leaf], is_open: Any) -> tuple[struct.Struct, list[Any]]:
-    """Return how a struct is packed, and the values to pack in order: bytes that are known ahead, and open values.
+    """Return how a struct is packed, and the values to pack in order: known bytes, and open values.
+
+    An open value is known only at a call, such as an address. The bytes between open values are packed in advance.
 
     Raises TemplateError, with the name of the field, for a number that does not fit its field.
     """
@@ -328,11 +330,11 @@ def refuse_number(layout: Struct, leaves: Iterable[_Leaf]) -> None:
 
 
 class _Format(NamedTuple):
-    """How the structs of one layout are packed, for any fixed numbers."""
+    """How the structs of one layout are packed. An open value is known only at a call, a fixed number in advance."""
 
-    fixed: struct.Struct  # packs the fixed numbers alone, in a struct of the same size
-    whole: struct.Struct  # packs all parts
-    parts: list[tuple[int, int] | None]  # the range of bytes between two open values; None for an open value
+    fixed: struct.Struct  # packs the fixed numbers only, into a struct of the full size
+    whole: struct.Struct  # packs the bytes and the open values in `parts`
+    parts: list[tuple[int, int] | None]  # in order: a range of fixed bytes, or None for an open value
 
 
 @functools.lru_cache(maxsize=1024)

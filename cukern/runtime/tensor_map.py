@@ -23,7 +23,7 @@ _FILL_ZERO = 0
 
 
 class _Buffers(threading.local):
-    """The memory of a thread for the driver's arguments and for the map that the driver writes."""
+    """Per-thread memory for the arguments of the driver's encode function and for the map that it writes."""
 
     def __init__(self) -> None:
         self.memory = ctypes.create_string_buffer(TENSOR_MAP_BYTES + _ALIGNMENT)

@@ -1,4 +1,4 @@
-"""The allowed difference between a kernel's result and its twin's."""
+"""The allowed difference between the result of a kernel and the result of its NumPy reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Units and divisors for the fields of `common/units.cuh`."""
+"""The widths of units (one load or store of a thread), and divisors, as in `common/units.cuh`."""
 
 from __future__ import annotations
 

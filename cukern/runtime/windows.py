@@ -1,6 +1,6 @@
 """Memory that other ranks map: other GPUs of this process, and other processes of this host.
 
-The memory is from cudaMalloc itself, because CUDA's interprocess handles cannot share memory of a pool, such as torch's
+The memory comes from cudaMalloc directly. CUDA's interprocess handles cannot share memory from a pool, such as torch's
 expandable segments.
 """
 
@@ -17,7 +17,7 @@ from cukern.runtime.cuda import cupy, current_device, libcuda, runtime
 
 _LAZY_PEER_ACCESS = 1  # a flag of cudaIpcOpenMemHandle
 _PORTABLE_MAPPED = 1 | 2  # flags of cudaHostAlloc: for all devices, at one address
-_NON_BLOCKING = 1  # a flag of a stream that does not wait for the default stream, whose kernel may be waiting
+_NON_BLOCKING = 1  # flag of a stream that does not wait for the default stream, because a kernel there may be waiting
 _ALREADY_ENABLED = 704  # cudaErrorPeerAccessAlreadyEnabled
 _ANY_TO_ANY = 4  # cudaMemcpyDefault
 _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
@@ -51,7 +51,7 @@ def free_on_host(address: int) -> None:
 
 
 def handle_of(device: int, address: int) -> bytes:
-    """Return a handle of memory from `allocate`, for another process of this host to map."""
+    """Return a handle of memory from `allocate`. Another process on this host can map the memory with the handle."""
     with current_device(device):
         return bytes(runtime.ipcGetMemHandle(address))
 
@@ -71,7 +71,8 @@ def unmap(device: int, address: int) -> None:
 def why_no_access(device: int, peer: int) -> str | None:
     """Return why the kernels of `device` cannot use the memory of `peer`, a GPU of this process; None if they can.
 
-    The kernels also add to signals there. That takes a link with atomics, such as NVLink; PCIe has none.
+    The kernels also add atomically to signals in that memory. That needs a link with atomics, such as NVLink; PCIe has
+    none.
     """
     if device == peer:
         return None
@@ -113,9 +114,10 @@ def destroy_stream(device: int, stream: int) -> None:
 
 
 def write_word(device: int, stream: int, source: int, addresses: Sequence[int], value: int) -> None:
-    """Write an int32 to each address at once, even while a kernel of the device runs.
+    """Write an int32 to each address without waiting, even while a kernel of the device runs.
 
-    `source` is a word from `allocate_on_host`. Nothing is allocated here, because that would wait for the kernel.
+    `source` is the address of an int32 from `allocate_on_host`. The function allocates nothing, because an allocation
+    would wait for the kernel.
     """
     ctypes.c_int.from_address(source).value = value
     with current_device(device):
@@ -131,7 +133,7 @@ def bus_id(device: int) -> str:
 
 @functools.cache
 def host_id() -> str:
-    """Return a name of this host that differs from the name of every other running host."""
+    """Return an identifier of this host that no other running host has."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()

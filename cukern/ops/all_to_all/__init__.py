@@ -1,4 +1,4 @@
-"""All-to-all by stores into peers' memory: tokens travel to the ranks of their experts, and the results back."""
+"""All-to-all by stores into peers' memory: send tokens to the ranks of their experts, and the results back."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _ID_TYPE = {"int32": "unsigned", "int64": "unsigned long long"}
 _BOTH = SEND | RECEIVE
 _DISPATCH, _COMBINE = (template.constants(f"all_to_all/{name}") for name in ("dispatch", "combine"))
 _THREADS = _DISPATCH["THREADS"]
-#: The share of a combine's blocks that send, for few tokens and for many. The other blocks receive. They are more,
-#: because they also read this rank's own contribution.
+#: The share of a combine's blocks that send, for few tokens and for many. The other blocks receive. More blocks receive
+#: than send, because the receiving blocks also read this rank's own contribution.
 _SENDERS = {"SUMMED": (0.34, 0.34), "BY_SLOT": (0.34, 0.42), "APART": (0.42, 0.42)}
 _MODES = {
     "SUMMED": "rows that are added up already",
@@ -45,7 +45,7 @@ def _flag(value: Any) -> str:
 
 
 def _dispatch_variant(dtype: str, id_dtype: str, quantize: bool, phases: int) -> Variant:
-    # Rows that are sent unchanged are copied as bytes, so one instance serves all dtypes.
+    # Rows that are not quantized are copied as bytes, so one instance serves all dtypes.
     own = CUDA_TYPE[dtype] if quantize else "unsigned char"
     return _dispatch_kernel.variant(own, _ID_TYPE[id_dtype], _flag(quantize), phases)
 
@@ -55,7 +55,7 @@ def _combine_variant(dtype: str, id_dtype: str, mode: str, units: int, phases: i
 
 
 def resident(mode: str, units: int) -> int:
-    """Return the resident blocks of a multiprocessor, for a combine."""
+    """Return how many blocks of a combine are resident on a multiprocessor."""
     return _COMBINE["RESIDENT_LARGE" if mode == "BY_SLOT" or units > FEW_UNITS else "RESIDENT"]
 
 
@@ -74,7 +74,7 @@ _combine_kernel.specialized = [
     for units in (FEW_UNITS, MANY_UNITS)
     for phases in (_BOTH, SEND, RECEIVE)
 ]
-# The usual instances. A state compiles all others that it may need when it is created.
+# The most used instances. When a state is created, it compiles all other instances that it may need.
 _dispatch_kernel.at_import = [_dispatch_variant(DTYPES[0], ID_DTYPES[0], x, _BOTH).instance for x in (False, True)]
 _combine_kernel.at_import = [_combine_variant(DTYPES[0], ID_DTYPES[0], "BY_SLOT", FEW_UNITS, _BOTH).instance]
 
@@ -302,9 +302,10 @@ def all_to_all_dispatch(
 ) -> Any:
     """Send each token to the ranks of its experts, and receive the tokens of the other ranks.
 
-    Every rank calls it, with any number of tokens. A token is sent once to each rank that has experts of it, with its
-    ids and weights. Its place there is (source rank, token), so no counting is needed. The call is one launch, which
-    ends when the rows of all sources have arrived. The host does not wait, and a CUDA graph can capture the call.
+    Every rank calls the function, with any number of tokens. A token is sent once to each rank that has at least one of
+    its experts, with its ids and weights. Its row on the receiving rank is source rank * max_tokens + token, so no
+    counting is needed. The call is one launch, which ends when the rows of all sources have arrived. The host does not
+    wait, and a CUDA graph can capture the call.
 
     Args:
         state: this rank's part of the exchange.
@@ -313,9 +314,9 @@ def all_to_all_dispatch(
         topk_ids: int32 or int64 [tokens, topk]; ids out of range are skipped.
         scales: float32 [tokens, columns], of FP8 rows, at most one for 128 elements; sent along.
         quantize: send rows of 16 bits as FP8 with a scale for 128 elements, as `per_token_group_quant_fp8` makes them.
-        expert_load: int32 [num_experts]. For each expert of this rank, the number of slots that came here is added.
-        return_receiver: only send, and return a function. Call the function to receive, and to get the result. Work
-            of this rank in between overlaps with the arrival of rows.
+        expert_load: int32 [num_experts]. For each expert of this rank, the number of received slots is added.
+        return_receiver: only send, and return a function. Call the function to receive, and to get the result. Kernels
+            that this rank launches between the two calls overlap with the arrival of rows.
 
     Returns:
         A named tuple (hidden_states, scales, topk_weights, topk_ids), of ranks * max_tokens rows each; see
@@ -328,8 +329,8 @@ def all_to_all_dispatch(
         RuntimeError: an earlier call has not been received, or this call has been received before.
         TypeError, ValueError: arguments that do not fit; the message names the argument.
 
-    The push without counting, to places by source and token, is the method of DeepEP's low-latency kernels and of
-    Perplexity's pplx-kernels.
+    Storing tokens at rows given by source and token, without counting first, is the method of DeepEP's low-latency
+    kernels and of Perplexity's pplx-kernels.
     """
     state = _expect_state(state)
     first = hidden_states
@@ -381,11 +382,11 @@ def all_to_all_combine(
     Args:
         state: this rank's part of the exchange.
         expert_output: the rows of this rank's experts, float16 or bfloat16 [rows, hidden], or [experts, rows, hidden].
-            Without `inverse` a sum for each token, [ranks * max_tokens, hidden], at the places of the dispatch.
+            Without `inverse`: one sum for each token, [ranks * max_tokens, hidden], in the rows of the dispatch.
         topk_weights: float32 [tokens, topk], the dispatched weights, which multiply the rows; None: 1.
         topk_ids: int32 or int64 [tokens, topk], the dispatched ids.
-        inverse: int32 [ranks * max_tokens, topk], the row of each slot that came here, as `moe_sort` and
-            `moe_sort_batched` return it. A slot whose expert is here must have a row.
+        inverse: int32 [ranks * max_tokens, topk], the row of each received slot, as `moe_sort` and `moe_sort_batched`
+            return it. A slot whose expert is on this rank must have a row.
         apart: send the row of each slot by itself, and add the rows in the order of the slots at the source. The
             result then has the same bits for any number of ranks. This takes up to topk times the bytes.
         out: [tokens, hidden], written and returned.
@@ -428,7 +429,7 @@ def all_to_all_combine(
 
 
 def _link_on(state: Any, on: Any) -> Link:
-    """Return the link of a state. For a requested GPU, a state in host memory counts as one rank for each GPU."""
+    """Return the link of a state. If `on` requests a GPU, ranks in host memory are treated as one rank per GPU."""
     link = _expect_state(state).link
     return link if on is None or link.device is not None else replace(link, device=0, host=None, sharing=1)
 

@@ -1,4 +1,7 @@
-"""The sizes of an exchange between ranks, and the memory layout of the windows."""
+"""The sizes of an exchange between ranks, and the memory layout of the windows.
+
+A window is the memory of a rank into which all other ranks write.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,17 @@ GROUP: int = _CONSTANTS["GROUP"]
 UNITS_OF_LINE, UNITS_AT_ONCE, FLAG_UNITS = (_CONSTANTS[x] for x in ("UNITS_OF_LINE", "UNITS_AT_ONCE", "FLAG_UNITS"))
 LINE_BYTES: int = _CONSTANTS["LINE_BYTES"]
 FEW_UNITS, MANY_UNITS = FLAG_UNITS, 2 * FLAG_UNITS  # 16-byte units that a thread of a combine handles at a time
-#: Above this many tokens a thread of a combine handles MANY_UNITS.
+#: Above this many tokens a thread of a combine handles MANY_UNITS units at a time, otherwise FEW_UNITS.
 MANY_TOKENS = 512
 SEND, RECEIVE = _CONSTANTS["SEND"], _CONSTANTS["RECEIVE"]
 MAX_TOPK = 32
 MAX_TOKENS = 2**24
 MAX_EXPERTS = 2**24
 MAX_DEADLINE_S = 10**9
-ALIGNMENT = 256  # of the parts of a window, in bytes
-#: Up to this many tokens of a source, sums are sent as lines of 128 bytes: 7 units of data, and one with the epoch of
-#: the call. Lines have an eighth more bytes than rows, but need no separate flags.
+ALIGNMENT = 256  # alignment of each buffer in a window, in bytes
+#: If a source rank sent at most this many tokens, the sums are sent back to it as lines of 128 bytes: 7 units of 16
+#: bytes of data, and one unit with the number (epoch) of the call. An eighth of the bytes is the epoch, but lines need
+#: no separate flags.
 _LINE_TOKENS = 256
 STRUCTS = "all_to_all/dispatch"
 
@@ -75,22 +79,22 @@ class Sizes(NamedTuple):
         return self.hidden // 8
 
     def chunks(self, units: int) -> int:
-        """Return the chunks of a row, if a thread has `units` units of a chunk. A combine sends chunks one by one."""
+        """Return the chunks of a row if a thread handles `units` units of a chunk. A combine sends a row by chunks."""
         return -(-self.units // (units * UNITS_AT_ONCE))
 
     @property
     def flags(self) -> int:
-        """Flags of a row, an even number because a thread may write two at once."""
+        """Flags of a row: one per chunk, rounded up to an even number because a thread may write two at once."""
         return -(-self.chunks(FLAG_UNITS) // 2) * 2
 
     @property
     def lines(self) -> int:
-        """Lines of a row, for sums that are sent as lines."""
+        """Lines of 128 bytes of a row, for sums that are sent as lines."""
         return -(-self.units // UNITS_OF_LINE)
 
     @property
     def line_tokens(self) -> int:
-        """The largest number of tokens of a source whose sums are sent as lines."""
+        """The largest number of tokens that a source may have if its sums are sent as lines."""
         return min(self.max_tokens, _LINE_TOKENS)
 
     def takes(self, instance: compile.Instance) -> bool:
@@ -108,7 +112,7 @@ class Sizes(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Offsets of the parts of a window, in bytes. A pair has an offset for each of the two buffers."""
+    """Byte offsets of the buffers in a window. A pair has the offsets for the two alternating receive buffers."""
 
     rows: tuple[int, int]
     scales: tuple[int, int]

@@ -1,4 +1,7 @@
-"""The state of a rank in an exchange between ranks: its window, its mappings of other windows, and its progress."""
+"""The state of a rank in an exchange between ranks: its window, its mappings of other windows, and its progress.
+
+A window is the memory of a rank into which all other ranks write. Every rank maps the windows of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class AllToAllError(RuntimeError):
     """An exchange between ranks that failed. All further calls with the state fail too.
 
     Attributes:
-        rank: the rank that did not come in time, or that gave up.
+        rank: the rank that did not send in time, or that gave up.
         phase: "dispatch" or "combine".
         step: the number of the failed call among the calls of its phase, from 0 on.
     """
@@ -41,11 +44,11 @@ class AllToAllError(RuntimeError):
 
 
 class Dispatched(NamedTuple):
-    """The tokens that a rank received, by source rank and token: [ranks * max_tokens] places.
+    """The tokens that a rank received. Token t of source rank s is in row s * max_tokens + t of each array.
 
     Attributes:
         hidden_states: [ranks * max_tokens, hidden], in the window of the rank: valid until its next dispatch begins.
-            Rows of tokens without an expert here are undefined.
+            Rows of tokens without an expert on this rank are undefined.
         scales: float32 [ranks * max_tokens, columns], in the window too; None if the rows have no scales.
         topk_weights: float32 [ranks * max_tokens, topk]; 0 past the tokens of a source.
         topk_ids: int32 [ranks * max_tokens, topk], ids among all experts; -1 past the tokens of a source.
@@ -59,7 +62,7 @@ class Dispatched(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Link:
-    """The part of a state that a plan depends on. It is hashed by identity, which is fast."""
+    """The attributes of a state that a plan depends on. A Link is hashed by identity, because that is fast."""
 
     device: int | None
     rank: int
@@ -71,7 +74,7 @@ class Link:
     sharing: int  # ranks on the GPU of this rank
     sizes: Sizes
     layout: Layout
-    host: Any  # the twin's windows, for ranks in host memory
+    host: Any  # the windows of the NumPy reference, for ranks in host memory
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -107,7 +110,8 @@ class _Memory:
         try:
             self.failure = windows.allocate_on_host(_FAILURE_BYTES + _WORD_BYTES)
             self._taken.callback(windows.free_on_host, self.failure)
-            # `abort` needs its stream and its word in advance. Creating them later would wait for the running kernels.
+            # `abort` needs a stream and pinned memory. They are created here, because creating them later would wait
+            # for the running kernels.
             self.stream = windows.make_stream(device)
             self._taken.callback(windows.destroy_stream, device, self.stream)
             self.window = self._allocate(layout.size)
@@ -148,7 +152,7 @@ class _Memory:
 
 @contextlib.contextmanager
 def _in_any_capture() -> Iterator[None]:
-    """Let this thread free memory during its capture of a CUDA graph, which a free would otherwise invalidate."""
+    """Let this thread free memory while it captures a CUDA graph. Otherwise the free would invalidate the capture."""
     mode = ctypes.c_int(_RELAXED)
     libcuda().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     try:
@@ -163,11 +167,11 @@ _abandoned: list[contextlib.ExitStack] = []
 
 
 def _abandon(taken: contextlib.ExitStack) -> None:
-    """Free the resources of a collected memory, but only later if another rank of this process has memory.
+    """Free the resources of a collected `_Memory`; if another rank of this process has memory, free them later.
 
-    The garbage collector may run at any time, even between the launches of two ranks. cudaFree waits for the kernels of
-    its device. If the kernel of the first rank waits for the second rank, cudaFree would block the thread that launches
-    the second rank.
+    The garbage collector may run at any time, even between the launches of two ranks. cudaFree waits for the running
+    kernels of its device. If the kernel of the first rank is waiting for the second rank, a cudaFree in the thread that
+    is about to launch the second rank would never return.
     """
     _in_use.discard(taken)
     _abandoned.append(taken)
@@ -179,7 +183,7 @@ def _free_abandoned() -> None:
     with contextlib.suppress(IndexError):  # another thread may free the last one
         while _abandoned:
             taken = _abandoned.pop()
-            # After a kernel has failed, CUDA cannot free anything, and need not.
+            # After a kernel has failed, every CUDA call fails. CUDA then frees the memory with the process.
             with _in_any_capture(), contextlib.suppress(runtime.CUDARuntimeError, RuntimeError):
                 taken.close()
 
@@ -188,9 +192,9 @@ class AllToAllState:
     """One rank's part of an exchange: the windows that all ranks map, and the rank's progress.
 
     `local` and `connect` create states. A window has two buffers for received tokens, with room for `max_tokens` tokens
-    of each rank, and one buffer for the results of a combine. Calls of this process alternate between the two buffers.
-    A replayed CUDA graph uses the buffers of its capture. All ranks must make the same calls and replays in the same
-    order.
+    of each rank, and one buffer for the results of a combine. Successive dispatches alternate between the two buffers.
+    A replayed CUDA graph uses the buffers that its capture used. All ranks must make the same calls and replays in the
+    same order.
 
     Attributes:
         rank, ranks: the index of this rank, and the number of ranks.
@@ -200,7 +204,7 @@ class AllToAllState:
     """
 
     def __init__(self, link: Link, memory: _Memory | None) -> None:
-        """Called by `local` and `connect`. `link`: all ranks' windows; `memory`: this rank's, None in host memory."""
+        """Create a state; `local` and `connect` call this. `memory` is this rank's memory, None in host memory."""
         self.link = link
         self.rank, self.ranks, self.device, self.host = link.rank, link.ranks, link.device, link.host
         self.max_tokens, self.hidden, self.topk, self.num_experts = link.sizes[:4]
@@ -208,7 +212,7 @@ class AllToAllState:
         self._memory = memory
         self._buffer = 1  # of the latest dispatch
         self._open: str | None = None  # the phase that has been sent and not received
-        self._dispatched: int | None = None  # tokens of the latest dispatch, None once a combine has followed
+        self._dispatched: int | None = None  # tokens of the latest dispatch; None after its combine
         self._closed = self._gave_up = False
         self._views: dict[tuple[Any, ...], tuple[Any, Any]] = {}
         self._maps: dict[Any, Any] = {}
@@ -228,8 +232,8 @@ class AllToAllState:
     ) -> list[AllToAllState]:
         """Create the states of all ranks in this process.
 
-        Ranks that share a stream, or in host memory a thread, must all send (`return_receiver`) before one of them
-        receives. Otherwise the first rank would wait until its deadline for ranks that come after it.
+        If ranks share a stream (or in host memory a thread), all of them must send (`return_receiver`) before one of
+        them receives. Otherwise the first rank would wait until its deadline for ranks whose launches come after it.
 
         Args:
             devices: the CUDA device of each rank. Several ranks may share a device. All None: ranks in host memory.
@@ -328,7 +332,7 @@ class AllToAllState:
 
         try:
             handles = _gather(all_gather, window)
-            # No rank may begin before all ranks have mapped its window, or go on if another rank cannot.
+            # A rank may begin only after all ranks have mapped its window. If one rank cannot map a window, all stop.
             mapped = _gather(all_gather, addresses)[rank]
         except Exception:
             if memory is not None:
@@ -479,7 +483,10 @@ def _checked_device(name: str, device: Any) -> int:
 
 
 def _gather(all_gather: Callable[[Any], Sequence[Any]], make: Callable[[], Any]) -> list[Any]:
-    """Return the results of `make` of all ranks. If it raises on one rank, all raise: the other ranks ValueError."""
+    """Call `make` on every rank, and return the results of all ranks.
+
+    If `make` raises an exception on one rank, the other ranks raise ValueError.
+    """
     own: Any = None
     problem: Exception | None = None
     try:
@@ -503,7 +510,7 @@ def _link(memory: _Memory, rank: int, addresses: tuple[int, ...], sharing: int, 
 
 
 def _check_offers(offers: Sequence[Any]) -> None:
-    """Raise ValueError if the ranks do not fit together. All ranks see the same offers, so all raise the same error."""
+    """Raise ValueError if ranks differ in their host or sizes. All ranks compare the same offers, so all raise it."""
     _, ranks, host, sizes = offers[0]
     for other, (its_rank, its_ranks, its_host, its_sizes) in enumerate(offers):
         names = ("ranks", *sizes._fields)

@@ -1,4 +1,4 @@
-"""Changes of the logits before a token is chosen: bias and penalties."""
+"""Change the logits before a token is chosen: bias and penalties."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 VARIANTS = ("auto", "wide", "narrow")
 _LARGEST_FLOAT = 3.4028234663852886e38
 _SMALLEST_FLOAT = 2.0**-126  # the smallest normal float32: its reciprocal is finite
-_MOST_COUNTED = 2**29 - 1  # largest count of a token: the kernel packs it with the bit of a mask
+_MOST_COUNTED = 2**29 - 1  # largest count of a token: the kernel packs the count and flags into 32 bits
 # Template arguments, by the names of the parameters.
 _THREADS = 256
 _PACKS = 4
@@ -40,7 +40,7 @@ def _update_variant(dtype: str, width: int) -> Variant:
 
 def _penalty_variant(dtype: str, width: int, counted: bool, whole: bool) -> Variant:
     flags = ("true" if counted else "false", "true" if whole else "false")
-    # A kernel that writes only the marked tokens has no packs.
+    # A kernel that writes only the tokens with a penalty has no vector loads or stores, so its width is 1.
     return _apply_penalties.variant(arrays.CUDA_TYPE[dtype], width if whole else 1, _THREADS, _TOKENS, *flags)
 
 
@@ -177,7 +177,7 @@ def _per_row(
 ) -> tuple[Any, Any, int]:
     """Return the fields of `PerRow` for a parameter: an array or None, a number, and the stride of the array.
 
-    None stands for the number `off`. A number must be at least `low`.
+    If the caller passes None, the number is `off`. A number must be at least `low`.
     """
     if value is None:
         return None, off, 0
@@ -193,9 +193,9 @@ def _per_row(
 def _check_sequences(
     logits: Array, output_ids: Any, sequence_length: Any, prompt_length: Any, need_ids: str, need_length: bool
 ) -> tuple[int, int]:
-    """Check the sequences. Return their columns and row stride, 0 if there are none.
+    """Check the arguments that describe the sequences. Return columns and row stride of output_ids; 0 without it.
 
-    `need_ids` says in words why `output_ids` must be given, and is empty if it need not be given.
+    `need_ids` is a text that says why `output_ids` is required; it is empty if `output_ids` is optional.
     """
     batch, found = logits.shape[0], (0, 0)
     if output_ids is not None:
@@ -211,7 +211,7 @@ def _check_sequences(
 
 
 def _check_masks(logits: Array, output_ids: Any, prompt_mask: Any, output_mask: Any) -> dict[str, Array]:
-    """Check the masks. Return those that are given, by name."""
+    """Check the masks. Return the masks that are not None, by name."""
     given = {name: x for name, x in zip(_MASKS, (prompt_mask, output_mask), strict=True) if x is not None}
     for name, mask in given.items():
         expect(name, mask, logits, "logits", ("bool",), logits.shape, "[batch, vocab]")
@@ -223,7 +223,7 @@ def _check_masks(logits: Array, output_ids: Any, prompt_mask: Any, output_mask: 
 
 
 def _what_needs_ids(counts: bool, frequency: bool) -> str:
-    """Say in words why `output_ids` is needed: counts, or frequencies. Empty if it is not needed."""
+    """Return a text that says what needs `output_ids`; empty if nothing does."""
     if counts:
         return "repetition, presence or frequency penalties or bad words"
     return "frequency penalties, whose counts no mask has" if frequency else ""
@@ -260,17 +260,17 @@ def apply_penalties(
 
     The steps, in vLLM's order, are in float32, and rounded to the dtype once at the end:
 
-    1. tokens of the sequence, the prompt included: a logit above 0 times (1 / repetition_penalty), any other times
-       repetition_penalty (CTRL, arXiv:1909.05858);
-    2. generated tokens: logit - frequency_penalty * count - presence_penalty (OpenAI's API); tokens that only
-       `output_mask` has count 0 times;
+    1. tokens of the sequence, the prompt included: a positive logit is multiplied by 1 / repetition_penalty, any other
+       logit by repetition_penalty (CTRL, arXiv:1909.05858);
+    2. generated tokens: logit - frequency_penalty * count - presence_penalty (OpenAI's API). A token that is only in
+       `output_mask` has a count of 0;
     3. -inf for a token that would complete a bad word, and for `end_id` before `min_length` tokens are generated;
-    4. all tokens: logit * (1 / temperature). This step is skipped if the temperature is 0 (or, in an array, not a
-       positive normal number), because the caller then wants the greedy choice.
+    4. all tokens: logit * (1 / temperature). This step is skipped if the temperature is 0 (in an array: 0, negative or
+       subnormal), because the caller then wants the largest logit.
 
-    A quotient beyond the dtype becomes an infinity. In float16 a temperature of 1e-5 makes an infinity of each logit
-    from 0.66 on, and their order is lost. The temperature of `sample` divides in float32 after it subtracts the largest
-    logit, and keeps the order.
+    A quotient too large for the dtype becomes an infinity. In float16 a temperature of 1e-5 turns every logit from 0.66
+    on into an infinity, and their order is lost. `sample` divides by its temperature in float32 after it subtracts the
+    largest logit, and keeps the order.
 
     In place (`out=logits`) and without a temperature, only the affected tokens are read and written. Counts are exact
     and each token is penalized once, so that the same input gives the same bits.
@@ -284,7 +284,7 @@ def apply_penalties(
         presence_penalty: 0 is none.
         frequency_penalty: 0 is none.
         output_ids: the sequences, int32 [batch, max_length], contiguous along max_length; rows may be strided. Ids
-            outside of [0, vocab) are padding: they are no tokens, but have a place in the sequence.
+            outside of [0, vocab) are padding: they get no penalty, but count as positions of the sequence.
         sequence_length: the length of each sequence, int32 [batch]; clamped to [0, max_length].
         prompt_length: the length of each prompt within the sequence, int32 [batch], or None for none.
         min_length: tokens that must be generated before `end_id`; an int, or an int32 array [batch] or [].

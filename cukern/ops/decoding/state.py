@@ -1,4 +1,4 @@
-"""The state of the sequences: its start, and the conditions that end a sequence."""
+"""The state of the sequences: create the initial state, and detect the end of sequences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cukern.runtime.units import ceil_div
 
 MAX_VOCAB = 2**20
 MAX_BATCH = 2**24
-#: The kernel has 30 bits for counts of tokens.
+#: The largest length of a sequence. The kernel counts tokens in 30 bits.
 MAX_LENGTH = 2**30 - 1
 # Template arguments, by the names of the parameters.
 _THREADS = 256
@@ -109,7 +109,7 @@ def _init(start_ids: Array, vocab: int | None, out: Any) -> Any:
     slices, blocks = 0, ceil_div(batch, _THREADS)
     if vocab is not None:
         slices = ceil_div(vocab, _THREADS * _ITEMS)
-        blocks = max(batch, 1) * slices  # at least one, because the last offset is written even without rows
+        blocks = max(batch, 1) * slices  # at least one block, which writes offsets[batch] even if the batch is empty
     elif batch == 0:
         return out
     fields = {"offsets": None, "id_vals": None} | dict(zip(names, out, strict=True))
@@ -246,8 +246,8 @@ def update_finished(
         TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides or devices that do not fit.
 
-    FasterTransformer does this at the end of its sampling kernels. There a finished sequence continues if it gets
-    another token than `end_id`; here it stays finished.
+    FasterTransformer does this at the end of its sampling kernels. In FasterTransformer a finished sequence continues
+    if it gets another token than `end_id`. In cukern a finished sequence stays finished.
     """
     batch = _check_ids("word_ids", word_ids)
     expect("finished", finished, word_ids, "word_ids", ("bool",), (batch,), "[batch]")

@@ -80,9 +80,9 @@ def reshape_and_cache(
         value_cache: [blocks, kv_heads, head_dim, block_size], of the dtype of key_cache; blocks and heads may be
             strided.
         slot_mapping: int64 [tokens]. A token with a negative slot, or a slot beyond the cache, is ignored. If two
-            tokens have the same slot, each part of the slot holds one of them, and which one is undefined.
-        kv_cache_dtype: "auto" (by the cache's dtype), "fp8_e4m3" (or "fp8") or "fp8_e5m2", which a uint8 cache
-            needs.
+            tokens have the same slot, the slot may hold a mixture of them.
+        kv_cache_dtype: "auto" (the dtype of the cache), "fp8_e4m3" (or "fp8") or "fp8_e5m2". A uint8 cache needs one of
+            the last two.
         k_scale, v_scale: float32 arrays of one element on the device of `key`, read by the kernel, or floats, or None
             for 1. An FP8 cache holds key / k_scale, computed in float32, rounded to the nearest number of the format
             (ties to even), and saturated. Not used for other caches.
@@ -118,12 +118,12 @@ def reshape_and_cache(
     columns = heads * head_dim
     if slots.is_empty or columns == 0:
         return
-    # Rows are whole units in any case, because head_dim is a multiple of x.
+    # Rows are always whole 16-byte units, because head_dim is a multiple of x.
     steps = (*strides, *key_steps, *value_steps)
     alignment = min(array.alignment for array in (key, value, key_cache, value_cache))
     aligned = alignment == 16 and not any(step % 16 for step in steps)
     parts = PARTS if slots.tokens <= FEW_TOKENS else 1
-    # In an FP8 cache, the units of keys are longer than the units of values, and there are fewer of them.
+    # In an FP8 cache x is larger than the number of new elements in 16 bytes, so keys have fewer units than values.
     units, line = columns * key.item_size // 16, constants("kv_cache/store_blocks")["LINE"]
     window = constants("kv_cache/store_blocks")["WINDOW"]
     why = why_width(16 if aligned else key.item_size, "the rows of keys, values and caches")
@@ -154,8 +154,8 @@ def reshape_and_cache_flash(
 ) -> None:
     """Store new keys and values in their slots of a paged cache in FlashAttention's layout.
 
-    For slot = slot_mapping[token]: cache[slot // block_size, slot % block_size] = key[token] or value[token], divided
-    by its scale in an FP8 cache.
+    For slot = slot_mapping[token], cache[slot // block_size, slot % block_size] becomes key[token] or value[token],
+    which an FP8 cache divides by k_scale or v_scale.
 
     Args:
         key_cache, value_cache: [blocks, block_size, kv_heads, head_dim], of one dtype as in `reshape_and_cache`.
@@ -218,7 +218,10 @@ def _check_latents(kv_c: Any, k_pe: Any) -> None:
 
 
 def _check_latent_cache(kv_c: Array, k_pe: Array, kv_cache: Any, kv_cache_dtype: str) -> str:
-    """Check a cache of latents and return its FORMAT; SAME for FlashMLA's cache, which has its own kernels."""
+    """Check a cache of latents and return the template argument FORMAT.
+
+    For FlashMLA's FP8 cache, which has its own kernels, return SAME.
+    """
     rank, rope_dim = kv_c.shape[1], k_pe.shape[-1]
     expect_place("kv_cache", kv_cache, kv_c, "kv_c")
     check.one_of("kv_cache_dtype", kv_cache_dtype, MLA_CACHE_DTYPES)
@@ -259,15 +262,17 @@ def concat_and_cache_mla(
         kv_cache: [blocks, block_size, kv_lora_rank + rope_dim], of a dtype as in `reshape_and_cache`; blocks and tokens
             may be strided. For "fp8_ds_mla" it is [blocks, block_size, 656] of bytes, uint8 or float8_e4m3fn.
         slot_mapping, scale: as in `reshape_and_cache`, and so are the errors.
-        kv_cache_dtype: as in `reshape_and_cache`, or "fp8_ds_mla", FlashMLA's FP8 cache, which takes a kv_lora_rank of
-            512 and a rope_dim of 64, or of 0 for zeros, and has its own scales: `scale` is not used there.
+        kv_cache_dtype: as in `reshape_and_cache`, or "fp8_ds_mla" for FlashMLA's FP8 cache. That cache needs a
+            kv_lora_rank of 512 and a rope_dim of 64 (or 0: zeros are stored). It computes its own scales, and `scale`
+            is not used.
 
     In FlashMLA's FP8 cache, which `flash_mla_with_kvcache` reads with is_fp8_kvcache, a token takes 656 bytes: 512 of
-    float8_e4m3fn, 4 float32 scales of 128 numbers each, and 64 bfloat16. For each 128 of kv_c, in float32, scale is the
-    smallest power of two that is at least max(max(abs(x)) / 448, 1e-4), and stored = x / scale, rounded to the nearest
-    (ties to even). k_pe is rounded to bfloat16. Thus scales are at least 2**-13, and zeros stay zeros. NaN is left out
-    of the maximum and stored as NaN. An infinity makes the scale infinite, and all its 128 numbers are read as NaN.
-    FlashMLA's tests, and vLLM from 0.33 on, compute the same scales. Caches with other scales can be read, too.
+    float8_e4m3fn, 4 float32 scales of 128 numbers each, and 64 bfloat16. For each 128 numbers x of kv_c, in float32,
+    the scale is the smallest power of two that is at least max(max(abs(x)) / 448, 1e-4), and x / scale is stored,
+    rounded to nearest (ties to even). k_pe is rounded to bfloat16. Thus scales are at least 2**-13, and zeros stay
+    zeros. NaN is left out of the maximum and stored as NaN. An infinity makes the scale infinite, and all 128 numbers
+    with this scale are read as NaN. FlashMLA's tests, and vLLM from 0.33 on, compute the same scales. Caches with other
+    scales can be read, too.
 
     The function is vLLM's `concat_and_cache_mla`.
     """
@@ -363,8 +368,8 @@ def copy_blocks(
             skipped. The pairs are copied at the same time: the result is undefined for a block that one pair writes
             and another pair reads or writes.
 
-    One launch copies 64 caches, 32 layers of keys and values. Only block_mapping has to be on the device, not the
-    caches' addresses. Arrays in host memory go through the NumPy reference.
+    One launch copies up to 64 caches (the keys and values of 32 layers). block_mapping must be on the device; a list of
+    the caches' addresses on the device is not needed. Arrays in host memory go through the NumPy reference.
 
     Raises:
         TypeError: an unsupported dtype, or a mixture of libraries.
@@ -432,7 +437,7 @@ def _batch(batch_size: Any, rows: int, lengths: int, starts: int | None) -> int:
 
 
 def _check_gathered(src_cache: Any, dst: Any, kv_cache_dtype: str) -> str:
-    """Check the cache and `dst`, and return FORMAT of the cache; SAME if `dst` gets its bits."""
+    """Check the cache and `dst`. Return FORMAT of the cache, or SAME if the bits are copied without a conversion."""
     expect_array("src_cache", src_cache, CACHE_DTYPES)
     if len(src_cache.shape) < 2:
         check.dimensions("src_cache", src_cache.shape, ("blocks", "block_size", "..."))
@@ -489,8 +494,9 @@ def gather_cache(
 ) -> None:
     """Gather the tokens of sequences, one after the other, out of a paged cache.
 
-    For sequence b, t < cu_seq_lens[b + 1] - cu_seq_lens[b] and u = seq_starts[b] + t: dst[cu_seq_lens[b] + t] =
-    src_cache[block_table[b, u // block_size], u % block_size].
+    Token t of sequence b, with t < cu_seq_lens[b + 1] - cu_seq_lens[b], is at position u = seq_starts[b] + t:
+
+        dst[cu_seq_lens[b] + t] = src_cache[block_table[b, u // block_size], u % block_size]
 
     Args:
         src_cache: [blocks, block_size, ...], of any dtype that a cache may have; blocks and tokens may be strided.
@@ -498,14 +504,15 @@ def gather_cache(
             FP8 cache float32, float16 or bfloat16: dst then gets scale * stored, computed in float32 and rounded once.
             For FlashMLA's FP8 cache, rows of dst have 576 numbers. The last 64 are rounded from bfloat16.
         block_table: int32 [batch, max_blocks], with at least batch_size rows; rows may be strided.
-        cu_seq_lens: int32 [batch + 1], the tokens before each sequence, and the number of all tokens. Not descending.
+        cu_seq_lens: int32 [batch + 1], the number of tokens before each sequence, then the number of all tokens. Not
+            descending.
         batch_size: the number of sequences to gather.
         seq_starts: int32 [batch], the number of tokens to skip at the start of each sequence. Not negative.
         kv_cache_dtype: as in `concat_and_cache_mla`; it matters only if an FP8 cache is converted.
         scale: as in `reshape_and_cache`; not used for copies of bits, nor for FlashMLA's FP8 cache.
 
-    Rows of dst without a sequence, or whose entry is outside of the block table or whose block is outside of the cache,
-    are not written. Arrays in host memory go through the NumPy reference.
+    A row of dst is not written if it belongs to no sequence, if its position is outside of the block table, or if its
+    block is outside of the cache. Arrays in host memory go through the NumPy reference.
 
     Raises:
         TypeError: an unsupported dtype, or a mixture of libraries.

@@ -14,17 +14,18 @@ from cukern.runtime.units import divisor
 
 DTYPES = ("float32", "float16", "bfloat16")
 CACHE_DTYPES = (*DTYPES, "uint8", *fp8.DTYPES)
-#: FORMAT of the templates: SAME if the cache has the bits of T, else it depends on the cache's dtype.
+#: The template argument FORMAT: SAME if elements are copied without a conversion, else the FP8 format of the cache.
 SAME = "SAME"
 FORMAT = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
 #: The `kv_cache_dtype` of FlashMLA's FP8 cache, which has its own kernels.
 DS_MLA = "fp8_ds_mla"
 MLA_CACHE_DTYPES = (*fp8.KV_CACHE_DTYPES, DS_MLA)
 DS_MLA_DTYPES = ("uint8", "float8_e4m3fn")
-#: T of the templates for a copy without conversion, by bytes of an element.
+#: The template argument T for a copy without conversion. The key is the size of an element in bytes.
 _BITS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned"}
 
-#: The largest number of tokens, slots, and units of a row or a block. Kernels count in 31 bits, and round up to tiles.
+#: The largest number of tokens, of slots, and of units in a row or a block. The kernels count in 31 bits, and round up
+#: to whole tiles.
 MAX_COUNT = 2**31 - 2**12
 WIDTHS = (16, 8, 4, 2, 1)  # bytes of a unit: a call takes the widest that its alignment allows
 
@@ -39,7 +40,7 @@ _gather_latents = Kernel("kv_cache/gather_latents", "gather_latents")
 THREADS_ITEMS = {"store_rows": (192, 3), "copy_blocks": (256, 4), "gather_rows": (256, 2)}
 WARPS = 2  # of a block of store_blocks
 LATENTS_WARPS = 4  # of a block of store_latents
-#: Up to FEW_TOKENS tokens, PARTS blocks share a window of tokens, so that each thread has one token.
+#: Up to FEW_TOKENS tokens, PARTS blocks share a window of tokens, so that each thread handles one token only.
 FEW_TOKENS, PARTS = 512, 8
 
 
@@ -84,7 +85,7 @@ for _kernel, _variants in (
 
 
 class Tile(NamedTuple):
-    """The tile of a block: several rows, or a part of a long row."""
+    """The tile that one block handles: several rows, or a part of a long row."""
 
     threads: int
     rows: int
@@ -103,7 +104,7 @@ def tile_of(kernel: str, columns: int) -> Tile:
 
 
 def format_of(dtype: str, name: str, cache: Array, kv_cache_dtype: str) -> str:
-    """Return FORMAT for elements of `dtype` in a cache, which is the argument `name`."""
+    """Return the template argument FORMAT for elements of `dtype` in `cache`, which messages call `name`."""
     if kv_cache_dtype == "auto":
         check.dtype(name, cache.dtype, (dtype, *fp8.DTYPES))
         return SAME if cache.dtype == dtype else FORMAT[cache.dtype]
@@ -125,8 +126,8 @@ def expect_dimensions(
 def distances(name: str, array: Array, outer: int, written: bool = False) -> tuple[int, ...]:
     """Return the strides of the first `outer` dimensions in bytes; 0 for a dimension with at most one element.
 
-    Raises ValueError unless the other dimensions are contiguous, and unless a written array has its own memory for each
-    element of the first dimensions.
+    Raises ValueError if the other dimensions are not contiguous, or if elements of the first dimensions overlap in an
+    array that is `written`.
     """
     shape, strides = array.shape, array.strides
     if any(size == 0 for size in shape):
@@ -149,7 +150,7 @@ class Slots(NamedTuple):
 
 
 def check_slots(slot_mapping: Any, like: Array, like_name: str, name: str, blocks: int, block_size: int) -> Slots:
-    """Check the slots, in the cache `name`, for the first tokens of `like`, which may have more tokens."""
+    """Check slot_mapping: slots of the cache `name` for the first tokens of `like`, which may have more tokens."""
     slots = blocks * block_size
     if slots > MAX_COUNT:
         check.fail(name, f"of at most {MAX_COUNT} slots", f"{blocks} blocks of {block_size}")
@@ -165,7 +166,7 @@ def check_slots(slot_mapping: Any, like: Array, like_name: str, name: str, block
 
 
 def check_keys_and_values(key: Any, value: Any, key_cache: Any, kv_cache_dtype: str) -> tuple[tuple[int, ...], str]:
-    """Check keys and values. Return the bytes between tokens, of both, and FORMAT of their cache."""
+    """Check keys and values. Return the bytes between tokens of keys and of values, and FORMAT of the key cache."""
     symbols = ("tokens", "kv_heads", "head_dim")
     expect_array("key", key, DTYPES, symbols)
     expect_dimensions("value", value, key, "key", (key.dtype,), symbols)

@@ -1,4 +1,4 @@
-"""`swap_blocks`: copies of cache blocks between memories, by the driver, without a kernel."""
+"""`swap_blocks`: copy cache blocks between host and device memory by the driver, without a kernel."""
 
 from __future__ import annotations
 
@@ -58,7 +58,10 @@ def _pairs_of(block_mapping: Any, src: _Memory, dst: _Memory) -> NDArray[np.int6
 
 
 def runs_of(pairs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Merge pairs that are consecutive in both caches: [runs, 3] with from, to, and the number of blocks."""
+    """Merge pairs of blocks that are consecutive in both caches.
+
+    Return [runs, 3]: the first block `from`, the first block `to`, and the number of blocks.
+    """
     first = np.flatnonzero(np.r_[True, (np.diff(pairs, axis=0) != 1).any(axis=1)]) if len(pairs) else np.arange(0)
     return np.column_stack([pairs[first], np.diff(np.r_[first, len(pairs)])])
 
@@ -75,9 +78,10 @@ def swap_blocks(src: Array, dst: Array, block_size_in_bytes: int, block_mapping:
         block_mapping: int64 [pairs, 2], in host memory. The result is undefined for a block that one pair writes and
             another pair reads or writes.
 
-    The call starts the copies on the current stream of the GPU's library. Blocks that are consecutive in both caches
-    are one copy. With pinned memory the copies are asynchronous: the host must wait for the stream before it reads dst
-    or changes src. Other host memory is copied in part before the call returns, and cannot be captured in a CUDA graph.
+    The call starts the copies on the current stream of the library of the array on the GPU. Blocks that are consecutive
+    in both caches are copied together. With pinned memory the copies are asynchronous: the host must wait for the
+    stream before it reads dst or changes src. With other host memory some copies end before the call returns, and a
+    CUDA graph cannot capture the call.
     No kernel is launched and there is no torch operator. If both arrays are in host memory, the NumPy reference runs.
 
     Raises:

@@ -37,10 +37,10 @@ from cukern.runtime.plan import empty, outputs, run_twin
 __all__ = ["flash_mla_with_kvcache", "get_mla_metadata"]
 
 DTYPES = ("bfloat16", "float16")
-#: Dtypes that an 8-bit cache may have. The kernels read its bytes.
+#: The dtypes that an 8-bit cache may have. The kernels read the cache as bytes.
 FP8_DTYPES = ("uint8", "int8", "float8_e4m3fn")
 MAX_PAGE_SIZE = 2**16
-#: The largest number of rows, sequences or slots: the kernels count them in 31 bits, and round up to whole tiles.
+#: The largest number of query rows, sequences or slots. The kernels count in 31 bits, and round up to whole tiles.
 MAX_COUNT = 2**31 - 2**12
 MAX_GRID = 2**16 - 1  # blocks along y or z
 _LARGEST_SCALE = 1e30
@@ -50,7 +50,7 @@ _LARGEST_SCALE = 1e30
 
 
 def _strides(name: str, array: Array) -> tuple[int, ...]:
-    """Return the strides of all dimensions except the last, in elements; 0 if the size is 1.
+    """Return the strides of all dimensions except the last, in elements. The stride of a dimension of size 1 is 0.
 
     Raises ValueError unless the last dimension is contiguous.
     """
@@ -137,7 +137,7 @@ def _check_indices(name: str, indices: Any, q: Array) -> int:
 
 
 class _Extra(NamedTuple):
-    """A second cache and its indices."""
+    """The second cache of a call (extra_k_cache) and its indices."""
 
     cache: Array
     strides: tuple[int, ...]
@@ -149,7 +149,7 @@ def _check_alignments(
     q: Array, q_strides: tuple[int, ...], cache: Array, strides: tuple[int, ...], extra: _Extra | None, is_paged: bool
 ) -> None:
     """Check the alignment of the inputs and their rows on a GPU."""
-    aligned = slice(0, 1 if is_paged else 3)  # pages of two parts are contiguous
+    aligned = slice(0, 1 if is_paged else 3)  # with slots of 584 bytes a page is contiguous, so only pages are checked
     _check_alignment("q", q, q_strides)
     _check_alignment("k_cache", cache, strides[aligned])
     if extra is not None:
@@ -157,7 +157,7 @@ def _check_alignments(
 
 
 class _Tokens(NamedTuple):
-    """The arrays that say at which slots the tokens of each query are."""
+    """The arrays that give the cache slots of the tokens of each query."""
 
     block_table: Array | None  # None with indices
     lengths: Array | None
@@ -170,7 +170,7 @@ class _Tokens(NamedTuple):
 
 
 def _check_extra(cache: Any, indices: Any, length: Any, q: Array, k_cache: Array, is_fp8: bool) -> _Extra | None:
-    """Check the second cache and its indices against each other and the first cache; None if there is none."""
+    """Check the second cache and its indices against each other and the first cache. Return None without a cache."""
     if cache is None:
         for name, array in (("extra_indices_in_kvcache", indices), ("extra_topk_length", length)):
             if array is not None:
@@ -237,7 +237,7 @@ def _check_scale(softmax_scale: Any, head_dim: int) -> float:
 
 
 def _check_plan(metadata: Any, num_splits: Any, sequences: int, q: Array) -> int:
-    """Check the caller's plan, and return the number of its parts."""
+    """Check the caller's plan, and return its number of parts (see `get_mla_metadata`)."""
     if metadata is None or num_splits is None:
         given, missing = ("num_splits", "tile_scheduler_metadata")[:: 1 if metadata is None else -1]
         check.fail(missing, f"given, like {given} (or neither)", None, TypeError)
@@ -252,7 +252,7 @@ def _check_plan(metadata: Any, num_splits: Any, sequences: int, q: Array) -> int
 
 
 def _outputs(out: Any, q: Array, results: list[Result]) -> tuple[Array, Array]:
-    """Return the arrays for the results. `out` may be the first of them alone."""
+    """Return the arrays for out and lse. The caller's `out` may be a pair, or the array for out alone."""
     is_single = not (out is None or isinstance(out, (tuple, list)))
     if is_single:
         out = expect("out", out, q, "q", (q.dtype,), results[0].shape, results[0].symbols), None
@@ -267,7 +267,7 @@ def _outputs(out: Any, q: Array, results: list[Result]) -> tuple[Array, Array]:
 
 
 def _multiprocessors(array: Any) -> int:
-    """Return the multiprocessors of the GPU of an array or a traced tensor; for host memory, the twin's number."""
+    """Return the number of multiprocessors of an array's GPU; for host memory, the NumPy reference's number."""
     if isinstance(array, Array):
         return twin.MULTIPROCESSORS if array.on_host else array.gpu.multiprocessors
     return gpu.of_device(array.get_device()).multiprocessors if array.is_cuda else twin.MULTIPROCESSORS
@@ -315,13 +315,13 @@ def get_mla_metadata(
     """Divide the tokens of all sequences among the multiprocessors, for `flash_mla_with_kvcache`.
 
     The tokens of a sequence are cut into blocks of 64. A part is the work of one thread block, for one kv head and up
-    to 64 query rows of it. It is a run of token blocks, which may continue from one sequence into the next. Each visit
-    of a sequence costs as much as 5 additional token blocks. The plan finds the smallest load per part that suffices,
-    and fills the parts in order up to this load. Sequences without tokens are visited, too, because their rows must be
-    written.
+    to 64 query rows of this head. A part is a range of consecutive token blocks, and may continue from one sequence
+    into the next. Each sequence that a part works on is a visit, and adds the cost of 5 token blocks to the part. The
+    plan finds the smallest cost limit that lets the parts hold all sequences, and fills the parts in order up to this
+    limit. Sequences without tokens are visited, too, because their results must be written.
 
-    The function does not wait for the device, which makes the plan. A CUDA graph that captured the call plans again in
-    each replay, from the current lengths. One plan serves all layers of a decoding step.
+    The plan is made on the device, and the function does not wait for it. If a CUDA graph has captured the call, each
+    replay makes the plan again, from the current lengths. One plan serves all layers of a decoding step.
 
     Without arguments the function returns (FlashMLASchedMeta(), None): a plan that is made later. Pass it to
     `flash_mla_with_kvcache` as tile_scheduler_metadata, with num_splits None. The first such call makes the plan for
@@ -343,17 +343,18 @@ def get_mla_metadata(
 
     Returns:
         tile_scheduler_metadata, int32 [parts, 8], with parts = max(1, multiprocessors // (num_heads_k *
-        ceil(num_heads_per_head_k / 64))). A part has its first sequence and first block there, its last sequence and
-        the end of its blocks there, the number of earlier parts that visit the first sequence, and zeros. The first
-        sequence of a part without work is the number of sequences. And num_splits, int32 [sequences + 1]: the number of
-        visits before each sequence. Arrays in host memory get the plan of a GPU with 132 multiprocessors.
+        ceil(num_heads_per_head_k / 64))). Each row describes a part: the first sequence, the first block in the first
+        sequence, the last sequence, the end of the blocks in the last sequence, the number of earlier parts that visit
+        the first sequence, and zeros. If a part has no work, its first sequence is the number of sequences. The second
+        result is num_splits, int32 [sequences + 1]: the number of visits of all sequences before each sequence. Arrays
+        in host memory get the plan of a GPU with 132 multiprocessors.
 
     Raises:
         TypeError: a value that is no array, or has the wrong dtype or library.
         ValueError: sizes that do not fit each other.
 
-    The function and its results are FlashMLA's (DeepSeek, 2025). The call without arguments is from its later releases.
-    FlashMLA's parts have another load, and its batch is limited.
+    The function and its results are FlashMLA's (DeepSeek, 2025). The call without arguments is from FlashMLA's later
+    releases. FlashMLA computes another cost limit for the parts, and limits the batch size.
     """
     expect_array("cache_seqlens", cache_seqlens, ("int32",), ("batch",))
     expect_contiguous("cache_seqlens", cache_seqlens)
@@ -383,7 +384,7 @@ def get_mla_metadata(
 
 
 def _check_counts(lengths: Array, query_tokens: int, topk: Any, length: Any, extra: Any, extra_length: Any) -> Counts:
-    """Check the numbers of valid indices for a plan of `topk` indices, and return all counts."""
+    """Check the arguments of `get_mla_metadata` that count indices, and return them."""
     extra = check.integer("extra_topk", extra, 0, MAX_COUNT - (topk or 0))
     for name, given, array in (
         ("topk_length", topk is not None, length),
@@ -410,7 +411,7 @@ def _attention_results(
 def _work(
     q: Array, k_cache: Array, head_dim_v: int, is_fp8: bool, tokens: _Tokens, metadata: Any, num_splits: Any
 ) -> Work:
-    """Return the work of the call, with the parts of the caller's plan, or enough parts to keep the GPU busy."""
+    """Return the work of the call. Its parts are the caller's, or without a plan enough to keep the GPU busy."""
     batch, query_tokens, heads, head_dim = q.shape
     kv_heads, is_sparse = k_cache.shape[2], tokens.indices is not None
     rows, sequences = heads // kv_heads * query_tokens, batch
@@ -444,7 +445,7 @@ def _fields(q: Array, k_cache: Array, tokens: _Tokens, work: Work) -> dict[str, 
         "cache": k_cache,
         "block_table": tokens.block_table,
         "lengths": tokens.lengths,
-        # Non-null even when empty: null means the block table.
+        # Not null even without indices (topk 0), because null tells the kernel to use the block table.
         "indices": tokens.indices if counts.topk else q if work.is_sparse else None,
         "table_stride": tokens.table_stride,
         "indices_strides": tokens.indices_strides,
@@ -470,7 +471,7 @@ def _results(work: Work, attended: Array, lse: Array) -> dict[str, Any]:
 
 
 def _own_plan(work: Work, tokens: _Tokens) -> tuple[Array, Array]:
-    """Make the plan of a call without a plan."""
+    """Make a plan for a call whose caller passes none."""
     plan = empty((work.parts, 8), "int32"), empty((work.sequences + 1,), "int32")
     why = "no plan is given (get_mla_metadata makes one for all layers of a step); "
     launch_plan(tokens.lengths, *plan, tokens.counts, why)
@@ -507,8 +508,9 @@ def flash_mla_with_kvcache(
         out[i, h] = sum of softmax(score)[t] * key[t, h // g, :head_dim_v]
         lse[h, i] = log of the sum of exp(score[t])
 
-    over all tokens t of the sequence. If `causal`, query token i of s has position cache_seqlens[b] - s + i and sees
-    the tokens up to it. Token t is in slot t % page_size of page block_table[b, t // page_size]. Sums are in float32.
+    over all tokens t of the sequence. If `causal`, query token i of s query tokens has position cache_seqlens[b] - s +
+    i and sees the tokens up to this position. Token t is in slot t % page_size of page block_table[b, t // page_size].
+    Sums are in float32.
     The kernels round the probabilities to the query's dtype before the product with the values. With an 8-bit cache the
     kernels multiply the probabilities by the scale of a value and round them to float16. Variant "wgmma", and every
     variant with slots of 584 bytes, rounds the values to the query's dtype instead.
@@ -522,10 +524,10 @@ def flash_mla_with_kvcache(
             or the bytes of float8_e4m3fn), and head_dim_v is 512.
             For a head_dim of 576 a slot has 656 bytes: 512 numbers in float8_e4m3fn, 4 float32 scales of 128 numbers
             each (value = number * scale), and 64 rotary numbers in bfloat16, which are rounded to q's dtype.
-            For a head_dim of 512 a slot has 584 bytes, and contiguous pages have two parts. The first part has, for
-            each slot, 448 numbers in float8_e4m3fn and 64 rotary numbers in bfloat16, all both key and value. The
-            second part has, for each slot, 7 scales in float8_e8m0fnu of 64 numbers each, and an unused byte. Such a
-            cache needs `indices` and one kv head.
+            For a head_dim of 512 a slot has 584 bytes, and each page is contiguous and has two parts. The first part
+            has, for each slot, 448 numbers in float8_e4m3fn and 64 rotary numbers in bfloat16. All 512 numbers are
+            used for the key and for the value. The second part has, for each slot, 7 scales in float8_e8m0fnu (one for
+            64 numbers) and an unused byte. Such a cache needs `indices` and one kv head.
         block_table: int32 [batch, max_pages]; rows may be strided. Entries beyond the tokens of a sequence are not
             used. May be None with `indices`.
         cache_seqlens: int32 [batch], tokens in the cache, including the tokens of q; negative numbers count as 0. May

@@ -1,4 +1,9 @@
-"""Latent attention: the kernels and their configurations, how a call chooses among them, and the launches."""
+"""Latent attention: the kernels and their configurations, how a call chooses among them, and the launches.
+
+A plan divides the tokens of all sequences into parts. A part is the work of one thread block per kv head and per tile
+of query rows. `plan_parts` makes the plan. It tests candidates for the cost of a part with a chain of dependent steps:
+one step per sequence or one step per part.
+"""
 
 from __future__ import annotations
 
@@ -13,37 +18,40 @@ from cukern.runtime.plan import asked, launch, tensor_map
 
 VARIANTS = ("auto", "wgmma", "mma", "dynamic")
 MAX_DIM = 576
-THREADS = 256  # of attend_mma, and of plan_parts with a chain over the sequences
-_BY_PARTS_THREADS = 384, 768  # of plan_parts with a chain over the parts
+THREADS = 256  # of a block of attend_mma, and of plan_parts with a chain over the sequences
+_BY_PARTS_THREADS = 384, 768  # of a block of plan_parts with a chain over the parts
 #: plan_parts: up to _FEW_SEQUENCES sequences the chain over the sequences is faster than the chain over the parts.
-#: Above _MOST_LINED_UP sequences the table of the chain over the parts does not fit.
+#: Above _MOST_LINED_UP sequences the table for the chain over the parts does not fit in shared memory.
 _FEW_SEQUENCES, _MOST_LINED_UP = 48, 4096
 _SPAN = f"from {_FEW_SEQUENCES + 1} to {_MOST_LINED_UP} sequences"
 _PLAN_SHARED_BYTES = 99 << 10  # the shared memory that a block of `plan_parts` can have on every GPU
-_TABLE_BYTES = 24 << 10, 640  # of the table of the chain over the parts: the minimum, and the bytes for each sequence
+_TABLE_BYTES = 24 << 10, 640  # table for the chain over the parts: the minimum bytes, and the bytes for each sequence
 
 #: Pairs (head_dim, head_dim_v) with variants of their own.
 SPECIALIZED = [
     (576, 512),  # DeepSeek-V2, V3 and R1, Kimi-K2
 ]
-#: ROWS of `attend_mma`. The largest needs specialized dimensions.
+#: ROWS of `attend_mma`: query rows of a block. 64 rows need specialized dimensions.
 _ROWS = (16, 32, 64)
 _MOST_STAGES = 4
-#: TILE of `attend_mma`, the fastest first. With 64 rows, larger tiles of an 8-bit cache would need too many registers.
+#: TILE of `attend_mma`: tokens of a tile, the fastest size first. For an 8-bit cache the sizes depend on ROWS: with 64
+#: rows, tiles of more than 32 tokens would need too many registers.
 _TILES, _FP8_TILES = (64, 32), {16: (64, 32, 16), 32: (64, 32), 64: (32,)}
 
-#: Up to this many rows of a kv head `attend_mma` is faster than `attend_wgmma`: with a 16-bit and an 8-bit cache
-#: (H200).
+#: Up to this many query rows per kv head `attend_mma` is faster than `attend_wgmma` (H200): with a 16-bit cache, and
+#: with an 8-bit cache.
 _FEW_ROWS, _FEW_ROWS_FP8 = 16, 32
 #: `attend_wgmma` takes the maximum of a row before it multiplies by the scale, so the scale must be positive.
 _SMALLEST_WGMMA_SCALE = 1e-30
 _LARGEST_STRIDE = 2**40  # in bytes, of a tensor map
 
-#: (TEAM, EACH) of `combine_parts`: a row is combined by several blocks, by one block, or by one warp.
+#: (TEAM, EACH) of `combine_parts`, which combines the partial results of a row: by several blocks, one block or one
+#: warp per row.
 MANY_BLOCKS, ONE_BLOCK, ONE_WARP = (8, 1), (8, 4), (1, 4)
-#: Up to the first number of rows several blocks combine a row, so that the GPU is busy; up to the second, one block.
+#: Up to the first number of rows, several blocks combine each row, so that the GPU is busy. Up to the second number,
+#: one block combines a row. With more rows, one warp does.
 _FEW_COMBINED_ROWS = 64, 512
-_COMBINED_COLUMNS = 128  # columns of a row that one of several blocks combines
+_COMBINED_COLUMNS = 128  # with several blocks per row, the columns that one block combines
 _COMBINING_BLOCKS = 2  # resident blocks of a multiprocessor
 
 plan_kernel = Kernel("mla_decode/plan", "plan_parts")
@@ -70,14 +78,14 @@ class MmaConfig(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """Return the shared memory of a block. The struct `Form` of the template computes the same."""
+        """Return the shared memory of a block in bytes. The struct `Form` of the template computes the same number."""
         dims = self.head_dim or MAX_DIM
-        is_fp8 = self.is_fp8 and dims == MAX_DIM  # caches of another head_dim are converted to 16 bits first
+        is_fp8 = self.is_fp8 and dims == MAX_DIM  # with another head_dim, tiles are converted to 16 bits first
         groups = 2 if is_fp8 or self.rows == 64 else 1
         rings = 2 if is_fp8 and self.rows == 16 else 1
         group_rows, halves = self.rows // groups * rings, 1 if is_fp8 else 2
         fragments_of_rows, depths = group_rows // 16, 8 // groups // halves
-        fragments = self.tile // halves // 8  # fragments of a warp's tokens
+        fragments = self.tile // halves // 8  # fragments of 8 tokens that a warp works on
         own = max(fragments // depths, 1)
         sent = fragments - own if fragments >= depths else fragments
         steps = dims // 16 // depths
@@ -102,7 +110,7 @@ def best_mma_config(
     most = _ROWS[-1] if dims[0] else _ROWS[-2]
     for rows in (rows for rows in reversed(_ROWS) if rows <= min(wanted, most)):
         for tile in _FP8_TILES[rows] if is_fp8 and dims[0] == MAX_DIM else _TILES:
-            # At least two stages: one is loaded while the other is in use.
+            # There are at least two stages, because one stage is loaded while the other is in use.
             for stages in range(_MOST_STAGES, 1, -1):
                 config = MmaConfig(dtype, is_fp8, rows, tile, stages, *dims, has_extra)
                 if config.shared_bytes <= most_shared_bytes:
@@ -118,12 +126,12 @@ def mma_variant(config: MmaConfig) -> Variant:
 
 
 def _alone(kernel: Kernel, threads: str) -> Launched:
-    """Return the `Launched` of a block that has a multiprocessor to itself."""
+    """Return the launch configuration of a block that takes all shared memory: a multiprocessor holds only one."""
     return Launched(template.constants(kernel.file)[threads], gpu.BY_ARCH["90a"].shared_per_block)
 
 
 def wgmma_variant(dtype: str, is_fp8: bool, is_sparse: bool, extra_bytes: int = 0) -> Variant:
-    """Return the variant of `attend_wgmma`. `extra_bytes` is 0, or with EXTRA the bytes of an 8-bit token."""
+    """Return the variant of `attend_wgmma`. `extra_bytes`: bytes of an 8-bit token; 0 sets EXTRA to false."""
     flags: list[str | int] = [str(is_fp8).lower(), str(is_sparse).lower()]
     if extra_bytes:
         flags += ["true"] + [extra_bytes] * (extra_bytes != twin.SLOT_BYTES)
@@ -144,14 +152,14 @@ def plan_threads(sequences: int, parts: int) -> int:
 
 def plan_variant(has_extra: bool, threads: int = THREADS) -> Variant:
     flags: list[str | int] = ["true"] if has_extra else []
-    sequences = 1000  # an example
+    sequences = 1000  # the compiler asserts the shared memory for this example
     shared_bytes, table = plan_shared_bytes(sequences, threads)
     launched = Launched(threads, shared_bytes, (sequences, table), _PLAN_SHARED_BYTES)
     return plan_kernel.variant(threads, *flags, launched=launched)
 
 
 def plan_shared_bytes(sequences: int, threads: int) -> tuple[int, int]:
-    """Return the shared memory of `plan_parts`, and the bytes of the table in it for a chain over the parts, else 0."""
+    """Return the shared memory of `plan_parts`, and the bytes of its table (0 for a chain over the sequences)."""
     constants = template.constants(plan_kernel.file)
     by_sequences, by_parts = constants["BY_SEQUENCES_BYTES"], constants["BY_PARTS_BYTES"]
     if threads == THREADS:
@@ -165,17 +173,17 @@ def plan_shared_bytes(sequences: int, threads: int) -> tuple[int, int]:
 def combine_variant(dtype: str, head_dim_v: int, team_each: tuple[int, int]) -> Variant:
     """Return the variant of `combine_parts`. `head_dim_v` is 0 if it is dynamic."""
     team, each = team_each
-    # If one block or warp combines a whole row, EACH must cover the largest head_dim_v.
+    # If one block or warp combines a whole row, EACH must be large enough for the row; 5 covers every head_dim_v.
     return combine.variant(arrays.CUDA_TYPE[dtype], head_dim_v, team, each if head_dim_v or each == 1 else 5)
 
 
 def mma_shared_bytes(of: gpu.Gpu) -> int:
     """Return the largest shared memory of a block of `attend_mma`."""
-    # The configuration that takes more than 220 KiB spills registers on sm_100, but not on sm_90.
+    # One configuration takes more than 220 KiB. It spills registers on sm_100, but not on sm_90.
     return min(of.shared_per_block, 220 << 10) if of.arch.startswith("10") else of.shared_per_block
 
 
-# One 16-bit dtype stands for both, because they compile to the same instructions with other constants.
+# Only bfloat16 is listed. float16 compiles to the same instructions with other constants.
 attend_mma.specialize_by_arch(
     {
         arch: [
@@ -216,7 +224,7 @@ plan_kernel.at_import = plan_kernel.specialized[:1]
 
 
 class Work(NamedTuple):
-    """The sizes of a call that decide how it runs. The device handles all that depends on the lengths."""
+    """The sizes of a call that decide how it runs. The lengths are not among them; only the device knows these."""
 
     dtype: str
     is_fp8: bool
@@ -230,12 +238,12 @@ class Work(NamedTuple):
 
     @property
     def few_rows(self) -> int:
-        """The largest number of rows for which `attend_mma` is faster than `attend_wgmma`."""
+        """Up to this many query rows per kv head `attend_mma` is faster than `attend_wgmma`."""
         return _FEW_ROWS_FP8 if self.is_fp8 else _FEW_ROWS
 
     @property
     def is_paged(self) -> bool:
-        """Whether the pages of an 8-bit cache have two parts, as for heads of 512."""
+        """Whether the cache has slots of 584 bytes (8 bits, head_dim 512), whose pages have two parts."""
         return self.is_fp8 and self.dims[0] == twin.PAGED_DIMS
 
 
@@ -255,13 +263,13 @@ def no_wgmma(work: Work, k_cache: Array, strides: tuple[int, ...], scale: float,
 
 
 def takes_two_loaders(work: Work) -> bool:
-    """Return whether `attend_two_loaders` replaces `attend_wgmma`, because TMA does not copy the tokens."""
-    # The kernel copies the rotary part of an 8-bit cache unconverted, so q must be bfloat16.
+    """Return whether `attend_two_loaders` replaces `attend_wgmma`. It does where TMA cannot copy the tokens."""
+    # The kernel copies the bfloat16 rotary numbers of an 8-bit cache unconverted, so q must be bfloat16.
     return not work.has_extra and (work.dtype == "bfloat16" if work.is_fp8 else work.is_sparse)
 
 
 def takes_wgmma(work: Work, variant: str, reason: str) -> bool:
-    """Return whether `attend_wgmma` computes the call. `reason` says why it cannot.
+    """Return whether `attend_wgmma` computes the call. `reason` says why it cannot, and is empty if it can.
 
     Raises ValueError if the caller asks for a variant that cannot compute the call.
     """
@@ -271,13 +279,13 @@ def takes_wgmma(work: Work, variant: str, reason: str) -> bool:
     if variant == "mma" and work.dims not in SPECIALIZED and not work.is_fp8:
         got = f"'mma': there is none for heads of {work.dims[0]} and {work.dims[1]}"
         check.fail("variant", "'auto' or 'dynamic' here", got)
-    # With few rows, most of an MMA of 64 rows is unused and memory is the bound. With pages of two parts `attend_mma`
-    # waits for its conversion, so `attend_wgmma` is taken for any number of rows.
+    # With few rows, most of the 64 rows of a WGMMA are unused, and memory bandwidth is the limit. With slots of 584
+    # bytes `attend_mma` waits for the conversion of the tokens, so `attend_wgmma` is used for any number of rows.
     return variant == "wgmma" or (variant == "auto" and not reason and (work.is_paged or work.rows > work.few_rows))
 
 
 def why_parts(work: Work, is_given: bool, multiprocessors: int) -> str:
-    """Return the reason for the number of parts. `is_given`: the number is from the caller's plan."""
+    """Return the reason for the number of parts. `is_given`: the caller's plan sets the number."""
     if is_given:
         return f"{work.parts} parts of the tokens, by the given plan"
     blocks = f"a part is a block for each kv head ({work.kv_heads}) and each {twin.ROWS} rows"
@@ -314,7 +322,7 @@ class Counts(NamedTuple):
 
 
 def launch_plan(lengths: Array | None, metadata: Array, splits: Array, counts: Counts, why: str = "") -> None:
-    """Launch the kernel that plans from lengths or from numbers of indices. `why` is prepended to the reason."""
+    """Launch `plan_parts`, which plans from lengths or from numbers of indices. `why` begins the reason."""
     fields: dict[str, Any] = {"lengths": lengths, "metadata": metadata, "splits": splits}
     fields |= {"sequences": splits.shape[0] - 1, "parts": metadata.shape[0]}
     if counts.vary:
@@ -362,7 +370,7 @@ def _launch_wgmma(work: Work, k_cache: Array, why: str, fields: dict[str, Any]) 
     constants = template.constants(attend_wgmma.file)
     pages, page_size, kv_heads, head_dim = k_cache.shape
     tiles, box_tokens = None, 0
-    # TMA can copy neither tokens that must be converted nor tokens at arbitrary slots.
+    # TMA copies neither tokens that need a conversion nor tokens in arbitrary slots, so these have no tensor map.
     if not (work.is_fp8 or work.is_sparse):
         box_tokens = math.gcd(page_size, twin.BLOCK_TOKENS)
         # A dimension of size 1 may have any stride except 0.
@@ -390,7 +398,8 @@ def _combining(work: Work, multiprocessors: int) -> tuple[tuple[int, int], tuple
         return MANY_BLOCKS, grid, f"{what}, {each}"
     if rows * work.kv_heads <= _FEW_COMBINED_ROWS[1]:
         return ONE_BLOCK, (rows, work.kv_heads, 1), f"{what}, a block for each (up to {_FEW_COMBINED_ROWS[1]} rows)"
-    # With about as many sequences as parts, few sequences are in several parts, so most blocks would have no work.
+    # If there are about as many sequences as parts, few sequences are split among parts, and most blocks would have no
+    # partial results to combine. The grid is then smaller.
     most = -(-work.rows // 8)
     if 2 * work.sequences > work.parts:
         most = min(most, _COMBINING_BLOCKS * multiprocessors // (work.parts * work.kv_heads))

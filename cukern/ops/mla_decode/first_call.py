@@ -1,4 +1,4 @@
-"""Plans of latent attention that are made by the first call that uses them."""
+"""Plans for latent attention (`get_mla_metadata` without arguments) that the first attention call makes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CONFIG = (
 
 
 def plan_of_the_first_call(*args: Any, **kwargs: Any) -> Any:
-    """Return the result of `get_mla_metadata` without arguments. NotImplemented with arguments."""
+    """Return the result of `get_mla_metadata` without arguments. Return NotImplemented if there are arguments."""
     return NotImplemented if args or kwargs else (FlashMLASchedMeta(), None)
 
 
@@ -43,7 +43,7 @@ def _sizes(given: Mapping[str, Any], name: str, dimensions: int) -> tuple[Any, .
 
 
 def _make_plan(given: Mapping[str, Any], config: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Return the plan for a call of these sizes; (None, None) if the call will be refused."""
+    """Return the plan for a call of these sizes; (None, None) if the checks of the call will raise an error."""
     batch, query_tokens, heads, _, kv_heads, _, _, topk, _, extra_topk = config
     if not kv_heads or not heads or heads % kv_heads:
         return None, None
@@ -63,7 +63,7 @@ def _make_plan(given: Mapping[str, Any], config: tuple[Any, ...]) -> tuple[Any, 
 
 
 def attend_by_a_plan(*args: Any, **kwargs: Any) -> Any:
-    """Call `flash_mla_with_kvcache` with a `FlashMLASchedMeta`. NotImplemented for other plans."""
+    """Call `flash_mla_with_kvcache` with the plan in a `FlashMLASchedMeta`. Return NotImplemented for other plans."""
     op = OPS["flash_mla_with_kvcache"]
     given = op.signature.bind(*args, **kwargs).arguments
     meta = given["tile_scheduler_metadata"]

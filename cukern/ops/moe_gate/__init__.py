@@ -27,10 +27,10 @@ __all__ = ["biased_grouped_topk", "grouped_topk", "moe_fused_gate", "topk_sigmoi
 
 
 def specialize(*, experts: int, groups: int = 1, scoring_func: str = "sigmoid", biased: bool = True) -> list[Instance]:
-    """Give these sizes variants of their own in this process, and return them; see `cukern.specialize`.
+    """Register variants for these sizes in this process, and return their instances; see `cukern.specialize`.
 
-    Raises ValueError if the specialized kernel cannot lay the experts out. It needs a number of lanes (4, 8, 16 or 32)
-    that is a multiple of groups, divides experts, and is at least experts / 32.
+    Raises ValueError if the experts cannot be divided among the lanes of a token. The kernel needs a number of lanes
+    (4, 8, 16 or 32) that is a multiple of groups, divides experts, and is at least experts / 32.
     """
     check.integer("experts", experts, 1, MAX_EXPERTS)
     check.integer("groups", groups, 1, experts)
@@ -61,7 +61,7 @@ def _valid_tokens(count: Any, tokens: int) -> int:
 
 
 class _Call(NamedTuple):
-    """The arguments of all five gates, and the names of two of them in messages."""
+    """The arguments that all five gates have in common, and the names of the logits and the bias in messages."""
 
     name: str
     logits: Any
@@ -82,7 +82,7 @@ def _check_sizes(sizes: tuple[Any, ...]) -> kernels.Sizes:
 
 
 def _check_valid(call: _Call) -> tuple[Any, Array | None]:
-    """Return the index of the first padding token, and the array on the device that replaces this number, or None."""
+    """Return the number of tokens that are not padding, and the array on the device that replaces it, or None."""
     tokens, count = call.logits.shape[0], call.num_token_non_padded
     if count is None:
         return tokens, None
@@ -98,7 +98,7 @@ def _check_valid(call: _Call) -> tuple[Any, Array | None]:
 def _select(choices: kernels.Choices, call: _Call, row_stride: Any, groups: int) -> tuple[kernels.Choice, str]:
     """Return the variant of a call, and the reason. Raises ValueError for "specialized" if there is none."""
     logits, bias = call.logits, call.bias
-    # Loads of 16 bytes need aligned rows.
+    # The specialized kernels load 16 bytes at a time, so rows must be aligned.
     aligned = min(logits.alignment, 16 if bias is None else bias.alignment) == 16
     if choices.specialized and aligned and (row_stride * logits.item_size % 16 == 0 or logits.shape[0] <= 1):
         if call.variant == "dynamic":
@@ -141,7 +141,8 @@ def _gate(
     """Check the arguments, choose a variant and launch it.
 
     `sizes` is a `kernels.Sizes`. `scaling` is the scaling factor, and whether it multiplies the weights. `by_two`: the
-    score of a group is the sum of its two best choices. `written` are the results by name, if they are arguments.
+    score of a group is the sum of its two best experts' scores. `written` has the result arrays by name if the caller
+    passes them as arguments.
     """
     name, logits, bias = call.name, call.logits, call.bias
     expect_array(name, logits, DTYPES, ("tokens", "experts"))
@@ -233,16 +234,17 @@ def moe_fused_gate(
 ) -> tuple[AnyArray, AnyArray]:
     """Route tokens to experts with DeepSeek-V3's biased grouped top-k, in one kernel.
 
-    The scores are `scoring_func` of the logits, in float32 for all dtypes. The choice is score + bias. The score of a
-    group is the sum of its two best choices, or its only choice if it has one expert. A token goes to the `topk`
-    experts with the best choices in its `topk_group` best groups, best first. The weights are the scores without the
-    bias, and with `renormalize` are divided by their sum. Ties go to the lower group and the lower expert. An expert
-    whose logit or bias is NaN or -inf ranks last and has weight 0. A row with such experts only gets the lowest ids.
+    The scores are `scoring_func` of the logits, in float32 for all dtypes. Experts are ranked by score + bias. The rank
+    of a group is by the sum of the two best values score + bias in the group, or by its only value if the group has one
+    expert. A token goes to the `topk` experts with the largest values in its `topk_group` best groups, best first. The
+    weights are the scores without the bias, and with `renormalize` are divided by their sum. Ties go to the lower group
+    and the lower expert. An expert whose logit or bias is NaN or -inf ranks last and has weight 0. If all experts of a
+    row are such experts, the row gets the lowest ids.
 
-    Scores below float32's normal numbers (2^-126: the sigmoid of a logit below -87.3) become 0. If all scores of the
-    chosen experts are 0, the weights are 0, with or without `renormalize`. vLLM and DeepSeek's own code divide by sum +
-    1e-20: their weights are 0 there, too, and half of the exact weight at a logit of -46. SGLang's kernel divides 0 by
-    0, and returns NaN.
+    Scores below 2^-126, the smallest normal float32 (the sigmoid of a logit below -87.3), become 0. If all scores of
+    the chosen experts are 0, the weights are 0, with or without `renormalize`. vLLM and DeepSeek's own code divide by
+    sum + 1e-20: their weights are 0 in this case, too, and at logits of -46 half of the exact weights. SGLang's kernel
+    divides 0 by 0, and returns NaN.
 
     Fused shared experts take the last slots of `topk`, with ids `experts + j` and, before the division, the
     weight sum(routed) / routed_scaling_factor.
@@ -290,7 +292,7 @@ def _or_one(number: Any) -> Any:
 
 
 def _check_hidden_states(hidden_states: Any, gating_output: Any) -> None:
-    """Check the number of tokens. The array itself is not read, so it may be on any device."""
+    """Check the number of tokens in `hidden_states`. The array is not read, so it may be on any device."""
     if hidden_states is None:
         return
     if not hasattr(hidden_states, "shape"):
@@ -331,9 +333,9 @@ def biased_grouped_topk(
 
     `hidden_states` [tokens, ...] may be None; only its number of tokens is checked. Without `num_expert_group` and
     `topk_group` there is one group. Without `routed_scaling_factor` the factor is 1. As in SGLang,
-    `apply_routed_scaling_factor_on_output` does nothing without `renormalize`. Unlike in SGLang, which draws one of
-    several shared experts for the last slot, each shared expert has a slot. Other arguments, results and errors are as
-    in `moe_fused_gate`, with `gating_output` for `input` and `correction_bias` for `bias`.
+    `apply_routed_scaling_factor_on_output` does nothing without `renormalize`. Each shared expert has a slot of its
+    own; SGLang instead draws one of several shared experts at random for the last slot. Other arguments, results and
+    errors are as in `moe_fused_gate`, with `gating_output` for `input` and `correction_bias` for `bias`.
     """
     _check_hidden_states(hidden_states, gating_output)
     if correction_bias is None:
@@ -370,9 +372,9 @@ def grouped_topk(
 ) -> tuple[AnyArray, AnyArray]:
     """Choose experts by grouped top-k without a bias, as DeepSeek-V2: the score of a group is its best expert's score.
 
-    Groups and experts are ordered by their logits. Every scoring function preserves that order, but its rounding would
-    make ties. Arguments, results and errors are as in `biased_grouped_topk` (SGLang's `grouped_topk`). The method is
-    from the DeepSeek-V2 paper (arXiv:2405.04434).
+    Groups and experts are ordered by their logits, not by their scores. Every scoring function preserves the order, but
+    different logits may have the same rounded score. Arguments, results and errors are as in `biased_grouped_topk`. The
+    function is SGLang's `grouped_topk`. The method is from the DeepSeek-V2 paper (arXiv:2405.04434).
     """
     _check_hidden_states(hidden_states, gating_output)
     names = "gating_output", gating_output, "", None
@@ -420,8 +422,8 @@ def topk_softmax(
         topk_ids: int32 [tokens, topk], written.
         gating_output: router logits [tokens, experts], float32, float16 or bfloat16.
         renormalize: divide the weights by their sum.
-        moe_softcapping: a cap; if not 0, the softmax is of cap * tanh(logits / cap).
-        correction_bias: [experts], added to the softmax for the choice but not for the weights.
+        moe_softcapping: a cap; if not 0, the softmax is computed from cap * tanh(logits / cap).
+        correction_bias: [experts], added to the softmax when the experts are chosen, but not to the weights.
         num_fused_shared_experts: how many of the last topk slots are for shared experts.
         routed_scaling_factor: the model's scaling of the routed experts' output.
         apply_routed_scaling_factor_on_output: multiply the weights by routed_scaling_factor, with or without

@@ -12,41 +12,44 @@ from cukern.runtime.compile import Instance
 from cukern.runtime.kernel import Kernel, Launched, Variant
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: The dtypes of a bias. Instances take a float32 bias, and a bias of the dtype of their logits. A call with another
-#: dtype compiles an instance of its own.
+#: The dtypes of a bias. Every instance takes a bias in float32 or in the dtype of the logits. A call with a bias of
+#: another dtype compiles an instance of its own.
 BIAS_DTYPES = (*DTYPES, "float64")
 _BIAS_TYPE = arrays.CUDA_TYPE | {"float64": "double"}
 SCORING = ("sigmoid", "softmax", "sqrtsoftplus")
 VARIANTS = ("auto", "specialized", "dynamic")
-#: A lane has one bit for each of its experts in a 32-bit word, and a token has 32 lanes.
+#: The largest number of experts: a token has at most 32 lanes, and a lane keeps one bit per expert in a 32-bit mask.
 MAX_EXPERTS = 1024
 MAX_TOPK = 512
 MAX_TOKENS = 2**30
 # The shared memory that a block can have on every GPU from sm_80 on. The largest sizes of the dynamic variant need
 # nearly all of it.
 _MAX_SHARED_BYTES = 99 * 1024
-#: Largest token count for which each lane width is the fastest (H200). The bits do not depend on the width.
+#: For each number of lanes per token: it is the fastest up to this many tokens (H200). The bits of the results do not
+#: depend on the number of lanes.
 UP_TO_TOKENS = {32: 4096, 16: 16384, 8: MAX_TOKENS, 4: MAX_TOKENS}
-#: The largest number of slots that gate_by_warp fills one by one; the number of experts for one thread per token.
+#: The largest topk of gate_by_warp, which fills the slots of a token one by one. With exactly _BY_THREAD_EXPERTS
+#: experts, one thread per token is used.
 _BY_WARP_TOPK, _BY_THREAD_EXPERTS = 12, 8
-#: Up to this many tokens gate_by_warp is faster than 32 lanes that share a token's experts (H200). Each lane sorts its
-#: own experts, so the time grows with their number. With at most _BY_WARP_EXPERTS experts gate_by_warp is always
-#: faster.
+#: Up to _BY_WARP_TOKENS tokens gate_by_warp is faster than moe_gate with 32 lanes per token (H200). In gate_by_warp
+#: each lane sorts its own experts, so the time grows with the number of experts. With at most _BY_WARP_EXPERTS experts
+#: gate_by_warp is always faster.
 _BY_WARP_TOKENS, _BY_WARP_EXPERTS = 512, 128
-#: (lanes per token, experts per lane) of the dynamic variants. A call takes the first that has room for its experts.
+#: (lanes per token, experts per lane) of the dynamic variants. A call uses the first variant with room for its experts.
 _DYNAMIC = ((16, 16), (16, 32), (32, 32))
-#: (lanes per token, experts per lane) of the dynamic variant WHOLE_LANES, whose lanes exchange their choices. The
-#: exchange is faster only if every lane is full. On an H200 256 experts in 8 groups and 65536 tokens take 39 us instead
-#: of 56, but 160 experts, 10 a lane, and 8192 tokens take 16 us instead of 9.7.
+#: (lanes per token, experts per lane) of the dynamic variant WHOLE_LANES, whose lanes exchange the experts that they
+#: choose. WHOLE_LANES is faster than the other dynamic variants only if every lane is full. On an H200, 256 experts in
+#: 8 groups and 65536 tokens take 39 us with WHOLE_LANES and 56 us without. But 160 experts (10 per lane) and 8192
+#: tokens take 16 us with WHOLE_LANES and 9.7 us without.
 _DYNAMIC_BY_LANES = (16, 16)
 
 
-#: Advice for a router whose rows of experts are not aligned.
+#: Advice for a router whose rows of logits are not aligned to 16 bytes.
 PADDED = "a view [:, :experts] of rows that are padded to a multiple of 16 bytes is"
 
 
 class Config(NamedTuple):
-    """Sizes with variants of their own. With a bias the scoring decides the order, so the scoring is fixed, too."""
+    """Sizes that have a variant of their own. With a bias the order depends on the scoring, so it is fixed, too."""
 
     experts: int
     groups: int
@@ -92,13 +95,13 @@ def _shared_bytes(lanes: int, capacity: int, row_units: int, block_units: int = 
 
 
 def _staged_units(values: int, lanes: int, item_size: int) -> int:
-    """Return the 16-byte units of a staged row (`Staging` of the template)."""
+    """Return the 16-byte units of a row in shared memory (struct `Staging` of the template)."""
     chunks = values * item_size // 16
     return lanes * (chunks if chunks % 2 else chunks + 1)
 
 
 def _dynamic_sizes(lanes: int, values: int, experts: int, groups: int, routed: int) -> tuple[dict[str, int], int]:
-    """Return the fields that only the dynamic kernel reads, and its shared memory."""
+    """Return the fields that only the dynamic kernel reads, and the shared memory of a block in bytes."""
     group_size, capacity = experts // groups, max(64, -(-routed // 4) * 4)
     log2_lanes_per_group = 0
     while group_size % (2 << log2_lanes_per_group) == 0 and (2 << log2_lanes_per_group) * groups <= lanes:
@@ -112,16 +115,17 @@ def _dynamic_sizes(lanes: int, values: int, experts: int, groups: int, routed: i
 
 
 def _fits(config: Config, lanes: int) -> bool:
-    """Return whether `lanes` lanes per token can hold the experts in whole groups."""
+    """Return whether the experts can be divided among `lanes` lanes per token so that a group is whole lanes."""
     return config.experts % lanes == 0 and lanes % config.groups == 0 and config.experts // lanes <= 32
 
 
 def lanes_of(config: Config) -> tuple[int, ...]:
-    """Return the lane widths for few tokens to many; empty if none can hold the experts.
+    """Return the numbers of lanes per token to choose from, for few tokens to many; empty if none fits the experts.
 
-    A whole warp per token takes the fewest steps. If several tokens share a warp, they share the instructions of all
-    phases except the pass over the experts. Without groups the threshold comes from the lanes. Fewer than 16 lanes
-    would then let too many candidates through, and more than 16 experts per lane would take too many registers.
+    With 32 lanes a token takes the fewest steps. If several tokens share a warp, they share the instructions of all
+    phases except the pass over the experts. Without groups, the best experts of the lanes give the threshold for
+    candidates. Fewer than 16 lanes would then let too many candidates through, and more than 16 experts per lane would
+    take too many registers.
     """
     fewest, most_experts = (8, 32) if config.groups > 1 else (16, 16)
     fitting = [n for n in (32, 16, 8, 4) if _fits(config, n)]
@@ -142,7 +146,7 @@ def _variant(dtype: str, config: Config, lanes: int, bias_types: tuple[str, ...]
 
 
 def _is_by_thread(config: Config) -> bool:
-    """Return whether one thread per token can choose, with loads of 16 bytes."""
+    """Return whether one thread per token can choose the experts: 8 experts, no groups and no bias."""
     return config.groups == 1 and not config.biased and config.experts == _BY_THREAD_EXPERTS
 
 
@@ -174,7 +178,7 @@ def _dynamic(
     if by_lanes:
         shared_bytes = _shared_bytes(lanes, of_template("CAPACITY"), lanes * (values + 4) // 4)
         return _kernel.variant(*arguments, launched=Launched(_threads(), shared_bytes))
-    experts, groups, routed = lanes * values - 24, 8, 70  # an example
+    experts, groups, routed = lanes * values - 24, 8, 70  # the compiler asserts the shared memory for this example
     fields, shared_bytes = _dynamic_sizes(lanes, values, experts, groups, routed)
     at = fields["capacity"], groups, fields["group_magic"], fields["log2_lanes_per_group"]
     return _kernel.variant(*arguments, launched=Launched(_threads(), shared_bytes, at, _MAX_SHARED_BYTES))
@@ -201,7 +205,7 @@ class Choice(NamedTuple):
     shared_bytes: int
     threads: int
     fields: Mapping[str, int] = dict.fromkeys(("capacity", "group_size", "log2_lanes_per_group", "group_magic"), 0)
-    most_tokens: int = MAX_TOKENS  # the largest token count for which the variant is taken
+    most_tokens: int = MAX_TOKENS  # the variant is used up to this many tokens
 
 
 class Choices(NamedTuple):
@@ -242,7 +246,7 @@ def _dynamic_by_lanes(dtype: str, experts: int, groups: int, routed: int, bias_t
 def _all_specialized(
     dtype: str, config: Config, scoring: str, routed: int, bias_types: tuple[str, ...]
 ) -> list[Choice]:
-    """Return the specialized kernels, for few tokens to many. `routed`: slots without shared experts."""
+    """Return the specialized kernels, for few tokens to many. `routed`: topk without the slots of shared experts."""
     if _is_by_thread(config):
         threads = template.constants(_by_thread.file)["THREADS"]
         return [Choice(_by_thread_variant(dtype, config, scoring), 1, 0, threads)]
@@ -256,7 +260,7 @@ def _all_specialized(
                 found.append(by_warp._replace(most_tokens=most))
                 continue
             found.append(by_warp._replace(most_tokens=_BY_WARP_TOKENS))
-        # With up to two ranks per lane, the weights are summed in the same order in all layouts.
+        # A lane has at most two of the chosen experts, so all lane counts sum the weights in the same order.
         if routed <= min(of_template("CAPACITY"), 2 * lanes):
             variant = _variant(dtype, config, lanes, bias_types)
             found.append(Choice(variant, lanes, variant.launched.shared_bytes, _threads(), most_tokens=most))
@@ -283,7 +287,8 @@ def choose(dtype: str, experts: int, sizes: Sizes, scoring: str, bias_dtype: str
     check.integer("topk", topk, 1 + shared, reachable + shared, why)
 
     routed = topk - shared
-    # With fewer lanes than ranks there would be no threshold, and the candidate lists of most rows would overflow.
+    # There must be at least as many lanes as routed slots. Otherwise there is no threshold for candidates, and the
+    # candidate lists of most rows overflow.
     form = next((n, v) for n, v in _DYNAMIC if n * v >= experts and (routed <= n or n == 32))
     by_lanes = _dynamic_by_lanes(dtype, experts, groups, routed, bias_types)
     dynamic = by_lanes or _dynamic_choice(dtype, experts, groups, routed, form, bias_types)
@@ -307,7 +312,7 @@ def _specialized_for(config: Config) -> str:
 
 
 def _why_dynamic(dtype: str, config: Config, routed: int, softcap: bool) -> str:
-    """Return why no specialized instance takes a call, and what would compile one."""
+    """Return why no specialized instance serves a call, and the call of `cukern.specialize` that would compile one."""
     if softcap:
         return "only the dynamic kernel has a softcap"
     if not lanes_of(config):

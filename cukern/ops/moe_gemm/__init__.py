@@ -1,4 +1,4 @@
-"""Grouped products of a mixture of experts: the rows of each expert's tokens times the weights of the expert."""
+"""Grouped GEMMs of a mixture of experts: the rows routed to each expert times that expert's weights."""
 
 from __future__ import annotations
 
@@ -40,22 +40,24 @@ from cukern.runtime.plan import asked, note, outputs, run_twin
 __all__ = ["moe_gemm", "moe_gemm_batched", "prepare_weights", "restore_weights"]
 
 HALF_DTYPES = ("bfloat16", "float16")
-#: float32 is for models on a CPU and for comparisons: its products do not use tensor cores.
+#: float32 is meant for models on a CPU and for comparisons, because its products do not use tensor cores.
 DTYPES = (*HALF_DTYPES, "float32")
-#: The dtypes of e4m3 arrays. CuPy has no such dtype: a CuPy array has the bytes.
+#: The dtypes of e4m3 arrays. CuPy has no e4m3 dtype, so CuPy passes the bytes as uint8.
 FP8_DTYPES = ("float8_e4m3fn", "uint8")
 E8M0_DTYPES = ("float8_e8m0fnu", "uint8")
 VARIANTS = ("auto", "wgmma", "mma", "stream", "fma")
-#: Architectures without an instruction that converts FP8: "stream" would spend too much time on each weight.
+#: Architectures without an instruction that converts FP8. "auto" does not use "stream" for FP8 weights there, because
+#: converting a weight takes too long.
 _NO_FP8_ARCHS = ("80", "86", "87")
-#: A description of each variant.
+#: A description of each variant, for the reasons that `cukern.explain` shows.
 _WORDS = {
     "stream": "which reads the weights once for a few rows",
     "wgmma": "Hopper's tensor cores",
     "mma": "tensor cores of every GPU",
     "fma": "the slow general kernel, without tensor cores",
 }
-#: Measured with MXFP4 and bfloat16, 8 x 1024 and 256 x 8 rows (moe_gemm, n 4096, k 7168, "auto" and "mma").
+#: Measured with MXFP4 and bfloat16 rows: 8 experts of 1024 rows and 256 experts of 8 rows (moe_gemm, n 4096, k 7168,
+#: prepared weights with "auto" against unprepared weights with "mma").
 PREPARE = (
     "weights of 4 bits that are not prepared take up to 3 times as long on Hopper: call "
     "cukern.prepare_weights(weights, scales) once, and pass its result as the weights, without their scales"
@@ -101,7 +103,7 @@ def _best(x: Product) -> tuple[str, str]:
 
 
 def _fast(x: Product) -> str:
-    """Say which products tensor cores take, for the reason of a product that they do not take."""
+    """Say what the product would need to run on tensor cores. `_best` adds the text to the reason for "fma"."""
     if x.a.dtype == "float32":
         return f"tensor cores take {' and '.join(HALF_DTYPES)}"
     if not x.is_of_units:
@@ -111,7 +113,7 @@ def _fast(x: Product) -> str:
 
 
 def _kernel(variant: str, x: Product) -> tuple[Callable[[Product], None], str]:
-    """Return the function that launches the variant, and the reason. The device handles all that depends on offsets."""
+    """Return the function that launches the variant, and the reason. The choice does not depend on the offsets."""
     if x.is_prepared:
         for name, array in (("a", x.a), ("b", x.b), ("out", x.out)):
             if array.alignment < 16:
@@ -144,7 +146,7 @@ def _kernel(variant: str, x: Product) -> tuple[Callable[[Product], None], str]:
 
 
 def _is_better_prepared(variant: str, x: Product) -> bool:
-    """Return whether the same 4-bit weights would have a faster kernel if they were prepared."""
+    """Return whether a faster kernel would run if the caller had prepared these 4-bit weights."""
     return variant == "mma" and x.weights in ("MXFP4", "NVFP4") and not kernels.why_not_prepared("auto", x)
 
 
@@ -183,7 +185,7 @@ def _check_sizes(a: Array, b: Array, offsets: Array, row_token: Array | None, ga
     experts, n = b.shape[0], rows_of_weights(b)
     if not 1 <= experts <= MAX_EXPERTS:
         check.fail("b", f"of at least one and at most {MAX_EXPERTS} experts", experts)
-    # With a gate, prepared weights need whole units of 8 gates and 8 ups.
+    # With a gated activation, prepared weights must consist of whole units of 8 gate rows and 8 up rows.
     multiple = 1 if not gated else 16 if is_prepared(b) else 2
     if n % multiple or not 0 < n <= MAX_COUNT:
         why = f" multiple of {multiple} (with a gate)" if gated else " number"
@@ -208,7 +210,10 @@ def _check_sizes(a: Array, b: Array, offsets: Array, row_token: Array | None, ga
 
 
 def _check_strides(b: Array) -> None:
-    """Check the strides of `b`: rows contiguous; 16 and 32 bits: or columns contiguous; prepared: no gaps."""
+    """Check the strides of `b`. Prepared weights must be contiguous. Other weights need contiguous rows.
+
+    Weights of 16 and 32 bits may have contiguous columns instead.
+    """
     if is_prepared(b):
         expect_contiguous("b", b)
     else:
@@ -222,7 +227,7 @@ def _check_bias(bias: Array, experts: int, n: int, a: Array, dtype: str) -> None
 def _formats(
     a: Array, b: Array, a_scale: Array | None, b_scale: Array | None, b_global_scale: Array | None
 ) -> tuple[str, str, str]:
-    """Return the format of the weights and the kinds of the scales of `a` and `b`: three fields of `Product`."""
+    """Return the fields `weights`, `a_scales` and `b_scales` of `Product`: a format and two kinds of scales."""
     is_fp8 = a.dtype not in DTYPES
     if is_fp8 and is_prepared(b):
         _check_folded_scales(a, a_scale, b_scale, b_global_scale)
@@ -241,7 +246,7 @@ def _formats(
 
 
 def _fp8_scales(a: Array, b: Array, a_scale: Array | None, b_scale: Array | None) -> tuple[str, str]:
-    """Return the kinds of the FP8 scales of `a` and `b`: two fields of `Product`."""
+    """Return the fields `a_scales` and `b_scales` of `Product`: the kinds of the FP8 scales of `a` and `b`."""
     for name, array in (("a_scale", a_scale), ("b_scale", b_scale)):
         if array is None:
             check.fail(name, "an array with FP8", None, TypeError)
@@ -257,7 +262,7 @@ def _fp8_scales(a: Array, b: Array, a_scale: Array | None, b_scale: Array | None
     if b_scale.shape not in ((experts,), (experts, n)):
         wanted = f"of shape [experts] = {[experts]}, [experts, n] = {[experts, n]} or by blocks"
         check.fail("b_scale", wanted, list(b_scale.shape))
-    # With one expert, a scale of shape [1] is the scale of all rows, not of the expert.
+    # With one expert, an a_scale of shape [1] counts as one scale for all rows, not as one scale per expert.
     if len(rows) == 2 and len(shape) == 1 and shape[0] == experts != 1:
         return "expert", "one" if len(b_scale.shape) == 1 else "column"
     flat = shape[:-1] if len(shape) > len(rows) and shape[-1] == 1 else shape
@@ -338,7 +343,7 @@ def _product(
 def _quantized_outputs(
     a: Array, b_scales: str, activation: str | None, activated: Result, out: Any, out_scale: Any
 ) -> Any:
-    """Return the arrays for a quantized result and its scales. `activated` is the result without quantization."""
+    """Return the arrays for a quantized result and its scales. `activated` describes the result before quantization."""
     rows, columns = activated.shape
     if b_scales != "block":
         check.fail("b_scale", "by blocks, with a result that is quantized", f"one by {b_scales}")
@@ -367,7 +372,7 @@ def _multiply(
     variant: str,
     out_scale: Any = None,
 ) -> Any:
-    """Check the arguments of a product and launch it, once `a` is known to have its dtype and its dimensions.
+    """Check the arguments of a product and launch it. The caller has checked the dtype and the dimensions of `a`.
 
     `scales` are a_scale, b_scale and b_global_scale. `form` is activation, alpha, limit and interleaved. `out_scale` is
     the second result of `moe_gemm_quantized`.
@@ -449,32 +454,32 @@ def moe_gemm(
 ) -> AnyArray:
     """Multiply the rows of each expert by its weights: out[r] = a[r] b[e]^T for the rows r of expert e.
 
-    Groups may have any sizes, and are not padded. Only the device needs to know the sizes. Sums are formed in float32
-    and rounded once. The same arguments give the same bits.
+    The rows of an expert are a group. Groups may have any sizes and are not padded. Only the device needs to know the
+    sizes. Sums are formed in float32 and rounded once. The same arguments give the same bits.
 
     Args:
         a: [rows, k] bfloat16, float16, float32 (always by "fma") or FP8 (e4m3; CuPy, which has no such dtype, passes
             the bytes as uint8).
-        b: weights [experts, n, k] of the dtype of `a`. If `a` has 16 bits, also uint8 [experts, n, k / 2], e2m1 numbers
-            of 4 bits, two in a byte, the low half first, or on Hopper weights prepared by `cukern.prepare_weights`. FP8
-            rows also take MXFP4 weights prepared for them (a_dtype="float8_e4m3fn"). Rows are contiguous, and may have
-            any stride. In 16 and 32 bits `b` may be the view `w.transpose(1, 2)` of an array [experts, k, n], which has
-            n contiguous; it is not copied. n and k may have any size, in 4 bits multiples of the group of a scale. The
-            fast kernels need n a multiple of 8 (gated: 16), k a multiple of 8 (16 bits), 16 (8 bits) or 32 (4 bits),
-            and addresses that are multiples of 16 bytes. They take no row strides, except on Hopper in 16 and 8 bits,
-            where strides must be multiples of 16 bytes.
+        b: weights [experts, n, k] of the dtype of `a`. If `a` has 16 bits, `b` may also be uint8 [experts, n, k / 2]:
+            e2m1 numbers of 4 bits, two in a byte, the low half first. On Hopper `b` may be weights prepared by
+            `cukern.prepare_weights`. FP8 rows also take MXFP4 weights prepared for them (a_dtype="float8_e4m3fn").
+            Rows are contiguous, and may have any stride. In 16 and 32 bits `b` may be the view `w.transpose(1, 2)` of
+            a contiguous array [experts, k, n]; the array is not copied. n and k may have any size; with 4 bits k must
+            be a multiple of the group that shares a scale. The fast kernels need n a multiple of 8 (gated: 16), k a
+            multiple of 8 (16 bits), 16 (8 bits) or 32 (4 bits), and addresses that are multiples of 16 bytes. They
+            take no row strides, except on Hopper in 16 and 8 bits, where strides must be multiples of 16 bytes.
         expert_offsets: int32 or int64 [experts + 1], ascending from 0: expert e has rows expert_offsets[e] to
             expert_offsets[e + 1] - 1. Offsets are clamped to the number of rows.
         a_scale: with FP8, float32: [rows, ceil(k / 128)], or [rows], [rows, 1] or [1].
         b_scale: with FP8, float32: [experts, ceil(n / 128), ceil(k / 128)], a scale for each block of 128 x 128
-            weights, together with the first shape of a_scale; products are then added up in float32 every 128 of k.
-            With the other shapes of a_scale [experts] or [experts, n]. With 4 bits, bytes: [experts, n, k / 32] for
-            MXFP4, powers of two (E8M0, 2^-100 to 2^33), or [experts, n, k / 16] for NVFP4, e4m3. None with prepared
-            weights, which contain their scales (MXFP4 with float16 rows: 2^-17 to 2^7).
+            weights, together with the first shape of a_scale; the sum of every 128 elements along k is then scaled
+            and added up in float32. With the other shapes of a_scale: [experts] or [experts, n]. With 4 bits, bytes:
+            [experts, n, k / 32] for MXFP4, powers of two (E8M0, 2^-100 to 2^33), or [experts, n, k / 16] for NVFP4,
+            e4m3. None with prepared weights, which contain their scales (MXFP4 with float16 rows: 2^-17 to 2^7).
         b_global_scale: with NVFP4, float32 [experts], a factor of all weights of an expert: the inverse of the divisor
             of `dequantize_nvfp4`.
-        row_token: int32 [rows]; row r is a[row_token[r]], `a` is [tokens, k], and `a_scale` is by token. Numbers out of
-            range are clamped.
+        row_token: int32 [rows]; row r is a[row_token[r]], `a` is [tokens, k], and `a_scale` has a row per token.
+            Numbers out of range are clamped.
         bias: float32 or of the result's dtype, [experts, n], added to the sums in float32.
         activation: with a gate: "silu", "gelu", "gelu_tanh", "swigluoai" or "relu2", see `cukern.moe_activation`. The
             result has n / 2 columns, activate(gate, up) of the float32 sums; n must be even. Without a gate, by vLLM's
@@ -488,10 +493,11 @@ def moe_gemm(
             sizes depend on it. None: they depend on the mean.
         variant: "wgmma" (Hopper; 16 bits, 8 bits without row_token, prepared 4 bits), "mma", "stream" (16 and 8 bits;
             reads the weights again for every few rows), "fma" (all sizes, strides and addresses; no tensor cores) or
-            "auto". "auto" takes "stream" for at most 4 rows, or a mean of 2, and otherwise the first of "wgmma", "mma"
-            and "fma" that can compute the product. "stream" does not take a view of [experts, k, n]. For such a view
-            the other variants give the same bits as for contiguous weights. With many rows, `moe_permute` is faster
-            than row_token if the rows have 8 bits or n is above some 8000.
+            "auto". "auto" takes "stream" if expected_m is at most 4, or without expected_m if the mean is at most 2
+            rows per expert; otherwise the first of "wgmma", "mma" and "fma" that can compute the product. "stream"
+            does not take a view of [experts, k, n]. For such a view the other variants give the same bits as for
+            contiguous weights. With many rows, `moe_permute` is faster than row_token if the rows have 8 bits or n is
+            above about 8000.
 
     Returns:
         `out`, or an array like `a`. Rows of no expert have undefined values.
@@ -501,11 +507,12 @@ def moe_gemm(
         ValueError: another device, a wrong shape, strides, an unknown name, or a variant that cannot compute the
             product; with prepared weights also an address that is no multiple of 16.
 
-    FP8 rows and MXFP4 weights are multiplied in e4m3. Sums of 128 along k are multiplied by the row's a_scale and added
-    up in float32. If the scales of a row of weights differ by at most 2^14, the weights are exact (`prepare_weights`),
-    and the only loss against bfloat16 rows is the FP8 rounding of the rows. In the twin, with normal rows, normal
-    weights quantized to MXFP4 and k = 4096, that loss is 2.6% of the results' root mean square. Against products of
-    numbers that are not quantized at all, the results differ by 11.7%, and the results of bfloat16 rows by 11.4%.
+    FP8 rows and MXFP4 weights are multiplied in e4m3. Sums over 128 elements along k are multiplied by the row's
+    a_scale and added up in float32. If the scales of a row of weights differ by a factor of at most 2^14, the weights
+    are converted exactly (`prepare_weights`), and the only error relative to bfloat16 rows is the FP8 rounding of the
+    rows. In the NumPy reference, with normally distributed rows, normally distributed weights quantized to MXFP4 and
+    k = 4096, that error is 2.6% of the results' root mean square. Relative to products without any quantization, the
+    error is 11.7% with FP8 rows and 11.4% with bfloat16 rows.
 
     The groups have DeepGEMM's contiguous layout, without its alignment, and the layout of `torch._grouped_mm`.
     """
@@ -534,7 +541,7 @@ def moe_gemm_batched(
     expected_m: int | None = None,
     variant: str = "auto",
 ) -> AnyArray:
-    """Multiply the rows of each expert by its weights, with the same room for every expert: out[e] = a[e] b[e]^T.
+    """Multiply the rows of each expert by its weights, with max_tokens rows for every expert: out[e] = a[e] b[e]^T.
 
     Args:
         a: [experts, max_tokens, k], as in `moe_gemm`.
@@ -577,7 +584,8 @@ def moe_gemm_quantized(
     """Compute the first product of a gated layer in FP8 by blocks, its activation, and its quantization.
 
     `fused_experts` calls this. The results equal, bit for bit, `moe_gemm` followed by `silu_and_mul_quant`: sums are
-    rounded to `out_dtype`, and v = activate(gate, up) is divided by max(max |v|, 1e-10) / 448 of 128 neighbours.
+    rounded to `out_dtype`, and every 128 neighbouring values v = activate(gate, up) are divided by their scale,
+    max(max |v|, 1e-10) / 448.
 
     Args:
         a, b, expert_offsets, a_scale, b_scale, out_dtype, expected_m: as in `moe_gemm` with scales by blocks. n must be

@@ -1,4 +1,4 @@
-"""Products without tensor cores, of any sizes, addresses and strides, on every GPU: their tiles and their launches."""
+"""`gemm_fma`: grouped GEMMs without tensor cores, for all sizes, addresses, strides and GPUs. Tiles and launches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cukern.runtime.plan import launch
 
 _fma = Kernel("moe_gemm/fma", "gemm_fma")
 
-#: Rows of a tile of `gemm_fma`.
+#: The tile sizes of `gemm_fma`, in rows.
 FMA_TOKENS = (16, 64)
 
 

@@ -29,10 +29,10 @@ _restore = Kernel("moe_gemm/restore_folded", "restore_folded")
 
 
 class FoldedWgmma(NamedTuple):
-    """The template arguments of `gemm_folded_wgmma` except the type, the activation and the stages: as many as fit."""
+    """The template arguments of `gemm_folded_wgmma` except the type, the activation and the stages (see `stages`)."""
 
-    tokens: int  # 8, 16, 32, 128 or 256
-    cluster: int = 1  # 1 or 2
+    tokens: int  # of a tile: 8, 16, 32, 128 or 256
+    cluster: int = 1  # blocks of a cluster: 1 or 2
     blocks: int = 1  # resident blocks of a multiprocessor
     is_streamed: bool = False
 
@@ -47,7 +47,7 @@ class FoldedWgmma(NamedTuple):
         return constant(_folded_wgmma, "WARPGROUPS") * 64
 
     def _sizes(self) -> tuple[int, int]:
-        """Return the shared memory of one stage with its barriers, and of everything else, as `FoldedLayout` has it."""
+        """Return the bytes of one stage with its barriers, and of all other shared memory, as in `FoldedLayout`."""
         scaled = min(self.tokens, 128)
         scales = self.tokens // scaled * 4 * (scaled + 16)
         rows = self.tokens * constant(_folded_wgmma, "FOLDED_K")
@@ -57,8 +57,8 @@ class FoldedWgmma(NamedTuple):
             constant(_folded_wgmma, "WARPGROUPS") * 2 * staged_rows(self.tokens) * constant(_folded_wgmma, "ROW_BYTES")
         )
         kept = 16 * constant(_folded_wgmma, "WARPGROUPS") * constant(_folded_wgmma, "WARPGROUP") // 32
-        # Alignment: the rings begin at a multiple of 1024 bytes, the room for results at a multiple of 128, and the
-        # table of 256 bytes at a multiple of 256.
+        # Alignment: the stages begin at a multiple of 1024 bytes, the results at a multiple of 128, and the table of
+        # 256 bytes at a multiple of 256.
         return stage, 1024 + staging + 128 + 256 + 256 + kept
 
     @property
@@ -88,7 +88,7 @@ class FoldedWgmma(NamedTuple):
         return _folded_wgmma.variant(arrays.CUDA_TYPE[out_dtype], epilogue, *arguments, launched=launched)
 
 
-#: The forms, sorted by the rows of a group that they suit. A form of 64 rows is slower than the form of 128.
+#: The tile configurations, from few rows per group to many. Tiles of 64 rows are left out: they are slower than 128.
 FOLDED_FORMS = (
     FoldedWgmma(8, blocks=3, is_streamed=True),
     FoldedWgmma(16, blocks=2, is_streamed=True),
@@ -103,7 +103,7 @@ _folded_wgmma.specialize_by_arch({arch: _ahead if arch == "90a" else [] for arch
 def folded_wgmma(x: Product) -> None:
     count = x.a.gpu.multiprocessors
     (form, why), medium = _form_of(FOLDED_FORMS, x, count), FOLDED_FORMS[-2]
-    # The form of 256 rows is faster only if groups have more rows than the form of 128 takes.
+    # Tiles of 256 rows are faster only if groups are expected to have more than 128 rows.
     if form is FOLDED_FORMS[-1] and x.expects(medium.tokens):
         form, why = medium, f"tiles of {medium.tokens} rows (up to {x.most(medium.tokens)} an expert)"
     strips = -(-x.n // (form.cluster * form.weights))

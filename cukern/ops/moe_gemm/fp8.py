@@ -22,24 +22,25 @@ from cukern.runtime.plan import launch
 _fp8_wgmma = Kernel("moe_gemm/fp8_wgmma", "gemm_fp8_wgmma")
 _fp8_blocks = Kernel("moe_gemm/fp8_blocks", "gemm_fp8_blocks", compile_s=1)
 
-#: Stages for each tile size: 192 KiB of rows and weights, or 208 KiB with a tail.
+#: Stages for each tile size (rows): together 192 KiB of rows and weights, or 208 KiB for tiles with a tail.
 _FP8_STAGES = {288: 4, 256: 4, 128: 6}
-#: Up to this many expected rows a group, large tiles have 288 rows: 256 and a tail of 32 (scales by blocks, no
-#: activation). With random routing around 256 rows, half of the groups have up to 32 rows more, and a second tile for
-#: these would read all weights again. On an H200 tails save 6% to 13% there and nothing around 1024 rows. If all tiles
-#: are full, tails cost 1% to 3%.
+#: Up to this many expected rows per group, large tiles have 288 rows: 256 and a tail of 32 (only with scales by blocks
+#: and no activation). With random routing of 256 rows per group on average, half of the groups have up to 32 rows more
+#: than 256, and a second tile for those rows would read all weights again. On an H200 tails save 6% to 13% at 256 rows
+#: and nothing at 1024 rows. If all tiles are full, tails cost 1% to 3%.
 FP8_TAIL_ROWS = 600
-#: The tile sizes without a tail. Small tiles are chosen if their cost is below _LESS times the cost of large tiles.
+#: The tile sizes without a tail, in rows. Small tiles are chosen if their estimated cost is below _LESS times the cost
+#: of large tiles.
 _SMALL, _LARGE, _LESS = 128, 256, 0.9
-#: From this many strips on, clusters of two are used for odd numbers of strips, too. The last cluster then has one
-#: strip.
+#: A strip is the columns of one tile. A cluster of two blocks computes two strips. From this many strips on, clusters
+#: of two are also used for an odd number of strips; one block of the last cluster then has no strip.
 _MANY_STRIPS = 16
-#: A tile costs at least as much as this many boxes of 64 rows, because the tile reads its weights.
+#: The minimum cost of a tile, in boxes of 64 rows. A tile of few rows still has to read all its weights.
 _FP8_LEAST_BOXES = 1.2
 
 
 def _alone(box: int = 0) -> Launched:
-    """Return the `Launched` of a block that has a multiprocessor to itself."""
+    """Return the launch configuration of a block that takes all shared memory: a multiprocessor holds only one."""
     return Launched(constant(_fp8_wgmma, "FP8_THREADS"), _HOPPER_BYTES, box=box)
 
 
@@ -66,7 +67,7 @@ _fp8_wgmma.specialized = [
 
 
 def _fp8_wgmma_cost(rows: int, form: Fp8Wgmma, experts: int, strips: int, multiprocessors: int) -> float:
-    """Return the boxes of rows that a multiprocessor multiplies in sequence, for groups of `rows` rows."""
+    """Estimate the cost for groups of `rows` rows: the boxes of rows that one multiprocessor multiplies in sequence."""
     tiles = -(-rows // form.tokens) * experts * -(-strips // form.cluster)
     boxes = -(-min(rows, form.tokens) // constant(_fp8_wgmma, "FP8_BOX"))
     return -(-tiles // max(multiprocessors // form.cluster, 1)) * max(boxes, _FP8_LEAST_BOXES)
@@ -78,12 +79,12 @@ def _is_small_cheaper(rows: int, cluster: int, *sizes: int) -> bool:
 
 
 def _fp8_wgmma_cluster(strips: int, is_one_box: bool) -> int:
-    # Each block of a cluster has a strip. With an odd number of strips, one block of the last cluster has no work.
+    # Each block of a cluster computes one strip. With an odd number of strips, one block of the last cluster is idle.
     return 2 if (strips % 2 == 0 or strips >= _MANY_STRIPS) and not is_one_box else 1
 
 
 def _fp8_wgmma_form(x: Product, strips: int, multiprocessors: int) -> tuple[Fp8Wgmma, str]:
-    """Return the cheapest form and the reason. `strips`: columns of the result divided by the columns of a tile."""
+    """Return the cheapest tile configuration and the reason. `strips`: result columns divided by a tile's columns."""
     cluster = _fp8_wgmma_cluster(strips, x.expects(constant(_fp8_wgmma, "FP8_BOX")))
 
     def is_small_cheaper(rows: int) -> bool:
@@ -113,7 +114,7 @@ def why_not_fp8_wgmma(x: Product) -> str:
 
 def fp8_wgmma(x: Product) -> None:
     count = x.a.gpu.multiprocessors
-    # Result columns of a tile. With a gate, half of the rows of weights are ups.
+    # Result columns of a tile. With a gate, two rows of weights (gate and up) give one result column.
     columns = constant(_fp8_wgmma, "FP8_COLUMNS") // (2 if x.is_gated else 1)
     strips = -(-x.out.shape[-1] // columns)
     form, why = _fp8_wgmma_form(x, strips, count)
@@ -129,14 +130,15 @@ def fp8_wgmma(x: Product) -> None:
     )
 
 
-# --- with an activation that is quantized ---------------------------------------------------------------
+# --- with a fused activation and quantization -----------------------------------------------------------
 
-#: Up to this many rows a group, and above FP8_TAIL_ROWS, a layer's first product quantizes its activation itself.
-#: Between the two bounds a product with tail tiles and a separate activation kernel are faster, because
-#: `gemm_fp8_blocks` has no tails: 429 us and some 20 us against 508 us (32 x 256 rows of random routing, H200).
+#: Up to this many rows per group, and above FP8_TAIL_ROWS, a layer's first product (`gemm_fp8_blocks`) also applies and
+#: quantizes its activation. Between the two bounds two kernels are faster, because `gemm_fp8_blocks` has no tail tiles:
+#: 429 us for a product with tail tiles and about 20 us for the activation kernel, against 508 us for `gemm_fp8_blocks`
+#: (32 experts of 256 rows on average, random routing, H200).
 FP8_QUANTIZED_ROWS = 128
-#: Up to this many rows a group, `gemm_fp8_blocks` runs without clusters. With random routing around 256 rows, half of
-#: the groups have a second tile of few rows.
+#: Up to this many rows per group, `gemm_fp8_blocks` runs without clusters. With random routing of 256 rows per group on
+#: average, half of the groups have a second tile with few rows.
 _FP8_ALONE = 256
 
 
@@ -149,7 +151,7 @@ _fp8_blocks.specialized = [fp8_blocks_variant("bfloat16", x, _ACTIVATIONS_AHEAD[
 
 @functools.lru_cache(1 << 12)
 def _is_wide_cheaper(rows: int, experts: int, n: int, multiprocessors: int) -> bool:
-    """Return whether `gemm_fp8_blocks` is estimated to be no slower than `gemm_fp8_wgmma` for the product alone."""
+    """Return whether `gemm_fp8_blocks` should be no slower than `gemm_fp8_wgmma`, by the cost of the products alone."""
     if FP8_QUANTIZED_ROWS < rows <= FP8_TAIL_ROWS:
         return False
     box, columns = constant(_fp8_blocks, "FP8_BOX"), constant(_fp8_blocks, "FP8_COLUMNS")
@@ -160,7 +162,7 @@ def _is_wide_cheaper(rows: int, experts: int, n: int, multiprocessors: int) -> b
     cluster = 1 if rows <= _FP8_ALONE else 2
     tiles = -(-rows // (128 * cluster)) * experts * strips // 2
     boxes = -(-min(rows, 128 * cluster) // (box * cluster))
-    # A tile has twice the weights of a tile of `gemm_fp8_wgmma`.
+    # A tile of `gemm_fp8_blocks` has twice as many weights as a tile of `gemm_fp8_wgmma`.
     cost = -(-tiles // max(multiprocessors // cluster, 1)) * 2 * max(boxes, _FP8_LEAST_BOXES)
     return cost <= _fp8_wgmma_cost(rows, Fp8Wgmma(tokens, narrow), *sizes)
 
@@ -168,7 +170,7 @@ def _is_wide_cheaper(rows: int, experts: int, n: int, multiprocessors: int) -> b
 def quantizes(expected_rows: int, experts: int, n: int, gpu: gpu.Gpu | None) -> bool:
     """Return whether a product with scales by blocks and `expected_rows` rows a group should quantize its activation.
 
-    The kernel for it needs Hopper, and whole groups of columns.
+    That needs Hopper, and result columns in whole groups of 128 that share a scale.
     """
     if gpu is None or gpu.arch != "90a" or n % (2 * BLOCK) or expected_rows <= STREAM_ROWS:
         return False
@@ -176,7 +178,7 @@ def quantizes(expected_rows: int, experts: int, n: int, gpu: gpu.Gpu | None) -> 
 
 
 def fp8_quantized(x: Product, out_scale: Array, dtype: str, smallest: float) -> None:
-    """Launch the product whose activation is quantized. The sums are rounded to `dtype` before."""
+    """Launch the product with a quantized activation. The kernel rounds the sums to `dtype` before the activation."""
     cluster = 1 if x.expects(_FP8_ALONE) else 2
     columns, box = constant(_fp8_blocks, "FP8_COLUMNS"), constant(_fp8_blocks, "FP8_BOX")
     blocks = x.tiles(128 * cluster, x.out.shape[-1] // columns * cluster)

@@ -42,7 +42,7 @@ def epilogue(
     bounded: bool = False,
     scale_of_expert: bool = False,
 ) -> int:
-    """Return ACTIVATION of the templates: the number of the activation plus the flags of `moe_gemm/epilogue.cuh`."""
+    """Return the template argument ACTIVATION: the activation's number plus the flags of `moe_gemm/epilogue.cuh`."""
     flags = {
         "UNGATED": activation and not is_gated,
         "INTERLEAVED": interleaved,
@@ -57,11 +57,11 @@ def _flag(value: bool) -> str:
     return "true" if value else "false"
 
 
-# --- 16 bits, by warpgroups -----------------------------------------------------------------------------
+# --- 16-bit weights, with WGMMA ---------------------------------------------------------------------------
 
-_TOGETHER = 8  # tiles of tokens that use a tile of weights before the block goes on to the next tile of weights
-_DEVIATIONS = 2.5  # random routing: few groups have more rows than the mean plus this many standard deviations
-_TOKENS_OF_TILES = 256  # tokens of a full tile of the largest form, if a group has several tiles
+_TOGETHER = 8  # in the order of the tiles, this many token tiles use one weight tile before the next weight tile
+_DEVIATIONS = 2.5  # with random routing, few groups have more rows than the mean plus this many standard deviations
+_TOKENS_OF_TILES = 256  # tokens of a full tile of the largest configuration, if a group has several tiles
 
 
 def box_of(tokens: int) -> int:
@@ -70,7 +70,7 @@ def box_of(tokens: int) -> int:
 
 
 def staged_rows(tokens: int) -> int:
-    """Return the rows that one round of the epilogue stages in shared memory, for tiles of `tokens` rows."""
+    """Return how many rows the epilogue stages in shared memory at a time, for tiles of `tokens` rows."""
     return 32 if tokens > 128 else 64 if tokens == 128 else 16 if tokens >= 16 else 8
 
 
@@ -81,9 +81,9 @@ def _wgmma_weights() -> int:
 class Wgmma(NamedTuple):
     """The template arguments of `gemm_wgmma` except the type and the activation."""
 
-    tokens: int  # 8, 16, 32, 64, 96, 128 or 288
-    stages: int  # as many as shared memory holds
-    cluster: int = 1  # 1 or 2
+    tokens: int  # of a tile: 8, 16, 32, 64, 96, 128 or 288
+    stages: int  # the largest number that fits in shared memory
+    cluster: int = 1  # blocks of a cluster: 1 or 2
     blocks: int = 1  # resident blocks of a multiprocessor
     is_streamed: bool = False
 
@@ -97,15 +97,16 @@ class Wgmma(NamedTuple):
             self.tokens
         )
         barriers = -(-(16 * self.stages + 8) // 16) * 16 + 16 * self.stages
-        # The largest tiles need a sorted list of experts for each producer warp. Gathered rows need their source rows.
+        # With the largest tiles each producer warp has a sorted list of experts. With gathered rows, the block also
+        # keeps the index of each row's source row.
         orders = (4 if gathers else 1) * constant(_wgmma, "MAX_SORTED") if self.tokens > 128 else 0
         sources = self.tokens // self.cluster * 4 if gathers else 0
         # Alignment: the tiles begin at a multiple of 1024 bytes.
         return 1024 + rows * constant(_wgmma, "ROW_BYTES") + barriers + orders + sources
 
     def threads(self, gathers: bool) -> int:
-        """Return the threads of a block, as `gather_threads` and `gemm_threads` of the templates do."""
-        whole = 64 if gathers else 129  # from this many tokens on, the producer is a whole warpgroup
+        """Return the threads of a block: the same numbers as `gather_threads` and `gemm_threads` of the templates."""
+        whole = 64 if gathers else 129  # from this many tokens on, the producer is a warpgroup, below it a warp
         loading = constant(_wgmma, "WARPGROUP") if self.tokens >= whole else 32
         return constant(_wgmma, "WARPGROUPS") * constant(_wgmma, "WARPGROUP") + loading
 
@@ -116,7 +117,7 @@ class Wgmma(NamedTuple):
         return _wgmma.variant(*arguments, launched=launched)
 
 
-#: The forms, sorted by the rows of a group that they suit. The first ones stream the weights: each weight is read once.
+#: The tile configurations, from few rows per group to many. The first five (is_streamed) read each weight once.
 WGMMA_FORMS = (
     Wgmma(8, 4, blocks=3, is_streamed=True),
     Wgmma(16, 5, blocks=2, is_streamed=True),
@@ -126,7 +127,8 @@ WGMMA_FORMS = (
     Wgmma(128, 6, cluster=2),
     Wgmma(288, 4, cluster=2),
 )
-#: The forms for weights [experts, k, n] with gates and ups in halves: each warpgroup computes a part of the tokens.
+#: The configurations for weights [experts, k, n] whose first half of n is gates and second half ups. The warpgroups of
+#: a block divide the tokens of a tile, not its weights.
 _WGMMA_BY_TOKENS = *WGMMA_FORMS[1:-1], WGMMA_FORMS[-1]._replace(tokens=256)
 _wgmma.specialized = [
     *(form.variant("bfloat16", x).instance for x in _ACTIVATIONS_AHEAD for form in WGMMA_FORMS),
@@ -138,18 +140,18 @@ _wgmma.at_import = [WGMMA_FORMS[-1].variant("bfloat16", x).instance for x in _AC
 
 @functools.cache
 def _mean_for(most: int) -> int:
-    """Return the largest mean with which few groups of random routing have more than `most` rows."""
+    """Return the largest mean group size for which, with random routing, few groups have more than `most` rows."""
     return max(rows for rows in range(1, most + 1) if rows + _DEVIATIONS * rows**0.5 <= most)
 
 
 def _form_of(forms: Sequence[Any], x: Product, multiprocessors: int) -> tuple[Any, str]:
-    """Choose one of `forms`, which are sorted by their tokens, for a product. Return the form and the reason."""
+    """Choose a tile configuration for a product from `forms`, which ascend by tokens. Return it and the reason."""
     most = 0
     for form in forms[:-1]:
         most = form.tokens if x.is_batched else _mean_for(form.tokens)
         if x.expects(most):
             return form, f"tiles of {form.tokens} rows (up to {x.most(most)} an expert)"
-    # Large tiles read the fewest bytes, but there may be fewer large tiles than multiprocessors.
+    # Large tiles read the fewest bytes. Smaller tiles are used if there are fewer large tiles than multiprocessors.
     tiles = multiprocessors // (2 * x.experts * -(-x.n // 128))
     if tiles and x.expects(tiles * _TOKENS_OF_TILES):
         few = f"larger ones would not be enough for {multiprocessors} multiprocessors"
@@ -158,9 +160,9 @@ def _form_of(forms: Sequence[Any], x: Product, multiprocessors: int) -> tuple[An
 
 
 def _wgmma_forms(x: Product, multiprocessors: int) -> Sequence[Wgmma]:
-    """Return the forms to choose from. The form of 96 tokens needs two resident blocks on every multiprocessor.
+    """Return the tile configurations to choose from. Leave out 96 tokens if a multiprocessor would have only one block.
 
-    A single resident block of that form has half as many bytes in flight as a block of the form of 128 tokens.
+    A single resident block with tiles of 96 tokens has half as many bytes in flight as a block with tiles of 128.
     """
     forms = _WGMMA_BY_TOKENS if x.is_transposed and x.has_halves else WGMMA_FORMS
     if x.experts * -(-x.n // _wgmma_weights()) >= 2 * multiprocessors:
@@ -201,18 +203,18 @@ def wgmma(x: Product) -> None:
     )
 
 
-# --- prepared 4 bits, by warpgroups ---------------------------------------------------------------------
+# --- prepared 4-bit weights, with WGMMA -----------------------------------------------------------------
 
 
 class Fp4Wgmma(NamedTuple):
-    """The template arguments of `gemm_fp4_wgmma` except the type, the format and the stages: as many as fit."""
+    """The template arguments of `gemm_fp4_wgmma` except the type, the format and the stages (see `stages`)."""
 
-    tokens: int  # 8, 16, 32, 64, 96, 128 or 288
+    tokens: int  # of a tile: 8, 16, 32, 64, 96, 128 or 288
     units: int  # units of 64 elements along k in a stage
-    cluster: int = 1  # 1 or 2
+    cluster: int = 1  # blocks of a cluster: 1 or 2
     blocks: int = 1  # resident blocks of a multiprocessor
     sides: int = 2  # warpgroups along n of a tile, 64 rows of weights each: 1 or 2
-    split: int = 1  # warpgroups that share the k of a tile: 1, 2 or 4
+    split: int = 1  # warpgroups that divide the k range of a tile (split-K): 1, 2 or 4
     halves: int = 1  # halves of a unit that a warpgroup converts at once: 1 or 2
     is_streamed: bool = False
 
@@ -232,7 +234,7 @@ class Fp4Wgmma(NamedTuple):
         return 8 if self.units > 1 else box_of(self.tokens)
 
     def _sizes(self, weights: str) -> tuple[int, int]:
-        """Return the shared memory of one stage with its barriers, and of everything else, as `Fp4Layout` has it."""
+        """Return the bytes of one stage with its barriers, and of all other shared memory, as in `Fp4Layout`."""
         row_bytes, warpgroup = constant(_fp4_wgmma, "ROW_BYTES"), constant(_fp4_wgmma, "WARPGROUP")
         unit = constant(_fp4_wgmma, f"UNIT_{weights}") * self.weights // UNIT_ROWS
         stage = self.units * (self.tokens * row_bytes + unit) + 16
@@ -257,7 +259,7 @@ class Fp4Wgmma(NamedTuple):
         return _fp4_wgmma.variant(*format, *arguments, launched=launched)
 
 
-#: The forms, sorted by the rows of a group that they suit.
+#: The tile configurations, from few rows per group to many.
 FP4_FORMS = (
     Fp4Wgmma(8, 4, blocks=3, sides=1, split=2, halves=2, is_streamed=True),
     Fp4Wgmma(16, 4, blocks=2, halves=2, is_streamed=True),
@@ -267,9 +269,10 @@ FP4_FORMS = (
     Fp4Wgmma(128, 1, cluster=2, halves=2),
     Fp4Wgmma(288, 1, cluster=2, halves=2),
 )
-#: Replaces the first form if there are few tiles: one resident block, whose four warpgroups share the k of a tile.
+#: The configuration that replaces FP4_FORMS[0] if there are few tiles. One block is resident on a multiprocessor, and
+#: its four warpgroups divide the k range of a tile.
 FP4_FEW_TILES = Fp4Wgmma(8, 4, sides=1, split=4, halves=2, is_streamed=True)
-#: Up to this many tiles of the first form per multiprocessor, FP4_FEW_TILES replaces it.
+#: FP4_FEW_TILES replaces FP4_FORMS[0] up to this many tiles of FP4_FORMS[0] per multiprocessor.
 _FEW_TILES = 12
 _FP4_ALL = FP4_FEW_TILES, *FP4_FORMS
 _fp4_ahead = [form.variant("bfloat16", x, 0, False).instance for x in ("MXFP4", "NVFP4") for form in _FP4_ALL]
@@ -283,7 +286,7 @@ _fp4_wgmma.specialize_by_arch({arch: _fp4_ahead if arch == "90a" else [] for arc
 
 
 def why_not_prepared(variant: str, x: Product) -> str:
-    """Return why prepared weights cannot be used; empty if they can."""
+    """Return why no kernel can use prepared weights on this GPU with this `variant`; empty if one can."""
     if x.a.gpu.arch != "90a":
         return f"this GPU is of sm_{x.a.gpu.arch}, not sm_90a"
     return "" if variant in ("auto", "wgmma") else f"variant {variant!r} takes others"
@@ -312,7 +315,10 @@ def fp4_wgmma(x: Product) -> None:
 
 
 def _token_map(x: Product, form: Fp4Wgmma, promotion: int) -> Each:
-    """Return the tensor map of the tokens. If k is a multiple of a unit, one box holds all units of a stage."""
+    """Return the tensor map of the tokens.
+
+    A unit is 128 bytes along k. If k is a multiple of a unit, one box holds all units of a stage.
+    """
     unit = 128 // x.a.item_size
     if form.units == 1 or x.k % unit:
         return x.a_map(form.box, promotion)
@@ -322,7 +328,10 @@ def _token_map(x: Product, form: Fp4Wgmma, promotion: int) -> Each:
 
 
 def _prepared_map(x: Product, form: Any, promotion: int) -> Each:
-    """Return the tensor map of prepared weights. A box is a stage; 8 rows of gates and of ups alternate for halves."""
+    """Return the tensor map of prepared weights. A box is one stage.
+
+    If the gates are the first half of the rows and the ups the second half, a box alternates 8 gates and their 8 ups.
+    """
     _, eights, units, unit = x.b.shape
     words, line, eight = unit // 8, form.units * (unit // 8), units * unit
     eights_of_box, of_expert = form.weights // UNIT_ROWS, eights * eight
@@ -372,7 +381,7 @@ class Mma(NamedTuple):
     blocks: int  # resident blocks of a multiprocessor
 
     def stage_bytes(self, weights: str, is_by_blocks: bool) -> int:
-        """Return the bytes of a stage: BYTES of `LdmatrixLayout` or `Fp4Layout`."""
+        """Return the bytes of a stage: the constant BYTES of the templates `LdmatrixLayout` and `Fp4Layout`."""
         a_line = b_line = self.step if weights == "FP8" else self.step * 2
         scales = (self.tokens + self.weights // 8) * 4 if is_by_blocks else 0
         if weights in ("MXFP4", "NVFP4"):
@@ -381,7 +390,10 @@ class Mma(NamedTuple):
         return -(-(self.tokens * a_line + self.weights * b_line + scales) // 128) * 128
 
     def fit(self, weights: str, is_by_blocks: bool, most: int) -> Mma:
-        """Return the form with as many stages as fit, if a block can have `most` bytes of shared memory."""
+        """Return this configuration with the largest number of stages that fits `most` bytes of shared memory a block.
+
+        If too few stages fit, reduce the resident blocks and, for 16-bit weights, halve the stage.
+        """
         form, each = self, self.stage_bytes(weights, is_by_blocks)
 
         def room(blocks: int) -> int:
@@ -408,7 +420,7 @@ _MMA_4 = (
     Mma(64, 256, 1, 8, 128, 5, 1),
     Mma(128, 128, 2, 4, 128, 5, 1),
 )
-#: The forms for each format of the weights, sorted from few tokens to many.
+#: The tile configurations for each format of the weights, from few tokens to many.
 MMA_FORMS = {
     "PLAIN": (
         Mma(16, 128, 1, 4, 64, 4, 3),
@@ -426,8 +438,8 @@ MMA_FORMS = {
     "NVFP4": _MMA_4,
 }
 MMA_FORMS["TRANSPOSED"] = MMA_FORMS["PLAIN"]
-#: MXFP4 with float16 also keeps sums over 32 elements in registers: its largest form divides the tile among the warps
-#: in another way.
+#: With MXFP4 and float16 the kernel also keeps sums over 32 elements in registers. The largest tile is therefore
+#: divided among 4 x 2 warps, not 2 x 4.
 _MMA_MXFP4_FLOAT16 = (*_MMA_4[:3], Mma(128, 128, 4, 2, 128, 5, 1))
 
 
@@ -449,7 +461,7 @@ def mma(x: Product) -> None:
 
 
 def tiles_of(sizes: Sequence[int], tokens: int, x: Product) -> str:
-    """Return the reason for tiles of `tokens` rows. Each of `sizes` is used for groups of up to that many rows."""
+    """Return the reason for tiles of `tokens` rows. `sizes` are all tile sizes; a size suits groups up to that size."""
     if tokens == sizes[-1]:
         return f"tiles of {tokens} rows (from {x.most(sizes[-2]) + 1} an expert on)"
     return f"tiles of {tokens} rows (up to {x.most(tokens)} an expert)"
@@ -460,7 +472,7 @@ def why_not_mma(x: Product) -> str:
     return "rows of b have a stride" if x.is_strided else ""
 
 
-# --- few rows of each expert ----------------------------------------------------------------------------
+# --- few rows per expert --------------------------------------------------------------------------------
 
 
 class _Stream(NamedTuple):
@@ -475,7 +487,8 @@ class _Stream(NamedTuple):
 #: Rows of a tile. A tile reads the weights once.
 _STREAM_TOKENS = (1, 2, 4, 8)
 STREAM_FORMS = {"PLAIN": _Stream(2, 4, 4, 3), "FP8": _Stream(1, 8, 2, 2)}
-#: The FP8 form for tiles of one row: 6% to 13% faster on an H200. With more rows it would have too few registers.
+#: The FP8 configuration for tiles of one row. It is 6% to 13% faster than STREAM_FORMS["FP8"] on an H200. With more
+#: rows per tile it would need too many registers.
 _STREAM_FP8_ONE = _Stream(2, 4, 2, 4)
 _MAX_GRID_Y = 2**16 - 1
 
@@ -484,7 +497,7 @@ def _stream_form(tokens: int, weights: str) -> _Stream:
     if weights == "FP8" and tokens == 1:
         return _STREAM_FP8_ONE
     form = STREAM_FORMS[weights]
-    # With one more resident block, tiles of many rows would have too few registers.
+    # The largest tiles need more registers per thread, so one block fewer is resident.
     return form._replace(blocks=form.blocks - 1) if tokens == _STREAM_TOKENS[-1] else form
 
 
@@ -519,11 +532,11 @@ def why_not_stream(x: Product) -> str:
     if x.is_strided:
         return "rows of b have a stride"
     tokens, groups = _stream_tokens(x), x.experts if x.is_batched else 1
-    # The largest number of rows whose tiles fit into the y dimension of a grid.
+    # The tiles lie along the y dimension of the grid. `most` is the largest number of rows whose tiles fit.
     most = _MAX_GRID_Y // groups * tokens if x.is_batched else (_MAX_GRID_Y + 1) * tokens - 1 - x.experts * (tokens - 1)
     if x.rows > most:
         return "there may be too many groups of rows"
-    # The kernel counts the 16-byte units of rows in 32 bits.
+    # The kernel indexes the 16-byte units of `a` and of one expert's weights with 32 bits.
     units = x.k * x.a.item_size // 16
     if x.n * units > 2**32 or x.a.shape[-2] > 2**32 // (groups * units):
         return "a, or the weights of one expert, are larger than 64 GiB"

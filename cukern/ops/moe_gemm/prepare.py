@@ -1,4 +1,4 @@
-"""`prepare_weights`, `restore_weights`: 4-bit weights in the memory layout of Hopper's kernels."""
+"""`prepare_weights`, `restore_weights`: convert 4-bit weights to the memory layout of Hopper's kernels and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["prepare_weights", "restore_weights"]
 
 _SYMBOLS = "[experts, n / 8, ceil(k / 64), bytes]"
 _FOLDED_SYMBOLS = "[experts, n / 8, ceil(k / 128), bytes]"
-#: The values of `a_dtype`, other than None for rows of 16 bits.
+#: The values of `a_dtype`. None is also allowed, for 16-bit rows.
 A_DTYPES = ("float8_e4m3fn",)
 SCALE_DTYPES = ("uint8", "float8_e8m0fnu", "float8_e4m3fn")
 MAX_EXPERTS = 4096
@@ -61,8 +61,8 @@ def prepare_weights(
 
     Pass the result to `moe_gemm`, `moe_gemm_batched` and the layers as the weights, and no scales except
     b_global_scale. These functions recognize prepared weights by their four dimensions. Only Hopper takes prepared
-    weights. On Hopper weights that are not prepared are slower: 1.8 times the time for 256 x 8 rows of MXFP4 on an
-    H200, 3.1 times for 8 x 1024 rows. The first such call warns (`cukern.PerformanceWarning`).
+    weights. Unprepared MXFP4 weights take 1.8 times as long on an H200 with 256 experts of 8 rows, and 3.1 times as
+    long with 8 experts of 1024 rows. The first call with unprepared weights warns (`cukern.PerformanceWarning`).
 
     Args:
         b: uint8 [experts, n, k / 2], contiguous: e2m1 numbers, two in a byte, the low half first. n must be a multiple
@@ -70,25 +70,26 @@ def prepare_weights(
         b_scale: bytes [experts, n, k / 32] for MXFP4, powers of two (E8M0); or [experts, n, k / 16] for NVFP4, e4m3
             numbers without NaN. Contiguous.
         a_dtype: the dtype of the rows of later products. None: bfloat16 or float16. "float8_e4m3fn": FP8 rows, for
-            which the weights must be MXFP4. Products with rows of the other kind refuse the weights.
+            which the weights must be MXFP4. A product whose rows have another dtype refuses the weights.
         out: uint8 [experts, n / 8, ceil(k / 64), 272 or 288], to write into; [experts, n / 8, ceil(k / 128), 544] with
             `a_dtype`.
 
     Returns:
         `out`, or a new array of units. A unit has 8 rows and 64 elements along k, in 272 bytes (MXFP4) or 288 (NVFP4).
-        Bytes 8 l + 4 h to 8 l + 4 h + 3 of a unit are a word for lane l and half h. The word has elements of row l / 4:
-        its pair i has element 32 h + 16 (i / 2) + 8 (i % 2) + 2 (l % 4) and the next one.
-        `cuda_src/moe_gemm/fp4_prepared.cuh` describes the bits. The scales of rows 0, 1, ... follow from byte 256 on.
-        MXFP4 has 2 scales a row: E8M0, at most 2^34, which stands for infinity. NVFP4 has 4 scales a row: e4m3
-        converted to 5 bits of exponent (bias 16) and 3 bits of mantissa. Weights with a scale of 0 become 0. A negative
-        scale becomes positive, and its weights change their sign. Elements past k are 0.
+        The four bytes from byte 8 l + 4 h on are a 32-bit word for lane l (0 to 31) and half h (0 or 1) of the unit's
+        elements. The word has four pairs of neighbouring elements of row l / 4: pair i begins at element
+        32 h + 16 (i / 2) + 8 (i % 2) + 2 (l % 4). `cuda_src/moe_gemm/fp4_prepared.cuh` describes the bits.
+        The scales of rows 0, 1, ... follow from byte 256 on. MXFP4 has 2 scales per row, in E8M0; the largest is 2^34,
+        which stands for infinity. NVFP4 has 4 scales per row: e4m3 converted to 5 bits of exponent (bias 16) and 3 bits
+        of mantissa. Weights with a scale of 0 become 0. A negative scale becomes positive, and its weights change their
+        sign. Elements past k are 0.
 
-        For FP8 rows, a unit has 8 rows and 128 elements along k, in 544 bytes: 512 bytes of elements, then a word for
-        each row. The word has the largest exponent E of the row's scales, and E - e for each scale 2^e of 32 elements,
-        capped at 19. `cuda_src/moe_gemm/folded_prepared.cuh` describes the bits. A product uses, for an element x, the
-        e4m3 number nearest to x 2^(6 + e - E), ties to even, times 2^(E - 6). That is exact if E - e is at most 14.
-        Otherwise the error is at most 2^(E - 16), and from E - e = 19 on the result is 0. A row with a NaN scale is
-        NaN. A row with E below -120 is 0.
+        For FP8 rows, a unit has 8 rows and 128 elements along k, in 544 bytes: 512 bytes of elements, then a 32-bit
+        word for each row. A scale 2^e belongs to 32 elements. The word has the largest exponent E of the row's scales,
+        and for each scale the difference E - e, at most 19. `cuda_src/moe_gemm/folded_prepared.cuh` describes the bits.
+        For an element x, a product uses the e4m3 number nearest to x 2^(6 + e - E), ties to even, times 2^(E - 6). The
+        result is exact if E - e is at most 14. Otherwise the error is at most 2^(E - 16), and from E - e = 19 on the
+        result is 0. A row with a NaN scale is NaN. A row with E below -120 is 0.
 
     Raises:
         TypeError: a value that is no array, or an array of another library or a wrong dtype.
@@ -140,18 +141,19 @@ def _restored(prepared: Any, k: int | None = None, *_: Any, **__: Any) -> list[R
 def restore_weights(
     prepared: AnyArray, k: int | None = None, *, out: tuple[AnyArray | None, AnyArray | None] | None = None
 ) -> tuple[AnyArray, AnyArray]:
-    """Return the 4-bit weights and the scales that `cukern.prepare_weights` converted.
+    """Convert prepared weights back to the 4-bit weights and scales that `cukern.prepare_weights` was given.
 
     Args:
         prepared: uint8 [experts, n / 8, ceil(k / 64), 272 or 288] or [experts, n / 8, ceil(k / 128), 544], contiguous.
-        k: the elements of a row, a multiple of 32. None: the most that `prepared` can hold, a multiple of 64 or 128.
+        k: the elements of a row, a multiple of 32. None: the largest k that `prepared` can hold, a multiple of 64 or
+            128.
         out: a pair of arrays to write into.
 
     Returns:
         b, uint8 [experts, n, k / 2], and b_scale, uint8 [experts, n, k / 32] or [experts, n, k / 16]. They equal the
         bytes that were prepared, with these exceptions. E8M0 scales above 2^34 become 2^34. Weights with a scale of 0
-        become 0. Negative scales become positive, and their weights change their sign. For FP8 rows, a scale more than
-        2^19 below the largest scale of its row becomes 2^19 below it.
+        become 0. Negative scales become positive, and their weights change their sign. In weights prepared for FP8
+        rows, a scale below 2^-19 times the largest scale of its row becomes 2^-19 times the largest scale.
 
     Raises:
         TypeError: a value that is no array, or an array of a wrong dtype.

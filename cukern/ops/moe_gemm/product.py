@@ -8,9 +8,9 @@ from cukern.runtime.describe import Array
 from cukern.runtime.each import Each
 from cukern.runtime.plan import tensor_map
 
-#: "auto" chooses "stream" up to this many rows a group: STREAM_ROWS if the caller gives `expected_m`, else a mean of
-#: STREAM_MEAN. "stream" is the fastest variant if all groups have two rows. It is also the fastest for groups of up to
-#: four rows if most groups have fewer.
+#: "auto" chooses "stream" if expected_m is at most STREAM_ROWS, or without expected_m if the mean rows per group are at
+#: most STREAM_MEAN. "stream" is the fastest variant if all groups have two rows. It is also the fastest if the largest
+#: group has four rows and most groups have fewer.
 STREAM_ROWS, STREAM_MEAN = 4, 2
 #: Columns of a result in 16 bytes (a result has 16-bit elements).
 UNIT_COLUMNS = 8
@@ -28,7 +28,7 @@ class Product(NamedTuple):
     b_global_scale: Array | None
     row_token: Array | None
     is_batched: bool
-    rows: int  # of the result; batched: the rows that each expert has room for
+    rows: int  # of the result; batched: max_tokens, the rows reserved for each expert
     experts: int
     n: int
     k: int
@@ -37,7 +37,7 @@ class Product(NamedTuple):
     b_scales: str  # "", "block", "column", "one" or "group"
     epilogue: int  # the template argument ACTIVATION, made by `kernels.epilogue`
     is_gated: bool
-    expected_m: int | None  # the caller's bound of the rows of a group, or None
+    expected_m: int | None  # the largest number of rows that the caller expects in a group, or None
     is_prepared: bool  # whether `prepare_weights` made the 4-bit weights
     interleaved: bool  # gated: rows 2 j and 2 j + 1 of the weights are gate j and up j; else gates are the first half
     bias: Array | None
@@ -78,7 +78,7 @@ class Product(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Elements along k of a 16-byte unit: of 4-bit weights, else of `a`."""
+        """Elements along k in 16 bytes: elements of the weights if they have 4 bits, otherwise of `a`."""
         return 32 if self.weights in ("MXFP4", "NVFP4") else 16 // self.a.item_size
 
     @property
@@ -96,17 +96,27 @@ class Product(NamedTuple):
         return self.rows * self.experts if self.is_batched else self.rows
 
     def tiles(self, tokens: int, strips: int = 1) -> int:
-        """Return an upper bound of the tiles of `tokens` rows, times `strips`. A group's last tile may be partial."""
+        """Return the largest possible number of tiles of `tokens` rows in all groups, times `strips`.
+
+        The last tile of each group may be partial.
+        """
         if self.is_batched:
             return self.experts * -(-self.rows // tokens) * strips
         return (self.rows + min(self.experts, self.rows) * (tokens - 1)) // tokens * strips
 
     def most(self, rows: int) -> int:
-        """Return the bound that `expects` uses for `rows`: lower for a mean, which some groups exceed."""
+        """Return the row count that `expects` compares with: usually `rows`.
+
+        If `expected_m` is not given, only the mean is known, and some groups have more rows than the mean. STREAM_MEAN
+        then replaces a `rows` between STREAM_MEAN and STREAM_ROWS.
+        """
         return STREAM_MEAN if self.expected_m is None and STREAM_MEAN < rows <= STREAM_ROWS else rows
 
     def expects(self, rows: int) -> bool:
-        """Whether groups are expected to have at most `rows` rows. The host does not know the offsets."""
+        """Return whether groups are expected to have at most `rows` rows.
+
+        The host does not know the offsets, so it uses `expected_m` or the mean rows per group.
+        """
         most = self.most(rows)
         if self.expected_m is not None:
             return self.expected_m <= most
@@ -114,7 +124,7 @@ class Product(NamedTuple):
 
     @property
     def expected(self) -> str:
-        """Describe the rows that `expects` compares, for `cukern.explain`."""
+        """Describe the number of rows that `expects` uses, for `cukern.explain`."""
         if self.expected_m is not None:
             return f"{self.expected_m} rows an expert by expected_m"
         if self.is_batched:
@@ -147,7 +157,7 @@ class Product(NamedTuple):
         }
 
     def maps(self, weights: int, rows: int, promotion: int = 256, is_gated: bool = False) -> dict[str, Each]:
-        """Return the other fields of MappedGemmParams: tensor maps with boxes of `weights` and of `rows` rows.
+        """Return the tensor maps for MappedGemmParams: a box of `b` has `weights` rows, a box of `a` has `rows` rows.
 
         A row of a box has 128 bytes. With `is_gated`, a box of weights holds 8 gates, their 8 ups, the next 8 gates,
         and so on.
@@ -156,7 +166,7 @@ class Product(NamedTuple):
         dtype, line = "uint8" if size == 1 else self.a.dtype, 128 // size
         of_expert, between = (stride * size for stride in self.b_strides)
         if self.is_transposed:
-            # A box has 64 steps along k and `line` weights: the tile of one warpgroup.
+            # A box has 64 steps along k, each with `line` neighbouring weights along n: the tile of one warpgroup.
             turned = (self.n, self.k, self.experts, 1), (between, of_expert, self.experts * of_expert)
             b_map = tensor_map(self.b, dtype, *turned, (line, 64, 1, 1), promotion)
             return {"b_map": b_map, "a_map": self.a_map(rows, promotion)}

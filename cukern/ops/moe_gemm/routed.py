@@ -1,4 +1,7 @@
-"""The experts of one token: two products that read the router's ids, without a sort. The second adds up the slots."""
+"""The experts of a single token in two products, without a sort: both kernels read the router's ids themselves.
+
+A slot is one of the topk experts of the token. The second product adds up the results of the slots.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,10 @@ _routed = Kernel("moe_gemm/stream_routed", "gemm_stream_routed")
 _summed = Kernel("moe_gemm/stream_summed", "gemm_stream_summed")
 
 DTYPES = ("bfloat16", "float16")
-#: Up to this many tokens a layer uses these kernels: each row reads its expert's weights.
+#: Up to this many tokens a layer uses these kernels. Every row reads all weights of its expert, so with more tokens the
+#: weights of an expert would be read several times.
 MOST_TOKENS = 1
-#: The largest number of (token, slot) rows: a warp has a lane for each.
+#: The largest number of (token, slot) rows, because a warp has one lane for each row.
 MOST_ROWS = 32
 _UNIT = 8  # elements in 16 bytes
 _MOST_LOADS = 8
@@ -38,11 +42,11 @@ class RoutedTile(NamedTuple):
 
 
 def tile_for(k: int) -> RoutedTile:
-    """Return the tile for rows of k elements, which are cut into equal parts."""
+    """Return the tile for rows of k elements. A row is loaded in parts of equal size, one after the other."""
     lines = -(-k // (32 * _UNIT))
     loads = -(-lines // -(-lines // _MOST_LOADS))
     pairs = 1 if loads > 4 else 2 if loads > 2 else 4
-    # With one more resident block, four pairs would have too few registers.
+    # With four pairs a thread needs more registers, so three blocks are resident, not four.
     return RoutedTile(pairs, loads, 4, 3 if pairs == 4 else 4)
 
 
@@ -52,7 +56,7 @@ def _words(tile: RoutedTile, k: int) -> str:
 
 
 def slots_for(topk: int, experts: int, all_experts: int) -> int:
-    """Return the number of warps that share an output: about one for each slot whose expert is expected here."""
+    """Return how many warps compute one output together: about one per slot whose expert is expected on this rank."""
     expected = max(topk * experts // all_experts, 1)
     return min(1 << (expected.bit_length() - 1), _MOST_SLOTS)
 
@@ -75,11 +79,11 @@ _routed.at_import, _summed.at_import = _routed.specialized, _summed.specialized[
 
 
 def fits(tokens: Any, topk: int, w1: Any, w2: Any, all_experts: int) -> bool:
-    """Return whether `routed_experts` takes the sizes of a layer of 16 bits."""
+    """Return whether `routed_experts` can compute a layer of these sizes, with 16-bit weights."""
     # The kernels count strips, and the 16-byte units of an expert's weights, in 32 bits.
     small = all(x.shape[1] * MOST_ROWS < 2**31 and x.shape[1] * (x.shape[2] // _UNIT) < 2**32 for x in (w1, w2))
     units = w1.shape[2] % _UNIT == 0 == w2.shape[2] % _UNIT
-    # A single expert is left to `moe_gemm`, which cuts its weights into more parts.
+    # A layer with a single expert uses `moe_gemm`, which divides the weights among more blocks.
     several = 1 < w1.shape[0] <= MAX_EXPERTS and all_experts <= MAX_EXPERTS
     return bool(small and units and several and 0 < topk * MOST_TOKENS <= MOST_ROWS and tokens <= MOST_TOKENS)
 
@@ -158,8 +162,8 @@ def routed_experts(
 ) -> AnyArray:
     """Compute the experts of one token in 16 bits, in two launches on a GPU.
 
-    `fused_experts` calls this; its twin defines the result. The result equals, bit for bit, the result of `moe_sort`,
-    two `moe_gemm` with "stream", and `moe_unpermute`.
+    `fused_experts` calls this; the NumPy reference of `fused_experts` defines the result. The result equals, bit for
+    bit, the result of `moe_sort`, two calls of `moe_gemm` with variant "stream", and `moe_unpermute`.
 
     Args:
         output: [tokens, hidden], written.
@@ -167,8 +171,8 @@ def routed_experts(
         w1, w2, topk_ids, activation, expert_map, w1_bias, w2_bias, alpha, limit, interleaved: as in `fused_experts`.
             The weights are contiguous. hidden and inter are multiples of 8.
         topk_weights: float32 [tokens, topk]. None: all weights are 1.
-        activated: [tokens * topk, inter], receives the result of the first product. Rows without an expert here are
-            not written.
+        activated: [tokens * topk, inter], receives the result of the first product. Rows whose expert is not on this
+            rank are not written.
         all_experts: the number of experts that the ids name.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Few rows of one expert, or of a layer without experts: a `gemm_stream` that does not look up the expert of a row."""
+"""`gemm_stream_one`: few rows and one expert (or a layer without experts), so no row has to look up its expert."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.plan import launch
 
 _kernel = Kernel("moe_gemm/stream_one", "gemm_stream_one")
-#: Rows of a tile, each with its resident blocks of a multiprocessor. With one more block, registers would spill.
+#: The tile sizes in rows, and for each the resident blocks per multiprocessor. With one more block, registers would
+#: spill.
 TOKENS = {1: 5, 2: 4}
 _UNIT_NUMBERS = 8
 
 
 class StreamTile(NamedTuple):
-    """The template arguments that say how warps walk the rows of weights."""
+    """The template arguments that say how warps read the rows of weights."""
 
     pairs: int  # pairs of rows of weights that a warp multiplies
     loads: int  # 16-byte loads of each row in flight
@@ -30,7 +31,8 @@ class StreamTile(NamedTuple):
         return self.split * self.loads * 32 * _UNIT_NUMBERS
 
 
-#: Sorted by the elements in flight. On an H200 the first tile that has a whole row in flight is the fastest.
+#: The tiles, in ascending order of the elements in flight. On an H200 the first tile that has a whole row in flight is
+#: the fastest.
 TILES = StreamTile(2, 4, 1), StreamTile(2, 4, 2), StreamTile(1, 8, 2)
 
 

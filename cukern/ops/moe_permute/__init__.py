@@ -1,4 +1,4 @@
-"""The permutation of tokens by expert, for the grouped products of an MoE layer, and the way back."""
+"""Permute the rows of tokens to the order of their experts, for the grouped GEMMs of an MoE layer, and back."""
 
 from cukern.ops.moe_permute.rows import moe_permute, moe_sum, moe_unpermute, permute_rows
 from cukern.ops.moe_permute.rows import permute_quantized as permute_quantized

@@ -1,4 +1,7 @@
-"""`moe_permute`: its kernels, how their work is split over blocks and warps, and the launches."""
+"""`moe_permute`: its kernels, how their work is split over blocks and warps, and the launches.
+
+A pair is (token, slot): a token and one of its topk experts. Sorting the pairs by expert gives each pair a row.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +38,14 @@ _unpermute = Kernel("moe_permute/unpermute_rows", "unpermute_rows")
 
 _MAX_SHARED_BYTES = 96 * 2**10
 _MAX_CHUNKED_BYTES = 99 * 2**10
-_STAGED_ROWS = 2**13  # the largest number of rows that a block collects in shared memory
+_STAGED_ROWS = 2**13  # the largest number of rows of the result that a block collects in shared memory
 # Parameters to tune on a GPU.
 _ONE_BLOCK_PAIRS = 2048  # up to this many pairs, one block sorts
-_COUNT_AGAIN_PAIRS = 2**15  # up to this many pairs, each of many blocks counts all pairs itself
+_COUNT_AGAIN_PAIRS = 2**15  # up to this many pairs, every block counts all pairs; above, a first kernel counts
 _PAIRS_PER_BLOCK = 1024
-_TURNS = 2  # turns of 32 pairs that a warp ranks; more if there are not enough warps
+_TURNS = 2  # a warp ranks this many groups of 32 pairs one after the other; more if there are not enough warps
 _MAX_BLOCKS = 128
-_CHUNKS = (16, 64)  # chunks of 32 pairs that a block of sort_chunks ranks
+_CHUNKS = (16, 64)  # template arguments of sort_chunks: how many chunks of 32 pairs a block ranks
 _CLUSTER, _CLUSTER_CHUNKS = 8, 16  # blocks of a cluster, and the chunks that each block ranks
 _CLUSTERED_PAIRS = 2**16  # up to this many pairs, clusters sort
 _ROWS_PER_BLOCK = 1024  # rows that a block of sort_chunks collects at once
@@ -53,13 +56,13 @@ _UNPERMUTE_THREADS = 128
 _ID_TYPE = {4: "unsigned", 8: "unsigned long long"}
 _BITS = (5, 8, 12)
 _CHUNK_BITS = (5, 8, 9)
-#: sort_chunks has a thread for each expert, so this many experts at most.
+#: The largest number of experts for sort_chunks, because a block has one thread for each expert.
 _CHUNKED_EXPERTS = 512
 registered = set(SPECIALIZED)
 MAX_SPECIALIZED_TOPK = 64
 
 
-#: (experts, map size) of the example for which the compiler asserts the shared memory.
+#: (experts, size of the expert map). The compiler asserts the shared memory for this example.
 _EXAMPLE = 20, 30
 
 
@@ -83,11 +86,11 @@ def count_variant(id_bytes: int) -> Variant:
     return _count.variant(_ID_TYPE[id_bytes], launched=launched)
 
 
-# --- shared memory of a block, in bytes; `mapped` is the size of the expert map, 0 without one ---------
+# --- shared memory of a block, in bytes; `mapped`: size of the expert map, 0 without an expert map ------
 
 
 def _sort_bytes(experts: int, mapped: int, warps: int, staged: int) -> int:
-    """Return the bytes of sort_pairs. `staged` is the number of rows that a block collects, or 0."""
+    """Return the bytes for sort_pairs. `staged` is the number of rows that a block collects in shared memory, or 0."""
     return 4 * ((3 + warps) * (experts + 1) + (mapped + 1 if mapped else 0) + staged)
 
 
@@ -145,15 +148,15 @@ class Split(NamedTuple):
     pairs_per_warp: int
     warps: int  # warps of a block that rank pairs
     capacity: int
-    staged: int  # 1: one block collects `rows` in shared memory
+    staged: int  # 1: the only block collects the result `rows` in shared memory; 0: it does not
 
 
 @functools.lru_cache(maxsize=4096)
 def split_pairs(experts: int, mapped: int, one_block: bool, most_threads: int, pairs: int, capacity: int) -> Split:
-    """Return the split of `pairs` pairs.
+    """Return how `pairs` pairs are split over blocks and warps.
 
-    `mapped` is the size of the expert map, 0 without one. `capacity` is the size of `rows`, 0 if the kernel does not
-    write `rows`.
+    `mapped` is the size of the expert map, 0 without an expert map. `capacity` is the size of the result `rows`, 0 if
+    the kernel does not write `rows`.
     """
     fixed = _sort_bytes(experts, mapped, 0, 0)
     most_warps = min(most_threads // 32, (_MAX_SHARED_BYTES - fixed) // (4 * (experts + 1)))
@@ -174,7 +177,7 @@ def split_pairs(experts: int, mapped: int, one_block: bool, most_threads: int, p
 
 
 class Chunked(NamedTuple):
-    """The launch of sort_chunks."""
+    """The launch configuration of sort_chunks."""
 
     blocks: int
     threads: int
@@ -184,7 +187,10 @@ class Chunked(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def split_chunks(experts: int, mapped: int, chunks: int, cluster: int, pairs: int, capacity: int) -> Chunked:
-    """Return the launch for `pairs` pairs in clusters of `cluster` blocks, or 1. See `split_pairs` for the others."""
+    """Return the launch configuration for `pairs` pairs. `cluster`: blocks of a cluster, 1 for no clusters.
+
+    `mapped` and `capacity` are as in `split_pairs`.
+    """
     of_pairs = -(-pairs // 32)
     if cluster > 1:
         blocks, warps = max(1, -(-of_pairs // (chunks * cluster))) * cluster, 16
@@ -194,7 +200,7 @@ def split_chunks(experts: int, mapped: int, chunks: int, cluster: int, pairs: in
     return Chunked(blocks, 32 * warps, _shared_bytes_of_chunks(experts, mapped, chunks, cluster), capacity)
 
 
-#: Values for the fields of sort_pairs' Params that a function does not need.
+#: Defaults of those fields of sort_pairs' Params that not every function sets.
 _NO_RESULTS = {
     **dict.fromkeys(("id_of", "offsets", "offsets_long", "rows", "inverse", "group_ids", "end_of_rows")),
     **dict.fromkeys(("fill", "groups", "group_fill", "max_tokens"), 0),
@@ -207,13 +213,14 @@ _NO_RESULTS = {
 def _form_of_chunks(
     topk_ids: Array, experts: int, mapped: int, variant: str, pairs: Any, results: dict[str, Any]
 ) -> tuple[int, int] | None:
-    """Return the chunks of a block of sort_chunks, and the blocks of a cluster; None if sort_pairs sorts.
+    """Return the chunks that a block of sort_chunks ranks, and the blocks of a cluster; None if sort_pairs sorts.
 
-    Raises ValueError if the caller asks for sort_chunks, and it cannot sort these pairs.
+    Raises ValueError if the caller asks for sort_chunks (variant "chunks" or "clusters") but it cannot sort the pairs.
     """
     if variant not in ("auto", "chunks", "clusters"):
         return None
-    # The groups of a permutation are single rows, and sort_chunks would write only the groups of rows with a pair.
+    # sort_chunks writes group_ids only for rows with a pair. In a permutation a group is one row, and group_ids of
+    # padding rows are needed, too, so sort_pairs is used.
     fits = experts <= _CHUNKED_EXPERTS and (
         results.get("group_ids") is None or results.get("group_rows", 1) == results["block_size"]
     )
@@ -244,7 +251,7 @@ def _launch_chunks(
     results: dict[str, Any],
     asks: str,
 ) -> None:
-    """Launch sort_chunks. `form` is the chunks of a block and the blocks of a cluster; see `launch_sort`."""
+    """Launch sort_chunks. `form`: the chunks that a block ranks, and the blocks of a cluster. See `launch_sort`."""
     pairs = topk_ids.shape[0] * topk_ids.shape[1]
     mapped = 0 if expert_map is None else global_experts
     split = Chunked(*split_chunks(experts, mapped, *form, pairs, capacity))
@@ -326,7 +333,9 @@ def launch_sort(
 
 
 def aligned_outputs(out: Any, topk_ids: Array, results: Sequence[Result]) -> tuple[Array, ...]:
-    """Check `out` for the results of `moe_align_block_size`, and return its arrays. The first two may be longer.
+    """Check `out` for the results of `moe_align_block_size`, and return its arrays.
+
+    The first two arrays may be longer than the results.
 
     Raises TypeError and ValueError for arrays that do not fit.
     """
@@ -352,7 +361,7 @@ def aligned_outputs(out: Any, topk_ids: Array, results: Sequence[Result]) -> tup
 
 
 class Tiles(NamedTuple):
-    """How rows are split over blocks, and the struct Tiling of the template."""
+    """How rows are split over blocks, and the fields of the template's struct Tiling."""
 
     blocks: Any
     threads: tuple[int, Any]
@@ -360,7 +369,7 @@ class Tiles(NamedTuple):
 
 
 def tile_rows(tokens: Any, columns: int, threads: int, items: int) -> Tiles:
-    """Return blocks of at most `threads` threads, each with `items` units of one token."""
+    """Split rows of `columns` units over blocks of at most `threads` threads. A thread has `items` units of a row."""
     chunks = max(1, -(-columns // (threads * items)))
     tile_columns = max(1, -(-columns // chunks))
     x = -(-tile_columns // items)
@@ -373,7 +382,10 @@ def tile_rows(tokens: Any, columns: int, threads: int, items: int) -> Tiles:
 
 
 def _width(name: str, one: Array, other: Array, hidden: int, row_stride: int) -> int:
-    """Return the bytes of a unit of the rows of two arrays. In `one`, rows are `row_stride` elements apart."""
+    """Return the bytes of the widest unit that divides the addresses and row strides of both arrays.
+
+    The rows of `one` are `row_stride` elements apart.
+    """
     mask = one.alignment | other.alignment | (hidden | row_stride) * one.item_size
     return unit_width(name, mask, one.item_size)
 
@@ -387,7 +399,7 @@ def launch_permute(
     scale: Array | None = None,
     out_scale: Array | None = None,
 ) -> None:
-    """Copy the rows of tokens to the rows in `inverse`. There must be at least one token and one slot."""
+    """Copy the row of each token to the rows that `inverse` lists. There must be at least one token and one slot."""
     tokens, hidden = x.shape
     if not hidden and scale is None:
         return
@@ -418,8 +430,11 @@ def launch_permute(
 def launch_permute_quantized(
     x: Array, row_stride: int, inverse: Array, topk: int, out: Array, out_scale: Array, smallest: float
 ) -> None:
-    """Quantize the rows of tokens into the rows in `inverse`. There must be at least one token and one slot."""
-    groups, lanes = out_scale.shape[1], 8  # lanes of a group
+    """Quantize the row of each token, and write it to the rows that `inverse` lists.
+
+    There must be at least one token and one slot.
+    """
+    groups, lanes = out_scale.shape[1], 8  # 8 lanes quantize a group
     tiles = tile_rows(x.shape[0], groups, template.constants(_permute_quantized.file)["ROW_THREADS"] // lanes, 1)
     launch(
         permute_quantized_variant(x.dtype),
@@ -465,7 +480,7 @@ def _why_sum(dtype: str, topk: int, width: int, variant: str) -> str:
 def launch_sum(
     name: str, src: Array, rows: Any, row_stride: int, out: Array, topk: int, variant: str, **arrays: Any
 ) -> None:
-    """Sum up the rows of each token, which are `row_stride` elements apart. `arrays` are fields of the template."""
+    """Sum up the rows of each token. Rows are `row_stride` elements apart. `arrays` are other fields of the struct."""
     check.one_of("variant", variant, SUM_VARIANTS)
     tokens, hidden = out.shape
     if not hidden or tokens == 0:

@@ -1,4 +1,4 @@
-"""Rows of tokens: the permutation to the order of the experts, and the way back."""
+"""Permute the rows of tokens to the order of their experts, and sum the rows of each token afterwards."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def _check_hidden(name: str, hidden: int) -> None:
 
 
 def _slots(pairs: int, tokens: int) -> int:
-    """Return the slots of each token; -1 if not all tokens have the same number."""
+    """Return the number of slots of each token; -1 if `pairs` is no multiple of `tokens`."""
     return pairs // tokens if tokens and pairs % tokens == 0 else -1
 
 
 def _topk_of(name: str, inverse: Any, like: Array, like_name: str) -> int:
-    """Check the rows of all pairs, [tokens, topk] or flat, and return the slots of each token of `like`."""
+    """Check an inverse permutation, [tokens, topk] or flat, and return topk. `like` has the tokens."""
     expect_place(name, inverse, like, like_name)
     shape, tokens = inverse.shape, like.shape[0]
     topk = shape[1] if len(shape) == 2 else 1
@@ -118,7 +118,9 @@ def permute_rows(
 def permute_quantized(
     hidden_states: AnyArray, inverse: AnyArray, *, out_q: WrittenArray, out_s: WrittenArray
 ) -> tuple[AnyArray, AnyArray]:
-    """Quantize rows in groups of 128 as `per_token_group_quant_fp8`, and permute them, in one launch. For layers.
+    """Quantize rows in groups of 128 as `per_token_group_quant_fp8` does, and permute them, in one launch.
+
+    The layers of cukern call this; it is no public function.
 
     Args:
         hidden_states: float16 or bfloat16 [tokens, hidden], with rows at multiples of 16 bytes; hidden is a multiple of
@@ -169,7 +171,7 @@ def _permuted(
     permuted_hidden_states: Any = None,
     **_: Any,
 ) -> list[Any]:
-    """Return the results. Results that the caller passed are returned as they were passed."""
+    """Return the descriptions of the results. A result that the caller passed is returned unchanged."""
     rows = pairs = topk_ids.shape[0] * topk_ids.shape[1]
     m_indices, permuted, scale = None, permuted_hidden_states, a1q_scale
     if align_block_size is not None:
@@ -184,7 +186,7 @@ def _permuted(
 
 
 def _check_scale(a1q_scale: Any, hidden_states: Array) -> bool:
-    """Check the scales of hidden_states, and return whether they have rows to permute."""
+    """Check the scales of hidden_states, and return whether they have a row per token, which must be permuted."""
     if a1q_scale is None:
         return False
     expect_place("a1q_scale", a1q_scale, hidden_states, "hidden_states")
@@ -221,32 +223,34 @@ def moe_permute(
     Args:
         hidden_states: [tokens, hidden] of any dtype; rows may be strided.
         a1q_scale: float32 or int32 [tokens, groups], the scales of quantized hidden_states, which are permuted like
-            them; or of fewer dimensions, for the whole tensor, and returned unchanged; or None.
+            hidden_states. An array of fewer dimensions holds the scale of the whole tensor, and is returned unchanged.
+            None: no scales.
         topk_ids: int32, int64 or uint32 [tokens, topk], contiguous. An id outside of [0, n_expert), such as -1, has no
             row.
         n_expert: the number of experts that the ids name, at most 4096.
-        n_local_expert: the number of experts here; -1: n_expert.
+        n_local_expert: the number of experts on this rank; -1: n_expert.
         expert_map: int32 [n_expert]: the local number of each expert. An expert with a number outside of
-            [0, n_local_expert), such as -1, is not here.
+            [0, n_local_expert), such as -1, is not on this rank.
         align_block_size: pad the rows of each expert to a multiple of this, as DeepGEMM's contiguous layout requires.
         fill_invalid_expert: the value of m_indices for rows past the last expert's rows.
         permuted_hidden_states: [rows, hidden] to write into and return.
-        variant: of the sort, as in `moe_sort`; all give the same.
+        variant: the variant of the sort, as in `moe_sort`. All variants give the same results.
 
     Returns:
         permuted_hidden_states [rows, hidden], with rows = tokens * topk; with align_block_size,
             tokens * topk + n_expert * (align_block_size - 1) rounded up to its next multiple. Rows of padding, and
             rows past the last expert's rows, are not written.
         a1q_scale [rows, groups], permuted in the same way; None if it was None.
-        expert_first_token_offset int64 [n_local_expert + 1]: the first row of each expert, and last the end of all.
-        inv_permuted_idx int32 [tokens * topk]: the row of each pair; -1 if its expert is not here.
+        expert_first_token_offset int64 [n_local_expert + 1]: the first row of each expert, then the end of all rows.
+        inv_permuted_idx int32 [tokens * topk]: the row of each pair; -1 if its expert is not on this rank.
         m_indices int32 [rows]: the expert of each row, padding included; None without align_block_size.
 
     Raises:
         TypeError: an unsupported dtype, or a mixture of libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
-    The function is vLLM's `moe_permute`. In vLLM, pairs without an expert here have rows past the last expert's rows.
+    The function is vLLM's `moe_permute`. vLLM, unlike cukern, also gives rows to pairs whose expert is not on this
+    rank; these rows follow the last expert's rows.
     """
     tokens, hidden = expect_array("hidden_states", hidden_states, ROW_DTYPES, ("tokens", "hidden")).shape
     _check_hidden("hidden_states", hidden)
@@ -290,7 +294,7 @@ def moe_permute(
 
 
 def _check_slots(topk_weights: Any, inv_permuted_idx: Any, out: Array) -> Any:
-    """Check weights and rows of the slots, at least one of them, and return topk."""
+    """Check topk_weights and inv_permuted_idx, and return topk. At least one of the two arrays must be given."""
     tokens = out.shape[0]
     if inv_permuted_idx is None and topk_weights is not None:
         expect_place("topk_weights", topk_weights, out, "out")
@@ -300,7 +304,7 @@ def _check_slots(topk_weights: Any, inv_permuted_idx: Any, out: Array) -> Any:
         topk = _topk_of("inv_permuted_idx", inv_permuted_idx, out, "out")
     if topk_weights is not None:
         shape: tuple[Any, ...] = getattr(topk_weights, "shape", ())
-        # Without tokens, a flat inv_permuted_idx has no elements, so that topk is unknown.
+        # If there are no tokens, a flat inv_permuted_idx has no elements, so topk is taken from topk_weights.
         if len(shape) == 2 and shape[1] != topk and not tokens:
             topk = shape[1]
         expect("topk_weights", topk_weights, out, "out", ("float32",), (tokens, topk), "[tokens, topk]")
@@ -314,7 +318,7 @@ def _end_of_rows(offsets: Any, out: Array) -> Array:
     if len(offsets.shape) != 1 or not offsets.shape[0]:
         check.fail(name, "of shape [experts + 1]", list(offsets.shape))
     expect(name, offsets, out, "out", ("int64", "int32"), offsets.shape, "[experts + 1]")
-    # The kernel reads an int32, which of an int64 is the low word.
+    # The kernel reads an int32. Of an int64 it reads the low four bytes.
     return offsets[offsets.shape[0] - 1 :]
 
 
@@ -342,8 +346,8 @@ def moe_unpermute(
         inv_permuted_idx: int32 [tokens, topk] or [tokens * topk], from `moe_permute` or `moe_sort`. A slot whose row is
             outside of [0, rows), such as -1, adds nothing, even if its weight is NaN. None, with topk_weights: token t
             has the rows from t * topk on.
-        expert_first_token_offset: int64 or int32 [experts + 1], from the same function. Rows from its last number on
-            add nothing, either.
+        expert_first_token_offset: int64 or int32 [experts + 1], from the same function. Rows from the last element on
+            belong to no expert and add nothing.
         variant: "auto", or a kernel by name: "specialized" (topk fixed at compile time) or "dynamic".
 
     Returns:

@@ -17,7 +17,7 @@ from cukern.runtime.units import ceil_div, divisor
 __all__ = ["moe_align_block_size", "moe_sort", "moe_sort_batched"]
 
 ID_DTYPES = ("int32", "int64", "uint32")
-#: A limit, because the counts of each warp of a block, and the map, must fit into shared memory.
+#: A limit, because the counts of each warp of a block and the expert map must fit into shared memory.
 MAX_EXPERTS = 4096
 MAX_BLOCK_SIZE = 2**15
 
@@ -39,7 +39,7 @@ def check_map(expert_map: Any, topk_ids: Array, num_experts: int, name: str = "n
 
 
 def _check_experts(topk_ids: Array, num_experts: Any, expert_map: Any, num_local_experts: Any) -> tuple[int, int]:
-    """Check the numbers of experts, and return the number of all experts and the number of experts here."""
+    """Check the numbers of experts. Return the number of all experts, and the number of experts on this rank."""
     num_experts = check.integer("num_experts", num_experts, 1, MAX_EXPERTS)
     check_map(expert_map, topk_ids, num_experts)
     if num_local_experts is not None:
@@ -78,18 +78,18 @@ def moe_sort(
             no expert.
         num_experts: the number of experts that the ids name, at most 4096.
         expert_map: int32 [num_experts]: the local number of each expert. An expert with a number outside of
-            [0, num_local_experts), such as -1, is not here.
-        num_local_experts: the number of experts here; required with expert_map, else num_experts.
+            [0, num_local_experts), such as -1, is not on this rank.
+        num_local_experts: the number of experts on this rank; required with expert_map, else num_experts.
         out: a triple to write into and return.
-        variant: "auto", or by name: "one_block", "many_blocks" (each block counts all pairs itself), "counted" (another
-            launch counts), "chunks" (each block ranks all pairs, at most 2048) or "clusters" (of blocks that exchange
-            their counts; at most 65536 pairs, on a data-center GPU from Hopper on). The last two take at most 512
-            experts. All give the same.
+        variant: "auto", or a variant by name: "one_block", "many_blocks" (each block counts all pairs itself),
+            "counted" (a first launch counts), "chunks" (each block ranks all pairs, at most 2048) or "clusters" (the
+            blocks of a cluster exchange their counts; at most 65536 pairs, on a data-center GPU from Hopper on). The
+            last two take at most 512 experts. All variants give the same results.
 
     Returns:
-        expert_offsets int32 [experts + 1]: the first row of each expert, and last the end of all rows.
-        row_token int32 [tokens * topk]: the token of each row; 0 from expert_offsets[-1] on.
-        inverse int32 [tokens, topk]: the row of each pair; -1 if its expert is not here.
+        expert_offsets int32 [experts + 1]: the first row of each expert, then the end of all rows.
+        row_token int32 [tokens * topk]: the token of each row; 0 from row expert_offsets[-1] on.
+        inverse int32 [tokens, topk]: the row of each pair; -1 if its expert is not on this rank.
 
     Raises:
         TypeError: an unsupported dtype, or a mixture of libraries.
@@ -133,7 +133,7 @@ def moe_sort_batched(
 
     Args:
         topk_ids, num_experts, expert_map, num_local_experts, variant: as in `moe_sort`.
-        max_tokens: the rows of each expert. If an expert has more pairs, its last ones are left out.
+        max_tokens: the rows of each expert. If an expert has more pairs, its last pairs get no row.
         out: a pair to write into and return.
 
     Returns:
@@ -188,19 +188,20 @@ def moe_align_block_size(
             no expert and is left out.
         block_size: rows of a block, at most 32768.
         num_experts: the number of experts that the ids name, at most 4096.
-        expert_map: int32 [num_experts]: the number of each expert in expert_ids, such as -1 for one that is not here.
+        expert_map: int32 [num_experts]: the number that expert_ids holds for each expert, such as -1 for an expert that
+            is not on this rank.
         pad_sorted_ids: make sorted_token_ids a whole number of blocks.
         ignore_invalid_experts: with expert_map, leave out the pairs of experts that it maps outside of
-            [0, num_experts), and order the blocks by mapped number. By default these pairs get blocks, too.
+            [0, num_experts), and order the blocks by mapped number. If False, these pairs get blocks, too.
         out: a triple to write into and return. The first two may be longer than the results and are filled to their
             ends. The second may also have rows // block_size elements, as in SGLang.
-        variant: as in `moe_sort`; all give the same.
+        variant: as in `moe_sort`. All variants give the same results.
 
     Returns:
         sorted_token_ids int32 [rows]: the pair token * topk + slot of each row; tokens * topk for padding.
-            rows = tokens * topk + num_experts * (block_size - 1) is enough for any ids. With fewer pairs than experts,
-            rows is tokens * topk * block_size if that is less.
-        expert_ids int32 [ceil(rows / block_size)]: the expert of each block, -1 past the last.
+            rows is tokens * topk + num_experts * (block_size - 1), which is enough for any ids; with fewer pairs than
+            experts, rows is tokens * topk * block_size if that is less.
+        expert_ids int32 [ceil(rows / block_size)]: the expert of each block, -1 past the last used block.
         num_tokens_post_pad int32 [1]: the rows of all blocks.
 
     Raises:
@@ -220,7 +221,7 @@ def moe_align_block_size(
     if out is None:
         found = outputs(None, topk_ids, "topk_ids", *results)
     else:
-        # All rows are in whole blocks, so no partial block follows the last.
+        # rows // block_size elements are enough for expert_ids, because the sorted rows end with a whole block.
         fewest = Result((rows // block_size,), "int32")
         found = kernels.aligned_outputs(out, topk_ids, [results[0], fewest, results[2]])
     (rows,), (groups,), _ = (array.shape for array in found)

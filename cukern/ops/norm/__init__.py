@@ -28,10 +28,11 @@ __all__ = [
 ]
 
 FP8 = "float8_e4m3fn"
-#: Columns that share a scale: a few lanes of a warp hold them.
+#: The group sizes for quantization: columns that share a scale. A few lanes of a warp hold a group.
 GROUPS = (32, 64, 128)
 
-#: Widths of RMS norm with variants of their own, and their models. Heads and latents have no residual.
+#: Widths of RMS norm with variants of their own, and the models that have them. Norms of heads and latents add no
+#: residual.
 SPECIALIZED_HEADS = {
     128: "the heads of q and k in Qwen3",
     512: "DeepSeek-V3's kv_a",
@@ -58,7 +59,7 @@ _layer_kernel = Kernel("norm/layer_norm", "layer_norm")
 
 
 class _Operation(NamedTuple):
-    """What a kernel computes: dtypes, residual, and quantization."""
+    """The operation of a kernel: dtypes, residual and quantization."""
 
     dtype: str
     weight_dtype: str
@@ -109,7 +110,7 @@ def _layer_variant(operation: _Operation, width: int, fixed: bool, wide: bool) -
 
 _registered: set[int] = set()
 _registered_layer_norm: set[int] = set()
-_BOTH = (False, True)  # without and with a residual
+_BOTH = (False, True)  # whether a residual is added
 
 
 def _variants(width: int, dtype: str, adds: tuple[bool, ...] = _BOTH) -> list[Instance]:
@@ -138,7 +139,7 @@ def _list_instances() -> None:
         *(_variant(operation, 65536, False, True).instance for operation in unrounded),
     ]
     _registered_layer_norm.update(SPECIALIZED_LAYER_NORM)
-    # The two widths of most encoders, in their usual dtype.
+    # Most encoders have one of these two widths, and float16.
     _layer_kernel.at_import = [x for width in (384, 768) for x in _layer_variants(width, "float16")]
     _layer_kernel.specialized = [
         *(x for dtype in DTYPES for width in SPECIALIZED_LAYER_NORM for x in _layer_variants(width, dtype)),
@@ -150,7 +151,7 @@ _list_instances()
 
 
 def specialize(*, width: int, dtype: str = "bfloat16") -> list[Instance]:
-    """Give a width variants of its own of both norms in this process, and return them; see `cukern.specialize`.
+    """Register variants of both norms for a width in this process, and return them; see `cukern.specialize`.
 
     Raises ValueError if the width is not a multiple of 8.
     """
@@ -183,7 +184,7 @@ class _Norm(NamedTuple):
     def launch(
         self, out: Array, result: str = "PLAIN", group: int = 0, scales: Array | None = None, scale: Any = (None, 0.0)
     ) -> None:
-        """Write the norm to `out` and, if quantized, its scales to `scales`. `scale` is a given scale."""
+        """Launch the norm into `out`. If it is quantized, write its scales to `scales`, or use the given `scale`."""
         weight_dtype = self.input.dtype if self.weight is None else self.weight.dtype
         operation = _Operation(self.input.dtype, weight_dtype, self.residual is not None, result, group, self.round_sum)
         layout = parts.layout(self.width, (self.weight,), input=self.input, residual=self.residual, out=out)
@@ -221,7 +222,7 @@ def _check(
     if weight is not None:
         expect("weight", weight, input, "input", dict.fromkeys((input.dtype, "float32")), (width,), "[width]")
     epsilon, offset = parts.expect_epsilon(epsilon), check.number("weight_offset", weight_offset)
-    # A float32 sum needs no rounding, so one kernel serves both values of round_sum.
+    # With float32 input the sum is never rounded, so the kernel for round_sum True serves False, too.
     round_sum = bool(round_sum) or input.dtype == "float32"
     return _Norm(input, residual if adds else None, weight, epsilon, offset, width, variant, round_sum)
 
@@ -295,15 +296,16 @@ def fused_add_rms_norm(
 ) -> tuple[AnyArray, AnyArray]:
     """`rms_norm` of a sum, in place: `residual` becomes input + residual, and `input` becomes the norm of the sum.
 
-    The kernel normalizes the rounded sum, as vLLM and transformers do. The bits equal the bits of an addition followed
-    by `rms_norm`.
+    The kernel normalizes the rounded sum, as vLLM and transformers do. The result has the same bits as an addition
+    followed by `rms_norm`.
 
     Args:
         input, residual: [..., width], float32, float16 or bfloat16, of one dtype; rows as `rms_norm` takes them. Both
             are written.
         weight, epsilon, weight_offset, variant: as in `rms_norm`.
-        round_sum: False: normalize the float32 sum, as FlashInfer and SGLang do. The norm is then nearer to the exact
-            norm, by up to half a step of the dtype. `residual` becomes the rounded sum in any case.
+        round_sum: False: normalize the float32 sum, as FlashInfer and SGLang do. The norm is then closer to the exact
+            norm, because the rounding error of the sum (up to half a step of the dtype) is absent. `residual` becomes
+            the rounded sum in any case.
 
     Returns:
         input and residual.
@@ -547,7 +549,8 @@ def fused_add_layer_norm(
         residual_out = sum, if it is given
         out          = layer_norm(sum, weight, bias, epsilon)
 
-    The kernel normalizes the rounded sum, with or without `residual_out`. The bits equal the bits of the two steps.
+    The kernel normalizes the rounded sum, with or without `residual_out`. The result has the same bits as an addition
+    followed by `layer_norm`.
 
     Models with their norms after the sums (BERT, BART, Marian) need only the result: `out` is the input of the next
     product and the residual of the next sum. Models with their norms before the products (GPT-2, ViT) continue with the
@@ -556,7 +559,8 @@ def fused_add_layer_norm(
     Args:
         input, residual: [..., width], float32, float16 or bfloat16, of one dtype; rows as `rms_norm` takes them.
         weight, bias, epsilon, variant: as in `layer_norm`.
-        input_bias: [width], in the dtype of `input`, such as the bias of the product that gave it; None: none.
+        input_bias: [width], in the dtype of `input`, such as the bias of the product that computed `input`; None adds
+            nothing.
         residual_out: an array to write the sum into; may be `input` or `residual` itself. None: the sum is not kept.
         out: an array to write into and return; may be `input` or `residual` itself, but not `residual_out`.
 

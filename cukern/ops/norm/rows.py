@@ -1,4 +1,4 @@
-"""Shared by the norms: the threads of a row, and rows of strided arrays."""
+"""Code that the norms share: how threads are assigned to rows, and rows of strided arrays."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ DTYPES = ("float32", "float16", "bfloat16")
 VARIANTS = ("auto", "specialized", "dynamic", "scalar")
 
 _WARP = 32
-_NARROW_THREADS = 256  # threads of a block, if a row has at most a warp
-_ITEMS = 4  # units of `twin.EACH` elements per thread, if a row has more than a warp
+_NARROW_THREADS = 256  # threads of a block, if a row has at most one warp of threads
+_ITEMS = 4  # units of `twin.EACH` elements per thread, if a row has more than one warp
 
 
 class Tile(NamedTuple):
-    """The threads of a variant, and their work."""
+    """The number of threads of a variant, and the elements of a thread."""
 
     threads: int  # per row
     items: int  # units of `twin.EACH` elements that a thread keeps in registers
@@ -31,10 +31,10 @@ class Tile(NamedTuple):
 
 
 def tile(dtype: str, width: int, fixed: bool, wide: bool, group: int = 0) -> Tile:
-    """Return the threads for rows of `width` elements. Neighbouring threads hold a `group` of elements, if any."""
+    """Return the tile for rows of `width` elements. If elements share a scale, neighbouring threads hold a `group`."""
     units = max(1, -(-width // twin.EACH))
     if units > twin.COLUMNS:
-        # An element that is loaded alone takes a register, as a float32 does.
+        # With loads of 16 bytes two 16-bit elements share a register. An element that is loaded alone takes a register.
         return Tile(twin.COLUMNS, 2 if wide and arrays.ITEM_SIZE[dtype] == 2 else 1, twin.COLUMNS)
     columns = 1 << (units - 1).bit_length()
     threads = columns // 2 if columns <= 2 * _WARP else max(columns // _ITEMS, _WARP)
@@ -46,7 +46,7 @@ def tile(dtype: str, width: int, fixed: bool, wide: bool, group: int = 0) -> Til
 
 
 class Rows(NamedTuple):
-    """Arrays [..., width] as rows [outer, inner, width] with two strides."""
+    """Arrays [..., width], described as [outer, inner, width] with one outer and one inner stride each."""
 
     total: int  # outer * inner
     inner: int
@@ -54,7 +54,7 @@ class Rows(NamedTuple):
 
 
 def _common_stride(lengths: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
-    """Return the stride of dimensions that are taken as one; None if they have no common stride."""
+    """Return the stride of several dimensions merged into one; None if they cannot be merged."""
     common, span = 0, None
     for length, stride in zip(reversed(lengths), reversed(strides), strict=True):
         if length == 1:
@@ -68,7 +68,7 @@ def _common_stride(lengths: tuple[int, ...], strides: tuple[int, ...]) -> int | 
 
 
 def rows_of(**given: Array | None) -> Rows:
-    """Return the rows of arrays of one shape. Raises ValueError if two strides are not enough."""
+    """Return the rows of arrays of one shape. Raises ValueError if two strides cannot describe an array."""
     first = next(array for array in given.values() if array is not None)
     lengths = first.shape[:-1]
     total = math.prod(lengths)
@@ -100,9 +100,9 @@ class Layout(NamedTuple):
 
 
 def layout(width: int, vectors: Collection[Array | None], **given: Array | None) -> Layout:
-    """Return the memory layout of the rows of `given`, which has the arrays by field name. `vectors` are [width].
+    """Return the memory layout of the rows of the arrays `given`, by field name. `vectors` are arrays [width] or None.
 
-    Raises ValueError if two strides are not enough, or for too many rows.
+    Raises ValueError if two strides cannot describe an array, or for too many rows.
     """
     total, inner, strides = rows_of(**given)
     name = next(iter(given))
@@ -158,7 +158,7 @@ def reason(variant: str, dtype: str, width: int, wide: bool, fixed: bool, models
 
 
 def width_of(name: str, array: Array) -> int:
-    """Return the width of the rows of an array [..., width]. Raises ValueError for rows that no norm takes."""
+    """Return the width of the rows of an array [..., width]. Raises ValueError for too wide or strided rows."""
     if not array.shape:
         check.dimensions(name, array.shape, ("...", "width"))
     width = int(array.shape[-1])
@@ -179,7 +179,7 @@ def expect_rows(name: str, array: Array, written: bool = False) -> None:
 
 
 def expect_like(name: str, array: Any, input: Array, written: bool = True) -> Array:
-    """Check an array of the shape and dtype of `input`, which is written unless `written` is False."""
+    """Check that `array` has the shape and the dtype of `input`. `written`: the kernel writes `array`."""
     expect_place(name, array, input, "input")
     check.dtype(name, array.dtype, (input.dtype,))
     if not same_shape(array, input.shape):

@@ -67,7 +67,7 @@ def _padded_rows(batch: Any, max_seq_len: Any) -> Any:
 
 
 def _words(padding_offset: Any, like: Array, like_name: str, rows: Any) -> Any:
-    """Check `padding_offset`, and return the number of words, which is its length."""
+    """Check `padding_offset`, and return its length: the number of words."""
     expect_place("padding_offset", padding_offset, like, like_name)
     check.dimensions("padding_offset", padding_offset.shape, ("words",))
     words = padding_offset.shape[0]
@@ -78,7 +78,7 @@ def _words(padding_offset: Any, like: Array, like_name: str, rows: Any) -> Any:
 
 
 def _width(name: str, item_size: int, *sizes: int, arrays: tuple[Array, ...]) -> int:
-    """Return the bytes of a unit, for rows and strides of `sizes` bytes in `arrays`."""
+    """Return the bytes of the widest unit that divides the addresses of `arrays` and the row sizes and strides."""
     return unit_width(name, functools.reduce(operator.or_, (*sizes, *(array.alignment for array in arrays))), item_size)
 
 
@@ -86,7 +86,7 @@ def _width(name: str, item_size: int, *sizes: int, arrays: tuple[Array, ...]) ->
 
 
 def _check_lengths(sequence_length: Any, max_seq_len: Any) -> Any:
-    """Check the arguments of the padded batch, and return its rows."""
+    """Check the arguments that describe the padded batch, and return its number of rows."""
     expect_array("sequence_length", sequence_length, (), ("batch",))
     batch = sequence_length.shape[0]
     expect("sequence_length", sequence_length, sequence_length, "sequence_length", ("int32",), (batch,), "[batch]")
@@ -96,7 +96,7 @@ def _check_lengths(sequence_length: Any, max_seq_len: Any) -> Any:
 
 
 def _build_on_host(sequence_length: Any, max_seq_len: int, *, valid_word_num: int | None = None) -> Any:
-    """Run the twin after checks of the lengths' values, which are known in host memory only."""
+    """Check the values of the lengths, which can be read in host memory only, and run the NumPy reference."""
     outside = np.flatnonzero((sequence_length < 0) | (sequence_length > max_seq_len))
     if len(outside):
         wanted = f"in [0, {max_seq_len}] (max_seq_len)"
@@ -122,7 +122,7 @@ def _count_words(sequence_length: Any, max_seq_len: Any) -> Any:
 
 @op(_build_on_host)
 def _build_offsets(sequence_length: Any, max_seq_len: Any, *, valid_word_num: Any) -> Any:
-    """`build_sequence_length_padding_offset` for a known number of words."""
+    """Compute the results of `build_sequence_length_padding_offset` for a known number of words."""
     rows = _check_lengths(sequence_length, max_seq_len)
     words = _check_words(valid_word_num, rows)
     sizes = Result((words,), "int32"), Result((sequence_length.shape[0] + 1,), "int32")
@@ -161,13 +161,14 @@ def build_sequence_length_padding_offset(
             lengths; in host memory they are an error.
         max_seq_len: rows per sequence of the padded batch.
         valid_word_num: the sum of the lengths, if the caller knows it. In host memory another number is an error.
-            On a GPU it is the size of `padding_offset`. Words past the sum get an offset beyond all rows: the other
-            functions read zeros for them, and do not write them. If the number is below the sum, the last words are
-            missing.
+            On a GPU it is the size of `padding_offset`. If it is above the sum, the additional words get an offset
+            beyond all rows: the other functions read zeros for these words, and do not write them. If it is below the
+            sum, the last words are missing.
 
     Returns:
         padding_offset int32 [valid_word_num]: for word w of sequence b, b * max_seq_len - cu_seqlens[b].
-        cu_seqlens int32 [batch + 1]: the words before each sequence, then all, as variable-length attention takes it.
+        cu_seqlens int32 [batch + 1]: the number of words before each sequence, then the number of all words. This is
+            the array that variable-length attention takes.
         valid_word_num: an int.
 
     Raises:
@@ -179,7 +180,7 @@ def build_sequence_length_padding_offset(
     """
     if valid_word_num is None:
         counted = _count_words(sequence_length, max_seq_len)
-        if isinstance(counted, Array):  # without a GPU there is no number: `cukern.explain` assumes full sequences
+        if isinstance(counted, Array):  # no kernel has run, so there is no count: `cukern.explain` assumes no padding
             valid_word_num = sequence_length.shape[0] * max_seq_len
         else:
             valid_word_num = int(counted[-1])
@@ -238,7 +239,7 @@ def _removed_by_head(src: Any, padding_offset: Any, **_: Any) -> Result:
 def transpose_remove_padding(
     src: AnyArray, padding_offset: AnyArray, *, out: AnyArray | None = None, variant: str = "auto"
 ) -> AnyArray:
-    """Copy the words of an attention result, which is by heads, to rows without padding.
+    """Copy the words of an attention result [batch, heads, seq, dim] to rows without padding.
 
     out[w, h * dim + d] = src[b, h, s, d], with b * seq + s = w + padding_offset[w].
 
@@ -261,7 +262,7 @@ def transpose_remove_padding(
 def _remove_rows(
     kernel: str, src: Array, padding_offset: Any, rows: Any, row_stride: int, heads: int, out: Any, variant: str
 ) -> Any:
-    """Check and launch both functions that remove padding. `heads` is 0 for rows without heads."""
+    """Check and launch a function that removes padding. `heads` is 0 for rows that are not divided into heads."""
     words = _words(padding_offset, src, "src", rows)
     result = _removed_by_head(src, padding_offset) if heads else _removed(src, padding_offset)
     out = outputs(out, src, "src", result)
@@ -383,14 +384,14 @@ def add_qkv_bias_rebuild_padding(
     out: tuple[AnyArray, AnyArray, AnyArray] | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray, AnyArray]:
-    """Add biases to queries, keys and values of words, and write them by heads into padded arrays; one launch.
+    """Add biases to the queries, keys and values of words, and write them to padded arrays by head, in one launch.
 
     For word w in row b * max_seq_len + s: out[b, h, s, d] = q[w, h * dim + d] + bias_q[h * dim + d], added in float32
-    and rounded once. The padded positions are zero. The same for k and v.
+    and rounded once. The padded positions are zero. k and v are treated in the same way.
 
     Args:
-        q, k, v: [words, hidden], float32, float16 or bfloat16, all of one dtype; rows may be strided, so that they may
-            be parts of one product.
+        q, k, v: [words, hidden], float32, float16 or bfloat16, all of one dtype; rows may be strided, so q, k and v may
+            be slices of one array.
         bias_q, bias_k, bias_v: [hidden], of the same dtype, contiguous.
         padding_offset, batch, max_seq_len: as in `rebuild_sequence_length_padding`.
         heads: divides hidden.

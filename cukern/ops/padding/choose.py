@@ -43,12 +43,12 @@ _add_bias = Kernel("padding/add_bias_rebuild_padding", "add_bias_rebuild_padding
 # (threads of a block, units of a thread), measured on an H200.
 THREADS_ITEMS = {"remove": (256, 2), "transpose_remove": (256, 2), "rebuild": (256, 2), "add_bias": (128, 4)}
 _MAX_COLUMNS = 1024  # 16-byte units of a specialized row
-_FEW_SEQUENCES = 1024  # up to this many sequences are one tile of a block of 256 threads
+_FEW_SEQUENCES = 1024  # up to this many sequences fit one tile of a block of 256 threads
 _MAX_BUILD_BLOCKS = 256
 
 
 def _shape(kernel: str, columns: int) -> tuple[int, int]:
-    """Return the threads of a block and the units of a thread. Together they hold a specialized row of `columns`."""
+    """Return the threads of a block, and the units of a thread, so that a block holds a row of `columns` units."""
     threads, items = THREADS_ITEMS[kernel]
     while threads * items < columns:
         threads *= 2
@@ -72,7 +72,7 @@ def _variants(config: Config, dtype: str) -> list[Instance]:
     return [variant_of(kernel, dtype, WIDTHS[0], columns, head_columns).instance for kernel in THREADS_ITEMS]
 
 
-#: The specialized sizes of this process, each with the bytes of an element.
+#: The specialized sizes of this process: pairs of a Config and the bytes of an element.
 registered: set[tuple[Config, int]] = set()
 
 
@@ -99,8 +99,8 @@ _list_instances()
 def specialize(*, hidden: int, head_dim: int = 64, dtype: str = "float16") -> list[Instance]:
     """Register variants for these sizes in this process, and return their instances; see `cukern.specialize`.
 
-    Raises ValueError if the specialized kernels cannot lay the rows out. hidden must be a multiple of head_dim, a head
-    a multiple of 16 bytes, and a row at most 1024 units of 16 bytes.
+    Raises ValueError unless hidden is a multiple of head_dim, a head is a multiple of 16 bytes, and a row has at most
+    1024 units of 16 bytes.
     """
     check.one_of("dtype", dtype, DTYPES)
     check.integer("hidden", hidden, 1)
@@ -117,7 +117,7 @@ def specialize(*, hidden: int, head_dim: int = 64, dtype: str = "float16") -> li
 
 
 def _lays_out(hidden: int, head_dim: int, item_size: int) -> bool:
-    """Return whether the specialized kernels can lay these rows out."""
+    """Return whether the specialized kernels can process rows of these sizes."""
     fits = hidden * item_size <= _MAX_COLUMNS * WIDTHS[0]
     return fits and hidden % head_dim == 0 and head_dim * item_size % WIDTHS[0] == 0
 
@@ -131,7 +131,7 @@ class Layout(NamedTuple):
     variant: Variant
     threads: int
     tile_rows: int
-    chunks: int  # tiles side by side in a row
+    chunks: int  # tiles that a row is cut into
     geometry: dict[str, Any]  # fields of the template's Geometry, except `rows`
     head_columns: int
     why: str
@@ -191,7 +191,7 @@ def _reason(dtype: str, hidden: int, head_dim: int, width: int, variant: str, fi
 
 
 def fill_bits(fill: Any, dtype: str) -> int:
-    """Return the bits of `fill` in this dtype as a 32-bit word, which holds a 16-bit value twice."""
+    """Return the bits of `fill` in this dtype as a 32-bit integer. A 16-bit value is repeated in both halves."""
     try:
         fill = float(fill)
     except (TypeError, ValueError):
@@ -201,7 +201,7 @@ def fill_bits(fill: Any, dtype: str) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _element_bits(fill: float, sign: float, dtype: str) -> int:
-    """Return the word. `sign` is the sign of `fill`, because -0.0 == 0.0 would share an entry of the cache."""
+    """Return the result of `fill_bits`. `sign` is the sign of `fill`; it separates 0.0 and -0.0 in the cache."""
     with np.errstate(over="ignore"):
         element = np.full(4 // arrays.ITEM_SIZE[dtype], fill, arrays.numpy_dtype(dtype))
     return int(element.view(np.uint32)[0])
@@ -233,6 +233,6 @@ def launch_build(
 
 
 def _first_step(batch: int, tile: int) -> int:
-    """Return the largest power of two below the number of sequences of a tile."""
+    """Return the largest power of two below the number of sequences in a tile; 0 for a single sequence."""
     in_tile = min(batch, tile)
     return 1 << (in_tile - 1).bit_length() - 1 if in_tile > 1 else 0

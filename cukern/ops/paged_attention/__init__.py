@@ -26,8 +26,8 @@ __all__ = ["merge_attention_states", "paged_attention", "paged_attention_v1", "p
 
 PARTITION = twin.PARTITION
 _merge = Kernel("paged_attention/merge_states", "merge_states")
-#: From this many elements on, a thread of `merge_states` has two vectors. Smaller arrays are bound by latency. With
-#: lse_heads_first a thread always has one vector: two take 40% longer on an H200.
+#: From this many elements on, a thread of `merge_states` merges two 16-byte vectors. Smaller arrays are bound by
+#: latency. With lse_heads_first a thread always merges one vector: two take 40% longer on an H200.
 _MANY_MERGED = 2**24
 
 
@@ -71,9 +71,9 @@ def paged_attention(
         out[i, h] = v_scale * sum of softmax(score)[t] * value[t, h // g],     exp(sinks[h]) joining its denominator
         lse[i, h] = log of that denominator
 
-    in float32. Before the sum over values the weights are rounded to the query's dtype (8-bit cache: to float16),
-    except by variant "scalar". Token t is in slot t % block_size of block block_tables[s, t // block_size]. The cache
-    is read once for all heads and query tokens that share a kv head.
+    in float32. Before the sum over values the softmax weights are rounded to the query's dtype (8-bit cache: to
+    float16), except by variant "scalar". Token t is in slot t % block_size of block block_tables[s, t // block_size].
+    The cache is read once for all heads and query tokens that share a kv head.
 
     Args:
         query: [seqs, heads, head_dim] or [seqs, query_tokens, heads, head_dim], float32, float16 or bfloat16,
@@ -91,14 +91,15 @@ def paged_attention(
         scale: head_dim ** -0.5 by default.
         alibi_slopes: float32 [heads].
         window: the number of tokens that a query token sees at most, including itself.
-        softcap: bounds the scores.
+        softcap: limits the scores to the range from -softcap to softcap, by the formula above.
         sinks: float32 [heads], logits of a token without value.
         k_scale, v_scale: a number, or float32 of one element on the device of `query`.
         kv_cache_dtype: "auto" (the dtype of the arrays), "fp8" or "fp8_e4m3", "fp8_e5m2".
         return_lse: return lse too: float32, of the query's shape without head_dim.
         split: None divides the tokens evenly among blocks, on the device, by the lengths. A multiple of 64 cuts each
-            sequence at multiples of this number. A row then has the same bits in any batch. The workspace is then
-            sized by max_blocks: about seqs * query_tokens * heads * max_blocks * block_size / split heads in float32.
+            sequence at multiples of this number, so that a row has the same bits in any batch. The workspace then has
+            one float32 head for each row and each possible cut: about seqs * query_tokens * heads * max_blocks *
+            block_size / split heads.
         out: a contiguous array to write the result into, at a multiple of 16 bytes; with `return_lse` a pair.
         variant: "auto", "specialized", "dynamic" (tensor cores, for 16-bit queries and block sizes that are multiples
             of 16) or "scalar" (everything).
@@ -113,9 +114,10 @@ def paged_attention(
         TypeError: a value that is no array, or has the wrong dtype or library.
         ValueError: a shape, stride, device or option that does not fit.
 
-    Sources: paged attention is from vLLM (Kwon et al., 2023), cutting into equal shares from Stream-K (Osama et al.,
-    2023), and sinks from Xiao et al. (2023). If a CuPy stream captures a graph, the workspace stays in CuPy's pool:
-    allocate nothing else there between replays, or capture with torch, whose graphs have pools of their own.
+    Sources: paged attention is from vLLM (Kwon et al., 2023), the division of the work into equal shares from Stream-K
+    (Osama et al., 2023), and sinks from Xiao et al. (2023). If a CuPy stream captures a graph, the workspace stays in
+    CuPy's pool: allocate nothing else from that pool between replays, or capture with torch, whose graphs have pools of
+    their own.
     """
     inputs = query, key_cache, value_cache, block_tables, seq_lens
     call = check_call(inputs, (scale, k_scale, v_scale), layout, kv_cache_dtype, True)
@@ -144,7 +146,7 @@ def paged_attention(
 
 
 def _check_length(longest: float, max_seq_len: Any) -> None:
-    """Raise ValueError if `longest`, the tokens that exp_sums has partitions for, is below max_seq_len."""
+    """Raise ValueError if max_seq_len exceeds `longest`, the tokens that the partitions of exp_sums hold."""
     if check.integer("max_seq_len", max_seq_len, 0) > longest:
         least = f"of at least {ceil_div(max_seq_len, PARTITION)} partitions (of {PARTITION} of max_seq_len)"
         check.fail("exp_sums", least, int(longest) // PARTITION)
@@ -239,9 +241,9 @@ def paged_attention_v1(
         k_scale, v_scale: float32 of one element, a number, or None.
         tp_rank, blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size,
             blocksparse_head_sliding_step: with a vert_stride above 1 a head sees the tokens of a block b of
-            blocksparse_block_size tokens if b is among the last local_blocks, or if (b + offset) % vert_stride == 0,
-            with offset = (tp_rank * heads + head) * step + 1, or (tp_rank * kv_heads + kv_head) * -step + 1 for a
-            negative step. Block ids must be valid even for blocks that no head sees.
+            blocksparse_block_size tokens if b is among the last local_blocks, or if (b + offset) % vert_stride == 0.
+            For a head_sliding_step of at least 0 the offset is (tp_rank * heads + head) * step + 1, for a negative one
+            (tp_rank * kv_heads + kv_head) * -step + 1. Block ids must be valid even for blocks that no head sees.
 
     Raises:
         TypeError: a value that is no array, or has the wrong dtype or library.
@@ -317,7 +319,10 @@ def _merge_blocks(rows: int, row_vectors: int, block_vectors: int) -> int:
 
 
 def merge_variant(dtype: str, vector: int, heads_first: bool, each: int = 1, has_power: bool = False) -> Variant:
-    """Return the variant of `merge_states`. `has_power`: a row is a power of two of vectors, which `each` > 1 needs."""
+    """Return the variant of `merge_states`. `each`: the vectors that a thread merges.
+
+    `has_power`: the number of vectors of a row is a power of two. `each` > 1 requires it.
+    """
     form: list[str | int] = [each, "true"]
     return _merge.variant(CUDA_TYPE[dtype], vector, str(heads_first).lower(), *form if has_power else [])
 
@@ -351,8 +356,8 @@ def merge_attention_states(
 
     Args:
         out_a, out_b: [..., heads, head_dim], float32, float16 or bfloat16, contiguous.
-        lse_a, lse_b: float32 [..., heads], natural logarithms. -inf or +inf means a side without tokens (FlashAttention
-            2 and FlashMLA use +inf); its output is ignored, even if it is NaN.
+        lse_a, lse_b: float32 [..., heads], natural logarithms. -inf or +inf means that this set has no tokens
+            (FlashAttention 2 and FlashMLA use +inf); the output for the set is ignored, even if it is NaN.
         lse_heads_first: lse_a, lse_b and the returned lse are [..., heads, tokens], as vLLM and
             `flash_mla_with_kvcache` have them, for out_a and out_b of [..., tokens, heads, head_dim].
         out: a pair of arrays (out, lse) to write into. The first may be `out_a` or `out_b`; the second may be neither
@@ -360,7 +365,7 @@ def merge_attention_states(
         variant: "auto".
 
     Returns:
-        (out, lse), like the arrays of a side. If both sides are without tokens: 0 and -inf.
+        (out, lse), like `out_a` and `lse_a`. If both sets have no tokens: 0 and -inf.
 
     Raises:
         TypeError: a value that is no array, or has the wrong dtype or library.

@@ -15,7 +15,7 @@ _LARGEST_SCALE = 1e30
 
 
 class Sizes(NamedTuple):
-    """The sizes of a call, by their names in the kernels' parameters."""
+    """The sizes of a call. The field names are the names in the kernels' parameters."""
 
     seqs: int
     query_tokens: int
@@ -28,7 +28,7 @@ class Sizes(NamedTuple):
 
 
 class Sparse(NamedTuple):
-    """vLLM's block-sparse pattern, by the names in the kernels' parameters."""
+    """vLLM's block-sparse pattern. The field names are the names in the kernels' parameters."""
 
     sparse_local: int = 0
     sparse_stride: int = 0
@@ -49,7 +49,7 @@ class Call(NamedTuple):
 
 
 def _check_cache_dtype(key_cache: Array, value_cache: Array, query: Array, kv_cache_dtype: str) -> str:
-    """Check the dtypes of the caches. Return the dtype of the cached numbers, which for bytes is `kv_cache_dtype`."""
+    """Check the dtypes of the caches. Return the dtype of the cached numbers: for caches of bytes, `kv_cache_dtype`."""
     expect_place("key_cache", key_cache, query, "query")
     expect_place("value_cache", value_cache, query, "query")
     found = key_cache.dtype
@@ -68,7 +68,10 @@ def _check_cache_dtype(key_cache: Array, value_cache: Array, query: Array, kv_ca
 def _check_caches(
     key_cache: Array, value_cache: Array, layout: str, cache: str, head_dim: int
 ) -> tuple[int, int, int, dict[str, int]]:
-    """Check the shapes and strides of the caches. Return blocks, kv_heads, block_size, and byte strides by field."""
+    """Check the shapes and strides of the caches.
+
+    Return blocks, kv_heads, block_size, and a dict with the name of each stride field and the stride in bytes.
+    """
     shape = key_cache.shape
     axes: dict[str, int | None]
     if layout == "flash":

@@ -1,4 +1,8 @@
-"""Paged attention: the kernels and their configurations, how items of work are assigned to blocks, and the launch."""
+"""Paged attention: the kernels and their configurations, how work items are assigned to blocks, and the launch.
+
+An item is one sequence, one of its kv heads, and one block of the query rows that share this kv head. A piece is a
+range of the item's tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +18,31 @@ from cukern.runtime.op import forget_plans
 from cukern.runtime.plan import asked, empty, launch
 
 VARIANTS = ("auto", "specialized", "dynamic", "scalar")
-_DIMS = 64, 128, 256  # capacities of `attend` for a head
-#: The largest number of pieces of a batch, and of rows: the kernels count them in 32 bits.
+_DIMS = 64, 128, 256  # capacities: instances of `attend` with a dynamic head_dim take heads of up to this size
+#: The largest number of pieces in a batch, and the largest number of query rows. The kernels count both in 32 bits.
 MAX_UNITS = 2**31 - 2**16
-_MAX_BLOCKS = 2  # resident blocks of a multiprocessor, of the scalar kernel and, unless `Dealt` differs, of `attend`
+_MAX_BLOCKS = 2  # resident blocks per multiprocessor: of the scalar kernel, and the default of `attend` (`Dealt.fit`)
 _TILE_TOKENS, _UNIT_BYTES = 16, 16  # tensor cores need multiples of these: tokens of a cache block, bytes of a head
 _RESERVED_SHARED = 1024  # bytes of shared memory that CUDA reserves for each block
-#: The smallest piece of a queue, in units. Measured on an H200.
+#: The smallest piece that blocks take from the queue, in units of UNIT_TOKENS tokens. Measured on an H200.
 _MIN_UNITS = 4
-#: Blocks of a cluster for sequences of even lengths. Larger clusters are slower on an H200.
+#: Blocks of the cluster that computes one item if the lengths of the sequences count as equal. Larger clusters are
+#: slower on an H200.
 _EVEN_CLUSTER = 2
-#: With room for at most this many tokens a sequence, lengths count as even: a cluster finishes the longest sequence
-#: before a queue would.
+#: If the block table has room for at most this many tokens per sequence, the lengths count as equal. A cluster then
+#: finishes even the longest sequence before a queue would.
 _EVEN_TOKENS = 2048
 _ARE_EVEN = f"is even enough (up to {_EVEN_TOKENS})"
-#: With room for at most this many tokens for each warp of an item, two tiles at once are not faster than one, and
-#: slower for short sequences.
+#: If the block table has room for at most this many tokens per warp of an item, a warp multiplies one tile at a time.
+#: Two tiles at once would not be faster, and would be slower for short sequences.
 _AT_ONCE_TOKENS = 64
-#: Up to this many rows of a kv head are the N side of the MMA (N = 8).
+#: Up to this many query rows per kv head go to the N side of the MMA (N = 8).
 _FEW_ROWS = 8
-#: Each item gets a block of its own up to this multiple of the resident blocks. Beyond it the time to start a block
-#: matters, because the items are short.
+#: Up to this multiple of the number of resident blocks, each item gets a block of its own. With more items the items
+#: are short, and the time to start a block matters.
 _BLOCK_ITEMS = 4
 
-#: head_dim with variants of their own, and the models that have it.
+#: The sizes of head_dim with variants of their own, and models that have them.
 MODELS = {
     64: "GPT-OSS, Qwen2-0.5B, Llama-3.2-1B",
     80: "Phi-2, Qwen2-VL's vision tower",
@@ -60,44 +65,44 @@ _clear_counters.at_import = [_clear_counters.variant(_CLEARING).instance]
 
 
 def unit_tokens() -> int:
-    """Return the tokens of a unit. Pieces consist of whole units."""
+    """Return the tokens of a unit. A piece of an item's tokens consists of whole units."""
     return template.constants("paged_attention/attend")["UNIT_TOKENS"]
 
 
 class Dealt(NamedTuple):
-    """How items are assigned to blocks, and the size of these blocks."""
+    """How work items are assigned to blocks, and the size of these blocks."""
 
     cluster: int = 1
     dealing: str = "QUEUE"
     wide: bool = False  # whether a block has a multiprocessor to itself, with the warps of two narrow blocks
-    # Stages of a block, in KiB. Two narrow blocks with 100 KiB fit a multiprocessor, three with 68, four with 50.
+    # Shared memory of a block's stages. A multiprocessor has room for two narrow blocks of 100 KiB, 3 of 68 or 4 of 50.
     stage_kib: int = 100
-    at_once: int = 1  # tiles that a team multiplies at once
-    fit: int = _MAX_BLOCKS  # resident narrow blocks that the registers allow
+    at_once: int = 1  # tiles that a team (the warps that share the rows of a kv head) multiplies at once
+    fit: int = _MAX_BLOCKS  # narrow blocks per multiprocessor that the registers allow
 
 
 _QUEUE = Dealt()
-#: The assignment of few items, by the largest number of items for it, as measured on an H200. All clusters are resident
-#: at once: 15 clusters of 8 wide blocks, 30 of 4, 66 of 2, and at least twice the number with narrow blocks. Clusters
-#: of 16 start sooner with 68 KiB.
+#: The assignment of few items, measured on an H200. A key is the largest number of items for its assignment. All
+#: clusters are resident at once: an H200 holds 15 clusters of 8 wide blocks, 30 of 4 or 66 of 2, and at least twice as
+#: many clusters of narrow blocks. Clusters of 16 start sooner with 68 KiB of stages than with more.
 _FEW = {
     7: Dealt(16, "CLUSTERS", False, 68),
     15: Dealt(8, "CLUSTERS", True, 200),
     30: Dealt(4, "CLUSTERS", True, 200),
     32: Dealt(2, "CLUSTERS", True, 200),
 }
-#: The same for an 8-bit cache. The dependent chain of an 8-bit tile with its conversion is longer than the wait for the
-#: bytes of the tile, so two tiles at once overlap.
+#: The same for an 8-bit cache. An 8-bit tile is also converted, so its chain of dependent instructions takes longer
+#: than the load of its bytes. With two tiles at once the two chains overlap.
 _FEW_IN_FP8 = {
     7: Dealt(16, "CLUSTERS", False, 68, 2),
     15: Dealt(8, "CLUSTERS", True, 200, 2),
     16: Dealt(8, "CLUSTERS", False, 68, 2),
     32: Dealt(4, "CLUSTERS", False, 68, 2),
 }
-#: A block for each item, for an 8-bit cache and up to 8 rows. Four blocks are resident, so that chains overlap without
-#: two tiles at once.
+#: One block per item, for an 8-bit cache and up to 8 rows per kv head. Four blocks are resident per multiprocessor, so
+#: their dependent instructions overlap, and each team multiplies one tile at a time.
 _ALONE_IN_FP8 = Dealt(1, "EITHER", False, 50, fit=4)
-#: The assignment of few items for heads above 128, which have no wide blocks.
+#: The assignment of few items for a head_dim above 128. There are no wide blocks for such heads.
 _FEW_OF_LARGE_HEADS = {n: Dealt(128 // n, "CLUSTERS", False, 68) for n in (8, 16, 32)}
 
 
@@ -108,12 +113,12 @@ class AttendConfig(NamedTuple):
     cache: str
     layout: str
     head_dim: int  # 0: dynamic
-    dims: int  # head_dim rounded up to the capacity
+    dims: int  # capacity: head_dim rounded up to a multiple of 16; if dynamic, rounded up to one of _DIMS
     block_size: int  # 0: dynamic
     team: int
     extras: bool
     dealt: Dealt = _QUEUE
-    rows: int = 16  # of a warp: 8 are the N side of its MMA, 16 the M side
+    rows: int = 16  # query rows of a warp: 8 go to the N side of its MMA, 16 to the M side
 
     @property
     def warps(self) -> int:
@@ -121,7 +126,7 @@ class AttendConfig(NamedTuple):
 
     @property
     def fit(self) -> int:
-        """Resident blocks of a multiprocessor that the registers allow."""
+        """Blocks per multiprocessor that the registers allow."""
         return 1 if self.dealt.wide else self.dealt.fit
 
     @property
@@ -141,7 +146,7 @@ class AttendConfig(NamedTuple):
     def shared_bytes(self, rows: int) -> int:
         """Return the dynamic shared memory: the stages, and the partial results that a cluster exchanges.
 
-        The last stage also has to hold the results of `rows` rows.
+        The memory of the last stage is reused for the results of `rows` rows, so it is at least as large as these.
         """
         results = self.warps // self.team * rows * (self.dims + self.rows // 2) * 4
         found = (self.stages - 1) * self._stage_bytes + max(self._stage_bytes, results)
@@ -205,8 +210,8 @@ def _of_own_dtype(head_dim: int, block_size: int) -> list[Instance]:
     ]
 
 
-# These instances must not spill registers. One block size and one 16-bit dtype stand for all, because others differ in
-# constants only.
+# These instances must not spill registers. They have one block size and one 16-bit dtype only, because instances for
+# other block sizes and for float16 differ in constants only.
 _of_many_rows = [
     specialized_config("bfloat16", cache, layout, head_dim, 16, team).variant.instance
     for layout in LAYOUTS
@@ -256,7 +261,7 @@ def specialize(*, head_dim: int, block_size: int) -> list[Instance]:
 
 
 class Request(NamedTuple):
-    """The facts of a call that decide how it runs."""
+    """The properties of a call that decide how it runs."""
 
     dtype: str
     cache: str  # dtype of the cached numbers
@@ -270,17 +275,17 @@ class Request(NamedTuple):
 
     @property
     def group_rows(self) -> int:
-        """Rows that share a kv head."""
+        """Query rows that share a kv head: query tokens times heads per kv head."""
         return self.sizes.query_tokens * (self.sizes.heads // self.sizes.kv_heads)
 
     @property
     def few_rows(self) -> bool:
-        """Whether the rows of a kv head fit the N side of the MMA."""
+        """Whether the query rows of a kv head fit the N side of the MMA."""
         return self.group_rows <= _FEW_ROWS
 
 
 class _Choice(NamedTuple):
-    """A variant, the size of its blocks, and the assignment of items to them."""
+    """A variant, the size of its blocks, and the assignment of work items to these blocks."""
 
     variant: Variant
     threads: int
@@ -303,7 +308,7 @@ class Deal(NamedTuple):
     slots: int  # rows of all partial results
     counters: int
     why: str
-    shares: int = 0  # blocks that draw pieces from the queue
+    shares: int = 0  # blocks that take pieces from the queue
 
 
 def _why_scalar(x: Request) -> str:
@@ -346,14 +351,17 @@ def _choose_scalar(x: Request, reason: str) -> _Choice:
 
 
 def _choose_attend(gpu: Gpu, x: Request) -> _Choice:
-    """Choose the configuration of `attend`. A team has the warps for the rows of a kv head, up to a block's warps."""
+    """Choose the configuration of `attend`.
+
+    A team is the warps that share the rows of a kv head: one warp per 16 rows, at most all narrow warps of a block.
+    """
     sizes = x.sizes
     most_warps = 2 if sizes.head_dim > 128 else 4
     team = next(n for n in (1, 2, 4) if 16 * n >= x.group_rows or n == most_warps)
     items = max(1, sizes.seqs) * sizes.kv_heads * -(-x.group_rows // (16 * team))
     dealt, dealing = _dealt(gpu, x, items)
-    # QUEUE always has 16 rows a warp. `split` always uses QUEUE, so the batch does not change the order of a row's
-    # sums.
+    # With QUEUE a warp always has 16 rows. `split` always uses QUEUE, so the batch size does not change the order in
+    # which the scores of a row are summed.
     rows = _FEW_ROWS if x.few_rows and dealt.dealing != "QUEUE" else 16
     of_sizes = f"heads of {sizes.head_dim} and blocks of {sizes.block_size} tokens"
     is_own = (sizes.head_dim, sizes.block_size) in SPECIALIZED
@@ -375,7 +383,7 @@ def _choose_attend(gpu: Gpu, x: Request) -> _Choice:
 
 
 def _dealt(gpu: Gpu, x: Request, items: int) -> tuple[Dealt, str]:
-    """Return how `items` items are assigned to blocks, and the reason."""
+    """Return how `items` work items are assigned to blocks, and the reason."""
     # Only data-center GPUs have clusters of 16 blocks and the shared memory for them.
     if x.vllm_workspace:
         return (
@@ -411,15 +419,15 @@ def _dealt(gpu: Gpu, x: Request, items: int) -> tuple[Dealt, str]:
     if room <= _EVEN_TOKENS:
         even = f"{why}, as room for {room} tokens {_ARE_EVEN}"
         return Dealt(_EVEN_CLUSTER, "CLUSTERS", wide, 100 << wide, at_once), even
-    # Two stages of 64 KiB are faster here than three, for even and uneven lengths (H200). With an 8-bit cache, 8 even
-    # sequences of 8192 tokens take 39.8 us in such pairs and 45.4 us with the queue. Uneven lengths take at most 6%
-    # more than with the queue.
+    # Wide blocks have two stages of 64 KiB, which are faster here than three, for equal and unequal lengths (H200).
+    # With an 8-bit cache, 8 sequences of 8192 tokens each take 39.8 us with clusters of two blocks and 45.4 us with the
+    # queue. Unequal lengths take at most 6% longer than with the queue.
     why += ", or a queue where the lengths are uneven"
     return Dealt(_EVEN_CLUSTER, "EITHER", wide, 136 if wide else 100, at_once), why
 
 
 def deal(gpu: Gpu, x: Request) -> Deal:
-    """Return the variant and the grid of a call. The device handles all that depends on the lengths."""
+    """Return the variant and the grid of a call. They do not depend on the lengths, which only the device knows."""
     sizes, choice = x.sizes, _choose(gpu, x)
     row_blocks = -(-x.group_rows // choice.rows)
     items = sizes.seqs * sizes.kv_heads * row_blocks
@@ -438,10 +446,11 @@ def deal(gpu: Gpu, x: Request) -> Deal:
     if dealing == "EITHER" and cluster == 1:
         blocks = max(items, shares)
     elif dealing == "EITHER":
-        # Whole clusters: one for each item, and at least all resident clusters, for the queue.
+        # The grid has one cluster per item, and at least as many clusters as are resident, so that all
+        # multiprocessors have a block if the kernel chooses the queue.
         blocks = shares = max(items, blocks // cluster) * cluster
     if not x.split:
-        # There are at most `shares` pieces, plus less than one for each item because pieces are rounded up.
+        # There are at most `shares` pieces, plus fewer than one per item, because the pieces of an item are rounded up.
         all_pieces = min(all_pieces, shares + items)
     slots = 0 if x.vllm_workspace or max_pieces == 1 else all_pieces * rows
     return Deal(variant, blocks, threads, shared_bytes, rows, row_blocks, slots, 1 + items, choice.why, shares)

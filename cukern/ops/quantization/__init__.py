@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 FP8 = "float8_e4m3fn"
-#: The smallest eps: with smaller scales a quotient might not be rounded exactly.
+#: The smallest allowed eps. With a smaller scale, a quotient by the scale might not be rounded exactly.
 MIN_EPS = 1e-20
 _ONE = "a number or a float32 array of one element"
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -70,16 +70,16 @@ def scaled_fp8_quant(
 ) -> tuple[AnyArray, AnyArray]:
     """Quantize to FP8 (e4m3) with one scale, given or computed, or with a scale for each token.
 
-        largest = min(max |input|, scale_ub), over all of it or over a token; NaN is left out
+        largest = min(max |input|, scale_ub), over the whole input or over a token; NaN is left out
         scale   = max(largest, 1 / 512) / 448
         out     = e4m3(input / scale), to nearest, ties to even, 448 at most; NaN stays NaN
 
     Args:
         input: [tokens, ..., hidden], float32, float16 or bfloat16; rows may be strided, all by one distance.
         scale: a number, or a float32 array of one element on the device of `input`, which replaces the scale above.
-        num_token_padding: the smallest number of tokens of `out`, and of scales of tokens. Additional rows are
-            undefined.
-        scale_ub: a number, or a float32 array of one element: a bound of the largest magnitude.
+        num_token_padding: the minimum number of rows of `out`, and of the scales if each token has one. Rows past the
+            tokens are undefined.
+        scale_ub: a number, or a float32 array of one element: an upper bound for `largest`.
         use_per_token_if_dynamic: without a scale, compute one for each token.
         output: an array to write into and return, float8_e4m3fn, or uint8 for its bytes.
         expert_num_tokens: int32 [experts], for input of [experts, max_tokens, hidden]: the tokens of each expert. Rows
@@ -88,8 +88,9 @@ def scaled_fp8_quant(
             the same bits.
 
     Returns:
-        out [tokens, ..., hidden] in float8_e4m3fn, in CuPy uint8, and the scale, float32 [1] or [tokens, ..., 1]; a
-        given scale as a new array. input is about out * scale. Arrays in host memory go through the NumPy reference.
+        out [tokens, ..., hidden] in float8_e4m3fn, in CuPy uint8, and the scale, float32 [1] or [tokens, ..., 1]. A
+        scale that the caller gives is returned as a new array. input is about out * scale. Arrays in host memory go
+        through the NumPy reference.
 
     Raises:
         TypeError: an unsupported dtype, or a mixture of libraries.
@@ -190,8 +191,8 @@ def per_token_group_quant_fp8(
         x: [..., k], float32, float16 or bfloat16; rows may be strided, all by one distance.
         group_size: divides k; powers of two from 8 to 256 are fast.
         eps: at least 1e-20.
-        column_major_scales: scales with the tokens side by side in memory: x_s is a transposed view, of [..., k /
-            group_size, tokens].
+        column_major_scales: the scales of neighbouring tokens are neighbours in memory: x_s is a transposed view of an
+            array [..., k / group_size, tokens].
         use_ue8m0: scales are rounded up to a power of two.
         expert_num_tokens: int32 [experts], for x of [experts, max_tokens, k]: the tokens of each expert. Rows past
             them are neither read nor written.
@@ -261,29 +262,29 @@ def scaled_int8_quant(
     *,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray, AnyArray | None]:
-    """Quantize to int8 with a given scale, or a scale for each token; and with a zero point, unless symmetric.
+    """Quantize to int8 with a given scale or a scale for each token, and with a zero point unless symmetric is True.
 
         given       out = clamp(round(input / scale) + azp, -128, 127)
         symmetric   scale = max(max |input|, 1e-10) / 127
         otherwise   scale = max((max input - min input) / 255, max(max |input|, 1e-10) / 2**22),
                     azp = round(-128 - min input / scale)
 
-    The second bound of the scale matters if all numbers of a token are about the same: it keeps input / scale among the
-    integers that float32 represents. The range max - min may exceed float32's largest number: the scale of finite
-    numbers is finite. Rounding is to nearest, ties to even. NaN does not affect the scale, and is quantized as 0 is.
+    The second term of the last max matters if all numbers of a token are nearly equal: with it, float32 represents
+    input / scale as an integer exactly. The scale of finite numbers is finite, even if max - min exceeds float32's
+    largest number. Rounding is to nearest, ties to even. NaN does not affect the scale, and is quantized like 0.
 
     Args:
         input: [..., hidden], float32, float16 or bfloat16; rows may be strided, all by one distance.
         scale: a number, or a float32 array of one element on the device of `input`.
-        azp: with a scale, and if it is not symmetric, the zero point: an int32 array of one element.
-        symmetric: without a zero point.
+        azp: the zero point, an int32 array of one element; only with a given scale and symmetric=False.
+        symmetric: True: there is no zero point.
         variant: "auto", or a kernel by name: "vector" (8 numbers at a time, from aligned rows) or "scalar". Both give
             the same bits.
 
     Returns:
         out int8 [..., hidden], the scale, float32 [1] or [..., 1], and the zero point, int32 in the same shape, or
-        None. Given ones are returned as new arrays. input is about (out - azp) * scale. Arrays in host memory go
-        through the NumPy reference.
+        None. A scale or zero point that the caller gives is returned as a new array. input is about
+        (out - azp) * scale. Arrays in host memory go through the NumPy reference.
 
     Raises:
         TypeError: an unsupported dtype, or a mixture of libraries.
@@ -343,7 +344,7 @@ def silu_and_mul_quant(
     out_s: WrittenArray | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
-    """Quantize a gated activation to FP8 (e4m3), without rounding it in between.
+    """Compute a gated activation and quantize it to FP8 (e4m3), without rounding the activation to the dtype first.
 
     The function quantizes activate(gate, up) in float32, as in `cukern.moe_activation`. The scales are as in
     `cukern.per_token_group_quant_fp8`, or as in `cukern.scaled_fp8_quant` for a scale per token or one scale.
@@ -353,7 +354,8 @@ def silu_and_mul_quant(
             distance.
         activation: "silu", "gelu", "gelu_tanh", "swigluoai" or "relu2".
         group_size: divides inter; powers of two from 8 to 256 are fast. None: one scale for each token.
-        scale: a number, or a float32 array of one element on the device of `x`: the scale of all, without groups.
+        scale: a number, or a float32 array of one element on the device of `x`: one scale for all values; only with
+            group_size None.
         expert_num_tokens: int32 [experts], for x of [experts, max_tokens, 2 * inter]: the tokens of each expert. Rows
             past them are neither read nor written.
         out_q, out_s: arrays to write into and return; out_q float8_e4m3fn, or uint8 for its bytes.
@@ -422,9 +424,9 @@ def quantize_mxfp4(x: AnyArray) -> tuple[AnyArray, AnyArray]:
         x: [..., k], float32, float16 or bfloat16, k a multiple of 32; rows may be strided, all by one distance.
 
     Returns:
-        packed uint8 [..., k / 2], the first number of two in the low half, and scale uint8 [..., k / 32]: b stands for
-        2**(b - 127) (E8M0), and 255, for a group with an infinity or NaN, for NaN. Arrays in host memory go through the
-        NumPy reference.
+        packed uint8 [..., k / 2], the first number of two in the low half, and scale uint8 [..., k / 32] in E8M0: byte
+        b means 2**(b - 127), and 255 means NaN. A group with an infinity or NaN has the scale 255. Arrays in host
+        memory go through the NumPy reference.
 
     Raises:
         TypeError: an unsupported dtype.
@@ -445,17 +447,17 @@ def scaled_fp4_quant(input: AnyArray, input_global_scale: AnyArray) -> tuple[Any
 
         scale = e4m3(input_global_scale * (max |input| / 6)), over a group; NaN is left out
         value = e2m1(input * (input_global_scale / scale)): 0, 0.5, 1, 1.5, 2, 3, 4 or 6 with a sign, the nearest, ties
-                to the even code, 0 where the scale is 0; NaN becomes 0
+                to the even code; 0 if the scale is 0; NaN becomes 0
 
     Args:
         input: [..., k], float32, float16 or bfloat16, k a multiple of 16; rows may be strided, all by one distance.
-        input_global_scale: a number, or a float32 array of one element on the device of `input`. 448 * 6 / max |input|
-            over all of it uses the whole range of the scales.
+        input_global_scale: a number, or a float32 array of one element on the device of `input`. The value
+            448 * 6 / max |input|, with the maximum over the whole input, uses the whole range of the scales.
 
     Returns:
         packed uint8 [..., k / 2], the first number of two in the low half, and scale uint8 [..., k / 16], the bytes of
         e4m3 numbers, row by row. vLLM's function returns the swizzled order of Blackwell's tensor cores instead. input
-        is about value * scale / input_global_scale. Arrays in host memory go through the NumPy twin.
+        is about value * scale / input_global_scale. Arrays in host memory go through the NumPy reference.
 
     Raises:
         TypeError: an unsupported dtype, or a mixture of libraries.
@@ -517,8 +519,9 @@ def dequantize_nvfp4(packed: AnyArray, scale: AnyArray, global_scale: AnyArray, 
     Args:
         packed: uint8 [..., k / 2], the first number of two in the low half; contiguous.
         scale: float8_e4m3fn, or uint8 for its bytes, [..., k / 16]; contiguous.
-        global_scale: the input_global_scale of the quantization, a number or a float32 array of one element. It divides
-            the numbers. A factor in a product, such as the b_global_scale of `cukern.moe_gemm`, is its inverse.
+        global_scale: the input_global_scale of the quantization, a number or a float32 array of one element. The
+            numbers are divided by it. The b_global_scale of `cukern.moe_gemm` is a factor, so it is the inverse of
+            global_scale.
         dtype: "float32", "float16" or "bfloat16".
 
     Returns:

@@ -16,7 +16,7 @@ from cukern.runtime.units import ceil_div, divisor
 DTYPES = ("float32", "float16", "bfloat16")
 #: "vector" handles 8 numbers at a time, "scalar" one.
 VARIANTS = ("auto", "vector", "scalar")
-#: Groups that a few lanes of a warp quantize. A group of any other size takes a block.
+#: The group sizes that a few lanes of a warp quantize. A block quantizes a group of any other size.
 GROUPS = (8, 16, 32, 64, 128, 256)
 
 _groups = Kernel("quantization/quantize_groups", "quantize_groups")
@@ -26,9 +26,9 @@ _tensor = Kernel("quantization/quantize_tensor", "quantize_tensor")
 _fp4 = Kernel("quantization/quantize_fp4", "quantize_fp4")
 _read_fp4 = Kernel("quantization/dequantize_fp4", "dequantize_fp4")
 
-_EACH = 8  # numbers of a unit, if sizes and addresses allow it; else 1
-_GROUP_UNITS = 2  # the largest number of units of a group for a thread, which computes the group's scale once
-_FP4_ITEMS = 4  # units of a thread; a unit has 16 numbers, or 8 of float32
+_EACH = 8  # numbers of a unit, if sizes and addresses allow it; otherwise a unit is one number
+_GROUP_UNITS = 2  # the largest number of units of one group that a thread handles
+_FP4_ITEMS = 4  # units of a thread; a unit has 16 numbers of 16 bits, or 8 numbers of float32
 _BLOCKS_PER_MULTIPROCESSOR, _MAGNITUDE_THREADS = 2, 1024
 _READ_THREADS, _READ_ITEMS = 256, 4
 #: A scale: an array, or None and a number.
@@ -42,7 +42,7 @@ def _items(dtype: str, activation: int, each: int) -> int:
 
 
 def _group_units(dtype: str, activation: int, group: int) -> int:
-    """Return the units of a group for a thread: so that eight neighbouring threads load whole lines of 128 bytes."""
+    """Return how many units of a group a thread handles. Eight neighbouring threads should load a 128-byte line."""
     return max(1, min(_GROUP_UNITS, group // (8 * _EACH), _items(dtype, activation, _EACH)))
 
 
@@ -103,7 +103,7 @@ _list_instances()
 
 
 class Input(NamedTuple):
-    """The rows to quantize, from the argument `name`. An activation halves their length."""
+    """The rows to quantize, from the argument `name`. With a gated activation the results are half as long."""
 
     name: str
     x: Array
@@ -142,7 +142,7 @@ def quantize_groups(
     of: Input, form: str, group: int, q: Array, s: Array, smallest: float, *, power_of_two: bool = False,
     column_major: bool = False, upper: Scale | None = None, azp: Array | None = None,
 ) -> None:  # fmt: skip
-    """Quantize with a scale for each `group` neighbours of a row, or for each row if `group` is 0."""
+    """Quantize with one scale for every `group` neighbouring numbers of a row; 0: one scale for each row."""
     dtype, activation, k, total = of.x.dtype, of.activation, of.k, of.rows.total
     if total == 0 or (group and k == 0):
         check.one_of("variant", of.variant, VARIANTS)

@@ -1,4 +1,4 @@
-"""Sampling: a token from each row of logits or probabilities."""
+"""Sampling: draw a token from each row of logits or probabilities."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-#: Arguments that differ at each call, unless they are arrays.
+#: Arguments whose values may differ at each call of a plan, unless they are arrays.
 _NUMBERS = "seed", "offset", "generator"
 
 
@@ -84,13 +84,13 @@ def sampling_from_logits(
         generator: the source of the seed if there is none: a `torch.Generator` of the device for tensors, a `Generator`
             or a `RandomState` of their library's `random` for NumPy's and CuPy's arrays. None: the library's own
             generator, which `torch.manual_seed`, `numpy.random.seed` or `cupy.random.seed` set. No call waits for the
-            GPU. For CUDA tensors the host reads seed and offset, and the offset grows by 4: the call equals one with
-            `seed=generator.initial_seed(), offset=generator.get_offset()`. Torch refuses that during a capture. Then
-            one more kernel draws an int64 as the seed, so that each replay draws anew. CuPy always draws the seed on
-            the device, and cannot during a capture.
+            GPU. For CUDA tensors the host reads the generator's seed and offset and adds 4 to the offset: the call
+            equals a call with `seed=generator.initial_seed(), offset=generator.get_offset()`. While a CUDA graph is
+            captured torch does not allow that. One more kernel then draws an int64 as the seed, so that each replay has
+            another seed. CuPy always draws the seed on the device, and cannot draw one during a capture.
         indices: int32 or int64 [batch]: the row that each token is drawn from, if not its own; clamped to the rows.
-        return_valid: also return bool [batch]: False for a row that holds NaN, or nothing that can be drawn. Its id
-            is 0.
+        return_valid: also return bool [batch]: False for a row that holds NaN or has no token that can be drawn. The
+            id of such a row is 0.
         return_logprobs: also return float32 [batch]: the logarithm of the token's probability in its row before any
             filter, after the temperature.
         out: the array, or the tuple of arrays, to write into and return.
@@ -107,8 +107,9 @@ def sampling_from_logits(
             arrays on a device are clamped instead.
         RuntimeError: no seed for CuPy's arrays during a capture.
 
-    The functions and the order of their arguments are FlashInfer's. The draw is a race of groups of 32 tokens,
-    the exponential form of the Gumbel-max trick, with random numbers from Philox (Salmon et al., 2011).
+    The functions and the order of their arguments are FlashInfer's. The draw first chooses a group of 32 tokens by an
+    exponential race (a form of the Gumbel-max trick), then a token of the group. The random numbers are from Philox
+    (Salmon et al., 2011).
     """
     return draw("logits", logits, (seed, offset, generator), indices, return_valid, return_logprobs, out, variant)
 
@@ -180,8 +181,8 @@ def top_p_sampling_from_probs(
 
     Args:
         probs: [rows, vocab], as in `sampling_from_probs`; the sum is compared with `top_p` times the sum of the row.
-        top_p: a float in [0, 1] or an array [batch], float32, int32 or int64. The token whose probability reaches it is
-            kept, and always the most probable one; ties go to the lower id. None keeps all.
+        top_p: a float in [0, 1] or an array [batch], float32, int32 or int64. The token that lets the sum reach
+            top_p is kept, too, and the most probable token is always kept; ties go to the lower id. None keeps all.
 
     The other arguments, results and errors are as in `sampling_from_logits`. The method is from "The curious case of
     neural text degeneration" (arXiv:1904.09751), by rejection as in FlashInfer.
@@ -235,7 +236,7 @@ def top_k_top_p_sampling_from_logits(
     out: AnyArray | None = None,
     variant: str = "auto",
 ) -> AnyArray:
-    """Draw a token from the tokens that both top-k and top-p keep of the softmax of each row.
+    """Draw a token from the softmax of each row, among the tokens that both top-k and top-p keep.
 
     Args:
         logits: [rows, vocab], as in `sampling_from_logits`.
@@ -299,14 +300,15 @@ def sample(
         logits: [rows, vocab], as in `sampling_from_logits`.
         temperature: divides the logits; a float of at least 0 or an array [batch], float32, int32 or int64. 0 takes the
             largest logit, the lower id on ties; infinity makes all finite logits equally probable.
-        top_k: as in `top_k_sampling_from_probs`, after the temperature. -1, 0, and more than the vocabulary keep all,
-            also in an array: these are the values without a limit in vLLM, SGLang, FlashInfer and transformers.
+        top_k: as in `top_k_sampling_from_probs`, after the temperature. -1, 0 and values of at least the vocabulary
+            size keep all tokens, also in an array: vLLM, SGLang, FlashInfer and transformers use these values for
+            "no limit".
         top_p, filter_apply_order: as in `top_k_top_p_sampling_from_logits`, after the temperature.
         min_p: as in `min_p_sampling_from_probs`, after the temperature.
         bias: [vocab] of the dtype of `logits`, added to each row in float32.
         finished: bool [batch]. A finished row gets `end_id` (and the log-probability 0). A row that draws `end_id`
             becomes finished, in place.
-        end_id: the id of the end, with `finished` only.
+        end_id: the token that ends a sequence; only with `finished`.
         sequence_length: int32 [batch], increased in place for rows that were not finished.
 
     The other arguments, results and errors are as in `sampling_from_logits`. The step is FasterTransformer's (its
@@ -397,8 +399,9 @@ def chain_speculative_sampling(
 ) -> tuple[AnyArray, AnyArray, AnyArray]:
     """Verify a chain of draft tokens, so that the emitted tokens have the distribution of the target model.
 
-    Draft n is accepted with probability min(1, target / draft) of its token. At the first rejection a token is drawn
-    from max(target - draft, 0), renormalized. If all drafts are accepted, it is drawn from the target's last row.
+    A draft token is accepted with probability min(1, target / draft), the ratio of its probabilities in the two models.
+    At the first rejection one token is drawn from max(target - draft, 0), renormalized. If all draft tokens are
+    accepted, one more token is drawn from the last row of the target.
 
     Args:
         draft_probs: the draft model's probabilities [batch, drafts, vocab], float32, float16 or bfloat16, contiguous.
@@ -409,7 +412,8 @@ def chain_speculative_sampling(
 
     Returns:
         ids int32 [batch, drafts + 1]: the accepted drafts, the drawn token, then -1;
-        accepted int32 [batch]: the number of drafts that would be accepted one by one;
+        accepted int32 [batch]: the number of drafts that pass the test when each is tested by itself, also after a
+            rejection;
         emitted int32 [batch]: the number of drafts before the first rejection.
 
     Raises TypeError and ValueError as `sampling_from_logits` does. The function is FlashInfer's. The method is from

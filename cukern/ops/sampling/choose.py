@@ -1,4 +1,4 @@
-"""Sampling: the kernels, how the blocks of a row share it, the checks, and the launches."""
+"""Sampling: the kernels, how a row is divided among blocks, the checks, and the launches."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from cukern.runtime.plan import asked, check_each_call, each_call, launch, outpu
 
 DTYPES = ("float32", "float16", "bfloat16")
 INTEGERS = ("int32", "int64")
-#: The dtypes of an array of numbers that need not be integers.
+#: The dtypes of an array for a parameter that need not be an integer, such as the temperature.
 NUMBERS = ("float32", *INTEGERS)
 VARIANTS = ("auto", "cluster", "block")
 ORDERS = ("top_k_first", "joint")
 MAX_VOCAB = 2**20
 MAX_BATCH = 2**24
 CLUSTER = 8
-#: Shared memory of a block: the limit on every GPU from sm_80 on, and the size for five resident blocks on an H200.
+#: Maximum shared memory of a block: on every GPU from sm_80 on, and if five blocks must be resident on a multiprocessor
+#: of an H200.
 _MAX_SHARED_BYTES = 96 * 1024
 _SHARED_BYTES_OF_MANY = 44 * 1024
 
@@ -43,7 +44,7 @@ _renormalize = Kernel("sampling/renormalize", "renormalize", compile_s=0.6)
 
 
 def _shared_bytes(tiles: int, cached_tiles: int, topped_tiles: int, tops_per_tile: int) -> int:
-    """Return the shared memory of a block, from the sizes of its layout."""
+    """Return the shared memory of a block in bytes, from the sizes of its parts."""
     constants = template.constants(_sample.file)
     kept = 2 * tiles * 16 + constants["CAPACITY"] * 8 + tiles * tops_per_tile * 4
     return kept + topped_tiles * 128 + cached_tiles * constants["TILE"] * 4
@@ -66,8 +67,8 @@ def renormalizer(dtype: str, mode: str, cluster: int) -> Variant:
     return _renormalize.variant(arrays.CUDA_TYPE[dtype], mode, cluster, launched=_launched())
 
 
-# The usual instances, with clusters: logits in float32 and bfloat16, probabilities in float32. All others are compiled
-# at their first use.
+# The most used instances, all with clusters: logits in float32 and bfloat16, probabilities in float32. All others are
+# compiled at their first use.
 _sample.at_import = [
     sampler(dtype, probs, CLUSTER).instance
     for dtype, probs in (("float32", False), ("bfloat16", False), ("float32", True))
@@ -77,7 +78,7 @@ _renormalize.at_import = [renormalizer("float32", "SOFTMAX", CLUSTER).instance]
 
 
 class Plan(NamedTuple):
-    """How the blocks of a row share it."""
+    """How a row is divided among blocks."""
 
     cluster: int  # blocks per row
     threads: int
@@ -88,7 +89,7 @@ class Plan(NamedTuple):
 
 
 def plan_of(values: Array, batch: Any, variant: str, cache: bool) -> Plan:
-    """Return the plan for `batch` rows. `cache`: blocks keep a part of the row in shared memory, to read it again."""
+    """Return the plan for `batch` rows. `cache`: blocks keep a part of a row in shared memory for further passes."""
     check.one_of("variant", variant, VARIANTS)
     gpu, constants = values.gpu, template.constants(_sample.file)
     clusters = gpu.compute_capability >= 90
@@ -96,10 +97,10 @@ def plan_of(values: Array, batch: Any, variant: str, cache: bool) -> Plan:
         check.fail("variant", "'auto' or 'block' on a GPU without clusters (before sm_90)", "'cluster'")
     most_warps, least_warps, tile = constants["MAX_WARPS"], constants["MIN_WARPS"], constants["TILE"]
     tiles = -(-values.shape[-1] // tile)
-    # If there are few tiles, one block has a warp for each.
+    # If one block can have a warp for each tile, it computes the row alone.
     cluster = 1 if variant == "block" or not clusters or (variant == "auto" and tiles <= most_warps) else CLUSTER
     tiles_per_block = -(-tiles // cluster)
-    # About a warp per tile, as long as all blocks are resident, two per multiprocessor.
+    # A block has about one warp per tile if all blocks are resident at once with two blocks per multiprocessor.
     most_few = 2 * gpu.multiprocessors // cluster
     few = batch <= most_few
     warps = most_warps if few else least_warps if not cache or batch <= 5 * gpu.multiprocessors // cluster else 8
@@ -107,7 +108,8 @@ def plan_of(values: Array, batch: Any, variant: str, cache: bool) -> Plan:
     tops_per_tile = 32
     while tops_per_tile > 1 and tiles * tops_per_tile > constants["MAX_TOPS"]:
         tops_per_tile //= 2
-    # With many rows only a part of a row is cached, so that enough blocks are resident. The rest is read again from L2.
+    # With many rows only a part of each row is cached in shared memory, so that enough blocks are resident. Further
+    # passes read the rest from L2.
     limit = _MAX_SHARED_BYTES if few else _SHARED_BYTES_OF_MANY
     topped = min(tiles_per_block, (_MAX_SHARED_BYTES - _shared_bytes(tiles, 0, 0, tops_per_tile)) // 128)
     used = _shared_bytes(tiles, 0, topped, tops_per_tile)
@@ -127,7 +129,7 @@ def plan_of(values: Array, batch: Any, variant: str, cache: bool) -> Plan:
 
 
 def _within(low: float, high: float, wanted: str) -> Callable[[str, Any], float]:
-    """Return a function that checks a number in [low, high], from its name and value."""
+    """Return a function of a name and a value that checks that the value is a number in [low, high]."""
 
     def convert(name: str, value: Any) -> float:
         found = check.number(name, value)
@@ -139,7 +141,7 @@ def _within(low: float, high: float, wanted: str) -> Callable[[str, Any], float]
 
 
 def _word(name: str, value: Any) -> int:
-    """Check an integer, signed or unsigned, and return its 64 bits."""
+    """Check a signed or unsigned 64-bit integer, and return its bits as an unsigned integer."""
     return check.integer(name, value, -(2**63), 2**64 - 1) & (2**64 - 1)
 
 
@@ -162,7 +164,7 @@ def any_count(name: str, value: Any, vocab: int) -> int:
 
 
 _share = _within(0, 1, "in [0, 1] (None for no limit)")
-#: The rule of a parameter: its dtypes as an array, the check of a number, and the number that None means.
+#: The rule of a parameter: the dtypes that an array may have, the check of a number, and the number that None means.
 _Rule = tuple[tuple[str, ...], Callable[[str, Any], Any], Any]
 #: The rules of all parameters except top_k.
 _RULES: dict[str, _Rule] = {
@@ -175,14 +177,17 @@ _RULES: dict[str, _Rule] = {
 PARAMETERS = ("top_k", *_RULES)
 
 
-#: The check of a number for top_k, from its name, its value and the vocabulary.
+#: The type of a function that checks a number for top_k, from its name, its value and the vocabulary.
 _Count = Callable[[str, Any, int], int]
 
 
 def _parameters(
     first_name: str, first: Array, batch: Any, given: dict[str, Any], count: _Count = _count
 ) -> dict[str, Any]:
-    """Return the fields of the parameters: an array [batch], or one element or a number for all rows."""
+    """Return the kernel's fields for the sampling parameters.
+
+    A parameter is an array [batch], or for all rows an array of one element or a number.
+    """
     vocab, bits = first.shape[-1], template.constants(_sample.file)
     rules: dict[str, _Rule] = {"top_k": (INTEGERS, lambda name, value: count(name, value, vocab), vocab), **_RULES}
     fields: dict[str, Any] = {"wide": 0, "integral": 0, "single": 0}
@@ -202,7 +207,7 @@ def _parameters(
 
 
 def _checked(convert: Callable[[Any], Any], value: Any) -> Any:
-    """Check a number. If it differs at each call, each call checks it."""
+    """Check a number. If the number differs at each call of a plan, check it at each call."""
     return check_each_call(convert, value) if isinstance(value, Each) else convert(value)
 
 
@@ -213,7 +218,10 @@ Randomness = tuple[Any, Any, Any]
 def _stream(
     name: str, first: Array, batch: Any, randomness: Randomness, filters: dict[str, Any], count: _Count = _count
 ) -> dict[str, Any]:
-    """Return the fields of the parameters, seed and offset. Without a seed, a generator draws both at each call."""
+    """Return the kernel's fields for the parameters, the seed and the offset.
+
+    If the caller passes no seed, a generator gives seed and offset at each call.
+    """
     seed, offset, generator = randomness
     fields = _parameters(name, first, batch, {"seed": seed, "offset": offset, **filters}, count)
     bits = template.constants(_sample.file)
@@ -232,7 +240,7 @@ def _stream(
 
 
 def _generator(first: Array, generator: Any) -> tuple[Callable[..., generators.Drawn], tuple[Any, ...]]:
-    """Return the function that draws a seed, and its arguments: the caller's generator, if there is one."""
+    """Return a function that draws a seed, and the arguments to call it with: the caller's generator, or none."""
     library, device = first.place.library, first.place.device
     draw = functools.partial(generators.draw, library, device)
     if generator is None:
@@ -241,7 +249,7 @@ def _generator(first: Array, generator: Any) -> tuple[Callable[..., generators.D
 
 
 def _leave_to_twin(first: Array, randomness: Randomness, variant: str) -> Any:
-    """Leave a draw to the twin. Without a seed, the generator draws one."""
+    """Let the NumPy reference draw the tokens. If the caller passes no seed, a generator draws one first."""
     seed, _, generator = randomness
     if seed is not None:
         return run_twin(variant, VARIANTS)
@@ -251,7 +259,7 @@ def _leave_to_twin(first: Array, randomness: Randomness, variant: str) -> Any:
 
 
 def _check_rows(name: str, values: Any, symbol: str = "batch") -> tuple[Any, int, Any]:
-    """Return rows, vocabulary and row stride of a matrix [rows, vocab]."""
+    """Check a matrix [rows, vocab]. Return the number of rows, the vocabulary size and the row stride."""
     rows, vocab = expect_array(name, values, DTYPES, (symbol, "vocab")).shape
     if not 1 <= vocab <= MAX_VOCAB:
         check.fail(name, f"of a vocabulary in [1, {MAX_VOCAB}]", vocab)
@@ -266,7 +274,7 @@ _OPTIONAL += ("draft_ids", "accepted", "emitted", "drafts")
 
 
 def _launch_sampler(values: Array, probs: bool, batch: Any, variant: str, again: bool, **fields: Any) -> None:
-    """Launch the kernel that draws. `again`: it reads rows more than once."""
+    """Launch the kernel that draws tokens. `again`: the kernel reads rows more than once."""
     plan = plan_of(values, batch, variant, again)
     if not batch:
         return
@@ -303,13 +311,16 @@ def _launch_argmax(values: Array, batch: Any, variant: str, **fields: Any) -> No
 
 
 def _is_greedy(filters: dict[str, Any], seed: Any) -> bool:
-    """Return whether the largest logit suffices. A draw without a seed must advance a generator, so it never does."""
+    """Return whether the call only has to find the largest logit of each row (temperature 0).
+
+    Without a seed the answer is no, because a draw must then advance a generator.
+    """
     temperature = filters.get("temperature")
     return not (temperature is None or isinstance(temperature, Array) or seed is None) and bool(temperature == 0)
 
 
 def _batch_of(name: str, values: Array, rows: Any, indices: Any) -> Any:
-    """Return the batch: the rows, or the length of `indices`."""
+    """Return the batch size: the number of rows, or with `indices` their number."""
     if indices is None:
         return rows
     shape = getattr(indices, "shape", type(indices).__name__)
@@ -324,7 +335,7 @@ def _batch_of(name: str, values: Array, rows: Any, indices: Any) -> Any:
 def _check_step(
     name: str, values: Array, batch: Any, bias: Any, finished: Any, end_id: int | None, sequence_length: Any
 ) -> int:
-    """Check the arguments of `sample` other than the parameters. Return the id of the end, -1 for none."""
+    """Check the arguments of `sample` other than the parameters. Return end_id, or -1 if there is none."""
     vocab = values.shape[-1]
     if bias is not None:
         expect("bias", bias, values, name, (values.dtype,), (vocab,), "[vocab]")
@@ -342,7 +353,7 @@ _RESULTS = {"ids": "int32", "valid": "bool", "logprobs": "float32"}
 
 
 def _results(name: str, values: Array, batch: Any, indices: Any, wanted: list[str], out: Any) -> list[Array]:
-    """Return arrays for the `wanted` results [batch]: new ones, or from `out`, which is one array or several."""
+    """Return the arrays for the `wanted` results [batch]: new arrays, or the one or several arrays of `out`."""
     given = out if out is None or isinstance(out, (tuple, list)) else [out]
     if given is not None and len(given) != len(wanted):
         check.fail("out", " and ".join(wanted), f"{len(given)} arrays")
@@ -353,7 +364,10 @@ def _results(name: str, values: Array, batch: Any, indices: Any, wanted: list[st
 
 
 def _reads_again(fields: dict[str, Any], vocab: int) -> bool:
-    """Return whether a draw reads rows more than once: with filters, except a small k, whose list is short."""
+    """Return whether a draw reads rows more than once.
+
+    Filters need further passes, except a small top_k: the kernel then lists the top tokens in its first pass.
+    """
     top_k, top_p, min_p = (fields[f"scalar_{x}"] for x in ("top_k", "top_p", "min_p"))
     by_row = any(fields[x] is not None for x in ("top_k", "top_p", "min_p"))
     is_large = fields["top_k"] is not None or top_k > template.constants(_sample.file)["MAX_LISTED"]
@@ -421,7 +435,7 @@ def probabilities_of(values: Any, *_: Any, **__: Any) -> Result:
 
 
 def whole_rows(mode: str, name: str, values: Any, parameter: str, value: Any, out: Any, variant: str) -> Any:
-    """Check and launch a function that returns rows."""
+    """Check and launch a function that returns whole rows: softmax, renormalized or masked rows."""
     batch, vocab, stride = _check_rows(name, values)
     fields = _parameters(name, values, batch, {parameter: value})
     out = outputs(out, values, name, probabilities_of(values) if mode == "SOFTMAX" else like_rows(values))
@@ -483,7 +497,7 @@ def verify(
         False,
         second=first,
         ids=ids,
-        # Non-null even without drafts, because null means that no drafts are verified.
+        # Not null even if there are no drafts, because null tells the kernel that it does not verify drafts at all.
         draft_ids=draft_token_ids if drafts else ids,
         accepted=accepted,
         emitted=emitted,
