@@ -1,1 +1,1 @@
-"""How fast the ops are, against the hardware's limits and against what a user would call instead."""
+"""Measure the ops beside the limits of the hardware and beside the code that a user would call instead."""

@@ -1,4 +1,4 @@
-"""The exchange of tokens between the GPUs of a host, against the bandwidth of stores into a peer's memory and NCCL."""
+"""Time the token exchange between GPUs of a host, beside the bandwidth of stores into a peer's memory and NCCL."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from cukern.ops.all_to_all import AllToAllState
 RANKS = 2
 TOKENS = (1, 8, 32, 128, 512, 4096)
 FP8, BF16 = "float8_e4m3fn", "bfloat16"
-_GROUP = 128  # numbers that share a scale
+_GROUP = 128  # numbers per scale
 _DEADLINE_S = 5.0
 
 
 class Sizes(NamedTuple):
-    """`tokens` are those of a rank."""
+    """The sizes of an exchange. `tokens` is per rank."""
 
     ranks: int
     tokens: int
@@ -35,25 +35,25 @@ class Sizes(NamedTuple):
 
     @property
     def calls(self) -> int:
-        """Calls in a graph."""
+        """The calls in a graph."""
         return 40 if self.tokens < 1000 else 10
 
 
 def goes_there(sizes: Sizes) -> float:
-    """The probability that a token with random experts has one of a given rank."""
+    """Return the probability that a token with random experts has an expert on a given rank."""
     elsewhere = sizes.experts - sizes.experts // sizes.ranks
     return 1 - math.comb(elsewhere, sizes.topk) / math.comb(sizes.experts, sizes.topk)
 
 
 def dispatched_bytes(sizes: Sizes, dtype: str) -> int:
-    """What a rank sends: rows, with their scales, to the ranks that have their experts; ids and weights to all."""
+    """Return the bytes that a rank sends: rows and scales to ranks with their experts, ids and weights to all ranks."""
     row = sizes.hidden + 4 * sizes.hidden // _GROUP if dtype == FP8 else 2 * sizes.hidden
     others = sizes.tokens * (sizes.ranks - 1)
     return round(others * (goes_there(sizes) * row + 8 * sizes.topk))
 
 
 def combined_bytes(sizes: Sizes) -> int:
-    """What a rank sends back: a row in 16 bits for each token that it received."""
+    """Return the bytes that a rank sends back: a 16-bit row for each token that it received."""
     return round(sizes.tokens * (sizes.ranks - 1) * goes_there(sizes) * 2 * sizes.hidden)
 
 
@@ -85,12 +85,12 @@ def _states(sizes: Sizes, clock: Clock) -> list[AllToAllState]:
 
 
 def _sets(clock: Clock, sizes: Sizes, calls: int) -> int:
-    """Inputs that differ: as many as exceed L2, at most one for each call of a graph."""
+    """Return the number of different inputs: enough to exceed L2, at most one for each call of a graph."""
     return min(calls, max(2, math.ceil(3 * clock.l2_bytes / (sizes.tokens * sizes.hidden * 2))))
 
 
 def _ends(states: Sequence[AllToAllState]) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Functions that check and close all states."""
+    """Return functions that check and close all states."""
 
     def check() -> None:
         for state in states:
@@ -104,7 +104,7 @@ def _ends(states: Sequence[AllToAllState]) -> tuple[Callable[[], None], Callable
 
 
 def inputs(sizes: Sizes, clock: Clock, sets: int) -> list[list[Tokens]]:
-    """By rank and set."""
+    """Return tokens by rank and set."""
     ranks = sizes.ranks
     return clock.on_all(lambda rank: [random_tokens(sizes, clock.device(rank), n * ranks + rank) for n in range(sets)])
 
@@ -120,7 +120,7 @@ def _dispatch(sizes: Sizes, dtype: str, clock: Clock) -> Calls:
 
 
 def _inverses(sizes: Sizes, clock: Clock, states: Sequence[AllToAllState], tokens: list[list[Tokens]]) -> list[Any]:
-    """By rank and set, the row of each slot that a dispatch brings, for experts' rows in the order of the experts."""
+    """Return, by rank and set, the row of each received slot, with experts' rows in the order of the experts."""
 
     def inverse(rank: int, ids: torch.Tensor) -> torch.Tensor:
         here = states[rank].expert_map(ids), states[rank].num_local_experts
@@ -142,8 +142,8 @@ def _inverses(sizes: Sizes, clock: Clock, states: Sequence[AllToAllState], token
 
 
 def _combine(sizes: Sizes, variant: str, clock: Clock) -> Calls:
-    """The combine behind a dispatch in FP8, which is timed alone too."""
-    sets = 2  # the experts' rows are many
+    """Return the calls of a combine after an FP8 dispatch. The dispatch is also timed alone."""
+    sets = 2  # only two, because the rows of the experts take much memory
     states, tokens = _states(sizes, clock), inputs(sizes, clock, sets)
     by_slot = variant == "by slot"
     rows = sizes.ranks * sizes.tokens * (sizes.topk if by_slot else 1)
@@ -169,7 +169,7 @@ def _combine(sizes: Sizes, variant: str, clock: Clock) -> Calls:
 
 
 def _sent_sizes() -> tuple[int, ...]:
-    """What a rank sends, in all cases."""
+    """Return the bytes that a rank sends in each case."""
     found = {dispatched_bytes(Sizes(RANKS, tokens), dtype) for tokens in TOKENS for dtype in (FP8, BF16)}
     return tuple(sorted(found | {combined_bytes(Sizes(RANKS, tokens)) for tokens in TOKENS}))
 
@@ -201,7 +201,7 @@ def _case(sizes: Sizes, op: str, variant: str, dtype: str) -> Case:
 
 
 def cases() -> list[Case]:
-    """Tokens of a model as wide as DeepSeek-V3: dispatched in FP8 and 16 bits, combined from sums and from slots."""
+    """Return cases with rows of DeepSeek-V3's width: dispatch in FP8 and 16 bits, combine of sums and of slots."""
     every = [Sizes(RANKS, tokens) for tokens in TOKENS]
     made = [_case(sizes, "all_to_all_dispatch", "auto", dtype) for dtype in (FP8, BF16) for sizes in every]
     return made + [

@@ -1,4 +1,4 @@
-"""Beam search against its floor, and against the same put together from torch operators."""
+"""Time beam search beside its floor and compositions of torch operators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STEP = 20
 
 
 def eager_topk(log_probs: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k best of all beams."""
+    """Return the k best continuations of all beams."""
     values, ids = log_probs.flatten(1).topk(k, dim=1)
     return values.float(), ids.int()
 
@@ -31,7 +31,7 @@ def eager_step(
     finished_parents: torch.Tensor,
     done: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """A step as transformers makes it, with one end token and a length penalty of 1."""
+    """Compute a step as transformers does, with one end token and a length penalty of 1."""
     _, beams, vocab = log_probs.shape
     length = _STEP + 1
     totals = (log_probs.float() + scores[:, :, None]).flatten(1)
@@ -58,7 +58,7 @@ def eager_step(
 
 
 def eager_tree(ids: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
-    """The way back, step by step; without the filling after the end."""
+    """Walk back from the last step, without filling the steps after the end."""
     out = torch.empty_like(ids)
     beam = torch.arange(ids.shape[2], device=ids.device).expand(ids.shape[1:])
     for step in range(len(ids) - 1, -1, -1):
@@ -68,7 +68,7 @@ def eager_tree(ids: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
 
 
 def eager_caches(keys: torch.Tensor, values: torch.Tensor, parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both caches by index_select."""
+    """Reorder both caches by index_select."""
     batch, beams = parents.shape
     rows = (parents + beams * torch.arange(batch, device=parents.device)[:, None]).flatten()
     return keys.index_select(1, rows), values.index_select(1, rows)
@@ -132,7 +132,7 @@ def _step(batch: int, beams: int, vocab: int) -> Case:
         "narrow",
         inputs,
         lambda *args: cukern.beam_search_step(*args, _STEP, _MAX_STEPS, _END),
-        # The state: five words per beam read and seven written, and a byte per batch entry.
+        # The state: five words per beam are read and seven written, and a byte per batch entry.
         batch * (beams * (vocab * 4 + 12 * 4) + 2),
         baselines={"torch": Baseline(lambda: eager_step), "torch.compile": _compiled(eager_step)},
         agree=_same_step,
@@ -183,7 +183,7 @@ def _caches(length: int, batch: int, beams: int, heads: int, head_dim: int) -> C
 
 
 def cases() -> list[Case]:
-    """Llama 3's vocabulary for 32 requests of four beams, a small call, and what follows a step."""
+    """Return cases: Llama 3's vocabulary for 32 requests of 4 beams, a small call, and the functions after a step."""
     return [
         _topk(32, 4, 128256, 4, "float32", compiled=True),
         _topk(32, 4, 128256, 8, "float32"),

@@ -1,4 +1,4 @@
-"""The decoder's attention of one new token against PyTorch's."""
+"""Time the decoder's attention of one new token beside PyTorch's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Arguments = tuple[torch.Tensor, ...]
 
 
 def _append(q: Any, k: Any, v: Any, bias_q: Any, bias_k: Any, bias_v: Any, keys: Any, values: Any) -> torch.Tensor:
-    """Write the new entry as the last one; returns the query [batch, heads, 1, dim]."""
+    """Write the new key and value as the last entry of the caches. Return the query [batch, heads, 1, dim]."""
     _, batch, heads, dim = keys.shape
     keys[-1] = (k + bias_k).view(batch, heads, dim)
     values[-1] = (v + bias_v).view(batch, heads, dim)
@@ -24,14 +24,14 @@ def _append(q: Any, k: Any, v: Any, bias_q: Any, bias_k: Any, bias_v: Any, keys:
 
 
 def masked_eager(*arguments: torch.Tensor) -> torch.Tensor:
-    """Torch's attention on a view of the caches."""
+    """Compute torch's attention on a view of the caches."""
     query = _append(*arguments)
     by_head = (cache.permute(1, 2, 0, 3) for cache in arguments[6:])
     return scaled_dot_product_attention(query, *by_head).reshape(arguments[0].shape)
 
 
 def masked_composed(*arguments: torch.Tensor) -> torch.Tensor:
-    """The formula, for a compiler."""
+    """Compute the formula with torch operators, for torch.compile."""
     query = _append(*arguments)[:, :, 0].float()
     keys, values = arguments[6:]
     scores = (keys.float() * query).sum(dim=-1) * query.shape[-1] ** -0.5
@@ -40,7 +40,7 @@ def masked_composed(*arguments: torch.Tensor) -> torch.Tensor:
 
 
 def cross_eager(q: Any, bias_q: Any, keys: Any, values: Any, lengths: Any) -> torch.Tensor:
-    """Torch's attention on a view of the memory, with a mask made of the lengths."""
+    """Compute torch's attention on a view of the encoder's output, with a mask from the lengths."""
     batch, length, heads, dim = keys.shape
     query = (q + bias_q).view(batch, heads, 1, dim)
     used = torch.arange(length, device=q.device)[None, :] < lengths[:, None]
@@ -49,7 +49,7 @@ def cross_eager(q: Any, bias_q: Any, keys: Any, values: Any, lengths: Any) -> to
 
 
 def agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether two results agree but for rounding of intermediate results, which the op does not do."""
+    """Return whether two results agree up to the rounding of intermediate results, which the op does not round."""
     return torch.allclose(ours.float(), theirs.float(), rtol=3e-2, atol=3e-2)
 
 
@@ -79,7 +79,7 @@ def _masked(
     def call(variant: str) -> Callable[..., Any]:
         return lambda *arguments: cukern.masked_attention(*arguments, length, variant=variant)
 
-    # Each entry is read once, but for the new one, which is written; then the new rows, the biases and the result.
+    # Each entry is read once, except the new entry, which is written. Then the new rows, the biases and the result.
     size = ITEM_SIZE[dtype] * width * (2 * length * batch + 4 * batch + 3)
     for variant in variants:
         baselines = {}
@@ -130,7 +130,7 @@ def _cross(batch: int, heads: int, head_dim: int, length: int, dtype: str) -> Ca
 
 
 def cases() -> list[Case]:
-    """A batch that fills the GPU, one sequence whose entries are split among blocks, and an encoder's memory."""
+    """Return cases: a batch that fills the GPU, a sequence that is split among blocks, and an encoder's output."""
     return [
         *_masked(64, 16, 64, 1024, "bfloat16", ("specialized", "dynamic"), compared=True),
         *_masked(1, 32, 128, 4096, "bfloat16", ("specialized",), compared=True),

@@ -1,4 +1,4 @@
-"""Bias and penalties against their floor, and against the same put together from torch operators."""
+"""Time bias and penalties beside their floor and compositions of torch operators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REPETITION, _PRESENCE, _FREQUENCY, _TEMPERATURE = 1.2, 0.5, 0.25, 0.8
 
 
 def eager_update(logits: torch.Tensor, bias: torch.Tensor, finished: torch.Tensor) -> torch.Tensor:
-    """The bias, then the rows of finished sequences."""
+    """Add the bias, then overwrite the rows of finished sequences."""
     largest = torch.finfo(logits.dtype).max
     row = torch.full_like(bias, -largest)
     row[_END : _END + 1].fill_(largest)
@@ -23,7 +23,7 @@ def eager_update(logits: torch.Tensor, bias: torch.Tensor, finished: torch.Tenso
 
 
 def eager_penalties(logits: torch.Tensor, output_ids: torch.Tensor, temperature: float = _TEMPERATURE) -> torch.Tensor:
-    """Counts of all tokens by a scatter, then a pass over the logits for each penalty, as vLLM has it."""
+    """Count all tokens by a scatter, then apply each penalty in a pass over the logits, as vLLM does."""
     zeros = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
     counts = zeros.scatter_add_(1, output_ids.long(), torch.ones_like(output_ids))
     seen = counts > 0
@@ -32,7 +32,7 @@ def eager_penalties(logits: torch.Tensor, output_ids: torch.Tensor, temperature:
 
 
 def eager_penalties_in_place(logits: torch.Tensor, output_ids: torch.Tensor) -> torch.Tensor:
-    """Only the tokens of the history are read and written; each position counts its token in the others."""
+    """Read and write only the tokens of the history. Each position counts the positions with its token."""
     index = output_ids.long()
     counts = (output_ids[:, :, None] == output_ids[:, None, :]).sum(dim=2)
     x = logits.gather(1, index)
@@ -59,7 +59,7 @@ def _logits(generator: torch.Generator, batch: int, vocab: int) -> torch.Tensor:
 def _update(batch: int, vocab: int) -> Case:
     def inputs(generator: torch.Generator) -> tuple[Any, ...]:
         bias = torch.randn(vocab, device=generator.device, generator=generator)
-        # No row is spared: those of finished sequences would not be read.
+        # No sequence is finished, because rows of finished sequences are not read.
         return _logits(generator, batch, vocab), bias, torch.zeros(batch, dtype=torch.bool, device=generator.device)
 
     return Case(
@@ -76,10 +76,10 @@ def _update(batch: int, vocab: int) -> Case:
 
 
 def _penalties(batch: int, vocab: int, length: int, in_place: bool) -> Case:
-    """All penalties of a history, with the temperature into a new array, or without it in place."""
+    """Return a case with all penalties of a history: with the temperature into a new array, or without it in place."""
 
     def inputs(generator: torch.Generator) -> tuple[Any, ...]:
-        # Most of a text is a few frequent tokens: the cube has them at the lower ids.
+        # Most of a text is a few frequent tokens: the cube makes low ids frequent.
         drawn = torch.rand(batch, length, device=generator.device, generator=generator) ** 3
         lengths = torch.full((batch,), length, dtype=torch.int32, device=generator.device)
         return _logits(generator, batch, vocab), (drawn * vocab).int().clamp_(max=vocab - 1), lengths
@@ -115,7 +115,7 @@ def _penalties(batch: int, vocab: int, length: int, in_place: bool) -> Case:
 
 
 def _repetition(batch: int, vocab: int, length: int) -> Case:
-    """The repetition penalty alone, in place; for vLLM from masks of the tokens, which it makes in further kernels."""
+    """Return a case of the repetition penalty alone, in place. vLLM needs masks, which further kernels make."""
 
     def inputs(generator: torch.Generator) -> tuple[Any, ...]:
         drawn = torch.rand(batch, length, device=generator.device, generator=generator) ** 3
@@ -162,7 +162,7 @@ def _repetition(batch: int, vocab: int, length: int) -> Case:
 
 
 def _masked(batch: int, vocab: int, length: int) -> Case:
-    """The repetition penalty alone, in place, from masks of the tokens, as vLLM has it."""
+    """Return a case of the repetition penalty alone, in place, from masks of the tokens, as in vLLM."""
 
     def inputs(generator: torch.Generator) -> tuple[Any, ...]:
         drawn = torch.rand(batch, length, device=generator.device, generator=generator) ** 3
@@ -204,7 +204,7 @@ def _masked(batch: int, vocab: int, length: int) -> Case:
 
 
 def cases() -> list[Case]:
-    """Llama 3's vocabulary for 64 sequences, the penalties with a history of 512 tokens."""
+    """Return cases with Llama 3's vocabulary for 64 sequences; the penalties have a history of 512 tokens."""
     return [
         _update(64, 128256),
         _penalties(64, 128256, 512, in_place=False),

@@ -1,4 +1,4 @@
-"""Embedding lookups against PyTorch's."""
+"""Time embedding lookups beside PyTorch's."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ POSITIONS = 512
 
 
 def sine_eager(table: torch.Tensor, encoding: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The scaled embeddings plus the encoding of one position, as a composition of torch operators."""
+    """Compute the scaled embeddings plus the encoding of one position with torch operators."""
     return embedding(ids, table) * table.shape[1] ** 0.5 + encoding[STEP]
 
 
 def learned_eager(table: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Embeddings plus those of the positions of a sequence."""
+    """Compute the embeddings plus the embeddings of the positions of a sequence."""
     return embedding(ids, table) + positions[: ids.shape[1]]
 
 
 def agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Equal but for the rounding of the product, which the op leaves out."""
+    """Return whether results are equal up to the rounding of the product, which the op does not round."""
     return torch.allclose(ours.float(), theirs.float(), rtol=2e-2, atol=2e-2)
 
 
@@ -87,7 +87,7 @@ def _torch_copied(table: torch.Tensor, positions: torch.Tensor, ids: torch.Tenso
 
 
 def cases() -> list[Case]:
-    """A decoder's step for few and for many sequences, and the words of whole sequences."""
+    """Return cases: a decoding step for few and for many sequences, and the words of whole sequences."""
     sine = "embedding_lookup_sine_position_encoding"
     return [
         _case(sine, (64,), 1024, "bfloat16", _sine, sine_eager, 1, host=True),

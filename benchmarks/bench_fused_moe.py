@@ -1,6 +1,6 @@
-"""The fused mixture-of-experts layer, from the top-k ids to its output, against PyTorch and vLLM's layers.
+"""Time the fused mixture-of-experts layer, from the top-k ids to its output, beside PyTorch and vLLM's layers.
 
-Over two GPUs, whose experts are half of the model's each, it is measured beside the same rows on one of them.
+On two GPUs each GPU has half of the experts. That layer is compared with the same rows on one of the GPUs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cukern.fused_moe import All2AllManager, AutoExperts, FusedMoEModularKernel,
 
 TOKENS = (1, 16, 64, 1024, 4096)
 BLOCK = 128
-# Of the outputs' norm: intermediate results are rounded elsewhere, in FP8 twice more.
+# Allowed difference relative to the outputs' norm. Intermediate results are rounded elsewhere; FP8 rounds twice more.
 _DIFFERENCE = {"bfloat16": 0.02, "float8_e4m3fn": 0.08, "mxfp4": 0.02}
 FP8, MXFP4 = "float8_e4m3fn", "mxfp4"
 _GROUP = 32
@@ -39,12 +39,12 @@ GPT_OSS = Sizes(32, 2880, 2880, 4)
 
 
 def used_experts(sizes: Sizes, tokens: int) -> float:
-    """How many experts random routing is expected to use: the weights of the others need not be read."""
+    """Return how many experts random routing is expected to use. Weights of other experts need not be read."""
     return sizes.experts * (1 - (1 - sizes.topk / sizes.experts) ** tokens)
 
 
 def _random(generator: torch.Generator, *shape: int, scale: float = 1.0, dtype: str = "bfloat16") -> torch.Tensor:
-    """In parts, since the float32 numbers of all weights would take twice their memory."""
+    """Draw random numbers expert by expert: in float32 all weights together would take twice their memory."""
     made = torch.empty(shape, dtype=getattr(torch, dtype), device=generator.device)
     for part in made if len(shape) == 3 else made[None]:
         values = torch.randn(part.shape, generator=generator, device=generator.device) * scale
@@ -53,7 +53,7 @@ def _random(generator: torch.Generator, *shape: int, scale: float = 1.0, dtype: 
 
 
 def _blocks(generator: torch.Generator, weights: torch.Tensor) -> torch.Tensor:
-    """Scales for the blocks of FP8 weights."""
+    """Return scales for the blocks of FP8 weights."""
     experts, n, k = weights.shape
     shape = experts, -(-n // BLOCK), -(-k // BLOCK)
     return torch.rand(shape, generator=generator, device=generator.device) + 0.5
@@ -69,7 +69,7 @@ def _routing(generator: torch.Generator, tokens: int, sizes: Sizes) -> tuple[tor
 
 
 def _grouped_mm() -> Callable[..., torch.Tensor]:
-    """torch's grouped product; ImportError where there is none."""
+    """Return torch's grouped product, or raise ImportError if torch has none."""
     public = getattr(torch.nn.functional, "grouped_mm", None)
     function = public or getattr(torch, "_grouped_mm", None)
     if function is None:
@@ -78,7 +78,7 @@ def _grouped_mm() -> Callable[..., torch.Tensor]:
 
 
 def composed() -> Callable[..., torch.Tensor]:
-    """Sort, gather, grouped product, activation, grouped product, weigh, add up: nothing waits for the GPU."""
+    """Sort, gather, grouped product, activation, grouped product, weighted sum, without waiting for the GPU."""
     grouped_mm = _grouped_mm()
 
     def layer(
@@ -102,7 +102,7 @@ Layer = Callable[[], torch.Tensor]
 
 
 def _vllm_triton(dtype: str) -> Callable[[], Callable[..., Layer]]:
-    """The launches of vLLM 0.26's `TritonExperts`, with its tiles and with its workspaces made ahead."""
+    """Return the launches of vLLM 0.26's `TritonExperts`, with its tiles and with workspaces allocated ahead."""
 
     def load() -> Callable[..., Layer]:
         import triton.language as tl
@@ -157,7 +157,7 @@ def _vllm_triton(dtype: str) -> Callable[[], Callable[..., Layer]]:
 
 
 def _padded(numbers: torch.Tensor, scales: torch.Tensor, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """4-bit weights with rows and columns of zeros after them."""
+    """Pad 4-bit weights with rows and columns of zeros."""
     rows = n - numbers.shape[1]
     pad = torch.nn.functional.pad
     columns = k // 2 - numbers.shape[2], k // _GROUP - scales.shape[2]
@@ -165,7 +165,7 @@ def _padded(numbers: torch.Tensor, scales: torch.Tensor, n: int, k: int) -> tupl
 
 
 def _vllm_marlin() -> Callable[..., Layer]:
-    """The launches of vLLM 0.26's `MarlinExperts`: weights repacked, and padded as vLLM does, workspaces made ahead."""
+    """Return the launches of vLLM 0.26's `MarlinExperts`, with weights repacked and padded as vLLM does."""
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
 
@@ -217,16 +217,16 @@ def _agree(dtype: str) -> Callable[[torch.Tensor, torch.Tensor], bool]:
 
 
 def _four_bits(generator: torch.Generator, experts: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights in MXFP4 with which products of k come back to magnitude 1."""
+    """Return MXFP4 weights, scaled so that products over k have magnitude 1."""
     random = {"generator": generator, "device": generator.device, "dtype": torch.uint8}
-    # The root of the mean square of e2m1's numbers.
+    # 2.93 is the root mean square of e2m1's numbers.
     exponent = 127 - round(math.log2(2.93 * k**0.5))
     numbers = torch.randint(0, 256, (experts, n, k // 2), **random)
     return numbers, torch.randint(exponent - 1, exponent + 2, (experts, n, k // _GROUP), **random)
 
 
 def _weights(generator: torch.Generator, sizes: Sizes, dtype: str) -> tuple[tuple[torch.Tensor, ...], ...]:
-    """w1 and w2, and their scales, which bring products back to magnitude 1."""
+    """Return w1 and w2 and their scales, so that products have magnitude 1."""
     experts, inter, hidden, _ = sizes
     shapes = (experts, 2 * inter, hidden), (experts, hidden, inter)
     if dtype == MXFP4:
@@ -260,7 +260,7 @@ def _case(sizes: Sizes, tokens: int, dtype: str) -> Case:
 
     item = {FP8: 1.0, MXFP4: 0.5 + 1 / _GROUP}.get(dtype, 2.0)
     weight_bytes = round(used_experts(sizes, tokens) * 3 * inter * hidden * item)
-    # FP8 multiplies at twice the rate of the product that the floor is measured with.
+    # The floor's product has 16 bits, and FP8 multiplies at twice its rate.
     flops = 2 * tokens * topk * 3 * inter * hidden // (2 if dtype == FP8 else 1)
     layer = {"vLLM Triton": Baseline(_vllm_triton(dtype), slow=True, prepared=True)}
     if dtype == MXFP4:
@@ -281,7 +281,7 @@ def _case(sizes: Sizes, tokens: int, dtype: str) -> Case:
 
 
 def _gpt_oss(tokens: int) -> Case:
-    """gpt-oss-20b's layer as it is: with biases, gates and ups in pairs, and its activation."""
+    """Return a case of gpt-oss-20b's layer with its biases, gates and ups in pairs, and its activation."""
     plain = _case(GPT_OSS, tokens, MXFP4)
     experts, inter, hidden, _ = GPT_OSS
 
@@ -320,7 +320,7 @@ class _Rank(NamedTuple):
 
 
 def _received(ranks: list[_Rank], tokens: list[bench_all_to_all.Tokens], clock: several.Clock) -> tuple[Any, ...]:
-    """Rows, weights and ids that rank 0 receives, in 16 bits."""
+    """Return the rows, weights and ids that rank 0 receives, in 16 bits."""
 
     def send(rank: int) -> Callable[[], Any]:
         return cukern.all_to_all_dispatch(ranks[rank].manager.state, *tokens[rank], return_receiver=True)
@@ -378,7 +378,7 @@ def _over_ranks(sizes: Sizes, tokens: int, clock: several.Clock) -> several.Call
 
 
 def _over_two(sizes: Sizes, tokens: int) -> several.Case:
-    """Layers of `tokens` on each of two ranks."""
+    """Return a case of a layer on two ranks, with `tokens` tokens each."""
     exchanged = bench_all_to_all.Sizes(2, tokens, sizes.hidden, sizes.topk, sizes.experts)
     sent = bench_all_to_all.dispatched_bytes(exchanged, FP8) + bench_all_to_all.combined_bytes(exchanged)
     return several.Case(
@@ -392,9 +392,9 @@ def _over_two(sizes: Sizes, tokens: int) -> several.Case:
 
 
 def cases() -> list[Case | several.Case]:
-    """Layers of four models in bfloat16, one in FP8, two in MXFP4, and a whole one in FP8 over two GPUs.
+    """Return cases: layers of four models in bfloat16, one in FP8, two in MXFP4, a whole layer in FP8 over two GPUs.
 
-    gpt-oss's are also measured with its biases and its activation.
+    gpt-oss's layer is also measured with its biases and its activation.
     """
     made: list[Case | several.Case] = [
         _case(sizes, tokens, "bfloat16") for sizes in (MIXTRAL, HALF_MIXTRAL, DEEPSEEK_V3, QWEN3) for tokens in TOKENS

@@ -1,4 +1,4 @@
-"""The paged KV cache against PyTorch's indexing, with all indices computed beforehand, and vLLM's kernels."""
+"""Time the paged KV cache beside PyTorch's indexing, with precomputed indices, and vLLM's kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Sizes(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Blocks of the cache: twice as many as needed. Each token of a decoding step has a block of its own."""
+        """Blocks of the cache, twice the number needed. Each token of a decoding step has its own block."""
         return 2 * (self.tokens if self.slots == "decode" else -(-self.tokens // BLOCK_SIZE))
 
     @property
@@ -45,7 +45,7 @@ PREFILL, DECODE = Sizes(8192), Sizes(64, slots="decode")
 
 
 def slot_mapping(sizes: Sizes, generator: torch.Generator) -> torch.Tensor:
-    """Slots in blocks of any order. In a prefill each block is full; in "ragged" sequences end inside a block."""
+    """Return slots in shuffled blocks. "prefill" fills all blocks; "ragged" sequences end inside a block."""
     device = generator.device
     blocks = torch.randperm(sizes.blocks, generator=generator, device=device)
     if sizes.slots == "decode":
@@ -53,7 +53,7 @@ def slot_mapping(sizes: Sizes, generator: torch.Generator) -> torch.Tensor:
         return blocks[: sizes.tokens] * BLOCK_SIZE + places
     tokens = torch.arange(sizes.tokens, device=device)
     if sizes.slots == "ragged":
-        # Sequences of 1003 tokens, each with a last block that is not full.
+        # Sequences of 1003 tokens, whose last block is not full.
         within = tokens % 1003
         return blocks[tokens // 1003 * 63 + within // BLOCK_SIZE] * BLOCK_SIZE + within % BLOCK_SIZE
     return blocks[tokens // BLOCK_SIZE] * BLOCK_SIZE + tokens % BLOCK_SIZE
@@ -108,7 +108,7 @@ def _case(
 
 
 def _vllm(name: str) -> Callable[..., Any]:
-    """A function of vLLM 0.26. Raises ImportError where this version has none."""
+    """Return a function of vLLM 0.26, or raise ImportError if this version does not have it."""
     function = getattr(importlib.import_module("vllm._custom_ops"), name, None)
     if function is None:
         raise ImportError(f"this version of vLLM has no {name}")
@@ -211,14 +211,14 @@ def _mla(sizes: Sizes) -> Case:
 
 
 def _numbers(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The latents, in float32, and the rotary numbers of tokens in FlashMLA's FP8 cache, [tokens, ENTRY] bytes."""
+    """Return float32 latents and rotary numbers of tokens in FlashMLA's FP8 cache, [tokens, ENTRY] bytes."""
     latents = rows[:, :SCALES_AT].view(torch.float8_e4m3fn).float().view(-1, LATENTS // GROUP, GROUP)
     scales = rows[:, SCALES_AT:ROTARY_AT].contiguous().view(torch.float32)
     return (latents * scales[..., None]).view(-1, LATENTS), rows[:, ROTARY_AT:].view(torch.bfloat16)
 
 
 def _agree_on_numbers(ours: Any, theirs: Any) -> bool:
-    """Whether two caches hold the same tokens, each latent rounded to E4M3 with one of two scales."""
+    """Return whether two caches hold the same tokens, with latents rounded to E4M3 under different scales."""
     (latents, rotary), (other_latents, other_rotary) = (_numbers(x[0].view(-1, ENTRY)) for x in (ours, theirs))
     return torch.allclose(latents, other_latents, rtol=2**-3, atol=1e-3) and torch.equal(rotary, other_rotary)
 
@@ -229,7 +229,7 @@ def _mla_with_scales(of: Sizes) -> Case:
     def inputs(generator: torch.Generator) -> tuple[Any, ...]:
         kv_c, k_pe = (_random(generator, sizes, sizes.tokens, n) for n in (LATENTS, ROTARY))
         cache = torch.zeros(sizes.blocks, BLOCK_SIZE, ENTRY, dtype=torch.uint8, device=generator.device)
-        # An array, since torch divides by a Python number by multiplying with its reciprocal.
+        # `largest` is an array, because torch divides by a Python number by multiplying by the reciprocal.
         return kv_c, k_pe, cache, slot_mapping(sizes, generator), torch.full((1,), 448.0, device=generator.device)
 
     def call(kv_c: Any, k_pe: Any, cache: Any, slots: Any, largest: Any) -> Any:
@@ -255,7 +255,7 @@ def _mla_with_scales(of: Sizes) -> Case:
 
     size = sizes.tokens * ((LATENTS + ROTARY) * ITEM_SIZE[sizes.dtype] + ENTRY + 8)
     named = {"kv_lora_rank": LATENTS, "rope_dim": ROTARY}
-    # Before 0.33 the scales of vLLM are no powers of two.
+    # Before 0.33 vLLM's scales are not powers of two.
     baselines, peers = {"torch": _baseline(put)}, {"vLLM": Baseline(vllm, agree=_agree_on_numbers)}
     return _case("concat_and_cache_mla", sizes, inputs, call, size, baselines, peers, True, **named)
 
@@ -289,7 +289,7 @@ def _copy(pairs: int, layers: int, blocks: int) -> Case:
 
 
 def _swap(pairs: int, blocks: int) -> Case:
-    """Blocks of an MLA cache to another one on the same GPU: by the driver, a copy for each."""
+    """Return a case of copying an MLA cache's blocks to a cache on the same GPU: one driver copy per block."""
 
     def inputs(generator: torch.Generator) -> tuple[Any, ...]:
         caches = (_random(generator, PREFILL, blocks, BLOCK_SIZE, LATENTS + ROTARY) for _ in range(2))
@@ -420,7 +420,7 @@ def _gather_with_scales(batch: int, length: int) -> Case:
 
 
 def cases(small: bool = False) -> list[Case]:
-    """A prefill of 8192 tokens of Llama-3-8B's 8 key-value heads of 128, a decoding step of 64; DeepSeek's MLA cache.
+    """Return cases: a prefill of 8192 tokens (Llama-3-8B: 8 kv heads of 128), a step of 64 tokens, DeepSeek's MLA.
 
     `small`: the same cases with few tokens, which the tests run in host memory.
     """

@@ -1,4 +1,4 @@
-"""MLA decode attention, against FlashMLA, FlashAttention-3, FlashInfer, vLLM's Triton and PyTorch's products."""
+"""Time MLA decode attention beside FlashMLA, FlashAttention-3, FlashInfer, vLLM's Triton and PyTorch's products."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ FP8_BYTES, PAGED_BYTES = 656, 584
 FP8 = "fp8"
 _FP8_GROUP = 128
 _WORKSPACE_BYTES = 256 * 2**20
-# Outputs are means of many values, so that their size says what a difference is worth.
+# Relative to the largest output, because outputs are means of many values.
 _TOLERANCE = 0.03
 
 
 class Sizes(NamedTuple):
-    """One kv head. Several query tokens attend causally."""
+    """Sizes with one kv head. Several query tokens attend causally."""
 
     batch: int
     query_tokens: int
     heads: int
-    length: int  # the mean, where lengths differ; with `topk` the tokens of the cache, in all
+    length: int  # the mean length if lengths differ; with `topk` the total tokens of the cache
     page_size: int = 64
     dtype: str = "bfloat16"
     cache_dtype: str = "bfloat16"
@@ -49,7 +49,7 @@ class Sizes(NamedTuple):
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of the sequences: all equal, or spread evenly from 1/8 of the mean to 15/8, in no order."""
+        """The tokens of the sequences: all equal, or evenly spaced from 1/8 to 15/8 of the mean, shuffled."""
         if not self.ragged:
             return [self.length] * self.batch
         order = torch.randperm(self.batch, generator=torch.Generator().manual_seed(0)).tolist()
@@ -59,12 +59,12 @@ class Sizes(NamedTuple):
 
     @property
     def pages(self) -> list[int]:
-        """Pages of the sequences."""
+        """The pages of the sequences."""
         return [-(-length // self.page_size) for length in self.lengths]
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tokens that are attended to, each once, of the queries and of the results."""
+        """The bytes of the attended tokens (each counted once), the queries and the results."""
         tokens = sum(self.lengths)
         if self.topk:
             missed = (1 - self.topk / self.length) ** (self.batch * self.query_tokens)
@@ -75,7 +75,7 @@ class Sizes(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Operations of both products, over the tokens that a query sees."""
+        """The flops of both products, over the tokens that a query sees."""
         if self.topk:
             seen = self.batch * self.query_tokens * self.topk
         else:
@@ -106,27 +106,27 @@ SIZES = (
     Sizes(1, 1, 16, 16384),
 )
 MANY_HEADS, ONE, FOUR, SOME_HEADS, FEW_HEADS = SIZES[0], *SIZES[4:8]
-SPARSE = Sizes(64, 1, 128, 524288, topk=2048)  # more than L2 holds, so that chosen tokens come from memory
+SPARSE = Sizes(64, 1, 128, 524288, topk=2048)  # exceeds L2, so that chosen tokens come from memory
 
 
 @dataclass
 class Elsewhere:
-    """Inputs of the baselines alone. No tuple, so that it is not among the inputs that rotate."""
+    """Inputs that only the baselines need. Not a tuple, so that the clock does not count its bytes."""
 
     dense: torch.Tensor | None  # [batch, length, 576]: the cache without pages
-    hidden: torch.Tensor | None  # bool [batch, query_tokens, 1, length]: what a query must not see
+    hidden: torch.Tensor | None  # bool [batch, query_tokens, 1, length]: the tokens that a query must not see
 
 
 class Inputs(NamedTuple):
-    """Arguments of a call, or of a baseline."""
+    """The arguments of a call or of a baseline."""
 
     query: torch.Tensor
     cache: torch.Tensor
-    table: torch.Tensor | None  # none where tokens are chosen
+    table: torch.Tensor | None  # None with indices
     lengths: torch.Tensor
     plan: tuple[torch.Tensor, torch.Tensor]
     indices: torch.Tensor | None
-    elsewhere: Elsewhere | None  # if there is something to compare with
+    elsewhere: Elsewhere | None  # None without baselines
 
 
 # --- inputs -------------------------------------------------------------------------------------------
@@ -137,8 +137,10 @@ def _normal(generator: torch.Generator, dtype: str, *shape: int) -> torch.Tensor
 
 
 def to_fp8(cache: torch.Tensor) -> torch.Tensor:
-    """A cache [pages, page_size, 1, 576] as bytes [pages, page_size, 1, 656]: 512 numbers of e4m3, their four scales in
-    float32, 64 numbers in bfloat16."""
+    """Convert a cache [pages, page_size, 1, 576] to bytes [pages, page_size, 1, 656].
+
+    A token has 512 numbers of e4m3, their four scales in float32, and 64 numbers in bfloat16.
+    """
     stored = torch.zeros(*cache.shape[:2], FP8_BYTES, dtype=torch.uint8, device=cache.device)
     tokens = cache.view(-1, HEAD_DIM)
     slots = torch.arange(len(tokens), device=cache.device)
@@ -147,7 +149,7 @@ def to_fp8(cache: torch.Tensor) -> torch.Tensor:
 
 
 def from_fp8(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes [..., 656] as numbers [..., 576]."""
+    """Convert bytes [..., 656] to numbers [..., 576]."""
     numbers, scales, rotary = stored.split([HEAD_DIM_V, 16, 128], dim=-1)
     groups = numbers.contiguous().view(torch.float8_e4m3fn).to(dtype).unflatten(-1, (-1, _FP8_GROUP))
     latent = (groups * scales.contiguous().view(torch.float32)[..., None]).to(dtype).flatten(-2)
@@ -155,15 +157,17 @@ def from_fp8(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def tables(sizes: Sizes, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The block table and the lengths. The pages of a sequence lie anywhere, but in the same places for every
-    generator: who plans ahead from them does so once."""
+    """Return the block table and the lengths.
+
+    Pages are shuffled, in the same order for every generator, so that a baseline may plan once for all inputs.
+    """
     pages = torch.randperm(sum(sizes.pages), generator=torch.Generator().manual_seed(1)).int().split(sizes.pages)
     table = torch.nn.utils.rnn.pad_sequence(list(pages), batch_first=True)
     return table.to(device), torch.tensor(sizes.lengths, dtype=torch.int32, device=device)
 
 
 def chosen_tokens(sizes: Sizes, device: torch.device) -> torch.Tensor:
-    """Of each query, the slots of `topk` different tokens of the cache; the same for every generator, too."""
+    """Return, for each query, the slots of `topk` different tokens of the cache, the same for every generator."""
     generator = torch.Generator().manual_seed(2)
     rows = [torch.randperm(sizes.length, generator=generator) for _ in range(sizes.batch * sizes.query_tokens)]
     chosen = torch.stack([row[: sizes.topk] for row in rows]).int()
@@ -205,7 +209,7 @@ def _elsewhere(sizes: Sizes, cache: torch.Tensor, table: torch.Tensor | None, le
 
 
 def _on(query: torch.Tensor, variant: str) -> str:
-    """The variant to ask for: on the CPU, where the tests run this, there are none."""
+    """Return the variant to pass: "auto" on the CPU, where the tests run, because it has no variants."""
     return variant if query.is_cuda else "auto"
 
 
@@ -213,12 +217,12 @@ def _on(query: torch.Tensor, variant: str) -> str:
 
 
 def gathered(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
-    """The pages of each sequence, in order: [batch, length, 576]."""
+    """Return the pages of each sequence, in order: [batch, length, 576]."""
     return cache[table].flatten(1, 2)[:, :length, 0]
 
 
 def absorbed(query: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
-    """Two products and a softmax, over tokens [batch, length, 576]."""
+    """Compute two products and a softmax, over tokens [batch, length, 576]."""
     rows = (query * HEAD_DIM**-0.5).flatten(1, 2)
     scores = torch.bmm(rows, tokens.transpose(1, 2))
     if hidden is not None:
@@ -227,13 +231,13 @@ def absorbed(query: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor | N
 
 
 def _paged(sizes: Sizes) -> Callable[[Inputs], torch.Tensor]:
-    """PyTorch, which must gather the pages, or the chosen tokens, before it can multiply."""
+    """Return PyTorch's attention, which gathers the pages or the chosen tokens before it multiplies."""
 
     def attend(given: Inputs) -> torch.Tensor:
         query, hidden = given.query, None
         if given.indices is not None:
             tokens = given.cache.flatten(0, 2)[given.indices.flatten(0, 1)]
-            # Each query has tokens of its own, as if it were a sequence.
+            # Each query has its own tokens, so treat it as a sequence.
             query = query.flatten(0, 1)[:, None]
         else:
             assert given.table is not None and given.elsewhere is not None
@@ -251,19 +255,19 @@ def _dense(given: Inputs) -> torch.Tensor:
 
 
 def dense(given: Inputs) -> torch.Tensor:
-    """PyTorch with a cache that has no pages at all."""
+    """Compute PyTorch's attention over a cache without pages."""
     return absorbed(given.query, _dense(given), None)
 
 
 def dense_sdpa(given: Inputs) -> torch.Tensor:
-    """The same in one call: all heads as the rows of one."""
+    """Compute `dense` as one call of SDPA, with all heads as rows of one head."""
     keys = _dense(given)[:, None]
     out = scaled_dot_product_attention(given.query.flatten(1, 2)[:, None], keys, keys[..., :HEAD_DIM_V])
     return out.reshape(*given.query.shape[:3], HEAD_DIM_V)
 
 
 def _flash_mla_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """FlashMLA's `get_mla_metadata` and `flash_mla_with_kvcache`, as itself or as others carry it."""
+    """Import FlashMLA's `get_mla_metadata` and `flash_mla_with_kvcache` from flash_mla, sgl_kernel or vllm."""
     try:
         from flash_mla import flash_mla_with_kvcache, get_mla_metadata
     except ImportError:
@@ -275,7 +279,7 @@ def _flash_mla_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def _flash_mla(sizes: Sizes) -> Callable[[], Callable[[Inputs], torch.Tensor]]:
-    """FlashMLA, planned in the first call: all calls share the plan, because their lengths are equal."""
+    """Return FlashMLA. All calls share the plan of the first call, because their lengths are equal."""
 
     def load() -> Callable[[Inputs], torch.Tensor]:
         get_metadata, function = _flash_mla_functions()
@@ -298,7 +302,7 @@ def _flash_mla(sizes: Sizes) -> Callable[[], Callable[[Inputs], torch.Tensor]]:
 
 
 def _flash_mla_choosing_all(sizes: Sizes) -> Callable[[], Callable[[Inputs], Callable[[], torch.Tensor]]]:
-    """FlashMLA's kernel for chosen tokens, given all of a sequence: it has no other over a cache of 8 bits."""
+    """Return FlashMLA's sparse kernel with all tokens as indices: FlashMLA has no dense kernel for an 8-bit cache."""
 
     def load() -> Callable[[Inputs], Callable[[], torch.Tensor]]:
         get_metadata, function = _flash_mla_functions()
@@ -320,8 +324,8 @@ def _flash_mla_choosing_all(sizes: Sizes) -> Callable[[], Callable[[Inputs], Cal
 
 
 def _flash_attention(sizes: Sizes) -> Callable[[], Callable[[Inputs], Callable[[], torch.Tensor]]]:
-    """FlashAttention-3 as vLLM 0.26 calls it for MLA: the rotary part are the keys, the latents the values. The two
-    parts of a query lie apart, as they come from its projections."""
+    """Return FlashAttention-3 as vLLM 0.26 calls it for MLA: rotary parts are keys, latents are values. The two parts
+    of a query are separate arrays, as the model's projections make them."""
 
     def load() -> Callable[[Inputs], Callable[[], torch.Tensor]]:
         from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, get_scheduler_metadata
@@ -368,7 +372,7 @@ def _flash_attention(sizes: Sizes) -> Callable[[], Callable[[Inputs], Callable[[
 
 
 def _vllm_triton(sizes: Sizes) -> Callable[[], Callable[[Inputs], Callable[[], torch.Tensor]]]:
-    """vLLM 0.26's kernel in Triton, with as many splits as its backend takes."""
+    """Return vLLM 0.26's Triton kernel, with the number of splits that its backend chooses."""
 
     def load() -> Callable[[Inputs], Callable[[], torch.Tensor]]:
         from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
@@ -412,8 +416,10 @@ def _vllm_triton(sizes: Sizes) -> Callable[[], Callable[[Inputs], Callable[[], t
 
 
 def _flashinfer(sizes: Sizes, backend: str) -> Callable[[], Callable[[Inputs], torch.Tensor]]:
-    """Its wrapper for MLA, which takes parts of the cache as two caches. Chosen tokens are pages of one token to it.
-    Planned at the first call."""
+    """Return FlashInfer's wrapper for MLA, planned at the first call.
+
+    It takes the latents and the rotary parts as two caches. Chosen tokens are passed as pages of one token.
+    """
 
     def load() -> Callable[[Inputs], torch.Tensor]:
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
@@ -463,7 +469,7 @@ def _baselines(sizes: Sizes) -> dict[str, Baseline]:
 
 def _peers(sizes: Sizes) -> dict[str, Baseline]:
     peers = {}
-    # It has no cache of 8 bits but for chosen tokens, no chosen tokens but of 8 bits, and these for 64 heads or 128.
+    # FlashMLA is dense only in 16 bits, and sparse only in 8 bits with 64 or 128 heads.
     if sizes.fp8 == bool(sizes.topk) and sizes.page_size == 64:
         peers["FlashMLA"] = Baseline(_flash_mla(sizes))
     if sizes.fp8 and not sizes.topk and sizes.heads in (64, 128):
@@ -474,7 +480,7 @@ def _peers(sizes: Sizes) -> dict[str, Baseline]:
         peers["FlashAttention-3"] = Baseline(_flash_attention(sizes), prepared=True)
     if sizes.query_tokens == 1 and sizes.heads <= 16:
         peers["vLLM Triton"] = Baseline(_vllm_triton(sizes), slow=True, prepared=True)
-    # It compiles its kernels.
+    # FlashInfer compiles its kernels.
     peers["FlashInfer"] = Baseline(_flashinfer(sizes, "auto"), slow=True)
     return peers
 
@@ -484,7 +490,7 @@ def _portable_peers(sizes: Sizes) -> dict[str, Baseline]:
 
 
 def agree(ours: tuple[torch.Tensor, torch.Tensor], theirs: torch.Tensor) -> bool:
-    """Whether results agree up to rounding in between: some round the probabilities, some the scores."""
+    """Return whether results agree up to intermediate rounding: libraries round probabilities or scores."""
     out, theirs = ours[0].float(), theirs.float()
     return bool((out - theirs).abs().max() <= _TOLERANCE * theirs.abs().max())
 
@@ -494,7 +500,7 @@ def agree(ours: tuple[torch.Tensor, torch.Tensor], theirs: torch.Tensor) -> bool
 
 @functools.cache
 def combining_twice() -> Callable[..., Any]:
-    """`flash_mla_with_kvcache` that launches `combine_parts` twice, one after the other."""
+    """Return a `flash_mla_with_kvcache` that launches `combine_parts` twice, one after the other."""
     declared = OPS["flash_mla_with_kvcache"]
 
     def launch_again(variant: Variant, *args: Any, **fields: Any) -> None:
@@ -513,11 +519,11 @@ PLANNING, OPERATOR, TWICE = "plan inside", "torch.ops", "combine twice"
 
 
 def attention(sizes: Sizes, variant: str = "auto", compared: bool = False, host: bool = False, how: str = "") -> Case:
-    """A case of `flash_mla_with_kvcache`, with its baselines if `compared`.
+    """Return a case of `flash_mla_with_kvcache`, with its baselines if `compared`.
 
     Args:
-        how: PLANNING leaves the plan to the call, OPERATOR calls the operator. TWICE launches `combine_parts` twice,
-            which finds the same again: the call takes longer by the time of the kernel.
+        how: PLANNING: the call makes the plan. OPERATOR: the call uses the torch operator. TWICE: the call launches
+            `combine_parts` twice, with the same result, so it takes longer by the time of that kernel.
     """
     function = combining_twice() if how == TWICE else cukern.flash_mla_with_kvcache
     if how == OPERATOR:
@@ -547,7 +553,7 @@ def attention(sizes: Sizes, variant: str = "auto", compared: bool = False, host:
 
 
 class TwoCaches(NamedTuple):
-    """Calls with two 8-bit caches for heads of 512, of whose indices `topk` and `extra_topk` count; 0: one cache."""
+    """Calls with two 8-bit caches for heads of 512, with `topk` and `extra_topk` indices. extra_topk = 0: one cache."""
 
     batch: int
     query_tokens: int
@@ -571,18 +577,18 @@ TWO_CACHES = (
 
 
 def _paged_cache(generator: torch.Generator, length: int, page_size: int) -> torch.Tensor:
-    """Bytes [pages, page_size, 1, 584]: 448 numbers of e4m3 and 64 of bfloat16, then the scales, all 2^-9."""
+    """Return bytes [pages, page_size, 1, 584]: 448 numbers of e4m3, 64 of bfloat16, then the scales, all 2^-9."""
     pages = length // page_size
     numbers = _normal(generator, "float32", pages, page_size, 448).mul_(50).to(torch.float8_e4m3fn).view(torch.uint8)
     rotary = _normal(generator, "bfloat16", pages, page_size, 64).div_(10).view(torch.uint8)
-    size = -(-page_size * PAGED_BYTES // 576) * 576  # as FlashMLA's tests have it
+    size = -(-page_size * PAGED_BYTES // 576) * 576  # as in FlashMLA's tests
     flat = torch.full((pages, size), 127 - 9, dtype=torch.uint8, device=generator.device)
     flat[:, : page_size * 576] = torch.cat([numbers, rotary], 2).flatten(1)
     return flat.as_strided((pages, page_size, 1, PAGED_BYTES), (size, PAGED_BYTES, PAGED_BYTES, 1))
 
 
 def two_caches(sizes: TwoCaches) -> Case:
-    """A case of `flash_mla_with_kvcache` with a second cache, planned ahead."""
+    """Return a case of `flash_mla_with_kvcache` with two caches, planned ahead."""
 
     def inputs(generator: torch.Generator) -> tuple[Any, ...]:
         def chosen(topk: int) -> torch.Tensor:
@@ -613,13 +619,13 @@ def two_caches(sizes: TwoCaches) -> Case:
 
 @dataclass
 class Options:
-    """Named arguments. No tuple, so that they are not among the inputs that rotate."""
+    """Named arguments. Not a tuple, so that the clock does not count their bytes."""
 
     given: dict[str, Any]
 
 
 def metadata(batch: int, heads: int = 128, length: int = 4096, host: bool = False) -> Case:
-    """A case of `get_mla_metadata`."""
+    """Return a case of `get_mla_metadata`."""
 
     def inputs(generator: torch.Generator) -> tuple[torch.Tensor]:
         shape = {"size": (batch,), "generator": generator, "device": generator.device}
@@ -632,7 +638,7 @@ def metadata(batch: int, heads: int = 128, length: int = 4096, host: bool = Fals
         return lambda lengths: function(lengths, heads, 1)
 
     def same_shape(ours: Any, theirs: Any) -> bool:
-        # Its plan is another, for as many sequences.
+        # FlashMLA's plan differs; it has the same number of sequences.
         return ours[1].shape == theirs[1].shape
 
     return Case(
@@ -649,7 +655,7 @@ def metadata(batch: int, heads: int = 128, length: int = 4096, host: bool = Fals
 
 
 def has_wgmma() -> bool:
-    """Whether cases of variant "wgmma" are listed: on Hopper, and where there is no GPU at all."""
+    """Return whether cases of variant "wgmma" are listed: on Hopper, and on a machine without a GPU."""
     return not device_count() or arch_of_device(0) == "90a"
 
 
@@ -683,5 +689,5 @@ def _all_cases(size: Callable[[Sizes], Sizes]) -> Iterator[Case]:
 
 
 def cases(small: bool = False) -> list[Case]:
-    """Many heads and few, one sequence and many, equal and not, in 16 bits and 8; of sizes for the twin if `small`."""
+    """Return cases: many and few heads and sequences, equal and ragged, 16 and 8 bits. `small`: for the reference."""
     return list(_all_cases(lambda sizes: sizes.small if small else sizes))

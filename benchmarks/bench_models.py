@@ -1,9 +1,9 @@
-"""The models: an encoder against PyTorch's, transformers' and sentence-transformers', decoding against `generate`.
+"""Time the encoder beside PyTorch, transformers and sentence-transformers, and decoding beside `generate`.
 
-Weights are random, and shared by all calls, by those of a baseline too: the ones of a small model stay in L2. The
-encoder's calls are captured in CUDA graphs, which they can be where the number of words is given, and one is also timed
-as it is called ("eager"), like those of other libraries, which ask the GPU for something in between. Decoding and the
-vectors of texts are timed by the wall clock: a search has met its sizes before, so that its steps are replayed graphs.
+Weights are random. All calls share them, also the calls of a baseline, so weights of a small model stay in L2. Calls of
+the encoder are captured in CUDA graphs, which needs the number of words. One case is also timed eagerly ("eager"), as
+other libraries are, because they wait for the GPU. The wall clock times decoding and the vectors of texts. A search has
+seen its sizes before, so its steps are replayed graphs.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ MINI_LM = EncoderSizes("all-MiniLM-L6", hidden=384, layers=6, heads=12, inter=15
 MARIAN = Seq2SeqSizes("opus-mt", "marian", 512, 6, heads=8, inter=2048, vocab=58101, positions=512)
 BART_BASE = Seq2SeqSizes("BART-base", "bart", 768, 6, heads=12, inter=3072, vocab=50265, positions=1024)
 
-#: Of the norm of an encoder's states, and of a text's vector, whose length is 1.
+#: Allowed difference, relative to the norm of an encoder's states, and to a text's vector of length 1.
 _DIFFERENCE = {"float16": 0.02, "bfloat16": 0.1, "float32": 0.002}
-# Of other libraries; of sentence-transformers it is the default.
+# The batch sizes of the other libraries. 32 is the default of sentence-transformers.
 _TEXTS_AT_ONCE, _MANY_TEXTS_AT_ONCE = 32, 256
 _MEAN_TOKENS = 60
 
@@ -51,7 +51,7 @@ Run = Callable[[], Any]
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A model with random weights, itself a key of what is made of it."""
+    """A model with random weights, which is hashable as a key of caches."""
 
     sizes: Any
     state: State
@@ -59,7 +59,7 @@ class Model:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the layers: what each call reads."""
+        """The bytes of the layers, which each call reads."""
         return sum(weight.nbytes for name, weight in self.state.items() if ".layer" in name)
 
     @property
@@ -68,7 +68,7 @@ class Model:
         return next(iter(self.state.values()))
 
 
-# Kept as long as cases of the same model follow one another.
+# The cache keeps a model until a case needs another one.
 @functools.lru_cache(maxsize=1)
 def _encoder(sizes: EncoderSizes, dtype: str, device: torch.device) -> Model:
     state = random_state(sizes, dtype, device)
@@ -77,12 +77,12 @@ def _encoder(sizes: EncoderSizes, dtype: str, device: torch.device) -> Model:
 
 @functools.lru_cache(maxsize=1)
 def _text_encoder(sizes: EncoderSizes, dtype: str, device: torch.device) -> Model:
-    """An encoder with a tokenizer."""
+    """Return an encoder with a tokenizer."""
     state = random_state(sizes, dtype, device)
     with tempfile.TemporaryDirectory() as folder:
         save(sizes, state, Path(folder))
         encoder = Encoder.from_directory(folder, library="torch", device=device)
-        encoder.tokenize(["abc"])  # which reads the tokenizer's file
+        encoder.tokenize(["abc"])  # reads the tokenizer's file
     return Model(sizes, state, encoder)
 
 
@@ -97,7 +97,7 @@ def _decoding(sizes: Seq2SeqSizes, dtype: str, device: torch.device) -> Model:
 
 @functools.lru_cache(maxsize=1)
 def transformers_encoder(model: Model) -> Any:
-    """transformers' model with the same weights, with PyTorch's attention."""
+    """Return transformers' model with the same weights, with PyTorch's attention."""
     from transformers import BertConfig, BertModel
 
     options = {name: value for name, value in model.sizes.config.items() if name != "model_type"}
@@ -120,7 +120,7 @@ def _by_transformers(masked: bool) -> Callable[[], Callable[..., Run]]:
     return load
 
 
-#: Weights of a layer of `torch.nn.TransformerEncoder`, by BERT's names.
+#: Names of a layer's weights in BERT, and in `torch.nn.TransformerEncoder`.
 _TORCH_NAMES = {
     "attention.output.dense": "self_attn.out_proj",
     "attention.output.LayerNorm": "norm1",
@@ -132,7 +132,7 @@ _TORCH_NAMES = {
 
 @functools.lru_cache(maxsize=1)
 def _torch_state(model: Model) -> State:
-    """The weights of the layers by the names of `torch.nn.TransformerEncoder`."""
+    """Return the weights of the layers, under the names of `torch.nn.TransformerEncoder`."""
     state, found = model.state, {}
     for layer in range(model.sizes.layers):
         theirs, ours = f"encoder.layer.{layer}", f"layers.{layer}"
@@ -144,7 +144,7 @@ def _torch_state(model: Model) -> State:
 
 
 def _torch_encoder(nested: bool) -> Callable[..., Run]:
-    """`torch.nn.TransformerEncoder` after the embeddings, on the padded batch or by its path of nested tensors."""
+    """Return `torch.nn.TransformerEncoder` after the embeddings, on the padded batch or with nested tensors."""
 
     def prepare(model: Model, batch: Batch) -> Run:
         sizes, like = model.sizes, model.like
@@ -172,12 +172,12 @@ def _torch_encoder(nested: bool) -> Callable[..., Run]:
 
 
 def _padding_kept(model: Model, batch: Batch) -> Run:
-    """The same encoder, to which each position is a word."""
+    """Return the encoder without a mask, so that padding counts as words."""
     return lambda: model.ours(batch.ids)
 
 
 def _products_alone(model: Model, batch: Batch) -> Run:
-    """The products of the words with the weights, and nothing else."""
+    """Return only the products of the words with the weights."""
     sizes, like, words = model.sizes, model.like, int(batch.mask.sum())
     narrow, wide = (torch.randn(words, n, device=like.device).to(like.dtype) for n in (sizes.hidden, sizes.inter))
     theirs = _torch_state(model)
@@ -202,17 +202,17 @@ def _agree(dtype: str) -> Callable[[torch.Tensor, torch.Tensor], bool]:
 
 
 def _is_like(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """For the same work on other words."""
+    """Accept results of other words, of the same shape."""
     return ours.shape == theirs.shape and bool(theirs.isfinite().all())
 
 
 def _nothing(ours: torch.Tensor, theirs: None) -> bool:
-    """For a part of the work, without a result."""
+    """Accept a part of the work, which has no result."""
     return True
 
 
 def _encoder_baselines(padded: bool, small: bool) -> tuple[dict[str, Baseline], dict[str, Baseline]]:
-    """The compositions and the other libraries. A small call takes the host longer than the GPU."""
+    """Return the compositions and the other libraries. A small call takes longer on the host than on the GPU."""
     alone = {"products alone": Baseline(lambda: _products_alone, prepared=True, agree=_nothing)}
     if not padded:
         peers = {"transformers, eager": Baseline(_by_transformers(False), prepared=True, eager=True)}
@@ -228,12 +228,12 @@ def _encoder_baselines(padded: bool, small: bool) -> tuple[dict[str, Baseline], 
 
 
 def _parameters(sizes: EncoderSizes | Seq2SeqSizes) -> int:
-    """The weights of an encoder's products."""
+    """Return the number of weights in an encoder's products."""
     return sizes.layers * (4 * sizes.hidden**2 + 2 * sizes.hidden * sizes.inter)
 
 
 def _encode(sizes: EncoderSizes, lengths: Sequence[int], seq: int, dtype: str, variant: str = "graph") -> Case:
-    """Hidden states of sequences of these lengths, padded to `seq`, whose number of words the caller knows."""
+    """Return a case of hidden states of sequences padded to `seq`, for a caller that knows the number of words."""
     batch, valid, item = len(lengths), sum(lengths), ITEM_SIZE[dtype]
     padded = valid < batch * seq
 
@@ -268,7 +268,7 @@ def _encode(sizes: EncoderSizes, lengths: Sequence[int], seq: int, dtype: str, v
 
 
 def _sentence_transformers(at_once: int) -> Callable[[], Callable[..., Run]]:
-    """`encode` on the same model, which sorts by length."""
+    """Return `encode` of sentence-transformers on the same model; it sorts by length."""
 
     def load() -> Callable[..., Run]:
         from sentence_transformers import SentenceTransformer
@@ -287,7 +287,7 @@ def _sentence_transformers(at_once: int) -> Callable[[], Callable[..., Run]]:
 
 
 def _batches_by_transformers(is_sorted: bool) -> Callable[[], Callable[..., Run]]:
-    """transformers' model over padded batches, and the mean of the words."""
+    """Return transformers' model over padded batches, with the mean of the words."""
 
     def load() -> Callable[..., Run]:
         import transformers  # noqa: F401
@@ -325,7 +325,7 @@ def _are_near(dtype: str) -> Callable[[torch.Tensor, torch.Tensor], bool]:
 
 
 def _embed(sizes: EncoderSizes, texts: int, dtype: str, from_tokens: bool) -> Case:
-    """Vectors of texts of a realistic distribution of lengths, or of their tokens."""
+    """Return a case of vectors of texts, from the texts or their tokens. The lengths have a realistic distribution."""
     lengths = text_lengths(texts, _MEAN_TOKENS, sizes.positions)
     words = sum(lengths)
 
@@ -368,7 +368,7 @@ def _embed(sizes: EncoderSizes, texts: int, dtype: str, from_tokens: bool) -> Ca
 
 @functools.lru_cache(maxsize=1)
 def transformers_seq2seq(model: Model) -> Any:
-    """transformers' model with the same weights, with PyTorch's attention."""
+    """Return transformers' model with the same weights, with PyTorch's attention."""
     import transformers
 
     kind, head = {"marian": ("Marian", "MTModel"), "bart": ("Bart", "ForConditionalGeneration")}[model.sizes.kind]
@@ -376,7 +376,7 @@ def transformers_seq2seq(model: Model) -> Any:
     with torch.device(model.like.device):
         config = getattr(transformers, f"{kind}Config")(**options, attn_implementation="sdpa")
         reference = getattr(transformers, f"{kind}{head}")(config)
-    # What else it has are other names of the shared embeddings, and Marian's positions.
+    # The missing keys are aliases of the shared embeddings, and Marian's positions.
     unknown = reference.to(model.like.dtype).load_state_dict(model.state, strict=False).unexpected_keys
     if unknown:
         raise ValueError(f"transformers {transformers.__version__} has no {', '.join(unknown)}")
@@ -384,7 +384,7 @@ def transformers_seq2seq(model: Model) -> Any:
 
 
 def _generate() -> Callable[..., Run]:
-    """transformers' `generate` with its dynamic cache."""
+    """Return transformers' `generate` with its dynamic cache."""
     from transformers import GenerationConfig
 
     def prepare(model: Model, batch: Batch, settings: Mapping[str, Any]) -> Run:
@@ -397,10 +397,10 @@ def _generate() -> Callable[..., Run]:
 
 
 def _same_tokens(dtype: str) -> Callable[[Generated, torch.Tensor], bool]:
-    """Whether sequences agree as far as rounding lets them: once a token differs, so do all that follow.
+    """Return a function that compares sequences. After a first different token, all later tokens may differ.
 
-    In float32 half of the rows are equal, in 16 bits a quarter of all tokens; of few rows only their lengths, since one
-    token may be all that a row has in common.
+    In float32 half of the rows must be equal, in 16 bits a quarter of all tokens. Of fewer than 8 rows in 16 bits only
+    the lengths are compared, because rows may have only one token in common.
     """
 
     def agree(ours: Generated, theirs: torch.Tensor) -> bool:
@@ -415,7 +415,7 @@ def _same_tokens(dtype: str) -> Callable[[Generated, torch.Tensor], bool]:
 
 
 def _generated(sizes: Seq2SeqSizes, batch: int, beams: int, steps: int, dtype: str, seq: int = 48) -> Case:
-    """Greedy or beam search that never stops early, from sources of a third of `seq` to `seq` words."""
+    """Return a case of greedy or beam search that never stops early. Sources have a third of `seq` to `seq` words."""
     lengths = [seq - seq * 2 // 3 * i // batch for i in range(batch)]
     settings = {"num_beams": beams, "max_new_tokens": steps}
 
@@ -427,7 +427,7 @@ def _generated(sizes: Seq2SeqSizes, batch: int, beams: int, steps: int, dtype: s
         return model.ours(given.ids, given.mask, **own)
 
     hidden, item, words = sizes.hidden, ITEM_SIZE[dtype], sum(lengths)
-    once = _parameters(sizes) + sizes.layers * 2 * hidden**2  # of the encoder, and what the cross-attention reads
+    once = _parameters(sizes) + sizes.layers * 2 * hidden**2  # the encoder, and the keys and values of cross-attention
     each = sizes.layers * (6 * hidden**2 + 2 * hidden * sizes.inter) + hidden * sizes.vocab
     read = sizes.layers * 2 * hidden * (words * steps + batch * steps * (steps + 1) // 2)
     return Case(
@@ -437,7 +437,7 @@ def _generated(sizes: Seq2SeqSizes, batch: int, beams: int, steps: int, dtype: s
         inputs=inputs,
         call=call,
         bytes=item * (once + steps * each + read),
-        # The rate that the floor is measured with is none of float32's.
+        # The floor's product has 16 bits, so its rate does not fit float32.
         flops=0 if dtype == "float32" else 2 * (words * once + batch * beams * steps * each),
         peers={"transformers generate": Baseline(_generate, slow=True, prepared=True)},
         agree=_same_tokens(dtype),
@@ -446,7 +446,7 @@ def _generated(sizes: Seq2SeqSizes, batch: int, beams: int, steps: int, dtype: s
 
 
 def cases() -> list[Case]:
-    """Half of the positions, lengths of 1 to 512, all positions; one text; 1000 texts; two encoder-decoders."""
+    """Return cases: batches that are half full, of 1 to 512 words, and full; 1 text; 1000 texts; 2 encoder-decoders."""
     half, uniform = half_lengths(64, 512), uniform_lengths(64, 512)
     made = [
         _encode(BERT_BASE, half, 512, "float16"),

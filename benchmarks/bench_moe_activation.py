@@ -1,4 +1,4 @@
-"""The activations, against PyTorch's operations, eager and compiled; the gated ones also against SGLang and vLLM."""
+"""Time the activations beside PyTorch's operations, eager and compiled, and gated ones beside SGLang and vLLM."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import cukern
 from benchmarks.harness import Baseline, Case
 from cukern.runtime.arrays import ITEM_SIZE
 
-#: Tokens and the size of a half: DeepSeek-V3's experts, Qwen3-30B-A3B's, and Mixtral's.
+#: Tokens and the width of a half: experts of DeepSeek-V3, Qwen3-30B-A3B and Mixtral.
 SIZES = ((8192, 2048), (8192, 768), (4096, 14336), (64, 2048), (1, 2048))
-#: The same of layers without a gate: BERT-base with half of 64 x 512 positions valid, BERT-large, one short text.
+#: Tokens and width without a gate: BERT-base (half of 64 x 512 positions valid), BERT-large, one short text.
 BIASED = ((16384, 3072), (16384, 4096), (16, 1536))
 
 
@@ -57,7 +57,7 @@ def _vllm(name: str) -> Callable[..., Any]:
 
 
 def _peers(name: str, dtype: str) -> dict[str, Baseline]:
-    """The kernels of vLLM 0.26 and sglang-kernel 0.4. None for swigluoai: theirs takes gate and up interleaved."""
+    """Return the kernels of vLLM 0.26 and sglang-kernel 0.4. Their swigluoai takes gate and up interleaved: none."""
     if name not in ("silu", "gelu", "gelu_tanh"):
         return {}
     peers = {"vLLM": Baseline(lambda: _vllm(name))}
@@ -67,7 +67,7 @@ def _peers(name: str, dtype: str) -> dict[str, Baseline]:
 
 
 def agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether results are near: PyTorch rounds each step to the dtype of its arguments."""
+    """Return whether results are close: PyTorch rounds each step to the dtype of its arguments."""
     return torch.allclose(ours.float(), theirs.float(), rtol=2**-5, atol=2**-5)
 
 
@@ -118,7 +118,7 @@ def _biased(tokens: int, inter: int, name: str = "gelu", dtype: str = "float16")
     )
 
 
-#: The other names of vLLM, and the same by torch.
+#: Functions with other vLLM names, and their formulas in torch.
 _VLLMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mul_and_silu": lambda x: x.chunk(2, -1)[0] * torch.nn.functional.silu(x.chunk(2, -1)[1]),
     "gelu_new": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
@@ -163,7 +163,7 @@ def _of_vllm(tokens: int, inter: int, name: str, dtype: str = "bfloat16") -> Cas
 
 
 def shrunk(case: Case) -> Case:
-    """The same case with few tokens and columns, for a machine with no GPU."""
+    """Return the case with few tokens and columns, for a machine without a GPU."""
     sizes = case.case
     if case.op in _VLLMS:
         return _of_vllm(4, 32, case.op)
@@ -175,7 +175,7 @@ def shrunk(case: Case) -> Case:
 
 
 def cases() -> list[Case]:
-    """All cases, the headline first."""
+    """Return all cases, the headline first."""
     silu = [_case(tokens, inter, "silu", "bfloat16", host=tokens == 64) for tokens, inter in SIZES]
     others = [_case(*SIZES[0], name, "bfloat16") for name in ("gelu", "gelu_tanh", "swigluoai", "relu2")]
     dtypes = [_case(*SIZES[0], "silu", dtype) for dtype in ("float16", "float32")]

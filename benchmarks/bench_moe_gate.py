@@ -1,4 +1,4 @@
-"""The MoE gates against PyTorch, Triton and the kernels of SGLang and vLLM."""
+"""Time the MoE gates beside PyTorch, Triton and the kernels of SGLang and vLLM."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Baselines = dict[str, Baseline]
 
 TOKENS = (1, 64, 1024, 8192, 65536)
 VARIANTS = ("specialized", "dynamic")
-# A baseline that rounds differently may choose another expert in a few near ties.
+# A baseline that rounds differently may choose another expert for a few near ties.
 _MATCHED_TOKENS = 0.99
 _SHARED_EXPERTS = 0.97
 
 
 def eager(logits: torch.Tensor, bias: torch.Tensor, groups: int, topk_group: int, topk: int) -> Routing:
-    """The biased grouped top-k, composed of torch operators by the formulas of the DeepSeek-V3 report."""
+    """Compute the biased grouped top-k with torch operators, by the formulas of the DeepSeek-V3 report."""
     tokens, experts = logits.shape
     scores = logits.float().sigmoid()
     choice = scores + bias
@@ -44,19 +44,19 @@ def eager(logits: torch.Tensor, bias: torch.Tensor, groups: int, topk_group: int
 
 
 def eager_sigmoid(logits: torch.Tensor, topk: int) -> Routing:
-    """Top-k of the sigmoid."""
+    """Compute the top-k of the sigmoid."""
     weights, ids = logits.float().sigmoid().topk(topk, dim=-1)
     return weights, ids.int()
 
 
 def eager_softmax(logits: torch.Tensor, topk: int) -> Routing:
-    """Softmax, then top-k."""
+    """Compute the softmax, then its top-k."""
     weights, ids = logits.float().softmax(dim=-1).topk(topk, dim=-1)
     return weights, ids.int()
 
 
 if triton is not None:
-    # One warp per program keeps every reduction within a warp. A graph measures without the cost of launching.
+    # One warp per program keeps every reduction within a warp. do_bench with a CUDA graph leaves out the launch cost.
     @triton.autotune(
         configs=[triton.Config({"BLOCK": block}, num_warps=1) for block in (1, 2, 4)],
         key=["tokens"],
@@ -124,7 +124,7 @@ if triton is not None:
     def triton_router(
         logits: torch.Tensor, bias: torch.Tensor | None, groups: int, topk_group: int, topk: int
     ) -> Routing:
-        """The fused gate in Triton: sigmoid with a bias, renormalized; without one, softmax."""
+        """Compute the fused gate in Triton: with a bias sigmoid, renormalized; without a bias softmax."""
         tokens, experts = logits.shape
         columns = triton.next_power_of_2(experts)
         if groups > 1 and columns != experts:
@@ -149,7 +149,7 @@ def _triton(function: Callable[..., Routing]) -> Baseline:
 
 def _compiled(function: Callable[..., Routing]) -> Baseline:
     def load() -> Callable[..., Routing]:
-        # Each case counts as a recompilation of the same function, of which torch allows few.
+        # torch allows few recompilations of a function, and each case counts as one.
         torch.compiler.reset()
         return torch.compile(function, dynamic=False)
 
@@ -168,7 +168,7 @@ def _gate_baselines(groups: int, topk_group: int, topk: int, compiled: bool) -> 
 
 
 def _gate_peers(experts: int, groups: int, topk_group: int, topk: int, dtype: str) -> Baselines:
-    """The kernels of sglang-kernel 0.4.2, SGLang 0.5.17 and vLLM 0.26."""
+    """Return the kernels of sglang-kernel 0.4.2, SGLang 0.5.17 and vLLM 0.26."""
 
     def sglang() -> Callable[..., Any]:
         from sgl_kernel import moe_fused_gate
@@ -192,7 +192,7 @@ def _gate_peers(experts: int, groups: int, topk_group: int, topk: int, dtype: st
         return lambda logits, bias: _custom_ops.grouped_topk(logits, groups, topk_group, topk, True, 1.0, bias, sigmoid)
 
     peers = {}
-    # It takes a bias of the logits' dtype only, and at most 32 experts per group.
+    # SGLang's kernel only takes a bias of the logits' dtype, and at most 32 experts per group.
     if groups > 1 and dtype == "float32":
         peers["SGLang"] = Baseline(sglang)
     if (experts, groups, dtype) == (384, 1, "float32"):
@@ -213,7 +213,7 @@ def _topk_baselines(op: str, topk: int) -> Baselines:
 
 
 def _topk_peers(op: str) -> Baselines:
-    """`topk_softmax` or `topk_sigmoid` of sglang-kernel 0.4.2 and vLLM 0.26."""
+    """Return `topk_softmax` or `topk_sigmoid` of sglang-kernel 0.4.2 and vLLM 0.26."""
 
     def sglang() -> Callable[..., Any]:
         function = getattr(importlib.import_module("sgl_kernel"), op)
@@ -237,9 +237,9 @@ def _topk_peers(op: str) -> Baselines:
 
 
 def agree(ours: Routing, theirs: Routing) -> bool:
-    """Whether nearly all tokens go to the same experts with the same weights, in any order.
+    """Return whether nearly all tokens have the same experts with the same weights, in any order.
 
-    Experts that tie, as many do in bfloat16, may be exchanged: then equal weights are enough.
+    Tied experts, which are frequent in bfloat16, may be swapped; then equal weights are enough.
     """
     (our_weights, our_ids), (their_weights, their_ids) = ours, theirs
     same_expert = our_ids[:, :, None] == their_ids[:, None, :]
@@ -250,7 +250,7 @@ def agree(ours: Routing, theirs: Routing) -> bool:
 
 
 def _traffic(tokens: int, experts: int, topk: int, dtype: str, biased: bool) -> int:
-    """A case whose bytes are the logits and the bias, and a float32 and an int32 per slot."""
+    """Return the bytes of the logits and the bias, and of a float32 and an int32 per slot."""
     return tokens * (experts * ITEM_SIZE[dtype] + topk * 8) + (experts * 4 if biased else 0)
 
 
@@ -293,7 +293,7 @@ def _fused_gate(tokens: int, experts: int, groups: int, topk_group: int, dtype: 
             host=host,
         )
     if headline and tokens == 64:
-        # The other ways to call the op, for their time on the host.
+        # Other ways to call the op, to measure their host time.
         yield Case("moe_fused_gate", case | {"call": "CuPy"}, "auto", _as_cupy(inputs), call("auto"), size, host=True)
         operator = _operator(groups, topk_group, topk)
         yield Case("moe_fused_gate", case | {"call": "torch.ops"}, "auto", inputs, operator, size, host=True)
@@ -313,7 +313,7 @@ def _operator(groups: int, topk_group: int, topk: int) -> Callable[..., Any]:
 
 
 def _topk(op: str, tokens: int, experts: int, topk: int, dtype: str, compared: bool) -> Iterator[Case]:
-    """`topk_softmax` or `topk_sigmoid`, with the baselines if `compared`."""
+    """Yield cases of `topk_softmax` or `topk_sigmoid`, with baselines if `compared`."""
     function = getattr(cukern, op)
 
     def inputs(generator: torch.Generator) -> tuple[Any, ...]:
@@ -335,7 +335,7 @@ def _topk(op: str, tokens: int, experts: int, topk: int, dtype: str, compared: b
 
 
 def cases() -> list[Case]:
-    """The gates of DeepSeek-V3, MiniMax-M2 and Kimi-K2, and those of Qwen3, Mixtral and GLM without a bias."""
+    """Return cases: the gates of DeepSeek-V3, MiniMax-M2 and Kimi-K2; without a bias of Qwen3, Mixtral and GLM."""
     found: list[Case] = []
     for dtype in ("float32", "bfloat16"):
         for tokens in TOKENS:

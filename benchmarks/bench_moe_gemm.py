@@ -1,4 +1,4 @@
-"""Grouped products, against PyTorch's own, a loop over the experts, DeepGEMM, CUTLASS, Marlin and triton_kernels."""
+"""Time grouped products beside PyTorch's, a loop over the experts, DeepGEMM, CUTLASS, Marlin and triton_kernels."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from cukern.runtime.kernel import arch_of_device, device_count
 
 FP8 = "float8_e4m3fn"
 _BLOCK = 128
-#: A batch has room for so many times its rows.
+#: The room of a batch, as a multiple of its rows.
 _ROOM = 4
 _TOLERANCE = 0.02
 
 
 class Sizes(NamedTuple):
-    """`m` rows for each of `experts`; the weights are [n, k]."""
+    """`m` rows for each of `experts`. The weights of an expert are [n, k]."""
 
     experts: int
     m: int
@@ -30,10 +30,10 @@ class Sizes(NamedTuple):
     k: int
     dtype: str = "bfloat16"  # of the rows, and of the weights unless `weights` names their format
     batched: bool = False
-    scales: str = "block"  # of FP8: "block", or "row" for one of each row and one of each row of weights
+    scales: str = "block"  # of FP8: "block", or "row" for a scale per row of `a` and per row of the weights
     weights: str = ""  # "mxfp4" or "nvfp4"
     activation: str | None = None
-    gathered: int = 0  # rows that each token has, where they are gathered
+    gathered: int = 0  # rows per token if the rows are gathered
 
     @property
     def op(self) -> str:
@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
 
     @property
     def case(self) -> dict[str, int | str]:
-        """The sizes, and what differs from the defaults."""
+        """The sizes, and the options that differ from the defaults."""
         usual = Sizes(0, 0, 0, 0)._asdict()
         sizes = {key: self._asdict()[key] for key in ("experts", "m", "n", "k", "dtype")}
         named = ("scales", "weights", "activation", "gathered")
@@ -64,7 +64,7 @@ class Sizes(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The bytes of each weight and each token once, of the result, and of the scales."""
+        """The bytes of the weights, the tokens (each read once), the result and the scales."""
         item = ITEM_SIZE[self.dtype]
         columns = self.n // (2 if self.activation else 1)
         weights = self.experts * self.n * self.k
@@ -85,7 +85,7 @@ class Sizes(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Operations at the rate of bfloat16; those of FP8, at twice the rate, count half."""
+        """The flops at the rate of bfloat16. FP8 has twice the rate, so its flops count half."""
         return 2 * self.rows * self.n * self.k // (2 if self.dtype == FP8 else 1)
 
     @property
@@ -96,10 +96,10 @@ class Sizes(NamedTuple):
         )
 
 
-#: The products of DeepSeek-V3's experts, up and down, and FP8 as DeepGEMM's users have it.
+#: The products of DeepSeek-V3's experts, up and down. FP8 cases have the sizes that DeepGEMM's users measure.
 LARGE = (Sizes(8, 1024, 4096, 7168), Sizes(8, 4096, 4096, 7168), Sizes(8, 1024, 7168, 2048))
 FEW_ROWS = (Sizes(64, 64, 4096, 7168), Sizes(256, 8, 4096, 7168))
-#: gpt-oss-20b's experts, up, with few rows of each.
+#: The up product of gpt-oss-20b's experts, with few rows per expert.
 GPT_OSS = Sizes(32, 4, 5760, 2880)
 LARGE_FP8 = (
     Sizes(4, 8192, 4096, 7168, FP8),
@@ -125,8 +125,8 @@ class Inputs(NamedTuple):
     offsets: torch.Tensor
     scales: dict[str, torch.Tensor]
     row_token: torch.Tensor | None
-    rowwise: tuple[torch.Tensor, torch.Tensor] | None  # the scales of FP8, of each row and of each row of weights
-    prepared: torch.Tensor | None = None  # weights of 4 bits, prepared for Hopper
+    rowwise: tuple[torch.Tensor, torch.Tensor] | None  # the FP8 scales, per row of `a` and per row of the weights
+    prepared: torch.Tensor | None = None  # 4-bit weights, prepared for Hopper
 
 
 def _normal(generator: torch.Generator, dtype: str, *shape: int) -> torch.Tensor:
@@ -142,7 +142,7 @@ def _normal(generator: torch.Generator, dtype: str, *shape: int) -> torch.Tensor
 def _fp8_scales(
     sizes: Sizes, generator: torch.Generator, shape: tuple[int, ...]
 ) -> tuple[dict[str, torch.Tensor], Any]:
-    """Scales of FP8, which are the same along k: so baselines that take scales of rows alone compute the same."""
+    """Return FP8 scales that are constant along k, so that baselines with a scale per row compute the same result."""
     device, blocks = generator.device, -(-sizes.k // _BLOCK)
     of_rows = torch.rand(shape, generator=generator, device=device) + 0.5
     of_blocks = torch.rand(sizes.experts, -(-sizes.n // _BLOCK), generator=generator, device=device) + 0.5
@@ -169,7 +169,7 @@ def inputs_of(sizes: Sizes) -> Callable[[torch.Generator], tuple[Inputs]]:
             random = {"generator": generator, "device": device, "dtype": torch.uint8}
             b = torch.randint(0, 256, (experts, sizes.n, sizes.k // 2), **random)
             group = {"mxfp4": 32, "nvfp4": 16}[sizes.weights]
-            # About 1: powers of two, or numbers of e4m3.
+            # Scales around 1: powers of two, or numbers of e4m3.
             low, high = {"mxfp4": (125, 130), "nvfp4": (0x30, 0x40)}[sizes.weights]
             scales["b_scale"] = torch.randint(low, high, (experts, sizes.n, sizes.k // group), **random)
             if sizes.weights == "nvfp4":
@@ -202,25 +202,25 @@ def _ends(given: Inputs) -> torch.Tensor:
 
 
 def grouped_mm(given: Inputs) -> torch.Tensor:
-    """PyTorch's grouped product."""
+    """Compute PyTorch's grouped product."""
     return torch._grouped_mm(given.a, given.b.transpose(1, 2), offs=_ends(given))
 
 
 def scaled_grouped_mm(given: Inputs) -> torch.Tensor:
-    """PyTorch's grouped product of FP8, with scales of rows."""
+    """Compute PyTorch's grouped product of FP8, with scales per row."""
     assert given.rowwise is not None
     options = {"offs": _ends(given), "out_dtype": torch.bfloat16, "use_fast_accum": True}
     return torch._scaled_grouped_mm(given.a, given.b.transpose(1, 2), *given.rowwise, **options)
 
 
 def _of_expert(given: Inputs, sizes: Sizes, expert: int) -> tuple[Any, ...]:
-    """An expert's rows, and their place in `a`."""
+    """Return an expert's rows, and their index in `a`."""
     place = (expert, slice(sizes.m)) if sizes.batched else (slice(expert * sizes.m, (expert + 1) * sizes.m),)
     return given.a[place], place
 
 
 def _loop(sizes: Sizes) -> Callable[[Inputs], torch.Tensor]:
-    """A loop over the experts on the host, which must know each group's rows."""
+    """Return a loop over the experts on the host, which must know the rows of each group."""
 
     def multiply(given: Inputs) -> torch.Tensor:
         out = given.a.new_empty(*given.a.shape[:-1], sizes.n, dtype=torch.bfloat16)
@@ -238,7 +238,7 @@ def _loop(sizes: Sizes) -> Callable[[Inputs], torch.Tensor]:
 
 
 def _baselines(sizes: Sizes) -> dict[str, Baseline]:
-    """The baselines of PyTorch: none where it would need several steps."""
+    """Return the baselines of PyTorch, or none if PyTorch needs several steps."""
     if sizes.weights or sizes.activation or sizes.gathered:
         return {}
     baselines = {"torch loop": Baseline(lambda: _loop(sizes))}
@@ -253,7 +253,7 @@ Prepare = Callable[[Inputs], Run]
 
 
 def _deep_gemm(sizes: Sizes) -> Callable[[], Prepare]:
-    """DeepGEMM 2.5: its contiguous layout where groups are whole blocks of rows, else its masked one."""
+    """Return DeepGEMM 2.5: the contiguous layout if groups are whole blocks of rows, else the masked layout."""
 
     def load() -> Prepare:
         import deep_gemm
@@ -288,7 +288,7 @@ def _deep_gemm(sizes: Sizes) -> Callable[[], Prepare]:
 
 
 def _vllm_cutlass(sizes: Sizes) -> Callable[[], Prepare]:
-    """vLLM 0.26's CUTLASS product, with scales of rows."""
+    """Return vLLM 0.26's CUTLASS product, with scales per row."""
 
     def load() -> Prepare:
         from vllm import _custom_ops as ops
@@ -314,7 +314,7 @@ def _vllm_cutlass(sizes: Sizes) -> Callable[[], Prepare]:
 
 
 def _sglang_cutlass(sizes: Sizes) -> Callable[[], Prepare]:
-    """sglang-kernel 0.4's CUTLASS product, with scales by blocks."""
+    """Return sglang-kernel 0.4's CUTLASS product, with scales per block."""
 
     def load() -> Prepare:
         from sgl_kernel import fp8_blockwise_scaled_grouped_mm
@@ -356,7 +356,7 @@ def _vllm_triton() -> Prepare:
 
 
 def _peers(sizes: Sizes) -> dict[str, Baseline]:
-    """The kernels of other libraries: none where they would need several steps."""
+    """Return the kernels of other libraries, or none if they need several steps."""
     if sizes.activation or sizes.gathered or sizes.dtype == "float16" or sizes.weights == "nvfp4" or sizes.is_folded:
         return {}
     if sizes.weights:
@@ -365,7 +365,7 @@ def _peers(sizes: Sizes) -> dict[str, Baseline]:
             "triton_kernels": _of_four_bits("triton_kernels", peers.triton_kernels_grouped),
         }
     found = {}
-    # DeepGEMM compiles a kernel for each shape, and takes whole blocks of 8 rows.
+    # DeepGEMM compiles a kernel for each shape, and needs blocks of 8 rows.
     if sizes.scales == "block" and sizes.m >= 8:
         found["DeepGEMM"] = Baseline(_deep_gemm(sizes), slow=True, prepared=True)
     if sizes.dtype == FP8 and not sizes.batched:
@@ -378,7 +378,7 @@ def _peers(sizes: Sizes) -> dict[str, Baseline]:
 
 
 def _agree(sizes: Sizes) -> Callable[[torch.Tensor, torch.Tensor], bool]:
-    """Whether the rows of the groups agree, up to rounding."""
+    """Return a function that decides whether the rows of the groups agree up to rounding."""
 
     def agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
         rows = slice(sizes.m) if sizes.batched else slice(None)
@@ -392,7 +392,7 @@ def _agree(sizes: Sizes) -> Callable[[torch.Tensor, torch.Tensor], bool]:
 
 
 def product(sizes: Sizes, variant: str = "auto", compared: bool = False, host: bool = False) -> Case:
-    """A case of `moe_gemm` or `moe_gemm_batched`, with its baselines if `compared`."""
+    """Return a case of `moe_gemm` or `moe_gemm_batched`, with its baselines if `compared`."""
     function = getattr(cukern, sizes.op)
 
     def call(given: Inputs) -> torch.Tensor:
@@ -403,7 +403,7 @@ def product(sizes: Sizes, variant: str = "auto", compared: bool = False, host: b
             del options["b_scale"]
         if given.row_token is not None:
             options["row_token"] = given.row_token
-        # The tests run this on the CPU, which has no variants.
+        # The CPU, where the tests run, has no variants.
         return function(given.a, b, given.offsets, **options, variant=variant if given.a.is_cuda else "auto")
 
     return Case(
@@ -422,12 +422,12 @@ def product(sizes: Sizes, variant: str = "auto", compared: bool = False, host: b
 
 
 def has_wgmma() -> bool:
-    """Whether "wgmma" is measured: on Hopper, and listed where there is no GPU."""
+    """Return whether "wgmma" is measured: on Hopper; also listed on a machine without a GPU."""
     return not device_count() or arch_of_device(0) == "90a"
 
 
 def _all_cases() -> Iterator[tuple[Sizes, str, bool, bool]]:
-    """Sizes, variant, whether baselines are measured too, and whether the host is timed."""
+    """Yield the sizes, the variant, whether to measure baselines, and whether to time the host."""
     for sizes in (*LARGE, *FEW_ROWS, *LARGE_FP8):
         yield sizes, "auto", True, False
     for sizes in ONE_TOKEN:
@@ -444,11 +444,11 @@ def _all_cases() -> Iterator[tuple[Sizes, str, bool, bool]]:
     yield ONE_TOKEN[2]._replace(activation="silu"), "auto", False, False
     yield LARGE[0]._replace(dtype="float16"), "auto", False, False
     yield LARGE_FP8[1]._replace(scales="row"), "auto", True, False
-    # The rows of the batches, one group after the other.
+    # The rows of the batches, stored one group after the other.
     for sizes in LARGE_FP8[3:]:
         yield sizes._replace(batched=False), "auto", True, False
     yield Sizes(8, 1024, 4096, 7168, batched=True), "auto", True, False
-    # Weights of 4 bits are prepared, but for "mma".
+    # 4-bit weights are prepared, except for "mma".
     for sizes in (LARGE[0], FEW_ROWS[1], GPT_OSS, ONE_TOKEN[0]):
         yield sizes._replace(weights="mxfp4"), "auto", True, False
     for sizes in (LARGE[0], FEW_ROWS[1]):
@@ -459,7 +459,7 @@ def _all_cases() -> Iterator[tuple[Sizes, str, bool, bool]]:
 
 
 def cases(small: bool = False) -> list[Case]:
-    """The cases: many rows of each expert and few, in 16, 8 and 4 bits; `small`: of sizes for the twin."""
+    """Return the cases: many and few rows per expert, in 16, 8 and 4 bits. `small`: sizes for the NumPy reference."""
     return [
         product(sizes.small if small else sizes, variant, compared, host)
         for sizes, variant, compared, host in _all_cases()

@@ -1,4 +1,4 @@
-"""The permutation of tokens by expert and the way back, against compositions in PyTorch, and SGLang and vLLM."""
+"""Time the permutation of tokens by expert and its inverse, beside torch compositions, SGLang and vLLM."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ BLOCK_SIZE = 64
 
 
 def random_ids(sizes: Sizes, generator: torch.Generator) -> torch.Tensor:
-    """topk different experts per token, all equally likely."""
+    """Return topk different experts per token, all equally likely."""
     scores = torch.rand(sizes.tokens, sizes.experts, generator=generator, device=generator.device)
     return scores.topk(sizes.topk).indices.int()
 
 
 def _random(generator: torch.Generator, sizes: Sizes, *shape: int) -> torch.Tensor:
-    # In float32 the largest case would take 4 GB before it is rounded.
+    # Draw directly in the dtype: in float32 the largest case would take 4 GB before rounding.
     made = torch.empty(shape, dtype=getattr(torch, sizes.dtype), device=generator.device)
     return made.normal_(generator=generator)
 
@@ -81,14 +81,14 @@ def torch_align(topk_ids: torch.Tensor, block_size: int, experts: int) -> tuple[
 
 
 def agree(ours: Any, theirs: Any) -> bool:
-    """Whether all values are equal."""
+    """Return whether all values are equal."""
     if isinstance(ours, torch.Tensor):
         return torch.equal(ours, theirs)
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def agree_nearly(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether sums are near, which may be in another order and rounded once or after each slot."""
+    """Return whether sums are close. They may have another order, and be rounded once or after each slot."""
     return torch.allclose(ours.float(), theirs.float(), rtol=2e-2, atol=5e-2)
 
 
@@ -102,7 +102,7 @@ def _vllm_align(sizes: Sizes) -> Callable[..., Any]:
 
 
 def _sglang_align(sizes: Sizes) -> Callable[..., Any]:
-    """SGLang's function, which wants one expert more, for the ids of other ranks."""
+    """Return SGLang's function, which needs one more expert, for the ids of other ranks."""
     from sgl_kernel import moe_align_block_size
 
     experts = sizes.experts + 1

@@ -1,4 +1,4 @@
-"""RMS norm and layer norm, against PyTorch's, eager and compiled, and the kernels of FlashInfer, SGLang and vLLM."""
+"""Time RMS norm and layer norm beside PyTorch's, eager and compiled, and the kernels of FlashInfer, SGLang and vLLM."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ GROUP = 128
 SIZES = ((8192, 7168), (32, 7168), (1, 7168), (8192, 4096), (8192, 2880), (8192, 1536))
 ADDED = SIZES[:3]
 QUANTIZED = ((8192, 7168), (32, 7168))
-#: Tokens, heads and head_dim of q in Qwen3-8B, which is a part of each row of the product for q, k and v.
+#: Tokens, heads and head_dim of q in Qwen3-8B. q is a part of each row of the product for q, k and v.
 HEADS = ((2048, 32, 128), (32, 32, 128))
 OTHER_HEADS = 16
-#: Tokens and width: BERT-base with half of 64 x 512 positions valid, BERT-large, MiniLM; one short text; Marian's step.
+#: Tokens and width: BERT-base (half of 64 x 512 positions valid), BERT-large, MiniLM, one short text, Marian's step.
 LAYER_SIZES = ((16384, 768), (16384, 1024), (16384, 384), (16, 384), (128, 512))
 
 Call = Callable[..., Any]
@@ -63,13 +63,13 @@ def quantized_by_torch(how: str) -> Call:
 
 
 def _near(ours: Any, theirs: Any) -> bool:
-    """Whether results are near: others round more than once."""
+    """Return whether results are close: the others round more than once."""
     pairs = zip(ours, theirs, strict=True) if isinstance(ours, tuple) else [(ours, theirs)]
     return all(torch.allclose(a.float(), b.float(), rtol=2**-6, atol=2**-6) for a, b in pairs)
 
 
 def _quantized_alike(ours: Any, theirs: Any) -> bool:
-    """Whether numbers are equal up to the last bit: others round the norm to 16 bits before they quantize it."""
+    """Return whether numbers are equal up to the last bit: the others round the norm to 16 bits before quantizing."""
     (our_bytes, our_scales), (their_bytes, their_scales) = ours, theirs
     same = (our_bytes.view(torch.uint8) == their_bytes.view(torch.uint8)).float().mean()
     numbers, others = our_bytes.float(), their_bytes.float()
@@ -262,7 +262,7 @@ def _layer_norm(tokens: int, width: int) -> Case:
 
 
 def _added_layer_norm(tokens: int, width: int) -> Case:
-    """The end of a layer of BERT: the bias of the product, the residual, the norm; the sum is not kept."""
+    """Return a case of the end of a BERT layer: the product's bias, the residual and the norm. The sum is not kept."""
 
     def inputs(generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         shapes = [(tokens, width)] * 2 + [(width,)] * 3
@@ -282,7 +282,7 @@ def _added_layer_norm(tokens: int, width: int) -> Case:
 
 
 def shrunk(case: Case) -> Case:
-    """The same case with few tokens and columns, for a machine with no GPU."""
+    """Return the case with few tokens and columns, for a machine without a GPU."""
     if "heads" in case.case:
         return _heads(3, 4, 128)
     if case.op == "rms_norm_quant":
@@ -298,7 +298,7 @@ def shrunk(case: Case) -> Case:
 
 
 def cases() -> list[Case]:
-    """All cases, the headline first."""
+    """Return all cases, the headline first."""
     return [
         *(_norm(*sizes) for sizes in SIZES),
         *(_heads(*sizes) for sizes in HEADS),

@@ -1,4 +1,4 @@
-"""Removing and restoring padding, against PyTorch's indexing with everything precomputed that can be."""
+"""Time removing and restoring padding, beside PyTorch's indexing with all indices precomputed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Sizes(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Half of the rows: `lengths` are drawn so that their sum is this."""
+        """Half of the rows. `random_batch` draws lengths with this sum."""
         return self.rows // 2
 
     @property
@@ -45,7 +45,7 @@ SMALL = Sizes(8, 128, 768, 64)
 
 
 class Batch(NamedTuple):
-    """Where the words are, in every form that the op or a baseline takes."""
+    """The positions of the words, in every form that the op or a baseline takes."""
 
     lengths: torch.Tensor  # int32 [batch]
     padding_offset: torch.Tensor  # int32 [words]
@@ -56,7 +56,7 @@ class Batch(NamedTuple):
 
 
 def random_batch(sizes: Sizes, generator: torch.Generator) -> Batch:
-    """Uniform lengths in pairs that add up to `length`, so that exactly half of the rows hold words."""
+    """Return uniform lengths in pairs that add up to `length`, so that exactly half of the rows hold words."""
     device = generator.device
     half = torch.randint(0, sizes.length + 1, (sizes.batch // 2,), generator=generator, device=device)
     order = torch.randperm(sizes.batch, generator=generator, device=device)
@@ -73,7 +73,7 @@ def _random(generator: torch.Generator, sizes: Sizes, *shape: int) -> torch.Tens
 
 
 def _on(src: torch.Tensor, variant: str) -> str:
-    """The variant to force; "auto" on the CPU, where the tests run this and the twin has no variants."""
+    """Return the variant to pass: "auto" on the CPU, where the tests run, because it has no variants."""
     return variant if src.is_cuda else "auto"
 
 
@@ -90,7 +90,7 @@ def _compiled(function: Callable[..., Any]) -> Baseline:
 
 
 def agree(ours: Any, theirs: Any) -> bool:
-    """Equality: each element is rounded once in both."""
+    """Return whether results are equal: both round each element once."""
     if isinstance(ours, torch.Tensor):
         return torch.equal(ours, theirs)
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -128,7 +128,7 @@ def _remove(sizes: Sizes, variant: str, compared: bool) -> Case:
         return src.view(sizes.rows, sizes.hidden).index_select(0, batch.index)
 
     def from_mask(src: torch.Tensor, batch: Batch) -> torch.Tensor:
-        # Not src[mask]: it waits for the GPU to count the words, which a CUDA graph cannot hold.
+        # Not src[mask], which waits for the GPU to count the words; a CUDA graph cannot capture that.
         index = torch.nonzero_static(batch.mask.view(-1), size=sizes.words)[:, 0]
         return src.view(sizes.rows, sizes.hidden).index_select(0, index)
 
@@ -224,7 +224,7 @@ def _build(sizes: Sizes) -> Case:
 
 
 def cases() -> list[Case]:
-    """Half of the rows hold words: BERT-large's batch of 64 x 512, two larger ones, a small one."""
+    """Return cases where half of the rows hold words: BERT-large's batch of 64 x 512, two larger and a small one."""
 
     def all_cases() -> Iterator[Case]:
         yield _build(HEADLINE)

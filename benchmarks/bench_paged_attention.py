@@ -1,4 +1,4 @@
-"""Attention over a paged cache, against PyTorch on a cache without pages, FlashAttention-3, FlashInfer and vLLM."""
+"""Time attention over a paged cache, beside PyTorch without pages, FlashAttention-3, FlashInfer and vLLM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cukern.runtime.arrays import ITEM_SIZE
 
 _PARTITION = 512
 _WORKSPACE_BYTES = 256 * 2**20
-# Outputs are means of many values, so that their size says what a difference is worth.
+# Relative to the largest output, because outputs are means of many values.
 _TOLERANCE = 0.03
 _NO_ALIBI = None
 
@@ -26,7 +26,7 @@ class Sizes(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
-    length: int  # the mean, where lengths differ
+    length: int  # the mean length if lengths differ
     query_tokens: int = 1
     block_size: int = 16
     layout: str = "vllm"
@@ -36,7 +36,7 @@ class Sizes(NamedTuple):
 
     @property
     def lengths(self) -> list[int]:
-        """Lengths of the sequences: all equal, or spread evenly from 1/32 of the mean on, in no order."""
+        """The lengths of the sequences: all equal, or evenly spaced from 1/32 of the mean on, shuffled."""
         if not self.ragged:
             return [self.length] * self.batch
         order = torch.randperm(self.batch, generator=torch.Generator().manual_seed(0)).tolist()
@@ -46,7 +46,7 @@ class Sizes(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes moved: the cache of all tokens once, the query and the result."""
+        """The bytes moved: the cache of all tokens once, the query and the result."""
         cached = 2 * sum(self.lengths) * self.kv_heads * self.head_dim * ITEM_SIZE[self.cache_dtype]
         return cached + 2 * self.batch * self.query_tokens * self.heads * self.head_dim * ITEM_SIZE[self.dtype]
 
@@ -71,7 +71,7 @@ ONE, MANY = SIZES[0], SIZES[2]
 
 @dataclass
 class Elsewhere:
-    """The same cache as the baselines take it. No tuple, so that it does not count among what rotates."""
+    """The cache in the layouts of the baselines. Not a tuple, so that the clock does not count its bytes."""
 
     flash: tuple[torch.Tensor, torch.Tensor]  # [blocks, block_size, kv_heads, head_dim]
     dense: tuple[torch.Tensor, torch.Tensor] | None  # [batch, kv_heads, length, head_dim]
@@ -90,8 +90,10 @@ def _normal(generator: torch.Generator, dtype: str, *shape: int) -> torch.Tensor
 
 
 def tables(sizes: Sizes, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block tables and lengths. The blocks of a sequence lie anywhere, but in the same places for every generator:
-    who plans ahead from them does so once."""
+    """Return block tables and lengths.
+
+    Blocks are shuffled, in the same order for every generator, so that a baseline may plan once for all inputs.
+    """
     counts = [-(-length // sizes.block_size) for length in sizes.lengths]
     blocks = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).int().split(counts)
     block_tables = torch.nn.utils.rnn.pad_sequence(list(blocks), batch_first=True)
@@ -99,7 +101,7 @@ def tables(sizes: Sizes, device: torch.device) -> tuple[torch.Tensor, torch.Tens
 
 
 def to_vllm(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Caches of the layout "flash" in the layout "vllm"."""
+    """Convert caches from the layout "flash" to the layout "vllm"."""
     blocks, block_size, kv_heads, head_dim = keys.shape
     dtype, x = keys.dtype, 16 // keys.itemsize
     if keys.itemsize == 1:
@@ -109,7 +111,7 @@ def to_vllm(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def inputs_of(sizes: Sizes, compared: bool) -> Inputs:
-    """Query, caches, block tables, lengths and, if `compared`, the cache for the baselines, else None."""
+    """Return query, caches, block tables and lengths, and if `compared` the cache of the baselines, else None."""
 
     def inputs(generator: torch.Generator) -> tuple[Any, ...]:
         block_tables, seq_lens = tables(sizes, generator.device)
@@ -133,7 +135,7 @@ def inputs_of(sizes: Sizes, compared: bool) -> Inputs:
 
 
 def _on(query: torch.Tensor, variant: str) -> str:
-    """The variant to ask for: on the CPU, where the tests run this, there are none."""
+    """Return the variant to pass: "auto" on the CPU, where the tests run, because it has no variants."""
     return variant if query.is_cuda else "auto"
 
 
@@ -151,13 +153,13 @@ def gathered(query: Any, key_cache: Any, value_cache: Any, block_tables: Any, se
 
 
 def dense(query: Any, _k: Any, _v: Any, _tables: Any, _lens: Any, elsewhere: Elsewhere) -> torch.Tensor:
-    """PyTorch with a cache that has no pages at all."""
+    """Compute PyTorch's attention over a cache without pages."""
     assert elsewhere.dense is not None
     return scaled_dot_product_attention(query[:, :, None], *elsewhere.dense, enable_gqa=True)[:, :, 0]
 
 
 def _flashinfer(sizes: Sizes) -> Callable[[], Callable[..., torch.Tensor]]:
-    """Its decode wrapper on tensor cores; with several query tokens its prefill wrapper. Planned at the first call."""
+    """Return FlashInfer's decode wrapper on tensor cores, or its prefill wrapper, planned at the first call."""
 
     def load() -> Callable[..., torch.Tensor]:
         import flashinfer
@@ -194,7 +196,7 @@ def _flashinfer(sizes: Sizes) -> Callable[[], Callable[..., torch.Tensor]]:
 
 
 def partition_results(query: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Memory for exp_sums, max_logits and tmp_out of `paged_attention_v2`."""
+    """Allocate exp_sums, max_logits and tmp_out of `paged_attention_v2`."""
     seqs, heads, head_dim = query.shape
     partitions = -(-length // _PARTITION)
     sums, largest = (query.new_empty(seqs, heads, partitions, dtype=torch.float32) for _ in range(2))
@@ -202,13 +204,13 @@ def partition_results(query: torch.Tensor, length: int) -> tuple[torch.Tensor, t
 
 
 def _like_vllm(function: Callable[..., Any], version: int, sizes: Sizes) -> Callable[..., torch.Tensor]:
-    """`paged_attention_v1` or `_v2` on the inputs of a case."""
+    """Return `paged_attention_v1` or `_v2` on the inputs of a case."""
     kv_cache_dtype = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}.get(sizes.cache_dtype, "auto")
     longest = max(sizes.lengths)
     scales: dict[torch.device, torch.Tensor] = {}
 
     def attend(query: Any, keys: Any, values: Any, block_tables: Any, seq_lens: Any, _: Any = None) -> torch.Tensor:
-        if query.device not in scales:  # at a call before the capture
+        if query.device not in scales:  # only in a call before the capture
             scales[query.device] = torch.ones((), device=query.device)
         one = scales[query.device]
         if kv_cache_dtype != "auto":
@@ -225,7 +227,7 @@ def _like_vllm(function: Callable[..., Any], version: int, sizes: Sizes) -> Call
 
 
 def _flash_attention(sizes: Sizes) -> Callable[[], Callable[..., Callable[[], torch.Tensor]]]:
-    """FlashAttention-3 as vLLM 0.26 calls it, its scheduler's metadata made ahead."""
+    """Return FlashAttention-3 as vLLM 0.26 calls it, with the scheduler's metadata made ahead."""
 
     def load() -> Callable[..., Callable[[], torch.Tensor]]:
         from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, get_scheduler_metadata
@@ -274,7 +276,7 @@ def _flash_attention(sizes: Sizes) -> Callable[[], Callable[..., Callable[[], to
 
 
 def _vllm_triton(sizes: Sizes) -> Callable[[], Callable[..., Callable[[], torch.Tensor]]]:
-    """The attention in Triton of vLLM 0.26, with its backend's buffers for 16 parts of a sequence."""
+    """Return vLLM 0.26's Triton attention, with its backend's buffers for 16 parts of a sequence."""
     parts = 16
 
     def load() -> Callable[..., Callable[[], torch.Tensor]]:
@@ -338,13 +340,13 @@ def _peers(sizes: Sizes) -> dict[str, Baseline]:
     if sizes.cache_dtype == sizes.dtype:
         peers["FlashAttention-3"] = Baseline(_flash_attention(sizes), prepared=True)
         peers["vLLM Triton"] = Baseline(_vllm_triton(sizes), slow=True, prepared=True)
-    # It compiles its kernel.
+    # FlashInfer compiles its kernel.
     peers["FlashInfer"] = Baseline(_flashinfer(sizes), slow=True)
     return peers
 
 
 def agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether two results agree but for rounding of intermediate results: of weights, or of scores."""
+    """Return whether two results agree up to the rounding of intermediate results: weights or scores."""
     ours, theirs = ours.float(), theirs.float()
     return bool((ours - theirs).abs().max() <= _TOLERANCE * theirs.abs().max())
 
@@ -360,7 +362,7 @@ def attention(
     host: bool = False,
     split: int | None = None,
 ) -> Case:
-    """A case of `paged_attention`; with its baselines if `compared`, the gathering one only if `gather`."""
+    """Return a case of `paged_attention`, with its baselines if `compared`; the gathering baseline only if `gather`."""
 
     def call(query: Any, keys: Any, values: Any, block_tables: Any, seq_lens: Any, _: Any) -> torch.Tensor:
         inputs = query, keys, values, block_tables, seq_lens
@@ -381,7 +383,7 @@ def attention(
 
 
 def _operator(sizes: Sizes) -> Case:
-    """The operator, for its time on the host."""
+    """Return a case of the torch operator, to measure its host time."""
     import cukern.torch_ops  # noqa: F401
 
     operator = torch.ops.cukern.paged_attention
@@ -399,7 +401,7 @@ def _version(version: int, sizes: Sizes) -> Case:
 
 
 def merged(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, heads_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """`merge_attention_states` in torch, where no lse is infinite."""
+    """Compute `merge_attention_states` in torch, without infinite log-sum-exps."""
     lse = torch.logaddexp(lse_a, lse_b)
     logs = ((x - lse).t() if heads_first else x - lse for x in (lse_a, lse_b))
     shares = (x.exp()[..., None] * out.float() for out, x in zip((out_a, out_b), logs, strict=True))
@@ -408,7 +410,7 @@ def merged(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, heads_first: bool) ->
 
 @dataclass
 class States:
-    """The log-sum-exps as others take them."""
+    """The log-sum-exps in the forms of the baselines."""
 
     base_two: tuple[torch.Tensor, torch.Tensor]  # [tokens, heads]
     by_head: tuple[torch.Tensor, torch.Tensor]  # [heads, tokens]
@@ -453,13 +455,13 @@ def _merge(tokens: int, heads: int, head_dim: int, dtype: str, heads_first: bool
 
         return lambda out_a, lse_a, out_b, lse_b, _: merge_state_v2(out_a, lse_a, out_b, lse_b)
 
-    # A user has the log-sum-exps in one layout, which only some take.
+    # A user has the log-sum-exps in one layout, and only some libraries take heads first.
     peers = {"vLLM": Baseline(vllm)}
     if not heads_first:
         peers |= {"FlashInfer": Baseline(flashinfer, slow=True), "SGLang": Baseline(sglang)}
 
     def agree_on_outputs(ours: Any, theirs: Any) -> bool:
-        return agree(ours[0], theirs[0])  # the log-sum-exps are of another base, or another layout
+        return agree(ours[0], theirs[0])  # log-sum-exps have another base or another layout
 
     sizes: dict[str, int | str] = {"tokens": tokens, "heads": heads, "head_dim": head_dim, "dtype": dtype}
     return Case(
@@ -497,5 +499,5 @@ def _all_cases() -> Iterator[Case]:
 
 
 def cases() -> list[Case]:
-    """One sequence and many, grouped heads and not: in bfloat16, with every way to store the cache and to ask."""
+    """Return cases: one sequence and many, with and without grouped heads, for each cache layout, dtype and call."""
     return list(_all_cases())

@@ -1,4 +1,4 @@
-"""Quantization, against the same formulas in PyTorch, eager and compiled, and the kernels of SGLang and vLLM."""
+"""Time quantization beside the same formulas in PyTorch, eager and compiled, and the kernels of SGLang and vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import cukern
 from benchmarks.harness import Baseline, Case
 from cukern.runtime.arrays import ITEM_SIZE
 
-#: (tokens, hidden), and (tokens, inter) where an activation comes first.
+#: SIZES: (tokens, hidden). ACTIVATED: (tokens, inter), with an activation before the quantization.
 SIZES = ((8192, 7168), (64, 7168), (1, 7168))
 ACTIVATED = ((8192, 2048), (64, 2048))
 GROUP = 128
@@ -72,19 +72,19 @@ def _exactly(ours: Any, theirs: Any) -> bool:
 
 
 def _nearly(ours: Any, theirs: Any) -> bool:
-    """Equal, but for a few numbers on the other side of a rounding boundary."""
+    """Return whether results are equal except for a few numbers at a rounding boundary."""
     same = (ours[0].view(torch.uint8) == theirs[0].view(torch.uint8)).float().mean()
     return bool(same > 0.98) and torch.allclose(ours[1], theirs[1], rtol=1e-4, atol=0)
 
 
 def _within_one(ours: Any, theirs: Any) -> bool:
-    """Integers at most one apart: vLLM's and SGLang's groups truncate where cukern rounds."""
+    """Return whether integers differ by at most one: vLLM's and SGLang's groups truncate, and cukern rounds."""
     apart = (ours[0].int() - theirs[0].int()).abs()
     return bool(apart.max() <= 1) and torch.allclose(ours[1], theirs[1], rtol=1e-4, atol=0)
 
 
 def _roughly(ours: Any, theirs: Any) -> bool:
-    """Numbers at most about one step apart: the other library rounds the activation to 16 bits before it quantizes."""
+    """Return whether numbers differ by about one step: the other library first rounds the activation to 16 bits."""
     (our_bytes, our_scales), (their_bytes, their_scales) = ours, theirs
     same = (our_bytes.view(torch.uint8) == their_bytes.view(torch.uint8)).float().mean()
     numbers, others = our_bytes.float(), their_bytes.float()
@@ -151,7 +151,7 @@ def _sglang_tokens() -> Call:
     return quantize
 
 
-#: By op and what a scale is for. They may multiply by a reciprocal where cukern divides.
+#: By op and scope of a scale. Some of them multiply by a reciprocal where cukern divides.
 PEERS: dict[tuple[str, str], dict[str, Callable[[], Call]]] = {
     ("per_token_group_quant_fp8", "group"): {
         "SGLang": lambda: _sglang_groups(torch.float8_e4m3fn),
@@ -198,7 +198,7 @@ def _case(
     function: Call | None,
     *,
     halves: int = 1,
-    agree: Call = _nearly,  # torch divides by a Python number by multiplying with its reciprocal
+    agree: Call = _nearly,  # torch divides by a Python number by multiplying by the reciprocal
     extra: Callable[[str], tuple[torch.Tensor, ...]] = lambda device: (),
 ) -> Case:
     dtype = "bfloat16"
@@ -273,7 +273,7 @@ def _activated(tokens: int, inter: int) -> list[Case]:
 
 
 def shrunk(case: Case) -> Case:
-    """The same case with few tokens and columns, for a machine without a GPU."""
+    """Return the case with few tokens and columns, for a machine without a GPU."""
     sizes = case.case
     small = [*_cases(3, 256), *_activated(3, 256)]
     found = next(c for c in small if c.op == case.op and c.case["scales"] == sizes["scales"])
@@ -281,7 +281,7 @@ def shrunk(case: Case) -> Case:
 
 
 def cases() -> list[Case]:
-    """All cases, the headline first."""
+    """Return all cases, the headline first."""
     return [
         *(case for tokens, k in SIZES for case in _cases(tokens, k)),
         *(case for tokens, inter in ACTIVATED for case in _activated(tokens, inter)),

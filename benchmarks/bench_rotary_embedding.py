@@ -1,4 +1,4 @@
-"""Rotary position embedding against the composition of transformers, alone and with norms and cache."""
+"""Time rotary position embedding beside the composition of transformers, alone and with norms and cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rotate_half(x: torch.Tensor) -> torch.Tensor:
 def eager(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the models of transformers do, which leaves the inputs as they are."""
+    """Compute what the models of transformers compute, without changing the inputs."""
     cos, sin = cos[:, None], sin[:, None]
     return query * cos + rotate_half(query) * sin, key * cos + rotate_half(key) * sin
 
@@ -36,7 +36,7 @@ def _compiled() -> Callable[..., Any]:
 
 
 def agree(ours: Any, theirs: Any) -> bool:
-    """Anything: each call rotates what the one before has left, and the tests compare the op with transformers."""
+    """Compare shapes only: each call rotates the result of the call before. The tests compare with transformers."""
     return all(x.shape == y.shape and bool(torch.isfinite(x).all()) for x, y in zip(ours, theirs, strict=True))
 
 
@@ -68,7 +68,7 @@ def _one_by_one(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor, *weights: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """The functions of this package that the fused one stands for: four launches."""
+    """Call the functions of cukern that the fused function replaces: four launches."""
     for x, weight in zip((query, key), weights, strict=True):
         cukern.rms_norm(x, weight, _EPSILON, out=x)
     cukern.rotary_embedding(query, key, cos, sin)
@@ -80,7 +80,7 @@ def eager_fused(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor, *weights: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """The same in torch, which leaves the queries as they are."""
+    """Compute the fused function with torch operators, without changing the queries."""
     normed = [
         torch.nn.functional.rms_norm(x, x.shape[-1:], weight, _EPSILON)
         for x, weight in zip((query, key), weights, strict=True)
@@ -92,7 +92,7 @@ def eager_fused(
 
 
 def agree_fused(ours: Any, theirs: Any) -> bool:
-    """The same but for roundings: torch rounds each product of the rotation."""
+    """Return whether results agree up to rounding: torch rounds each product of the rotation."""
     pairs = zip(ours, theirs, strict=True)
     return all(torch.allclose(x.float(), y.float(), rtol=2e-2, atol=6e-2) for x, y in pairs)
 
@@ -128,7 +128,7 @@ def _fused_case(tokens: int, heads: int, kv_heads: int, dim: int, dtype: str, ho
 
 
 def cases() -> list[Case]:
-    """Qwen3-30B-A3B's heads in a step of one and of many sequences and in a prefill, and DeepSeek's rotated part."""
+    """Return cases: Qwen3-30B-A3B's heads in steps of 1 and 64 sequences and in a prefill; DeepSeek's rotary part."""
     return [
         _fused_case(1, 32, 4, 128, "bfloat16", host=True),
         _fused_case(64, 32, 4, 128, "bfloat16"),

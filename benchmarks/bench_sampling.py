@@ -1,6 +1,6 @@
-"""Sampling against its floor, one read of the row, and against PyTorch, FlashInfer and SGLang.
+"""Time sampling beside its floor (one read of the row), PyTorch, FlashInfer and SGLang.
 
-The logits are normally distributed: with no peak, top-p keeps tens of thousands of tokens and needs all its rounds.
+The logits are normally distributed. They have no peak, so top-p keeps tens of thousands of tokens and needs all rounds.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ BATCHES = (1, 64, 256)
 VOCAB, SMALL_VOCAB = 128256, 32000
 TOP_K, TOP_P, TEMPERATURE = 40, 0.9, 0.8
 SEED = 1
-# The share of a probability that the order of a sum may decide.
+# The share of a probability that may depend on the order of a sum.
 _LAST_TOKEN = 1e-3
-# How many standard deviations the mean of uniform numbers may be off.
+# The allowed deviation of the mean of uniform numbers, in standard deviations.
 _DEVIATIONS = 6
 _WHOLE_ROWS = ("softmax", "top_k_renorm_probs", "top_p_renorm_probs")
 
@@ -36,38 +36,38 @@ def _drawn(probs: torch.Tensor) -> torch.Tensor:
 
 
 def eager_from_logits(logits: torch.Tensor) -> torch.Tensor:
-    """Softmax, then a draw."""
+    """Compute the softmax, then draw."""
     return _drawn(logits.float().softmax(dim=-1))
 
 
 def eager_race(logits: torch.Tensor) -> torch.Tensor:
-    """The Gumbel-max trick, all of which can be fused into the pass that finds the largest."""
+    """Draw with the Gumbel-max trick. A compiler can fuse all of it into the pass that finds the largest number."""
     times = torch.empty_like(logits, dtype=torch.float32).exponential_()
     return (logits.float() - times.log()).argmax(dim=-1)
 
 
 def eager_top_k(probs: torch.Tensor) -> torch.Tensor:
-    """A draw from the k best."""
+    """Draw from the k best tokens."""
     best, ids = probs.topk(TOP_K, dim=-1)
     return ids.gather(1, torch.multinomial(best, 1))[:, 0]
 
 
 def eager_top_p(probs: torch.Tensor) -> torch.Tensor:
-    """A draw from the sorted tokens before which the sum has not reached p."""
+    """Sort the tokens, and draw from the tokens before which the sum has not reached p."""
     best, ids = probs.sort(dim=-1, descending=True)
     kept = best.masked_fill(best.cumsum(dim=-1) - best >= TOP_P, 0)
     return ids.gather(1, torch.multinomial(kept, 1))[:, 0]
 
 
 def eager_joint(logits: torch.Tensor) -> torch.Tensor:
-    """A draw from those of the k best before which the sum has not reached p."""
+    """Draw from the k best tokens before which the sum has not reached p."""
     best, ids = logits.float().softmax(dim=-1).topk(TOP_K, dim=-1)
     kept = best.masked_fill(best.cumsum(dim=-1) - best >= TOP_P, 0)
     return ids.gather(1, torch.multinomial(kept, 1))[:, 0]
 
 
 def eager_sample(logits: torch.Tensor) -> torch.Tensor:
-    """Temperature, then top-k, then top-p of what is left."""
+    """Apply the temperature, then top-k, then top-p of the rest, and draw."""
     best, ids = logits.float().topk(TOP_K, dim=-1)
     best = (best / TEMPERATURE).softmax(dim=-1)
     kept = best.masked_fill(best.cumsum(dim=-1) - best >= TOP_P, 0)
@@ -105,7 +105,7 @@ def _compiled(function: Call) -> Baseline:
 
 
 def _flashinfer(call: Callable[[Any, torch.Tensor], torch.Tensor]) -> Baseline:
-    """A baseline of FlashInfer: `call` gets the module `flashinfer.sampling`."""
+    """Return a baseline of FlashInfer. `call` takes the module `flashinfer.sampling`."""
 
     def load() -> Call:
         from flashinfer import sampling
@@ -115,7 +115,7 @@ def _flashinfer(call: Callable[[Any, torch.Tensor], torch.Tensor]) -> Baseline:
     return Baseline(load)
 
 
-# A seed and an offset, because a generator cannot be asked for its own during a capture.
+# Pass a seed and an offset, because a capture cannot read them from a generator.
 _STREAM = {"seed": SEED, "offset": 0}
 
 FLASHINFER: Mapping[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
@@ -131,7 +131,7 @@ FLASHINFER: Mapping[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 
 
 def _flashinfer_sample() -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:
-    """FlashInfer's decoding step, with a `top_k` for each row as a server has it."""
+    """Return FlashInfer's decoding step, with a `top_k` for each row as in a server."""
     from flashinfer import sampling
 
     def prepare(logits: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -154,7 +154,7 @@ def _sglang_top_p_renorm() -> Call:
     return lambda probs: top_p_renorm_prob(probs, TOP_P)
 
 
-#: The kernels of FlashInfer 0.7 and sglang-kernel 0.4.
+#: Kernels of FlashInfer 0.7 and sglang-kernel 0.4.
 PEERS: Mapping[str, Mapping[str, Baseline]] = {
     **{op: {"FlashInfer": _flashinfer(call)} for op, call in FLASHINFER.items()},
     "sample": {"FlashInfer": Baseline(_flashinfer_sample, prepared=True)},
@@ -180,34 +180,34 @@ def same_probabilities(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 def same_but_for_one(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether probabilities agree, but for a last token that rounding of the sum may keep or not."""
+    """Return whether probabilities agree up to one last token, which rounding of the sum may keep or drop."""
     return bool((ours - theirs).abs().sum(dim=-1).max() < _LAST_TOKEN)
 
 
 def kept_probabilities(op: str, values: torch.Tensor) -> torch.Tensor:
-    """The probabilities of the tokens that the filters of the op keep, 0 elsewhere."""
+    """Return the probabilities of the tokens that the op's filters keep, 0 elsewhere."""
     probs = values.float()
     if not op.endswith("_from_probs"):
         probs = (probs / TEMPERATURE if op == "sample" else probs).softmax(dim=-1)
     best, ids = probs.sort(dim=-1, descending=True)
     kept = best
     if "top_k" in op or op == "sample":
-        # A token that ties with the last one may be kept for it.
+        # A token that ties with the last kept token may replace it.
         kept = best * (best >= best[:, TOP_K - 1 : TOP_K])
     if "top_p" in op or op == "sample":
         of = kept / kept.sum(dim=-1, keepdim=True) if op == "sample" else best
         kept = kept * (of.cumsum(dim=-1) - of < TOP_P + _LAST_TOKEN)
         least = kept.masked_fill(kept == 0, torch.inf).amin(dim=-1, keepdim=True)
-        kept = best * (best >= least)  # with those that tie with the last
+        kept = best * (best >= least)  # including ties with the last kept token
     return torch.zeros_like(probs).scatter_(1, ids, kept)
 
 
 def plausible(op: str) -> Callable[[tuple[Any, ...], torch.Tensor], bool]:
-    """Whether the tokens may have been drawn from what the op keeps.
+    """Return a function that decides whether the op may have drawn tokens.
 
-    Each library draws its own tokens. But the share of the probability that is above a drawn token's
-    is uniform between 0 and 1, so that its mean over the rows is 1/2 and cannot be far from it. With one seed `sample`
-    has the same share in all rows, so that its mean says nothing.
+    Each library draws other tokens. Take the tokens that are more probable than the drawn token: their share of the
+    kept probability is uniform between 0 and 1, so its mean over the rows is near 1/2. The mean is not checked for
+    `sample`, because with one seed all rows have the same share.
     """
 
     def right(inputs: tuple[Any, ...], ids: torch.Tensor) -> bool:
@@ -242,7 +242,7 @@ def _call(op: str, variant: str, seeded: bool = True) -> Call:
     if op == "sample":
         options |= {"temperature": TEMPERATURE, "top_k": TOP_K, "top_p": TOP_P}
     function = getattr(cukern, op)
-    # On the CPU, where the tests run this, there are no variants.
+    # The CPU, where the tests run, has no variants.
     return lambda values: function(values, *arguments, **options, variant=variant if values.is_cuda else "auto")
 
 
@@ -264,7 +264,7 @@ def _case(
         case["temperature"] = str(TEMPERATURE)
     case["dtype"] = dtype
     if not seeded:
-        # In a graph torch draws the seed by a kernel of its own.
+        # In a graph a separate kernel draws torch's seed.
         case["seed"] = "torch's generator"
 
     baselines = {"torch": _torch(TORCH[op])}
@@ -291,7 +291,7 @@ def eager_largest(logits: torch.Tensor) -> torch.Tensor:
 
 
 def largest(inputs: tuple[Any, ...], ids: torch.Tensor) -> bool:
-    """Whether the ids are of largest logits; torch says not of which where several are."""
+    """Return whether the ids are ids of largest logits; torch may return any of several equal ones."""
     (logits,) = inputs
     return torch.equal(logits.gather(1, ids.long()[:, None])[:, 0], logits.amax(dim=-1))
 
@@ -312,14 +312,14 @@ def _greedy_case(batch: int, vocab: int, dtype: str, variant: str) -> Case:
 
 
 def _variant() -> str:
-    """The variant for large vocabularies on this GPU."""
+    """Return the variant for large vocabularies on this GPU."""
     clusters = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0)
     return "cluster" if clusters else "block"
 
 
 def cases() -> list[Case]:
-    """Llama 3's vocabulary at three batch sizes in float32, its logits in bfloat16, a vocabulary of 32000,
-    and the largest logit of Qwen3's."""
+    """Return cases: Llama 3's vocabulary in float32 (three batch sizes) and bfloat16 (one), a vocabulary of 32000, and
+    greedy steps of Qwen3."""
     variant = _variant()
 
     def all_cases() -> Iterator[Case]:
@@ -331,7 +331,7 @@ def cases() -> list[Case]:
         yield _case("sampling_from_logits", 64, dtype="bfloat16", variant=variant)
         yield _case("sampling_from_logits", 64, variant=variant, seeded=False)
         yield _case("sample", 64, dtype="bfloat16", variant=variant)
-        # A step of Qwen3 at a temperature of 0, of one sequence and of many.
+        # A step of Qwen3 at temperature 0, for one sequence and for many.
         for batch in (1, 64):
             yield _greedy_case(batch, 151_936, "bfloat16", variant)
         yield _case("top_k_top_p_sampling_from_logits", 64, SMALL_VOCAB, variant=variant)

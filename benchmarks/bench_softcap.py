@@ -1,4 +1,4 @@
-"""Soft caps of logits against PyTorch's operations, eager and compiled."""
+"""Time soft caps of logits beside PyTorch's operations, eager and compiled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.harness import Baseline, Case
 from cukern.runtime.arrays import ITEM_SIZE
 
 CAP = 30.0
-#: Tokens of a step and the vocabulary of Gemma 2; the dtypes of its logits.
+#: Tokens of a step, the vocabulary of Gemma 2, and the dtype of the logits.
 SIZES = ((1, 256000, "bfloat16"), (64, 256000, "bfloat16"), (64, 256000, "float32"), (512, 256000, "bfloat16"))
 
 
@@ -26,7 +26,7 @@ def _compiled() -> Callable[..., Any]:
 
 
 def agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether results are near: PyTorch rounds each step to the dtype of the logits."""
+    """Return whether results are close: PyTorch rounds each step to the dtype of the logits."""
     return torch.allclose(ours.float(), theirs.float(), rtol=2**-6, atol=2**-6)
 
 
@@ -49,5 +49,5 @@ def _case(tokens: int, vocab: int, dtype: str) -> Case:
 
 
 def cases() -> list[Case]:
-    """The logits of one step of a decoder, of one sequence and of many."""
+    """Return cases of the logits of a decoding step, for one sequence and for many."""
     return [_case(*sizes) for sizes in SIZES]

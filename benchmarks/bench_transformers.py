@@ -1,9 +1,9 @@
-"""Models of transformers: a decoding step, a prefill and a generation, beside every experts implementation of its own.
+"""Time models of transformers beside every experts implementation of transformers: steps, prefills and generations.
 
-Weights are random, in bfloat16. A step is timed by the wall clock, over a cache that holds `length` tokens of each
-sequence and grows by one at each call; tokens are random, so that those of a batch go to different experts. The stock
-model shares its weights with the one that is enabled. Its steps are called as its `generate` calls them, over a dynamic
-cache, and compiled ("reduce-overhead") over a static one.
+Weights are random, in bfloat16. The wall clock times a step. Its cache holds `length` tokens of each sequence, and
+grows by one token at each call. Tokens are random, so the tokens of a batch go to different experts. The stock model
+shares its weights with the enabled model. Stock steps run as the stock `generate` runs them over a dynamic cache, and
+compiled ("reduce-overhead") over a static cache.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import torch
 from benchmarks.harness import Baseline, Case
 from benchmarks.kernels import kernels_of
 
-#: Steps before a cache begins anew at its length.
+#: Steps until a cache starts again at its length.
 STEPS = 2048
 IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
-#: The one of models with experts that is the fastest, compiled where it is one token, and that of dense models.
+#: The fastest implementation of models with experts (compiled for one token), and the only one of dense models.
 FASTEST = ("grouped_mm", "")
 _NEW_TOKENS = 128
-#: Seconds that a compiled implementation may take; one that is not, half of it, and a whole generation three times.
+#: Limit in seconds for a compiled implementation. Others get half of it, and a whole generation three times as much.
 _LIMIT_S = 40.0
 
 
 @dataclass(frozen=True, eq=False)
 class Models:
-    """One model twice, of the same weights: enabled, and as transformers has it."""
+    """Two copies of a model with shared weights: `ours` is enabled, `stock` is unchanged."""
 
     name: str
     ours: Any
@@ -50,9 +50,9 @@ _kept: dict[tuple[str, torch.device], Models] = {}
 
 
 def models(name: str, device: torch.device) -> Models:
-    """A model by its shape, kept as long as cases of the same one follow one another."""
+    """Return a model by its configuration. It is kept until a case needs another model."""
     if (name, device) not in _kept:
-        # Two of the largest do not fit one GPU.
+        # A GPU cannot hold two of the largest models.
         _kept.clear()
         _our_step.cache_clear()
         gc.collect()
@@ -87,14 +87,14 @@ def _ids(config: Any, batch: int, tokens: int, generator: torch.Generator) -> to
 
 
 def bytes_of_step(config: Any, batch: int, length: int) -> int:
-    """The least that a step reads, in bytes of bfloat16: active weights, the head, and the cache."""
+    """Return the bytes that a step must read, in bfloat16: active weights, the head, and the cache."""
     hidden, layers = config.hidden_size, config.num_hidden_layers
     head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
     attention = hidden * head_dim * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
     experts, topk = experts_of(config), getattr(config, "num_experts_per_tok", 0)
     inter = getattr(config, "moe_intermediate_size", None) if experts else None
     inter = inter or config.intermediate_size
-    # Tokens that choose at random meet so many experts.
+    # The expected number of different experts if tokens choose at random.
     met = experts * (1 - (1 - topk / experts) ** batch) if experts else 1
     layer = attention + met * 3 * hidden * inter + experts * hidden
     cache = 2 * batch * length * config.num_key_value_heads * head_dim
@@ -102,7 +102,7 @@ def bytes_of_step(config: Any, batch: int, length: int) -> int:
 
 
 def flops_of_tokens(config: Any, tokens: int, length: int) -> int:
-    """The products of a prefill of `tokens`, each sequence of `length`; the head is for one token of each."""
+    """Return the flops of a prefill of `tokens` in sequences of `length`, without the head, which sees few tokens."""
     hidden, layers = config.hidden_size, config.num_hidden_layers
     head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
     attention = hidden * head_dim * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
@@ -118,7 +118,7 @@ def flops_of_tokens(config: Any, tokens: int, length: int) -> int:
 
 @functools.lru_cache(maxsize=1)
 def _our_step(made: Models, batch: int, length: int) -> Callable[[], torch.Tensor]:
-    """A step of `generate`'s session, as a graph once it has run twice."""
+    """Return a step of `generate`'s session. After two runs it is a CUDA graph."""
     from cukern.integrations.transformers import _generate, _options
 
     state = made.ours.__dict__["_cukern"]
@@ -144,13 +144,13 @@ def _our_step(made: Models, batch: int, length: int) -> Callable[[], torch.Tenso
     return step
 
 
-#: Steps of a compiled model before it is timed: it compiles, and captures its graphs.
+#: Steps of a compiled model before it is timed. It compiles and captures its graphs in these steps.
 _COMPILES = 3
 
 
 def _stock_step(implementation: str, compiled: bool) -> Callable[[], Callable[..., Any]]:
     def load() -> Callable[..., Any]:
-        @functools.lru_cache(maxsize=1)  # it is asked for twice, and compiling takes half a minute
+        @functools.lru_cache(maxsize=1)  # prepare is called twice, and compiling takes half a minute
         def prepare(made: Models, batch: int, length: int) -> Callable[[], torch.Tensor]:
             from transformers import DynamicCache, StaticCache
 
@@ -188,7 +188,7 @@ def _stock_step(implementation: str, compiled: bool) -> Callable[[], Callable[..
 
 
 def _set(made: Models, implementation: str) -> None:
-    # What another implementation has left, which may have run out of memory.
+    # Free the memory of another implementation, which may have run out of memory.
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -204,9 +204,9 @@ def _stocks(
     implementations: tuple[str, ...] = IMPLEMENTATIONS,
     once: bool = False,
 ) -> dict[str, Baseline]:
-    """Implementations of transformers, with and without torch.compile. A dense model has but one.
+    """Return the implementations of transformers, with and without torch.compile. A dense model has only one.
 
-    The fastest one is not slow to get ready, so that a quick run has it.
+    The fastest implementation is not marked slow, so a quick run includes it.
     """
     from cukern.integrations.transformers._shapes import configuration
 
@@ -223,11 +223,11 @@ def _stocks(
 
 
 def agree(ours: Any, theirs: Any) -> bool:
-    """Results of one shape: random weights route by small differences, and the tests compare the models."""
+    """Compare shapes only: with random weights small differences change the routing. The tests compare the models."""
     return bool(ours.shape == theirs.shape)
 
 
-#: The parts of a step, by what the names of their kernels have; the first that fits.
+#: The parts of a step. A kernel belongs to the first part with a word that is in the kernel's name.
 _PARTS = {
     "attention": ("attend",),
     "norms": ("rms_norm",),
@@ -243,7 +243,7 @@ def part_of(kernel: str) -> str:
 
 
 def _parts(made: Models, batch: int, length: int) -> dict[str, float]:
-    """The GPU time of the parts of a step, by torch's profiler; a product that comes once a step is the head's."""
+    """Return the GPU time of each part of a step, by torch's profiler. A product that runs once is the head."""
     step = _our_step(made, batch, length)
     step()
     totals: dict[str, list[float]] = {}
@@ -328,7 +328,7 @@ def _prefill(name: str, batch: int, length: int) -> Case:
 
 
 def _whole(name: str, batch: int, length: int = 64) -> Case:
-    """A generation of 128 tokens, by the public functions."""
+    """Return a case of a generation of 128 tokens with the public functions."""
     from cukern.integrations.transformers._shapes import configuration
 
     def inputs(generator: torch.Generator) -> tuple[Any, ...]:
@@ -367,13 +367,14 @@ def _whole(name: str, batch: int, length: int = 64) -> Case:
     }  # fmt: skip
     return Case(
         "generate", sizes, "graph", inputs, call, steps, agree=agree, eager=True,
-        # Ten seconds a call, of which the others, slower still, take as many as their steps say.
+        # A stock call takes ten seconds or more, so only the fastest implementation runs, once. The rows of steps show
+        # how much slower the other implementations are.
         baselines=_stocks(name, stock, compiles=True, implementations=("grouped_mm",), once=True),
     )  # fmt: skip
 
 
 def cases() -> list[Case]:
-    """12 layers of Qwen3-30B-A3B with the head, all 48, Mixtral-8x7B, and Qwen3-0.6B, which is dense."""
+    """Return cases: 12 layers of Qwen3-30B-A3B with the head, all 48 layers, Mixtral-8x7B, and the dense Qwen3-0.6B."""
     twelve = "qwen3-30b-a3b-12-layers"
     return [
         _step(twelve, 1),

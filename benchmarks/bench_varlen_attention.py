@@ -1,4 +1,4 @@
-"""Attention without padding, against PyTorch's attention over the padded batch, and its own without padding."""
+"""Time attention without padding, beside PyTorch's attention over the padded batch and over the unpadded batch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Call = Callable[[], torch.Tensor]
 
 
 def _lengths(batch: int, length: int, ragged: bool) -> list[int]:
-    """The lengths of the sequences: `length`, or numbers up to it at equal distances, whose mean is half of it."""
+    """Return the lengths of the sequences: all `length`, or evenly spaced lengths up to `length`."""
     return [-(-length * (i + 1) // batch) for i in range(batch)] if ragged else [length] * batch
 
 
 def by_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor) -> Call:
-    """PyTorch's attention with a mask, of a batch that is padded ahead; then the rows of the sequences are taken."""
+    """Pad the batch ahead. Return a call of PyTorch's masked attention that then selects the rows of the sequences."""
     lengths = cu_seqlens.diff().long()
     longest = int(lengths.max())
     valid = torch.arange(longest, device=q.device) < lengths[:, None]
@@ -43,7 +43,7 @@ def by_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torc
 
 
 def _varlen_by_torch() -> Callable[..., Call]:
-    """PyTorch's attention without padding, from 2.10 on; of 16 bits and on a GPU alone."""
+    """Return PyTorch's attention without padding. It needs torch 2.10, 16 bits and a GPU."""
     attend = importlib.import_module("torch.nn.attention.varlen").varlen_attn
 
     def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor) -> Call:
@@ -54,19 +54,19 @@ def _varlen_by_torch() -> Callable[..., Call]:
 
 
 def agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether two results agree but for rounding of the weights and of the result."""
+    """Return whether two results agree up to the rounding of the weights and of the result."""
     return torch.allclose(ours.float(), theirs.float(), rtol=2e-2, atol=2e-2)
 
 
 def has_wgmma() -> bool:
-    """Whether "auto" is "wgmma" for heads of 16 bits: on Hopper, and where there is no GPU at all."""
+    """Return whether "auto" is "wgmma" for 16-bit heads: on Hopper, and on a machine without a GPU."""
     return not device_count() or arch_of_device(0) == "90a"
 
 
 def _case(
     batch: int, length: int, heads: int, head_dim: int, dtype: str, ragged: bool = True, variant: str = "auto"
 ) -> Case:
-    """A case of a kernel by name, or of the one that "auto" takes."""
+    """Return a case of a named kernel, or of the kernel that "auto" chooses."""
     lengths = _lengths(batch, length, ragged)
     tokens, size = sum(lengths), ITEM_SIZE[dtype]
 
@@ -92,7 +92,7 @@ def _case(
         inputs=inputs,
         call=cukern.varlen_attention if variant == "auto" else call,
         bytes=4 * tokens * heads * head_dim * size,
-        # The rate of a large product is one of 16 bits.
+        # The floor's matrix product has 16 bits, so its rate only fits 16-bit cases.
         flops=4 * head_dim * heads * sum(n * n for n in lengths) if size == 2 else 0,
         baselines=baselines,
         agree=agree,
@@ -101,8 +101,8 @@ def _case(
 
 
 def cases(small: bool = False) -> list[Case]:
-    """BERT-base and MiniLM over texts of up to 512 tokens, then over full ones, in 16 and 32 bits; long texts of large
-    heads; short ones. Where "auto" is "wgmma", some are by "mma" too.
+    """Return cases: BERT-base and MiniLM over texts of up to 512 tokens and over full texts, long texts with large
+    heads, and short texts, in 16 and 32 bits. If "auto" is "wgmma", some cases also run as "mma".
     """
     if small:
         return [_case(3, 20, 2, 16, dtype, ragged) for dtype in ("float32", "bfloat16") for ragged in (True, False)]

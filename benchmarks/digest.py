@@ -1,4 +1,4 @@
-"""The digest of sources: the same for the same tokens, whatever their comments, docstrings and layout."""
+"""Compute digests of sources from their tokens, so that comments, docstrings and layout do not change a digest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: What a CUDA source consists of. A directive ends with its line, so the line's end is a token there.
+#: The tokens of a CUDA source. A directive ends with its line, so the end of that line is a token.
 _CUDA = re.compile(
     r"""(?P<comment>//(?:[^\n\\]|\\.)*|/\*.*?\*/)
     |(?P<directive>^[ \t]*\#(?:\\\n|/\*.*?\*/|//[^\n]*|[^\n])*)
@@ -21,17 +21,17 @@ _CUDA = re.compile(
         |<<<|>>>|<<=|>>=|\.\.\.|->\*?|::|\+\+|--|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^]=|\#\#|\S)""",
     re.VERBOSE | re.MULTILINE | re.DOTALL,
 )
-#: Tokens of Python that are layout alone; an indentation counts as one whatever its width.
+#: Python tokens that are only layout. An indentation is one token, whatever its width.
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER}
-# From Python 3.12 on an f-string is several tokens; older ones give it as one.
+# From Python 3.12 on an f-string is several tokens; in older releases it is one.
 _FSTRING_START, _FSTRING_END = (getattr(tokenize, f"FSTRING_{name}", None) for name in ("START", "END"))
 
 
 def cuda_tokens(text: str) -> Iterator[str]:
-    """The tokens of a CUDA source without its comments."""
+    """Yield the tokens of a CUDA source without its comments."""
     for found in _CUDA.finditer(text):
         if directive := found["directive"]:
-            # Behind its `#` a directive is tokens, too.
+            # Split the directive after its `#` into tokens, too.
             yield "#"
             yield from cuda_tokens(directive.replace("\\\n", " ").strip()[1:])
             yield "\n"
@@ -40,7 +40,7 @@ def cuda_tokens(text: str) -> Iterator[str]:
 
 
 def _docstrings(tree: ast.AST) -> set[tuple[int, int]]:
-    """Where the docstrings of a module, its classes and functions begin."""
+    """Return the positions where the docstrings of a module, its classes and functions begin."""
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     found = set()
     for node in ast.walk(tree):
@@ -52,7 +52,7 @@ def _docstrings(tree: ast.AST) -> set[tuple[int, int]]:
 
 
 def python_tokens(text: str) -> Iterator[str]:
-    """The tokens of a Python source without its comments and docstrings; the same from any release of Python."""
+    """Yield the tokens of a Python source without its comments and docstrings, the same in any release of Python."""
     docstrings, lines = _docstrings(ast.parse(text)), text.splitlines(keepends=True)
     begin, depth, is_behind_docstring = (0, 0), 0, False
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -66,7 +66,7 @@ def python_tokens(text: str) -> Iterator[str]:
             continue
         elif token.type == tokenize.STRING and token.start in docstrings:
             is_behind_docstring = True
-        elif is_behind_docstring:  # the end of its line, or a part of it
+        elif is_behind_docstring:  # the rest of the docstring's line
             is_behind_docstring = token.type != tokenize.NEWLINE
         elif token.type in (tokenize.INDENT, tokenize.DEDENT, tokenize.NEWLINE):
             yield tokenize.tok_name[token.type]
@@ -75,7 +75,7 @@ def python_tokens(text: str) -> Iterator[str]:
 
 
 def _between(lines: list[str], begin: tuple[int, int], end: tuple[int, int]) -> str:
-    """The text between two places, each a line from 1 on and a column."""
+    """Return the text between two positions (line from 1, column)."""
     if begin[0] == end[0]:
         return lines[begin[0] - 1][begin[1] : end[1]]
     whole = lines[begin[0] : end[0] - 1]
@@ -91,7 +91,7 @@ def _of_text(text: str, suffix: str) -> bytes:
 
 
 def digest(*paths: Path, root: Path = ROOT) -> str:
-    """A digest of source files and of the sources in folders, by name and tokens; missing paths add nothing."""
+    """Return a digest of source files, and of the sources in folders, by name and tokens. Missing paths add nothing."""
     files: set[Path] = set()
     for path in paths:
         found = path.rglob("*") if path.is_dir() else [path]

@@ -1,17 +1,18 @@
-"""The clock of the benchmarks: it times the cases of every `bench_<stem>.py` on the GPU.
+"""Time the cases of every `bench_<stem>.py` on the GPU.
 
 A bench file has a function `cases()` that returns a list of `Case`s; `python -m cukern bench` measures them.
 
-- The GPU time of a call is that of a CUDA graph of many calls, divided by their number: the median of several
-  replays. Each call has inputs and results of its own, and before a replay the L2 cache is filled with other
-  data, so that a call finds in L2 only data that all calls share. The calls follow one another as in a model, so that
-  on Hopper cukern's launches overlap the end of the kernel before (0.65 us each); those of others do if they ask so.
-- The floor of a case is what the hardware allows: the time of an empty kernel, or of moving the case's bytes at the
-  bandwidth of a copy, or of computing its flops at the rate of a large product, whichever is longest. All three
-  are measured in the same run.
-- The host time is that of an eager call, without waiting for its result.
-- A call that no graph can hold, because it asks the GPU for something or replays graphs of its own, is timed by the
-  wall clock: as long as a user waits for its result. So are baselines of which that holds.
+- The GPU time of a call is the time of a CUDA graph of many calls, divided by their number: the median of several
+  replays. Each call has its own inputs and results, and before a replay the L2 cache is filled with other data. A call
+  therefore finds only data in L2 that all calls share. The calls follow one another as in a model, so on Hopper the
+  launches of cukern overlap the end of the kernel before them (0.65 us each). Other libraries overlap if they use
+  programmatic dependent launch.
+- The floor of a case is the limit of the hardware. It is the longest of three times: an empty kernel, the bytes of the
+  case at the bandwidth of a copy, and its flops at the rate of a large matrix product. All three rates are measured in
+  the same run.
+- The host time is the time of an eager call without waiting for its result.
+- Some calls cannot be captured in a graph, because they wait for the GPU or replay graphs themselves. The wall clock
+  times them, until the result is ready. The same holds for baselines.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from typing import Any
 import cupy
 import torch
 
-#: Calls with inputs of their own in one graph, at most, also where it takes more such inputs to exceed L2.
+#: Maximum calls with different inputs in one graph, even if that many inputs fit in L2.
 MAX_SETS = 256
 MIN_REPLAY_US = 300.0
 _L2_TIMES = 3
-#: The driver clears freed memory in its own time: on an H200, after 4 GiB, all reads take 14% longer for 10 ms.
+#: The driver clears freed memory asynchronously: on an H200, after 4 GiB, reads take 14% longer for 10 ms.
 _CLEARING_S_PER_BYTE, _CLEARED_S = 1e-11, 0.005
 _COPY_BYTES = 2**30
 _MATRIX = 8192
 _HOST_BATCH = 50
 _HOST_BATCHES = 21
-#: A call may make all things ready the first time and capture its graphs the second.
+#: The first call may compile and allocate, and the second may capture graphs.
 _WALL_WARM_UPS = 2
 _WALL_CALLS, _WALL_S = 3, 1.0
-#: Seconds after which what did not end at its limit is asked again.
+#: Seconds between repeated attempts to stop a call that exceeds its limit.
 _INSIST_S = 3.0
 
 
@@ -51,15 +52,15 @@ class Baseline:
     """A function that a user could call instead of the op.
 
     Args:
-        load: imports or compiles it and returns a function of the case's inputs. ImportError, from here or from the
-            first call, says that it is not installed.
-        slow: it takes seconds to get ready.
-        prepared: the function returns another one without arguments, and only that one is timed. Before it, the first
-            makes what a user makes once for many calls: a plan, repacked weights, workspaces.
-        agree: replaces the case's, for a result that may differ in another way.
-        eager: it is timed by the wall clock, also where the case is not.
-        once: by the wall clock, one call behind the one that is compared is enough: it takes many seconds.
-        limit_s: the seconds that comparing and timing may take; what does not end by then is a problem.
+        load: imports or compiles it, and returns a function of the case's inputs. An ImportError, in `load` or in the
+            first call, means that the library is not installed.
+        slow: preparing it takes seconds.
+        prepared: the function does what a user does once for many calls (a plan, repacked weights, workspaces), and
+            returns a function without arguments. Only the latter is timed.
+        agree: replaces the `agree` of the case, for a result that may differ in another way.
+        eager: the wall clock times it, even if the case is not eager.
+        once: the wall clock times a single call after the call that is compared, because a call takes many seconds.
+        limit_s: the limit in seconds for comparison and timing. A baseline that exceeds it is a problem.
     """
 
     load: Callable[[], Callable[..., Any]]
@@ -73,25 +74,25 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the results.
+    """One row of the results.
 
     Args:
         op: the name of the public function.
-        case: named sizes, in the vocabulary of the templates, and the dtype.
+        case: the dtype, and sizes by name, with the names that the templates use.
         variant: the kernel that is measured.
-        inputs: makes random arguments for `call`, on the device of the generator it is given. All large arrays that a
-            call reads or writes belong here, because only the arguments differ from call to call.
-        call: runs the op on them.
-        bytes: the least the op must read and write.
-        flops: the floating-point operations it cannot avoid, if they are a matrix product's; 0 leaves them out.
-        baselines: by name, the same in PyTorch or Triton.
-        peers: by name, the kernels of other libraries.
-        agree: whether a baseline's result agrees with the op's; a baseline that disagrees is not timed.
-        right: for ops with several right results, whether a result is one of them for these inputs; it is asked of the
-            op's and of the baselines' results.
-        host: measure the host time too.
-        eager: it is timed by the wall clock, and so are its baselines.
-        parts: the GPU time of the parts of a call, in microseconds, by name; asked for on a GPU, with its inputs.
+        inputs: makes random arguments for `call`, on the device of the given generator. It must make all large arrays
+            that a call reads or writes, because only the arguments differ between calls.
+        call: runs the op on the arguments.
+        bytes: the least number of bytes that the op must read and write.
+        flops: the floating-point operations of the op's matrix product. 0: they do not count for the floor.
+        baselines: functions of PyTorch or Triton that compute the same result, by name.
+        peers: kernels of other libraries, by name.
+        agree: whether a baseline's result agrees with the op's. A baseline that disagrees is not timed.
+        right: for ops with several correct results: whether a result is correct for given inputs. It checks the results
+            of the op and of the baselines.
+        host: also measure the host time.
+        eager: the wall clock times the case and its baselines.
+        parts: returns the GPU time of the parts of a call, in microseconds by name. It runs on a GPU, with the inputs.
     """
 
     op: str
@@ -111,7 +112,7 @@ class Case:
 
     @property
     def gpus(self) -> int:
-        """The GPUs that it takes; `several.Case` takes more."""
+        """The number of GPUs. A case of `several.Case` takes more than one."""
         return 1
 
     @property
@@ -136,26 +137,26 @@ class Ceilings:
 
 
 def nbytes(values: Any) -> int:
-    """The bytes of the arrays in `values`, a nest of tuples and lists."""
+    """Return the bytes of the arrays in nested tuples and lists."""
     if isinstance(values, (tuple, list)):
         return sum(map(nbytes, values))
     return getattr(values, "nbytes", 0)
 
 
 def inputs(case: Case, seed: int, device: str) -> tuple[Any, ...]:
-    """The arguments of a case's `call`, the same for the same seed."""
+    """Return the arguments of a case's `call`; the same seed gives the same arguments."""
     return case.inputs(torch.Generator(device).manual_seed(seed))
 
 
 def input_sets(case: Case, l2_bytes: int, device: str) -> list[tuple[Any, ...]]:
-    """Different inputs for as many calls as it takes to exceed L2: at least 2, at most `MAX_SETS`."""
+    """Return different inputs for several calls, enough to exceed L2: at least 2, at most `MAX_SETS`."""
     sets = [inputs(case, 0, device)]
     count = math.ceil(_L2_TIMES * l2_bytes / max(1, nbytes(sets[0])))
     return sets + [inputs(case, seed, device) for seed in range(1, min(max(count, 2), MAX_SETS))]
 
 
 class _Stream:
-    """A torch stream in the protocol by which CuPy takes it; torch itself speaks it only from 2.9 on."""
+    """A torch stream with the protocol that CuPy accepts. torch itself has it from 2.9 on."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
@@ -166,13 +167,13 @@ class _Stream:
 
 @contextlib.contextmanager
 def current(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Make `stream` the current one of torch and of CuPy."""
+    """Make `stream` the current stream of torch and of CuPy."""
     with torch.cuda.stream(stream), cupy.cuda.Stream.from_external(_Stream(stream)):
         yield
 
 
 class Timer:
-    """The clock, on the current CUDA device. `replays` of a graph give one median."""
+    """The clock on the current CUDA device. A time is the median of `replays` replays of a graph."""
 
     device = "cuda"
 
@@ -184,16 +185,16 @@ class Timer:
         self._sum = torch.zeros((), device="cuda")
 
     def gpu_us(self, call: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> float:
-        """The GPU time of `call`, in microseconds per call."""
+        """Return the GPU time of `call`, in microseconds per call."""
         # The inputs were made on another stream.
         torch.cuda.synchronize()
         with current(self._stream):
-            # Kernels are compiled and loaded here, and tuned: none of that may happen during a capture.
+            # Compile, load and autotune kernels first, because a capture cannot.
             for arguments in sets[:3]:
                 call(*arguments)
         torch.cuda.synchronize()
         us = self._replay(call, sets, 1)
-        # A second pass finds its inputs in L2, unless the other inputs have displaced them.
+        # Repeat short graphs. A second pass finds its inputs in L2 unless the other inputs have displaced them.
         if us < MIN_REPLAY_US and nbytes(list(sets)) > _L2_TIMES / 2 * self.l2_bytes:
             passes = math.ceil(MIN_REPLAY_US / us)
             us = self._replay(call, sets, passes) / passes
@@ -201,12 +202,12 @@ class Timer:
         return us / len(sets)
 
     def _replay(self, call: Callable[..., Any], sets: Sequence[tuple[Any, ...]], passes: int) -> float:
-        """The median time of a graph of `passes` over all inputs, in microseconds."""
+        """Return the median time of a graph of `passes` passes over all inputs, in microseconds."""
         graph = torch.cuda.CUDAGraph()
-        # Results are kept, or each call would get the memory of the one before, which is in L2.
+        # Keep the results. Otherwise a call writes into the memory of the call before it, which is in L2.
         results: list[Any] = [None] * len(sets)
         with current(self._stream):
-            # Relaxed, because CuPy may have to grow its pool for the results.
+            # Relaxed mode, because CuPy may grow its pool for the results.
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="relaxed"):
                 for _ in range(passes):
                     for i, arguments in enumerate(sets):
@@ -214,12 +215,11 @@ class Timer:
             torch.cuda.synchronize()
             time.sleep(_CLEARED_S + _CLEARING_S_PER_BYTE * torch.cuda.max_memory_reserved())
             torch.cuda.reset_peak_memory_stats()
-            # The first replay uploads the graph. It also keeps the GPU busy while the others are queued, so that
-            # none of them waits for the host.
+            # The first replay uploads the graph. It also keeps the GPU busy while the host queues the other replays.
             graph.replay()
             spans = []
             for _ in range(self.replays):
-                # Reading leaves no dirty lines behind, which the calls would then have to write back.
+                # Fill L2 by reading, because the calls would have to write dirty lines back.
                 torch.sum(self._filler, dim=0, out=self._sum)
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 start.record()
@@ -230,10 +230,10 @@ class Timer:
         return statistics.median(start.elapsed_time(end) for start, end in spans) * 1e3
 
     def host_us(self, call: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
-        """The time that an eager call keeps the host, in microseconds."""
+        """Return the host time of an eager call, in microseconds."""
         batches = []
         for _ in range(1 + _HOST_BATCHES):
-            # The GPU catches up between batches: a full launch queue would make the host wait.
+            # Synchronize between batches: a full launch queue would block the host.
             torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(_HOST_BATCH):
@@ -243,9 +243,10 @@ class Timer:
         return statistics.median(batches[1:]) / _HOST_BATCH * 1e6
 
     def wall_us(self, call: Callable[..., Any], arguments: tuple[Any, ...], once: bool = False) -> float:
-        """The time from an eager call to its result, in microseconds, once a few calls have made all things ready.
+        """Return the time from an eager call to its result, in microseconds, after warm-up calls.
 
-        It is the median of `replays` calls, or of fewer where they take long; that of one call alone with `once`.
+        This is the median of `replays` calls, or of fewer calls if they take long. With `once` it is one call, without
+        warm-up.
         """
         seconds: list[float] = []
         warm_ups, calls = (0, 1) if once else (_WALL_WARM_UPS, self.replays)
@@ -262,18 +263,18 @@ class Timer:
         return statistics.median(seconds) * 1e6
 
     def ceilings(self, matrix: bool) -> Ceilings:
-        """Measure the rates that floors are computed from; that of matrix products only if `matrix`."""
+        """Measure the rates that floors are computed from. Measure matrix products only if `matrix`."""
         empty = cupy.RawKernel('extern "C" __global__ void empty() {}', "empty")
         kernel_us = self.gpu_us(lambda: empty((1,), (32,), ()), [()] * MAX_SETS)
 
-        # By a kernel: in a graph, copy_ is a memory node, which reached two thirds of a kernel's bandwidth on an H200.
+        # Copy with a kernel: in a graph, copy_ is a memory node, which reached two thirds of the bandwidth on an H200.
         there, back = (torch.randn(_COPY_BYTES // 4, device="cuda") for _ in range(2))
         copy_us = self.gpu_us(lambda to, source: torch.neg(source, out=to), [(there, back), (back, there)])
         del there, back
 
         tflop_s = None
         if matrix:
-            # Random: zeros take less power, so that the clock would be too high.
+            # Use random numbers: zeros take less power, which would raise the clock rate.
             sets = [
                 tuple(torch.randn(_MATRIX, _MATRIX, dtype=torch.bfloat16, device="cuda") for _ in range(2))
                 for _ in range(2)
@@ -284,7 +285,7 @@ class Timer:
 
 @dataclass
 class Measurement:
-    """The row of a case for the results, and a line for each baseline that could not be timed."""
+    """The row of a case for the results, and a message for each baseline that could not be timed."""
 
     row: dict[str, Any]
     problems: list[str]
@@ -292,7 +293,7 @@ class Measurement:
 
 @contextlib.contextmanager
 def limited(seconds: float | None) -> Iterator[None]:
-    """Raise TimeoutError in what runs for longer, in the main thread; None: there is no limit."""
+    """Raise TimeoutError in code of the main thread that runs for longer than `seconds`; None means no limit."""
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -301,7 +302,7 @@ def limited(seconds: float | None) -> Iterator[None]:
         raise TimeoutError(f"not done in {seconds:.0f} s")
 
     before = signal.signal(signal.SIGALRM, stop)
-    # Again and again: a compiler may take an exception for its own.
+    # Raise it repeatedly, because a compiler may catch the exception.
     signal.setitimer(signal.ITIMER_REAL, seconds, _INSIST_S)
     try:
         yield
@@ -318,10 +319,10 @@ def measure(
     slow: bool = True,
     until: float | None = None,
 ) -> Measurement:
-    """Time a case and those of its baselines that are installed, if `baselines`; the slow ones only if `slow`.
+    """Time a case. If `baselines`, also time its installed baselines; slow baselines only if `slow`.
 
-    A baseline's failure is a problem in the measurement, and so is one that has not ended when `time.monotonic` is
-    `until`; the op's own failure is raised.
+    A baseline that fails, or that is not finished at the time `until` of `time.monotonic`, adds a message to
+    `problems`. A failure of the op itself is raised.
     """
     sets = [inputs(case, 0, timer.device)] if case.eager else input_sets(case, timer.l2_bytes, timer.device)
     problems = []
@@ -357,8 +358,8 @@ def measure(
 
 
 def agrees(case: Case, baseline: Baseline, function: Callable[..., Any], device: str) -> bool:
-    """Whether `function`, loaded of the baseline, finds what the op does."""
-    # Two sets of the same inputs: a result written in place must not be compared with itself.
+    """Return whether `function`, which the baseline loaded, returns the op's result."""
+    # Use two copies of the inputs: otherwise a result written in place would be compared with itself.
     ours, theirs = (inputs(case, 0, device) for _ in range(2))
     mine = case.call(*ours)
     other = function(*theirs)() if baseline.prepared else function(*theirs)

@@ -1,4 +1,4 @@
-"""What a call runs on the GPU, kernel by kernel."""
+"""List the kernels that a call runs on the GPU."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 
 def kernels_of(call: Callable[[], Any]) -> list[tuple[str, float]]:
-    """What `call` runs on the GPU, in order, each kernel or copy with its microseconds, by torch.profiler.
+    """Return the kernels and copies that `call` runs on the GPU, in order, with microseconds from torch.profiler.
 
-    They are counted from the end of the one before, where a kernel's blocks took their places earlier. The call is made
-    twice: the first time loads its kernels.
+    With programmatic dependent launch, blocks of a kernel become resident before the previous kernel ends. The time of
+    a kernel counts from the end of the previous one. The call runs twice: the first run loads its kernels.
     """
     import torch
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler tells of itself on stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler's messages on stderr
     call()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -32,7 +32,7 @@ def kernels_of(call: Callable[[], Any]) -> list[tuple[str, float]]:
 
 
 def by_turns(events: Iterable[tuple[str, float, float]]) -> list[tuple[str, float]]:
-    """Names, begins and ends as names and times, in order; each time begins no earlier than the one before ended."""
+    """Convert names, begins and ends to names and times, in order. A time begins when the previous kernel has ended."""
     found, ended = [], 0.0
     for name, begin, end in sorted(events, key=lambda event: event[1]):
         found.append((name, max(0.0, end - max(begin, ended))))

@@ -1,9 +1,9 @@
-"""Compare the kernels' machine code with that of another checkout: a change that leaves it equal need not be timed.
+"""Compare the machine code of the kernels with another checkout. Instances with equal code need no new timing.
 
     python -m benchmarks.machine_code OTHER_CHECKOUT [--arch 90a] [--op STEM ...]
 
-Compares the bytes of each instance that is specialized or compiled at import, its registers and what it spills. Needs
-NVRTC and no GPU. The exit status is 1 if any differs.
+Compares the machine code, the registers and the spills of each instance that is specialized or compiled at import.
+Needs NVRTC and no GPU. The exit status is 1 if any instance differs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# Sections with the kernel's instructions, and with the constants that the compiler made for them.
+# The sections of a kernel's instructions, and of the constants that the compiler made for them.
 _KERNEL_SECTIONS = ".text.", ".nv.constant2.", ".nv.constant3", ".nv.constant4."
 
 
 def sections(elf: bytes) -> Iterator[tuple[str, bytes, int]]:
-    """Name, bytes and `sh_info` of each section of a 64-bit ELF file; of code the latter holds the registers."""
+    """Yield name, bytes and `sh_info` of each section of a 64-bit ELF file. For code, `sh_info` holds the registers."""
     start, size, count, names = struct.unpack_from("<Q10xHHH", elf, 0x28)
     headers = [struct.unpack_from("<IIQQQQIIQQ", elf, start + i * size) for i in range(count)]
     strings = headers[names][4]
@@ -40,7 +40,7 @@ def sections(elf: bytes) -> Iterator[tuple[str, bytes, int]]:
 
 
 def code_digest(cubin: Path) -> str:
-    """The digest of a kernel's instructions and constants, without the names of the sections that hold them."""
+    """Return the digest of a kernel's instructions and constants, independent of the names of their sections."""
     digest = hashlib.sha256()
     for name, content, info in sections(cubin.read_bytes()):
         if name.startswith(_KERNEL_SECTIONS):
@@ -49,13 +49,13 @@ def code_digest(cubin: Path) -> str:
 
 
 def instances(arch: str, ops: Sequence[str]) -> dict[str, list[Any]]:
-    """The digest of the code, registers and spilled bytes of this checkout's instances, by stem and expression."""
+    """Return code digest, registers and spilled bytes of this checkout's instances, by stem and expression."""
     import cukern
     from cukern.commands import resources
     from cukern.runtime import compile
     from cukern.runtime.kernel import KERNELS
 
-    # Else a checkout would be compared with itself.
+    # Make sure that the other checkout is imported, not this one.
     assert Path(cukern.__file__).is_relative_to(Path.cwd())
     found: dict[str, Any] = {}
     for stem in ops or KERNELS:
@@ -74,7 +74,7 @@ def instances(arch: str, ops: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def _of(checkout: Path, arch: str, ops: Sequence[str]) -> dict[str, list[Any]]:
-    """`instances` of a checkout, found in a process of its own."""
+    """Return `instances` of a checkout, computed in a separate process."""
     program = (
         f"import json, sys; sys.path[:0] = [{str(checkout)!r}]; import importlib.util as u;"
         f"s = u.spec_from_file_location('machine_code', {str(Path(__file__).resolve())!r});"

@@ -1,7 +1,7 @@
-"""Products of other libraries, for several benchmarks: vLLM's Marlin and its kernel in Triton, and triton_kernels.
+"""Products of other libraries for several benchmarks: vLLM's Marlin and Triton kernels, and triton_kernels.
 
-For the interfaces of vLLM 0.26 and the triton_kernels in it (3.5). The functions here make what a user makes once for
-many calls, and return the product as a function without arguments.
+The interfaces are from vLLM 0.26 and its triton_kernels (3.5). The functions here do what a user does once for many
+calls, and return the product as a function without arguments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _GROUP = 32
 
 
 def rows_by_expert(experts: int, each: int, device: torch.device) -> torch.Tensor:
-    """The expert ids [rows, 1] of `each` rows for each expert, one expert after the other."""
+    """Return expert ids [rows, 1] with `each` rows for each expert, one expert after the other."""
     return torch.arange(experts, dtype=torch.int32, device=device).repeat_interleave(each)[:, None].contiguous()
 
 
@@ -29,7 +29,7 @@ class MarlinWeights(NamedTuple):
 
 
 def marlin_weights(numbers: torch.Tensor, scales: torch.Tensor) -> MarlinWeights:
-    """Weights from uint8 [experts, n, k / 2] and scales [experts, n, k / 32], repacked as vLLM does for a model."""
+    """Repack weights as vLLM does for a model, from uint8 [experts, n, k / 2] and scales [experts, n, k / 32]."""
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_permute_scales
     from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import mxfp4_marlin_process_scales
@@ -46,7 +46,7 @@ def marlin_weights(numbers: torch.Tensor, scales: torch.Tensor) -> MarlinWeights
 
 
 def marlin_block(rows: int, experts: int) -> int:
-    """The rows of a tile, by vLLM's rule."""
+    """Return the rows of a tile, by vLLM's rule."""
     return next((block for block in (8, 16, 32, 48) if rows / experts / block < 0.9), 64)
 
 
@@ -61,7 +61,7 @@ def marlin_product(
     topk: int,
     weigh: bool,
 ) -> torch.Tensor:
-    """The grouped product of rows `a`, each for `topk` slots, times the router's weights if `weigh`."""
+    """Compute the grouped product of the rows `a` for `topk` slots each, times the router's weights if `weigh`."""
     from vllm import _custom_ops as ops
     from vllm.scalar_type import scalar_types
 
@@ -71,7 +71,7 @@ def marlin_product(
         weights.numbers,
         None,  # bias
         weights.scales,
-        *[None] * 5,  # of other formats
+        *[None] * 5,  # arguments of other formats
         workspace,
         *aligned,
         topk_weights,
@@ -96,7 +96,7 @@ def marlin_workspace(device: torch.device) -> torch.Tensor:
 
 
 def marlin_grouped(a: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """The grouped product of equally many rows for each expert, one expert after the other."""
+    """Return the grouped product with the same number of rows for each expert, one expert after the other."""
     from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
 
     rows, experts = len(a), len(numbers)
@@ -113,7 +113,7 @@ def marlin_grouped(a: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor)
 
 
 def triton_kernels_grouped(a: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """The grouped product by triton_kernels' `matmul_ogs`, weights swizzled and without split-k, as in vLLM."""
+    """Return the grouped product of triton_kernels' `matmul_ogs`, with swizzled weights and no split-k, as in vLLM."""
     from triton_kernels.matmul_ogs import FlexCtx, PrecisionConfig, matmul_ogs
     from triton_kernels.matmul_ogs_details.opt_flags import update_opt_flags_constraints
     from triton_kernels.numerics import InFlexData
@@ -141,7 +141,7 @@ def triton_kernels_grouped(a: torch.Tensor, numbers: torch.Tensor, scales: torch
 
 
 def vllm_triton_grouped(a: torch.Tensor, b: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """The grouped product in 16 bits by the kernel of vLLM's fused experts, with the tiles of its first product."""
+    """Return the 16-bit grouped product of vLLM's fused experts, with the tiles of the layer's first product."""
     import triton.language as tl
     from vllm.model_executor.layers.fused_moe import fused_moe
 
@@ -160,7 +160,7 @@ def vllm_triton_grouped(a: torch.Tensor, b: torch.Tensor) -> Callable[[], torch.
     return run
 
 
-#: The options of `invoke_fused_moe_triton_kernel` for weights and activations in 16 bits.
+#: Options of `invoke_fused_moe_triton_kernel` for 16-bit weights and activations.
 TRITON_16_BITS: dict[str, Any] = {
     "use_fp8_w8a8": False,
     "use_int8_w8a8": False,

@@ -1,4 +1,4 @@
-"""The pictures of results: each function's times by size and by case, and all functions beside the other libraries."""
+"""Plot results: the times of each function by size and by case, and all functions beside the other libraries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from benchmarks.report import (
     sections,
 )
 
-#: How each library looks in every picture: color and marker. Others take those that are left, in their order.
+#: Color and marker of each library in every plot. Other names take the unused combinations in order.
 _LOOKS = {
     "vLLM": ("C0", "s"), "vLLM Triton": ("C9", "s"), "vLLM Marlin": ("C4", "s"), "vLLM CUTLASS": ("C6", "s"),
     "SGLang": ("C2", "^"), "SGLang Triton": ("C8", "^"), "SGLang CUTLASS": ("olive", "^"),
@@ -31,23 +31,22 @@ _LOOKS = {
     "torch": ("0.45", "x"), "torch.compile": ("0.6", "+"), "Triton": ("0.3", "1"),
 }  # fmt: skip
 _OURS = "crimson"
-#: Rows of functions that no family has are of models in transformers.
+#: Rows of functions that belong to no family are models of transformers.
 _INTEGRATION = "transformers"
 _LEFT_OVER = [(color, marker) for marker in "Ph*X8" for color in ("C0", "C1", "C2", "C4", "C5", "C9")]
-#: A section is drawn as lines from so many sizes on; its cases are dots otherwise.
+#: A section with at least this many sizes is drawn as lines. The cases of other sections are drawn as dots.
 _LINE = 3
 _COLUMNS = 2
 _DPI = 96
-#: The sources' version of matplotlib is left out, so that a file changes only with the figures.
+#: Leaves out the version of matplotlib, so that a file changes only if the figures change.
 _SAVE: dict[str, Any] = {"dpi": _DPI, "metadata": {"Software": None}}
 
 
 def draw(shown: Sequence[Section], path: Path) -> bool:
-    """Draw a function's times beside the floor and the others; False where there is nothing to compare.
+    """Draw a function's times beside the floor and the others. Return False if there is nothing to compare.
 
-    A panel for each set of sizes of which three or more were measured: time against that size. Then one panel with a
-    line for each of the other cases. Of several variants of a case the first is drawn, which is what a call takes by
-    itself.
+    A section with three or more sizes gets a panel: time against size. All other cases share a last panel with one line
+    per case. If a case has several variants, the first is drawn, which a call chooses by itself.
     """
     from matplotlib.figure import Figure
 
@@ -88,7 +87,7 @@ def draw(shown: Sequence[Section], path: Path) -> bool:
 
 
 def draw_all(content: Document, folder: Path) -> list[Path]:
-    """Draw what a results file or a run holds into a folder: each function, and all beside the other libraries."""
+    """Draw a results file or a run into a folder: each function, and all functions beside the other libraries."""
     stem = Path(file_name(content["gpu"])).stem
     written = []
     if draw_standings(content, folder / f"{stem}.png"):
@@ -104,7 +103,7 @@ def draw_all(content: Document, folder: Path) -> list[Path]:
 
 
 def draw_parts(rows: Sequence[Row], path: Path) -> bool:
-    """Draw the share that each part has of a call, and where its floor is; False where no row has parts."""
+    """Draw the share of each part of a call, and the floor. Return False if no row has parts."""
     from matplotlib.figure import Figure
 
     shown = [row for row in rows if row.get("parts")]
@@ -136,11 +135,11 @@ def draw_parts(rows: Sequence[Row], path: Path) -> bool:
 
 
 def draw_standings(content: Document, path: Path) -> bool:
-    """Draw each family beside the fastest other library in each case; False where there is no other library.
+    """Draw each family beside the fastest other library in each case. Return False if there is no other library.
 
-    A dot is the first variant of a case, measured with the release of cukern that the newest rows were measured with. A
-    family that no other library has is drawn beside the fastest composition of torch's functions, in another color. The
-    README names the families and gives their order.
+    A dot is the first variant of a case. Only rows of the newest measured release of cukern are drawn. A family without
+    another library is compared with the fastest composition of torch functions, in another color. The README names the
+    families and gives their order.
     """
     from matplotlib.figure import Figure
 
@@ -178,7 +177,7 @@ def draw_standings(content: Document, path: Path) -> bool:
 
 
 def _ratios(rows: Iterable[Row], others: Callable[[Row], dict[str, float]]) -> dict[str, list[float]]:
-    """Return the time of the fastest of `others` over cukern's in each case, by family."""
+    """Return, by family and case, the time of the fastest of `others` divided by cukern's time."""
     found: dict[str, list[float]] = {}
     for row in rows:
         if times := others(row):
@@ -203,7 +202,7 @@ def _family(op: str) -> str:
 
 
 def _first(rows: Iterable[Row]) -> list[Row]:
-    """The first variant of each case."""
+    """Return the first variant of each case."""
     found: dict[str, Row] = {}
     for row in rows:
         found.setdefault(repr(sorted(row["case"].items(), key=str)), row)
@@ -211,7 +210,7 @@ def _first(rows: Iterable[Row]) -> list[Row]:
 
 
 def _looks(baselines: Iterable[dict[str, float]]) -> dict[str, tuple[str, str]]:
-    """Color and marker of each baseline, other libraries first."""
+    """Return the color and marker of each baseline, other libraries first."""
     names = dict.fromkeys(name for of in baselines for name in of)
     free = iter(_LEFT_OVER * 3)
     ordered = sorted(names, key=lambda name: not peers_of({"baselines": {name: 0.0}}))
@@ -219,30 +218,30 @@ def _looks(baselines: Iterable[dict[str, float]]) -> dict[str, tuple[str, str]]:
 
 
 def _common(rows: Sequence[Row]) -> dict[str, Any]:
-    """The sizes that all cases share."""
+    """Return the sizes that all cases share."""
     first = rows[0]["case"]
     return {name: value for name, value in first.items() if all(row["case"].get(name) == value for row in rows)}
 
 
 def _usual(rows: Sequence[Row]) -> dict[str, Any]:
-    """The values that more than half of the cases have."""
+    """Return the values that more than half of the cases have."""
     counts = Counter(item for row in rows for item in row["case"].items())
     return {name: value for (name, value), count in counts.items() if 2 * count > len(rows)}
 
 
 def _label(row: Row, left_out: dict[str, Any]) -> str:
-    """The sizes of a case that are not the usual ones, and cukern's time."""
+    """Return the unusual sizes of a case, and cukern's time."""
     sizes = {name: value for name, value in row["case"].items() if left_out.get(name) != value}
     return "\n".join(textwrap.wrap(f"{_words(sizes, {})}: {figure(row['us'])} µs".removeprefix(": "), 44))
 
 
 def _words(sizes: dict[str, Any], common: dict[str, Any]) -> str:
-    # A name and its value stay on one line.
+    # Keep a name and its value on one line.
     return ", ".join(f"{name}\u00a0{value}" for name, value in sizes.items() if name not in common)
 
 
 def _draw_lines(panel: Any, section: Section, looks: dict[str, tuple[str, str]], handles: dict[str, Any]) -> None:
-    """Time against the size on the axis."""
+    """Draw time against the size on the axis."""
     rows = sorted(_first(section.rows), key=lambda row: row["case"][section.axis])
     x = [row["case"][section.axis] for row in rows]
     for name, (color, marker) in looks.items():
@@ -263,9 +262,9 @@ def _draw_lines(panel: Any, section: Section, looks: dict[str, tuple[str, str]],
 def _draw_cases(
     panel: Any, cases: Sequence[Row], labels: Sequence[str], looks: dict[str, tuple[str, str]], handles: dict[str, Any]
 ) -> None:
-    """A line for each case, with all times on it as multiples of the floor: near times stay apart, whatever the case.
+    """Draw one line for each case, with all times on it as multiples of the floor, so that close times stay distinct.
 
-    The other libraries are small and lie over cukern's circle, so that an equal time is seen.
+    The markers of other libraries are small and lie on cukern's circle, so that equal times are visible.
     """
     y = range(len(cases))
     floor = panel.axvline(1, color="black", linestyle=":", linewidth=1.5)
@@ -273,7 +272,7 @@ def _draw_cases(
     ours = panel.plot([row["us"] / row["floor_us"] for row in cases], y, "o", color=_OURS, markersize=10, alpha=0.85)[0]
     handles.setdefault("cukern", ours)
     for place, (name, (color, marker)) in enumerate(looks.items()):
-        # Above and below the line, so that of two equal times both are seen.
+        # Place markers above and below the line, so that both of two equal times are visible.
         up = 0.16 * (1, -1, 0)[place % 3]
         of = [(r["baselines"][name] / r["floor_us"], i - up) for i, r in enumerate(cases) if name in r["baselines"]]
         if of:
@@ -286,7 +285,7 @@ def _draw_cases(
 
 
 def _apart(x: Sequence[float]) -> list[float]:
-    """Those sizes whose labels do not touch on a logarithmic axis."""
+    """Return the sizes whose labels do not overlap on a logarithmic axis."""
     least = (x[-1] / x[0]) ** 0.1
     kept = [x[0]]
     kept += [value for i, value in enumerate(x[1:], 1) if value >= least * x[i - 1] or i == len(x) - 1]
@@ -294,7 +293,7 @@ def _apart(x: Sequence[float]) -> list[float]:
 
 
 def _round(axis: Any, limits: tuple[float, float]) -> None:
-    """Ticks at 1, 2 and 5, or at 1 alone where there are many."""
+    """Place ticks at 1, 2 and 5, at more numbers on a short axis, or only at powers of ten on a long axis."""
     span = limits[1] / limits[0]
     steps = (1, 1.2, 1.5, 2, 3, 5, 7) if span < 8 else (1, 2, 5) if span < 200 else (1, 3) if span < 2000 else (1,)
     ticks = [step * 10.0**power for power in range(-3, 9) for step in steps]

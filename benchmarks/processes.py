@@ -1,11 +1,11 @@
-"""Exchanges of other libraries between GPUs, which take a process for each GPU.
+"""Time exchanges of other libraries between GPUs, with one process per GPU.
 
     python -m benchmarks.processes KIND FOLDER RANKS SIZES RANK
 
-Each process sends so many bytes in all to the others, for each of SIZES, and receives as many. KIND is `nccl`
+SIZES are the total bytes that each process sends to the others; it receives as many. KIND is `nccl`
 (`all_to_all_single`) or `symm_mem` (`all_to_all_vdev` of PyTorch's symmetric memory). Rank 0 writes
-`FOLDER/times.json`: a list of [name, bytes, microseconds], means over the ranks, medians of several runs. Exit status
-77: the build of PyTorch has no such thing.
+`FOLDER/times.json`, a list of [name, bytes, microseconds]: means over the ranks of medians of several runs. Exit status
+77 means that this build of PyTorch does not have the kind.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-#: The exit status of a process that lacks what it is asked for.
+#: The exit status if PyTorch does not have the kind.
 NOT_HERE = 77
 
 _CALLS, _RUNS = 20, 9
 _TIMEOUT = datetime.timedelta(seconds=80)
-# NVLink multicast, which these take by default, needs rights that not every machine gives.
+# These libraries use NVLink multicast by default. It needs rights that some machines do not give.
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
 Call = Callable[[], None]
 
 
 def nccl(size: int, rank: int, ranks: int) -> Call:
-    """`all_to_all_single` of `size` bytes for the other ranks in all, and none for this one."""
+    """Return a call of `all_to_all_single` that sends `size` bytes in total to the other ranks, none to itself."""
     each = size // (ranks - 1)
     splits = [0 if other == rank else each for other in range(ranks)]
     source = torch.randint(0, 256, (sum(splits),), dtype=torch.uint8, device="cuda")
@@ -43,7 +43,7 @@ def nccl(size: int, rank: int, ranks: int) -> Call:
 
 
 def symm_mem(size: int, rank: int, ranks: int) -> Call:
-    """`all_to_all_vdev`, whose splits are on the device, on buffers in symmetric memory."""
+    """Return a call of `all_to_all_vdev`, with splits on the device and buffers in symmetric memory."""
     symmetric = importlib.import_module("torch.distributed._symmetric_memory")
     if not symmetric.is_nvshmem_available():
         raise SystemExit(NOT_HERE)
@@ -72,7 +72,7 @@ def _mean(us: float) -> float:
 
 
 def _us(run: Call, calls: int) -> float:
-    """The median time of a run of so many calls, by the call, the mean over the ranks."""
+    """Return the time of a run of `calls` calls, per call: the median of several runs, the mean over the ranks."""
     run()
     spans = []
     for _ in range(_RUNS):
@@ -87,7 +87,7 @@ def _us(run: Call, calls: int) -> float:
 
 
 def times(name: str, size: int, call: Call) -> list[tuple[str, int, float]]:
-    """The time of a call in a CUDA graph, under `name`, and of an eager one."""
+    """Return the time of a call in a CUDA graph as `name`, and of an eager call as "`name` eager"."""
 
     def several() -> None:
         for _ in range(_CALLS):
@@ -109,7 +109,7 @@ def times(name: str, size: int, call: Call) -> list[tuple[str, int, float]]:
 
 
 def main(kind: str, folder: str, ranks: int, sizes: list[int], rank: int) -> None:
-    """Measure, as one of the ranks."""
+    """Measure as one of the ranks."""
     os.environ.update(_NO_MULTICAST)
     if not dist.is_nccl_available():
         raise SystemExit(NOT_HERE)

@@ -1,4 +1,4 @@
-"""Write results files, with `RESULTS.md` and the plots."""
+"""Write results files, `RESULTS.md` and the plots."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.report import RESULTS, Document, file_name, introduction, load, 
 
 
 def write(content: Document, folder: Path | None = None) -> list[Path]:
-    """Merge a run into the file of its GPU and write `RESULTS.md` and the plots anew; the files written."""
+    """Merge a run into the file of its GPU, and rewrite `RESULTS.md` and the plots. Return the written files."""
     folder = folder or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / file_name(content["gpu"])
@@ -18,7 +18,7 @@ def write(content: Document, folder: Path | None = None) -> list[Path]:
 
 
 def render(folder: Path) -> list[Path]:
-    """Write `RESULTS.md` beside `folder`, and the plots into it, from the results files there."""
+    """Write `RESULTS.md` beside `folder`, and the plots into `folder`, from its results files."""
     contents = {path: load(path) for path in sorted(folder.glob("*.json"), key=lambda path: path.stem)}
     written = [path for content in contents.values() for path in plots.draw_all(content, folder)]
     text = [introduction([*contents.values()], folder.name, folder)]

@@ -1,4 +1,4 @@
-"""Models with random weights by Hugging Face's names, and what they read."""
+"""Models with random weights, under the names of Hugging Face models, and inputs for them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-#: A logit that no other falls below, in 16 bits too.
+#: A logit below all others, also in 16 bits.
 _NEVER = -1e4
-#: The special tokens of the tokenizer, the first of its ids.
+#: The special tokens of the tokenizer. They have the first ids.
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 
 State = dict[str, torch.Tensor]
@@ -34,7 +34,7 @@ class EncoderSizes(NamedTuple):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The content of its config.json."""
+        """The content of the model's config.json."""
         return {
             "model_type": "bert",
             "vocab_size": self.vocab,
@@ -51,7 +51,7 @@ class EncoderSizes(NamedTuple):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of its weights, by transformers' names."""
+        """The shapes of the weights, by transformers' names."""
         hidden, found = self.hidden, {}
         for name, rows in (("word", self.vocab), ("position", self.positions), ("token_type", 2)):
             found[f"embeddings.{name}_embeddings.weight"] = (rows, hidden)
@@ -67,7 +67,7 @@ class EncoderSizes(NamedTuple):
 
 
 class Seq2SeqSizes(NamedTuple):
-    """A model of Marian's or BART's architecture, with as many layers of each kind."""
+    """A model of Marian's or BART's architecture, with `layers` layers in the encoder and in the decoder."""
 
     name: str
     kind: str  # "marian" or "bart"
@@ -80,7 +80,7 @@ class Seq2SeqSizes(NamedTuple):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The content of its config.json."""
+        """The content of the model's config.json."""
         marian = self.kind == "marian"
         pad, start, end = (self.vocab - 1, self.vocab - 1, 0) if marian else (1, 2, 2)
         sides = {
@@ -105,12 +105,12 @@ class Seq2SeqSizes(NamedTuple):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of its weights, by transformers' names."""
+        """The shapes of the weights, by transformers' names."""
         hidden = self.hidden
         found: dict[str, tuple[int, ...]] = {"model.shared.weight": (self.vocab, hidden)}
         for side, attentions in (("encoder", ("self_attn",)), ("decoder", ("self_attn", "encoder_attn"))):
             if self.kind == "bart":
-                # The first two positions are of padding.
+                # BART reserves the first two positions for padding.
                 found[f"model.{side}.embed_positions.weight"] = (self.positions + 2, hidden)
                 found |= _norm(f"model.{side}.layernorm_embedding", hidden)
             for layer in range(self.layers):
@@ -133,7 +133,7 @@ def _norm(name: str, size: int) -> dict[str, tuple[int, ...]]:
 
 
 def random_state(sizes: EncoderSizes | Seq2SeqSizes, dtype: str, device: torch.device) -> State:
-    """Weights with which products keep the magnitude; in an encoder-decoder no sequence ends by itself."""
+    """Return weights whose products keep the magnitude. In an encoder-decoder no sequence ends by itself."""
     generator = torch.Generator(device).manual_seed(0)
     state = {}
     for name, shape in sizes.shapes.items():
@@ -156,22 +156,22 @@ class Batch(NamedTuple):
     """Sequences with their padding at the end."""
 
     ids: torch.Tensor  # int64 [batch, seq]
-    mask: torch.Tensor  # int64 [batch, seq], 1 where there is a word
+    mask: torch.Tensor  # int64 [batch, seq], 1 for a word
 
 
 def half_lengths(batch: int, seq: int) -> list[int]:
-    """Lengths from 1 to seq - 1 in pairs that add up to `seq`: half of the positions hold words."""
+    """Return lengths from 1 to seq - 1 in pairs that add up to `seq`, so half of the positions hold words."""
     first = np.random.default_rng(0).integers(1, seq, batch // 2)
     return [*first.tolist(), *(seq - first).tolist()]
 
 
 def uniform_lengths(batch: int, seq: int) -> list[int]:
-    """Lengths uniform in 1..seq."""
+    """Return lengths that are uniform in 1..seq."""
     return np.random.default_rng(1).integers(1, seq + 1, batch).tolist()
 
 
 def random_batch(lengths: Sequence[int], seq: int, vocab: int, generator: torch.Generator) -> Batch:
-    """Random ids without the special ones, in sequences of these lengths in a random order."""
+    """Return random ids without the special ids, in sequences of these lengths in random order."""
     device = generator.device
     order = torch.randperm(len(lengths), generator=generator, device=device)
     own = torch.tensor(lengths, device=device)[order]
@@ -184,26 +184,26 @@ def random_batch(lengths: Sequence[int], seq: int, vocab: int, generator: torch.
 
 
 def text_lengths(texts: int, mean: float, most: int) -> list[int]:
-    """The tokens of texts, log-normal as in collections of sentences and paragraphs, from 3 to `most`."""
+    """Return lengths of texts in tokens, log-normal as in collections of sentences and paragraphs, from 3 to `most`."""
     sigma = 0.8
     drawn = np.random.default_rng(2).lognormal(math.log(mean) - sigma**2 / 2, sigma, texts)
     return np.clip(np.rint(drawn), 3, most).astype(int).tolist()
 
 
 def _words(vocab: int) -> list[str]:
-    """Words of three letters, as many as the vocabulary has room for."""
+    """Return words of three letters, enough to fill the vocabulary."""
     words = map("".join, itertools.product(string.ascii_lowercase, repeat=3))
     return [*itertools.islice(words, vocab - len(_SPECIAL))]
 
 
 def random_texts(lengths: Sequence[int], vocab: int) -> list[str]:
-    """Texts of so many tokens, the two special ones around them among these."""
+    """Return texts of these lengths in tokens, including the two special tokens around each text."""
     rng, words = np.random.default_rng(3), _words(vocab)
     return [" ".join(words[i] for i in rng.integers(0, len(words), length - 2)) for length in lengths]
 
 
 def save(sizes: EncoderSizes, state: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """A directory as sentence-transformers writes it: the model, a tokenizer, the mean of the words, normalized."""
+    """Write a directory as sentence-transformers does: model, tokenizer, and the normalized mean of the words."""
     from safetensors.torch import save_file
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
@@ -235,6 +235,6 @@ def save(sizes: EncoderSizes, state: Mapping[str, torch.Tensor], folder: Path) -
         (folder / path).mkdir(exist_ok=True)
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
-    # Published models have a pooler, which nothing here reads.
+    # Published models have a pooler, so write one; no code here reads it.
     pooler = {f"pooler.{name}": like.new_zeros(shape) for name, shape in _linear("dense", *[sizes.hidden] * 2).items()}
     save_file({**state, **pooler}, folder / "model.safetensors", metadata={"format": "pt"})

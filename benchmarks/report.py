@@ -1,18 +1,18 @@
-"""The results of measurements: their files and tables.
+"""Read, write and print the results of measurements.
 
-A results file is one GPU's, or that of several of one host together, such as `h200-x2.json`. At its top level it
-describes the latest run; `ops` says the same of the run in which each op was measured, which may be an older one;
-`rows` holds the figures:
+A results file belongs to one GPU, or to several GPUs of one host, such as `h200-x2.json`. The top level describes the
+latest run. `ops` describes, for each op, the run that measured it, which may be an older run. `rows` holds the figures:
 
     {"gpu", "driver", "cuda", "versions", "digest", "date", "ceilings",
      "ops": {op: {"driver", "cuda", "versions", "digest", "date", "ceilings"}},
      "rows": [{"op", "case", "variant", "us", "floor_us", "baselines": {name: us}, "host_us"}]}
 
-and a row may have "parts": {name: us}, the GPU time of the parts of a call.
+A row may also have "parts": {name: us}, the GPU time of the parts of a call.
 
-`op` is the public function, `case` an object of named sizes, `host_us` null where it was not measured. Ceilings are
-`kernel_us` (an empty kernel), `copy_tb_s` and `matmul_tflop_s` (null where no op asked for it); of several GPUs also
-`peer_tb_s` (stores into a peer's memory, each way, both at once) and `exchange_us` (a minimal exchange).
+`op` is the public function, `case` an object of named sizes. `host_us` is null if it was not measured. The ceilings are
+`kernel_us` (an empty kernel), `copy_tb_s`, and `matmul_tflop_s` (null if no op needs it). Files of several GPUs also
+have `peer_tb_s` (stores into a peer's memory, per direction, in both directions at once) and `exchange_us` (a minimal
+exchange).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 _ROW = ("op", "case", "variant", "us", "floor_us", "baselines", "host_us")
 _RUN = ("driver", "cuda", "versions", "digest", "date", "ceilings")
-#: The names of the distributions of each module.
+#: The distributions that may provide each module.
 _LIBRARIES = {
     "torch": ("torch",),
     "triton": ("triton",),
@@ -57,9 +57,9 @@ _LIBRARIES = {
     "transformers": ("transformers",),
     "sentence_transformers": ("sentence-transformers",),
 }
-#: Prefixes of the baselines that are no kernels of another library.
+#: Prefixes of the names of baselines that are not kernels of another library.
 _COMPOSITIONS = ("torch", "Triton", "minimal exchange", "same rows on one GPU", "padding kept", "products alone")
-#: What a call makes many of, and the sizes whose product is their number: such rows say how many there are per second.
+#: Units of throughput. The product of the named sizes is the number of texts or tokens of a call.
 _RATES = {"texts/s": ("texts",), "tokens/s": ("batch", "steps")}
 
 Document = dict[str, Any]
@@ -71,7 +71,7 @@ def now() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """The GPU and the software: `gpu`, `driver`, `cuda` and `versions`."""
+    """Return the GPU and the software: `gpu`, `driver`, `cuda` and `versions`."""
     import cupy
     from cupy_backends.cuda.libs import nvrtc
 
@@ -97,12 +97,12 @@ def machine() -> dict[str, Any]:
 
 
 def of_several(machine: dict[str, Any], gpus: int) -> dict[str, Any]:
-    """`machine` with so many of its GPUs: "NVIDIA H200" becomes "NVIDIA H200 x2", and "h200.json" "h200-x2.json"."""
+    """Return `machine` for several of its GPUs: "NVIDIA H200" becomes "NVIDIA H200 x2"."""
     return machine if gpus == 1 else {**machine, "gpu": f"{machine['gpu']} x{gpus}"}
 
 
 def library_version(name: str) -> str | None:
-    """The version of a library by its metadata, else by its module; None where it is not installed."""
+    """Return the version of a library from its metadata, else from its module; None if it is not installed."""
     for distribution in _LIBRARIES[name]:
         try:
             return metadata.version(distribution)
@@ -115,7 +115,7 @@ def library_version(name: str) -> str | None:
 
 
 def document(machine: dict[str, Any], ceilings: dict[str, float | None], rows: Sequence[Row]) -> Document:
-    """The results of one run."""
+    """Return the results of one run."""
     top = {
         **machine,
         "digest": digest(ROOT / "cuda_src", ROOT / "cukern"),
@@ -127,22 +127,22 @@ def document(machine: dict[str, Any], ceilings: dict[str, float | None], rows: S
 
 
 def merge(old: Document, new: Document) -> Document:
-    """`new`, with the rows of `old` for ops that `new` has not measured."""
+    """Return `new`, with the rows of `old` for ops that `new` has not measured."""
     kept = {op: run for op, run in old["ops"].items() if op not in new["ops"]}
     rows = [row for row in old["rows"] if row["op"] in kept]
     return {**new, "ops": {**kept, **new["ops"]}, "rows": rows + new["rows"]}
 
 
 def file_name(gpu: str) -> str:
-    """The results file of a GPU: "NVIDIA H200" gives "h200.json"."""
+    """Return the name of the results file of a GPU: "NVIDIA H200" gives "h200.json"."""
     words = [word for word in gpu.lower().split() if word not in ("nvidia", "geforce", "tesla", "quadro")]
     return re.sub(r"[^a-z0-9]+", "-", " ".join(words)).strip("-") + ".json"
 
 
 def load(path: Path) -> Document:
-    """A results file.
+    """Read a results file.
 
-    Raises ValueError for one that is not in the format.
+    Raises ValueError if the file does not have the format.
     """
     try:
         content = json.loads(path.read_text())
@@ -157,16 +157,16 @@ def load(path: Path) -> Document:
 
 
 def save(content: Document, path: Path) -> None:
-    """Write a document with one line per row, so that a difference between two can be read."""
+    """Write a document with one line per row, so that a diff is readable."""
     rows = ",\n  ".join(json.dumps(row) for row in content["rows"])
     rest = json.dumps({name: value for name, value in content.items() if name != "rows"}, indent=1)
     path.write_text(f'{rest[:-2]},\n "rows": [\n  {rows}\n ]\n}}\n')
 
 
 def look_up(content: Document, op: str, variant: str | None = None, **sizes: int | str) -> Row:
-    """The one row of `op` with these sizes, and this variant if one is named.
+    """Return the only row of `op` with these sizes, and with this variant if one is given.
 
-    Raises LookupError where there is none, or several.
+    Raises LookupError if there is no such row, or several.
     """
     found = [
         row
@@ -186,7 +186,7 @@ def look_up(content: Document, op: str, variant: str | None = None, **sizes: int
 
 @dataclass(frozen=True)
 class Section:
-    """The rows of an op that differ in one size, `axis`, and in the variant."""
+    """Rows of an op that differ only in one size, `axis`, and in the variant."""
 
     op: str
     axis: str
@@ -210,7 +210,7 @@ class Section:
         return [name for name, sizes in _RATES.items() if all({*sizes} <= row["case"].keys() for row in self.rows)]
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Headings and cells; an empty cell is a figure that was not measured."""
+        """Return headings and cells. A cell is empty if the figure was not measured."""
         headings = [self.axis, "variant", "µs", "floor", "of floor", *self.rates, *self.baselines]
         headings += ["host µs"] if self.host else []
         lines = []
@@ -228,24 +228,24 @@ class Section:
 
 
 def rate(row: Row, name: str) -> float:
-    """How many per second a row's calls make of what a name of `_RATES` says."""
+    """Return the throughput of a row, per second, in a unit of `_RATES`."""
     return math.prod(row["case"][size] for size in _RATES[name]) / row["us"] * 1e6
 
 
 def figure(us: float) -> str:
-    """Three digits of a time, or of a rate."""
+    """Format a time or a throughput with three digits."""
     return f"{us:.2f}" if us < 9.995 else f"{us:.1f}" if us < 99.95 else f"{us:,.0f}"
 
 
 def _ratio(us: float, row: Row) -> str:
-    """A time as a multiple of the op's, with two decimals near 1 and below, and in bold below."""
+    """Format a time as a multiple of the op's time: two decimals below 1.05, bold below 1."""
     ratio = us / row["us"]
     return f"{ratio:.1f}×" if ratio >= 1.05 else f"{ratio:.2f}×" if ratio >= 1 else f"**{ratio:.2f}×**"
 
 
 @dataclass(frozen=True)
 class Standing:
-    """An op beside the fastest other library in each of its cases: that library's times as multiples of the op's."""
+    """An op compared with the fastest other library in each case: that library's times as multiples of the op's."""
 
     op: str
     ratios: list[float]
@@ -265,12 +265,12 @@ STANDING = ["op", "cases", "behind", "min", "median", "max", "worst case"]
 
 
 def peers_of(row: Row) -> dict[str, float]:
-    """The times of other libraries' kernels, among the baselines of a row."""
+    """Return the times of other libraries' kernels from the baselines of a row."""
     return {name: us for name, us in row["baselines"].items() if not name.startswith(_COMPOSITIONS)}
 
 
 def standings(rows: Iterable[Row]) -> list[Standing]:
-    """The standings of the ops that were measured beside another library."""
+    """Return the standings of the ops that were measured beside another library."""
     by_op: dict[str, list[tuple[float, str, Row]]] = {}
     for row in rows:
         if peers := peers_of(row):
@@ -284,7 +284,7 @@ def standings(rows: Iterable[Row]) -> list[Standing]:
 
 
 def sections(rows: Iterable[Row]) -> list[Section]:
-    """Rows in their order, grouped if they differ in one size alone: the one with the most values."""
+    """Group rows that differ only in one size, in their order. The axis is the size with the most values."""
     by_op: dict[str, list[Row]] = {}
     for row in rows:
         by_op.setdefault(row["op"], []).append(row)
@@ -314,12 +314,12 @@ def _limits(ceilings: dict[str, float | None]) -> str:
     return ", ".join(limits)
 
 
-#: Headings of columns of words.
+#: Headings of left-aligned columns.
 _LEFT = ("variant", "op", "function", "best case", "worst case")
 
 
 def print_tables(console: Console, content: Document) -> None:
-    """The results on a terminal: a table per section, with how long each baseline takes and how many times as long."""
+    """Print the results on a terminal: a table per section, with times of baselines and their multiples of the op's."""
     console.print(f"{content['gpu']}: {_limits(content['ceilings'])}", highlight=False)
     found = standings(content["rows"])
     if found:
@@ -327,7 +327,7 @@ def print_tables(console: Console, content: Document) -> None:
         _print_table(console, STANDING, [standing.cells for standing in found])
     for section in sections(content["rows"]):
         headings, lines = section.table()
-        # A table's own title would fold at the table's width.
+        # A table's own title would wrap at the table's width.
         console.print(f"\n[bold]{section.op}[/]: {section.title}", highlight=False)
         _print_table(console, headings, lines)
 
@@ -377,9 +377,9 @@ median and the most over the cases), in how many cases the op is behind, and whe
 
 
 def introduction(contents: Sequence[Document], pictures: str, folder: Path | None = None) -> str:
-    """What the results say at once, in Markdown: a table of all functions, and one of those beside other libraries.
+    """Return the first part of the results in Markdown: a table of all functions, and one beside other libraries.
 
-    `pictures` is the path of `folder`, where the plots are, from the page.
+    `pictures` is the path from the page to `folder`, which holds the plots.
     """
     text = ["# Results\n", _SUMMARY]
     for content in contents:
@@ -398,7 +398,7 @@ def introduction(contents: Sequence[Document], pictures: str, folder: Path | Non
 
 
 def of_op(content: Document, op: str, pictures: str, folder: Path | None = None) -> list[str]:
-    """All that was measured of a function, in Markdown: the run, the plot if there is one, and the tables."""
+    """Return all results of a function in Markdown: the run, the plots if there are any, and the tables."""
     text = [f"{_provenance(content['ops'][op])}\n"]
     rows = [row for row in content["rows"] if row["op"] == op]
     plot = plot_name(content, op)
@@ -413,7 +413,7 @@ def of_op(content: Document, op: str, pictures: str, folder: Path | None = None)
 
 
 def plot_name(content: Document, op: str) -> str:
-    """The file of a function's plot."""
+    """Return the file name of a function's plot."""
     return f"{Path(file_name(content['gpu'])).stem}-{op}.png"
 
 
@@ -421,10 +421,11 @@ SUMMARY = ["function", "cases", "of the floor", "to the best peer", "best case",
 
 
 def summary(rows: Iterable[Row]) -> list[list[str]]:
-    """A line for each function, of the first variant of each case.
+    """Return a table row for each function, from the first variant of each case.
 
-    The median and the range of the share of the floor, and of the ratio to the fastest other library, with that of the
-    worst ratio; the best and the worst case by that share, without the sizes that most cases have.
+    A row has the median and the range of two figures: the share of the floor, and the ratio to the fastest other
+    library. It names the library of the worst ratio. It also has the cases with the largest and the smallest share of
+    the floor, without the sizes that most cases have.
     """
     by_op: dict[str, dict[str, Row]] = {}
     for row in rows:
@@ -445,13 +446,13 @@ def summary(rows: Iterable[Row]) -> list[list[str]]:
 
 
 def _sizes(case: dict[str, Any], usual: set[tuple[str, Any]]) -> str:
-    """The sizes of a case but for the usual ones; its first one where all are."""
+    """Return the sizes of a case without the usual sizes, or its first size if all are usual."""
     told = [f"{name} {value}" for name, value in case.items() if (name, value) not in usual]
     return ", ".join(told or [f"{name} {value}" for name, value in case.items()][:1])
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """The median, and the range of several values."""
+    """Format the median, and the range if there are several values."""
     if not values:
         return ""
     middle = format(statistics.median(values), form)

@@ -1,14 +1,15 @@
-"""The clock of the benchmarks on several GPUs of one host, each of which is a rank of one process.
+"""Time cases on several GPUs of one host. Each GPU is a rank; one process drives all ranks.
 
-Calls of several ranks wait for one another, so they are timed together: a CUDA graph of many calls for each GPU, all
-replayed at once and back to back. The time of a call is the mean over the GPUs, the median of several such runs. What
-cannot run by itself, such as a combine, is timed together with what goes before it, in turns with that alone, and the
-time is the difference. Inputs rotate; those of few tokens stay in L2, as they do behind the kernel that makes them.
+Calls of different ranks wait for one another, so they are timed together: each GPU has a CUDA graph of many calls, and
+all graphs are replayed at the same time, back to back. The time of a call is the mean over the GPUs, and the median of
+several such runs. Some calls, such as a combine, cannot run alone. Such a call is timed together with the call before
+it, in turns with the call before it alone; the difference is its time. Calls rotate through several inputs. The inputs
+of few tokens stay in L2, because in a model the kernel that makes them also leaves them there.
 
-The floor of a case is the time of the bytes that a rank sends to others, once, at the bandwidth of a kernel that does
-nothing but store into a peer's memory while the peer does the same; or that of an empty kernel. The latency of a
-minimal exchange is a baseline: one store of 16 bytes to each peer and a flag behind it, and the wait for theirs. Both
-are measured in the same run.
+The floor of a case is the longer of two times: an empty kernel, and the bytes that a rank sends to other ranks, at the
+bandwidth of a kernel that only stores into a peer's memory while the peer does the same. A minimal exchange is a
+baseline: one store of 16 bytes to each peer, a flag after it, and the wait for the flags of the peers. Both rates are
+measured in the same run.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _REPLAYS_PER_SPAN = 5
 _HOST_CALLS, _HOST_ROUNDS = 20, 21
 _PROCESSES_S = 90.0
 
-#: Names of baselines that are no kernels of another library.
+#: Names of baselines that are not kernels of another library.
 MINIMAL_EXCHANGE, SAME_ROWS = "minimal exchange", "same rows on one GPU"
 
 _SOURCE = r"""
@@ -84,15 +85,15 @@ _MAIL_BYTES = 32
 
 
 class Calls(NamedTuple):
-    """What a case runs, once it is set up.
+    """The functions of a case after its setup.
 
     Attributes:
-        call: of a rank and the number of the call; makes the call on that rank's GPU, which is the current device.
-        sets: calls of these numbers differ in their inputs, and call `n` has those of `n % sets`.
-        before: the first part of `call`, whose time is not to count; None: all of it counts.
-        alone: for a baseline on one GPU, a call on GPU 0 with inputs of the given number; None: there is none.
+        call: takes a rank and the number of the call; makes the call on that rank's GPU, which is the current device.
+        sets: the number of different inputs. Call `n` uses the inputs `n % sets`.
+        before: the first part of `call`, which is not timed; None: all of `call` is timed.
+        alone: for a baseline on one GPU, a call on GPU 0 with the inputs of the given number; None: no such baseline.
         check: raises if an exchange has failed.
-        close: frees what `begin` took.
+        close: frees what `begin` allocated.
     """
 
     call: Callable[[int, int], Any]
@@ -105,18 +106,18 @@ class Calls(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the results, measured on several GPUs.
+    """One row of the results, measured on several GPUs.
 
     Args:
         op: the name of the public function.
-        case: named sizes, among them `ranks`, the number of GPUs.
+        case: sizes by name, including `ranks`, the number of GPUs.
         variant: the kernel that is measured.
-        sent_bytes: what a rank sends to the others in a call.
+        sent_bytes: the bytes that a rank sends to the other ranks in a call.
         begin: sets the case up on the GPUs of a clock.
-        calls: of a graph; an even number, since buffers alternate.
-        baselines: by name, functions that measure the same in processes of their own, in microseconds. ImportError says
-            that it is not installed.
-        host: measure the host time too.
+        calls: the calls in a graph; an even number, because buffers alternate.
+        baselines: functions by name that measure the same exchange in other processes, in microseconds. An ImportError
+            means that the library is not installed.
+        host: also measure the host time.
     """
 
     op: str
@@ -142,18 +143,18 @@ class Case:
 
 @dataclass(frozen=True)
 class Ceilings(harness.Ceilings):
-    """The rates that the GPUs reached in this run; `peer_tb_s` is that of each way, while the other is as busy."""
+    """The rates that the GPUs reached in this run. `peer_tb_s` is the rate per direction, with both directions busy."""
 
     peer_tb_s: float = math.nan
     exchange_us: float = math.nan
 
     def exchange_floor_us(self, sent_bytes: int) -> float:
-        """The least time in which a rank can send so many bytes."""
+        """Return the least time that a rank needs to send these bytes."""
         return max(self.kernel_us, sent_bytes / self.peer_tb_s / 1e6)
 
 
 class Clock:
-    """The clock, on the first `gpus` CUDA devices, one for each rank. `replays` runs give one median."""
+    """The clock on the first `gpus` CUDA devices, one device per rank. A time is the median of `replays` runs."""
 
     def __init__(self, replays: int, gpus: int) -> None:
         self.replays, self.ranks = replays, range(gpus)
@@ -165,16 +166,16 @@ class Clock:
 
     @contextlib.contextmanager
     def on(self, rank: int) -> Iterator[torch.cuda.Stream]:
-        """Make a rank's GPU, and this clock's stream of it, the current ones of torch and of CuPy."""
+        """Make a rank's GPU, and the clock's stream on it, the current ones of torch and of CuPy."""
         with torch.cuda.device(rank), cupy.cuda.Device(rank), harness.current(self._streams[rank]):
             yield self._streams[rank]
 
     def device(self, rank: int) -> torch.device:
-        """Where the tensors of a rank are."""
+        """Return the device of a rank's tensors."""
         return torch.device("cuda", rank)
 
     def on_all(self, function: Callable[[int], Any]) -> list[Any]:
-        """The results of a function for each rank, called with its GPU as the current one."""
+        """Call a function for each rank with that rank's GPU current. Return the results."""
         made = []
         for rank in self.ranks:
             with self.on(rank):
@@ -186,7 +187,7 @@ class Clock:
             torch.cuda.synchronize(rank)
 
     def warm_up(self, call: Callable[[int, int], Any], calls: int = 2) -> None:
-        """Make the first calls, each rank's in a thread: loading a module may wait for a call that waits for a peer."""
+        """Make the first calls of each rank in its own thread: loading a module may wait for a call that waits."""
 
         def first(rank: int) -> None:
             with self.on(rank):
@@ -198,7 +199,7 @@ class Clock:
         self.synchronize()
 
     def graphs(self, call: Callable[[int, int], Any], calls: int) -> list[torch.cuda.CUDAGraph]:
-        """A CUDA graph of so many calls for each GPU."""
+        """Return a CUDA graph of `calls` calls for each GPU."""
         made = []
         for rank in self.ranks:
             with self.on(rank) as stream:
@@ -210,11 +211,11 @@ class Clock:
         return made
 
     def span_us(self, graphs: Sequence[torch.cuda.CUDAGraph]) -> float:
-        """The time of one replay of the graphs, all at once: the mean over the GPUs, in microseconds."""
+        """Return the time of one replay of all graphs together: the mean over the GPUs, in microseconds."""
         self.synchronize()
         starts = [torch.cuda.Event(enable_timing=True) for _ in self.ranks]
         ends = [torch.cuda.Event(enable_timing=True) for _ in self.ranks]
-        # The first replay uploads the graph, and keeps the GPUs busy while the others are queued.
+        # The first replay uploads the graph, and keeps the GPUs busy while the host queues the other replays.
         for replay in range(1 + _REPLAYS_PER_SPAN):
             for rank, graph in enumerate(graphs):
                 with self.on(rank) as stream:
@@ -231,14 +232,14 @@ class Clock:
     def gpu_us(
         self, call: Callable[[int, int], Any], calls: int, before: Callable[[int, int], Any] | None = None
     ) -> float:
-        """The GPU time of `call`, less that of `before` if there is one, in microseconds per call."""
+        """Return the GPU time of `call` minus the time of `before`, if given, in microseconds per call."""
         whole = self.graphs(call, calls)
         part = None if before is None else self.graphs(before, calls)
         spans = [self.span_us(whole) - (0.0 if part is None else self.span_us(part)) for _ in range(self.replays)]
         return statistics.median(spans) / calls
 
     def host_us(self, call: Callable[[int, int], Any]) -> float:
-        """The time that an eager call of one rank keeps the host, in microseconds."""
+        """Return the host time of an eager call of one rank, in microseconds."""
         rounds = []
         for _ in range(1 + _HOST_ROUNDS):
             self.synchronize()
@@ -254,7 +255,7 @@ class Clock:
         return statistics.median(rounds[1:]) / (_HOST_CALLS * len(self.ranks)) * 1e6
 
     def ceilings(self, matrix: bool = False) -> Ceilings:
-        """Measure the rates that floors are computed from; that of matrix products only if `matrix`."""
+        """Measure the rates that floors are computed from. Measure matrix products only if `matrix`."""
         one = self.one_gpu.ceilings(matrix)
         module = cupy.RawModule(code=_SOURCE)
         return Ceilings(
@@ -267,7 +268,7 @@ class Clock:
         blocks = 4 * torch.cuda.get_device_properties(0).multi_processor_count
 
         def call(rank: int, number: int) -> None:
-            # Each GPU stores into one other one, and is stored into by one.
+            # Each GPU stores into one other GPU, and one other GPU stores into it.
             there = memory[(rank + 1 + number % (len(memory) - 1)) % len(memory)]
             store((blocks,), (512,), (there, _STORED_BYTES // 16))
 
@@ -300,7 +301,7 @@ class Clock:
 def measure(
     case: Case, clock: Clock, ceilings: Ceilings, baselines: bool = True, slow: bool = True
 ) -> harness.Measurement:
-    """Time a case and its baselines, if `baselines`; those in other processes only if `slow`."""
+    """Time a case. If `baselines` and `slow`, also time its baselines, which run in other processes."""
     calls = case.begin(clock)
     times: dict[str, float] = {}
     problems = []
@@ -345,14 +346,14 @@ def measure(
 
 
 def of_processes(kind: str, ranks: int, sizes: tuple[int, ...]) -> dict[tuple[str, int], float]:
-    """Times of `benchmarks.processes`, in microseconds by name and bytes, measured by one process for each GPU.
+    """Return times of `benchmarks.processes`, in microseconds by name and bytes. Each GPU has its own process.
 
     Args:
         kind: "nccl" or "symm_mem".
-        sizes: the bytes that each rank sends to the others in all.
+        sizes: the total bytes that each rank sends to the other ranks.
 
     Raises:
-        ImportError: this build of PyTorch has no such thing.
+        ImportError: this build of PyTorch does not have the kind.
         RuntimeError: the processes failed.
     """
     found = _outcome(kind, ranks, sizes)
@@ -363,7 +364,7 @@ def of_processes(kind: str, ranks: int, sizes: tuple[int, ...]) -> dict[tuple[st
 
 @functools.cache
 def _outcome(kind: str, ranks: int, sizes: tuple[int, ...]) -> dict[tuple[str, int], float] | Exception:
-    """The times, or why there are none: all cases have these from one run of the processes."""
+    """Return the times, or the error that a run of the processes gave. All cases share one run."""
     with tempfile.TemporaryDirectory() as folder:
         common = [sys.executable, "-m", "benchmarks.processes", kind, folder, str(ranks), ",".join(map(str, sizes))]
         root = Path(__file__).resolve().parents[1]
@@ -387,11 +388,11 @@ def _outcome(kind: str, ranks: int, sizes: tuple[int, ...]) -> dict[tuple[str, i
 
 
 def _ended(begun: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
-    """The exit status of each process. Where one fails or is late, the others are ended."""
+    """Return the exit status of each process. If one process fails or is late, kill the others."""
     end = time.monotonic() + _PROCESSES_S
     while any(process.poll() is None for process in begun):
         if time.monotonic() > end or any(process.poll() for process in begun):
-            time.sleep(2)  # the others may be about to say what is wrong
+            time.sleep(2)  # let the other processes report their errors
             for process in begun:
                 process.kill()
             break

@@ -1,7 +1,7 @@
 """Time `import cukern` in a new process: `python -m cukern bench import`.
 
-Cold, the kernel cache is empty and all kernels are compiled; warm, it has all of them. The floor is the import of the
-libraries that cukern imports. Byte code exists in both cases, as in an installed package.
+Cold: the kernel cache is empty, and all kernels are compiled. Warm: the cache has all kernels. The floor is the import
+of the libraries that cukern imports. Byte code exists in both cases, as in an installed package.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ print(libraries - start, time.perf_counter() - libraries)
 
 
 def _import(cache: str, byte_code: str) -> tuple[float, float]:
-    """The seconds of the import of the libraries, and of that of cukern after it."""
+    """Return the seconds that the import of the libraries takes, and the seconds of `import cukern` after it."""
     unwanted = ("CUKERN_COMPILE", "PYTHONDONTWRITEBYTECODE")
     environment = {name: value for name, value in os.environ.items() if name not in unwanted}
     environment |= {"CUKERN_CACHE_DIR": cache, "PYTHONPYCACHEPREFIX": byte_code}
@@ -41,7 +41,7 @@ def _import(cache: str, byte_code: str) -> tuple[float, float]:
 
 
 def rows(runs: dict[str, int] | None = None) -> list[dict[str, Any]]:
-    """The rows for the results: the median of `runs` imports, cold and warm."""
+    """Return the rows for the results: the median of `runs` imports, cold and warm."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     result = []
     with tempfile.TemporaryDirectory(prefix="cukern-import-") as folder:

@@ -1,7 +1,7 @@
-"""`python -m docs`: build the site into `build/docs/html`, or say what is wrong with it.
+"""`python -m docs`: build the site into `build/docs/html`, or report what is wrong with it.
 
-Wrong is what Sphinx warns of, a link that leads nowhere, an argument that no docstring speaks of, a public function in
-no page, and a test that is named and is not there.
+These are errors: a warning of Sphinx, a dead link, an argument without documentation, a public function that is on no
+page, and a test that a page names and that does not exist.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BUILD = ROOT / "build" / "docs"
 
 
 def problems_of_docstrings() -> list[str]:
-    """The arguments of public functions, and of the methods of public classes, that are not documented."""
+    """Return a message for each argument of a public function or method that is not documented."""
     found = []
     for module in (cukern, cukern.models, cukern.fused_moe):
         for name in module.__all__:
@@ -42,7 +42,7 @@ def problems_of_docstrings() -> list[str]:
 
 
 def problems_of_tests(sources: Path) -> list[str]:
-    """The tests that pages name and that are not there."""
+    """Return a message for each test that a page names and that does not exist."""
     found = []
     for page in sources.rglob("*.md"):
         for file, name in re.findall(r"(tests/\w+\.py)::(\w+)", page.read_text()):
@@ -53,9 +53,9 @@ def problems_of_tests(sources: Path) -> list[str]:
 
 
 def main() -> int:
-    """Build; 1 if anything is wrong."""
+    """Build the site. Return 1 if anything is wrong."""
     sources, html = BUILD / "source", BUILD / "html"
-    # A page that did not change would keep the links of its navigation to what other pages had before.
+    # Delete the old build: Sphinx does not rebuild an unchanged page when other pages change its navigation.
     shutil.rmtree(BUILD, ignore_errors=True)
     pages.write(sources)
     problems = problems_of_docstrings() + problems_of_tests(sources)

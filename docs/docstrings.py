@@ -1,7 +1,7 @@
-"""The docstrings of cukern: as reStructuredText, and which arguments they speak of.
+"""Convert docstrings of cukern to reStructuredText, and find the arguments that they document.
 
-A docstring has paragraphs, formulas (indented lines), and sections such as `Args:` whose entries begin with one name or
-several: "alpha, limit: of swigluoai."
+A docstring has paragraphs, formulas (indented lines), and sections such as `Args:`. An entry of a section begins with
+one or several names: "alpha, limit: of swigluoai."
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FUNCTIONS = {name for name in cukern.__all__ if inspect.isfunction(getattr(cuke
 
 
 def inline(text: str) -> str:
-    """Words of a docstring in reStructuredText: code as code, functions and papers as links, no other markup."""
+    """Convert text to reStructuredText: `...` to code, functions and papers to links, and escape all other markup."""
 
     def code(found: str) -> str:
         name = found.removeprefix("cukern.")
@@ -36,14 +36,14 @@ def inline(text: str) -> str:
             parts[i] = re.sub(r"arXiv:(\d+\.\d+)", r"`arXiv:\1 <https://arxiv.org/abs/\1>`__", escaped)
     joined = parts[0]
     for before, part in itertools.pairwise(parts):
-        # Markup begins and ends at a word's end; an escaped blank is no blank.
+        # Inline markup must begin and end at a word boundary; an escaped blank separates it without a visible blank.
         touching = re.search(r"\w$", before) if part[:1] in ("`", ":") else re.match(r"\w", part)
         joined += ("\\ " if touching else "") + part
     return joined
 
 
 def _blocks(lines: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
-    """The parts of a docstring, in turn: (name of a section, its lines less their indentation), or ("", lines)."""
+    """Yield the parts of a docstring as (section name, lines without indentation); the name is "" outside sections."""
     name, held = "", []
     for line in lines:
         heading = re.fullmatch(r"(\w+):", line)
@@ -59,9 +59,9 @@ def _blocks(lines: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def entries(lines: Sequence[str]) -> list[tuple[list[str], list[str]]]:
-    """The entries of a section: their names, and the lines of what is said."""
+    """Return the entries of a section as (names, lines of text)."""
     found: list[tuple[list[str], list[str]]] = []
-    # Names that take two lines are one.
+    # Join a list of names that continues on the next line.
     whole = re.sub(r"^([*\w]+(?:, [*\w]+)*,)\n +", r"\1 ", "\n".join(lines), flags=re.MULTILINE)
     for line in whole.split("\n"):
         entry = _ENTRY.match(line)
@@ -76,7 +76,7 @@ def entries(lines: Sequence[str]) -> list[tuple[list[str], list[str]]]:
 
 
 def _text(lines: Sequence[str]) -> list[str]:
-    """Paragraphs; what is indented is a formula, shown as it is."""
+    """Convert paragraphs; indented lines are formulas and become literal blocks."""
     result: list[str] = []
     inside = False
     for line in lines:
@@ -96,7 +96,7 @@ def _text(lines: Sequence[str]) -> list[str]:
 
 
 def to_rst(lines: Iterable[str]) -> list[str]:
-    """A docstring as reStructuredText, of which no line is taken for markup that it is not meant to be."""
+    """Convert a docstring to reStructuredText, and escape text that would be read as markup."""
     result: list[str] = []
     for name, held in _blocks(lines):
         if not name:
@@ -114,7 +114,7 @@ def to_rst(lines: Iterable[str]) -> list[str]:
 
 
 def signature(function: Callable[..., Any]) -> tuple[str, str | None]:
-    """The arguments of a function, and what it returns, with annotations as they are written."""
+    """Return the arguments and the return type of a function, with annotations as written in the source."""
 
     class Written(str):
         __slots__ = ()
@@ -131,7 +131,7 @@ def signature(function: Callable[..., Any]) -> tuple[str, str | None]:
 
 
 def _said(function: Callable[..., Any]) -> tuple[set[str], set[str]]:
-    """The arguments that a docstring speaks of, and the functions of cukern that it names."""
+    """Return the arguments that a docstring documents, and the functions of cukern that it names."""
     text = inspect.getdoc(function) or ""
     arguments = {
         name
@@ -145,7 +145,7 @@ def _said(function: Callable[..., Any]) -> tuple[set[str], set[str]]:
 
 
 def undocumented(function: Callable[..., Any]) -> list[str]:
-    """The arguments of a function that neither its docstring nor one that it refers to speaks of."""
+    """Return the arguments that neither the function's docstring nor a docstring that it refers to documents."""
     known: set[str] = set()
     seen: set[Any] = set()
     waiting = [function]
@@ -161,15 +161,15 @@ def undocumented(function: Callable[..., Any]) -> list[str]:
 
 
 def _methods(cls: type) -> dict[str, Callable[..., Any]]:
-    """The methods that a class of cukern itself defines."""
+    """Return the methods that a class defines in its own module."""
     own = {name: getattr(member, "__func__", member) for name, member in vars(cls).items()}
     return {name: x for name, x in own.items() if inspect.isfunction(x) and x.__module__ == cls.__module__}
 
 
 def undocumented_methods(cls: type) -> dict[str, list[str]]:
-    """The arguments of a class's public methods of which nothing is said, by method.
+    """Return the undocumented arguments of a class's public methods, by method.
 
-    What the class or a base class says, or another method of these, is said.
+    An argument is documented if the class, a base class or any method of these documents it.
     """
     known = {"self", "cls"}
     for base in cls.__mro__:
@@ -180,7 +180,7 @@ def undocumented_methods(cls: type) -> dict[str, list[str]]:
         if name.startswith("_") and name not in ("__init__", "__call__"):
             continue
         lacking = [x for x in undocumented(method) if x not in known]
-        # One argument alone, which the sentence on the method is about, needs no entry.
+        # The method's summary may document a single argument.
         if len(lacking) > 1:
             found[f".{name}"] = lacking
     return found

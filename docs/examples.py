@@ -1,7 +1,7 @@
-"""Run the examples of the pages and keep their outputs: `make pages`.
+"""Run the examples of the pages and store their outputs: `make pages`.
 
-A page has Python blocks, which share their names, and `console` blocks with commands of cukern behind `$`. A block of
-`text` that follows a Python block is its output. A Python block that begins with `# on a GPU` runs where a GPU is.
+The Python blocks of a page share their names. A `console` block has commands of cukern after `$`. A `text` block after
+a Python block is its output. A Python block that begins with `# on a GPU` runs only on a machine with a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TERMINAL = {"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}
 
 
 def pages() -> list[Path]:
-    """Return the pages with examples: the README and the pages of the documentation."""
+    """Return the pages that may have examples: the README and the pages of the documentation."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -39,12 +39,12 @@ def has_any(text: str) -> bool:
 
 
 def without_output(text: str) -> list[str]:
-    """Return the Python blocks of a page that no output follows."""
+    """Return the Python blocks of a page without an output block."""
     return [code for kind, code, output in _BLOCK.findall(text) if kind == "python" and not output]
 
 
 def with_outputs(text: str) -> str:
-    """Return the text of a page with the outputs that its examples have now."""
+    """Return the text of a page with the current outputs of its examples."""
     names: dict[str, Any] = {"__name__": "__main__"}
 
     def run(found: re.Match[str]) -> str:
@@ -59,7 +59,7 @@ def with_outputs(text: str) -> str:
         output = f"\n```text\n{said.getvalue()}```\n" if said.getvalue() else ""
         return f"```python\n{code}```\n{output}"
 
-    # An empty cache makes `explain` say of registers what a new user reads.
+    # With an empty cache, `explain` prints what a new user sees: the registers are not known.
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, _TERMINAL | {"CUKERN_CACHE_DIR": folder}):
         try:
             return _BLOCK.sub(run, text)
@@ -68,7 +68,7 @@ def with_outputs(text: str) -> str:
 
 
 def _commands(code: str) -> Iterator[str]:
-    """Yield each command of a block, with its output behind it."""
+    """Yield each command of a block, followed by its output."""
     for line in code.splitlines(keepends=True):
         if line.startswith("$ "):
             program, *arguments = shlex.split(line[2:])
@@ -80,8 +80,8 @@ def _commands(code: str) -> Iterator[str]:
 
 
 def main(names: Sequence[str]) -> None:
-    """Write what the sources say into the named pages or all: ends of families, tables of bits, outputs of examples."""
-    # They need nbformat and Sphinx, which a machine with a GPU may lack.
+    """Write the generated parts of the named pages, or of all pages: ends of families' pages, tables and outputs."""
+    # Import here, because these modules need nbformat and Sphinx, which a GPU machine may lack.
     from docs import family_pages
     from docs import pages as source_pages
 

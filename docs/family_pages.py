@@ -1,6 +1,6 @@
-"""The end of each family's page: signatures, measured speed and the notebook, as the sources have them now.
+"""Generate the end of each family's page: signatures, measured speed and the notebook.
 
-`make pages` writes it; `tests/test_docs.py` compares.
+`make pages` writes it. `tests/test_docs.py` compares it with the stored pages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MARK = "<!-- `make pages` writes the rest of this page. -->"
 
 
 def with_sections(text: str, stem: str) -> str:
-    """Return the text of a family's page with its end as the sources have it now."""
+    """Return the text of a family's page with its generated end."""
     module = pages.family_module(stem)
     table = pages.FIRST_CELL.findall(text)
     names = sorted(pages.public_of(module), key=lambda name: table.index(name) if name in table else len(table))
@@ -55,7 +55,7 @@ def notebook_title(name: str) -> str:
 
 
 def _beside_peers(content: report.Document, names: list[str]) -> list[list[str]]:
-    """Return a line for each function and each library that was measured beside it."""
+    """Return a table row for each function and each library that was measured beside it."""
     ratios: dict[tuple[str, str], list[float]] = {}
     for row in content["rows"]:
         if row["op"] in names:
@@ -69,14 +69,14 @@ def _is_enum(thing: Any) -> bool:
 
 
 class _Named(str):
-    """A default value that a signature shows by its type alone."""
+    """A long default value, which a signature shows as its type."""
 
     __slots__ = ()
     __repr__ = str.__str__
 
 
 def _signature(module: Any, name: str) -> str:
-    """Return the name and the arguments of a function or class, without annotations and long default values."""
+    """Return the signature of a function or class, without annotations and long default values."""
     of = inspect.signature(getattr(module, name))
     short = [
         x.replace(default=_Named(f"{type(x.default).__name__}()")) if len(repr(x.default)) > 40 else x

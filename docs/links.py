@@ -1,4 +1,4 @@
-"""What a built site lacks: the targets of links, and the entries of public names."""
+"""Find errors in a built site: dead links, and public names without an entry."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sphinx.util.inventory import InventoryFile
 
 
 class _Page(HTMLParser):
-    """The anchors of a page, and what it links to or shows."""
+    """The anchors of a page, and the targets of its links and images."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class _Page(HTMLParser):
 
 
 def problems(html: Path) -> list[str]:
-    """The links within a site that lead nowhere, to a file or to a place in one."""
+    """Return a message for each link within the site whose file or anchor does not exist."""
     pages = {}
     for path in html.rglob("*.html"):
         pages[path] = _Page()
@@ -49,9 +49,9 @@ def problems(html: Path) -> list[str]:
 
 
 def missing(inventory: Path, names: Iterable[str]) -> list[str]:
-    """The public names that are in no page, or in several."""
+    """Return a message for each public name that is on no page."""
     with inventory.open("rb") as file:
-        # A name in several pages is a warning of Sphinx, which fails the build.
+        # Sphinx warns of a name on several pages, and the warning fails the build.
         data = InventoryFile.load(file, "", lambda base, path: path)
     objects = {name for kind in ("py:function", "py:class", "py:exception") for name in data.get(kind, {})}
     count = Counter(name.removeprefix("cukern.") for name in objects)

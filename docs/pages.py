@@ -1,7 +1,6 @@
-"""The sources of the site, put together from the pages of this folder and from what the repository keeps.
+"""Generate the sources of the site from the pages of this folder and from other files of the repository.
 
-Functions come from their docstrings, figures from the files of results, what is proved from the GPU record, and
-notebooks as they are kept.
+The other sources are the docstrings of functions, the files of results, the GPU record, and the stored notebooks.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from tests.specs import FUNCTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = Path(__file__).resolve().parent
-#: The families: each has a page and a spec.
+#: The stems of the families. Each family has a page and a spec.
 FAMILIES = sorted(path.stem for path in (DOCS / "families").glob("*.md"))
-#: The first cells of a family's table: the names of its functions and classes.
+#: Matches the first cell of a row in a family's table: the name of a function or class.
 FIRST_CELL = re.compile(r"^\| `(?:cukern\.models\.)?(\w+)` \|", re.MULTILINE)
-#: Where the files of the repository are published.
+#: The URL where the files of the repository are published.
 SOURCES = re.search(r'^Source = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)[1] + "/blob/main"  # type: ignore[index]
-#: The public names that no family has.
+#: The public names that belong to no family.
 TOOLS = ("explain", "specialize", "CompileError", "PerformanceWarning")
 _THUMBNAIL = 480, 300
 #: Libraries whose functions are not in `cukern.compat`.
@@ -65,12 +64,12 @@ def write(folder: Path) -> None:
 
 
 def _append(page: Path, text: str) -> None:
-    """Add what the sources give to the end of a page."""
+    """Append generated text to a page."""
     page.write_text(f"{page.read_text(encoding='utf-8')}\n{text}", encoding="utf-8")
 
 
 def _toctrees() -> str:
-    """Return a hidden table of contents for each section of the first page, of its links."""
+    """Return a hidden table of contents for each section of the first page, from the links of the section."""
     index = DOCS / "index.md"
     _, *sections = re.split(r"^## ", index.read_text(encoding="utf-8"), flags=re.MULTILINE)
     trees = []
@@ -81,9 +80,9 @@ def _toctrees() -> str:
 
 
 def site_link(page: Path, target: str, measured: Collection[str] = ()) -> str:
-    """Return where a link of a page in `docs` leads in the site.
+    """Return the target that a link of a page in `docs` has in the site.
 
-    The pages link to files of the repository. `measured` are the families with a page of benchmarks.
+    The pages link to files of the repository. `measured` holds the families that have a page of benchmarks.
     """
     path, _, anchor = target.partition("#")
     if not path or "://" in path:
@@ -109,7 +108,7 @@ def site_link(page: Path, target: str, measured: Collection[str] = ()) -> str:
 
 
 def _with_site_links(page: Path, measured: Collection[str]) -> str:
-    """Return the text of a page with the links of the site."""
+    """Return the text of a page with its links replaced by links of the site."""
 
     def linked(found: re.Match[str]) -> str:
         return f"]({site_link(page, found[1], measured)})"
@@ -117,7 +116,7 @@ def _with_site_links(page: Path, measured: Collection[str]) -> str:
     return re.sub(r"\]\(([^)\s]+)\)", linked, page.read_text(encoding="utf-8"))
 
 
-#: The heads of the tables of batch invariance.
+#: The column headings of the tables of batch invariance.
 _BITS = {
     "row": ("functions", "the bits of", "depend on"),
     "copies": ("functions",),
@@ -126,7 +125,7 @@ _BITS = {
 
 
 def with_bits(text: str) -> str:
-    """The page of batch invariance with its tables, which the specs of the families hold."""
+    """Return the page of batch invariance with its tables, generated from the specs of the families."""
 
     def table(found: re.Match[str]) -> str:
         heads, names = _BITS[found[1]], dict[tuple[str, ...], list[str]]()
@@ -177,11 +176,11 @@ def family_module(stem: str) -> Any:
 
 
 def _family(text: str, stem: str) -> str:
-    """Return a family's page with links in its table, and the functions in full for the signatures."""
+    """Return a family's page with links in its table, and with the full reference instead of the signatures."""
     module = family_module(stem)
     text = FIRST_CELL.sub(lambda found: f"| {{py:obj}}`~{public_name(module, found[1])}` |", text)
     text = re.sub(r"^## Signatures\n.*?(?=^## )", "", text, flags=re.MULTILINE | re.DOTALL)
-    # In the order of the table, then the others.
+    # Functions of the table come first, in its order.
     names = sorted(public_of(module), key=lambda name: text.find(f".{name}`") % len(text))
     reference = "".join(_directive(public_name(module, name), getattr(module, name)) for name in names)
     return f"{text}\n## Reference\n{reference}"
@@ -194,17 +193,17 @@ def public_of(module: Any) -> list[str]:
 
 
 def _owner(module: Any) -> str:
-    """Where users find a family's functions."""
+    """Return the name of the package that exports a family's functions."""
     return "cukern" if module.__name__ not in ("cukern.models", "cukern.fused_moe") else module.__name__
 
 
 def public_name(module: Any, name: str) -> str:
-    """The name by which users call what a family has."""
+    """Return the name that users write for a function or class of a family."""
     return f"cukern.{name}" if name in cukern.__all__ else f"{_owner(module)}.{name}"
 
 
 def _directive(name: str, thing: Any) -> str:
-    """autodoc's directive for a function or class."""
+    """Return the autodoc directive of a function or class."""
     if inspect.isclass(thing):
         kind = "autoexception" if issubclass(thing, Exception) else "autoclass"
         options = "" if kind == "autoexception" else "   :members:\n"
@@ -214,7 +213,7 @@ def _directive(name: str, thing: Any) -> str:
 
 
 def _write_index(folder: Path) -> None:
-    """Write the page of all functions, by family."""
+    """Write the page that lists all functions by family."""
     lines = ["# Functions by family", ""]
     for stem in FAMILIES:
         text = (folder / f"{stem}.md").read_text(encoding="utf-8")
@@ -229,7 +228,7 @@ def _reference(name: str) -> str:
 
 
 def _counterparts() -> str:
-    """The functions that stand for those of libraries without a module in `cukern.compat`, by the families' tables."""
+    """Return tables of the functions that replace functions of libraries without a module in `cukern.compat`."""
     text = [
         "\n## FasterTransformer, DeepGEMM and others\n",
         "These have no module in `cukern.compat`, and their functions take arguments of another kind: kernels of C++,",
@@ -250,7 +249,7 @@ def _counterparts() -> str:
 
 
 def _write_notebooks(folder: Path) -> dict[str, str]:
-    """Copy the notebooks as they are kept and make the gallery; their titles."""
+    """Copy the stored notebooks and write the gallery. Return the titles of the notebooks."""
     (folder / "thumbnails").mkdir(parents=True)
     titles, cards = {}, []
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
@@ -277,7 +276,7 @@ def _card(stem: str, title: str, paragraph: str, image: str) -> str:
 
 
 def _thumbnail(notebook: Any, folder: Path, stem: str) -> str:
-    """The first picture of a notebook, small; its path from the folder of the notebooks."""
+    """Write a notebook's first picture as a thumbnail. Return its path from the folder of the notebooks, or ""."""
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             if encoded := output.get("data", {}).get("image/png"):
@@ -292,9 +291,9 @@ def _thumbnail(notebook: Any, folder: Path, stem: str) -> str:
 
 
 def _end_of_panel(picture: Image.Image) -> int:
-    """Where the left part of a wide picture ends: all of it would be too small to be seen.
+    """Return the x coordinate where the left part of a wide picture ends, because the whole would be too small.
 
-    At the widest gap between panels, if there is one that is white from top to bottom.
+    The cut is at the widest gap between panels that is white from top to bottom, if such a gap exists.
     """
     most = int(1.9 * picture.height)
     if picture.width <= most:
@@ -317,7 +316,7 @@ def family_of(op: str) -> str:
 
 
 def _write_benchmarks(folder: Path, contents: list[report.Document]) -> dict[str, str]:
-    """A page of results for each family, and the one before them; the titles of the families measured."""
+    """Write a page of results for each family, and the index page. Return the titles of the measured families."""
     folder.mkdir()
     ops = dict.fromkeys(row["op"] for content in contents for row in content["rows"])
     by_family: dict[str, list[str]] = {}
@@ -342,7 +341,7 @@ def _write_benchmarks(folder: Path, contents: list[report.Document]) -> dict[str
                 text += report.of_op(content, op, f"../{report.RESULTS.name}")
         (folder / f"{stem}.md").write_text("\n".join(text), encoding="utf-8")
     introduction = report.introduction(contents, f"../{report.RESULTS.name}").replace("# Results", "# Benchmarks", 1)
-    # Each function's name leads to all that was measured of it.
+    # Link the name of each function to its results.
     introduction = re.sub(
         r"^\| (\w+) \|",
         lambda found: (
@@ -361,7 +360,7 @@ def _write_benchmarks(folder: Path, contents: list[report.Document]) -> dict[str
 
 
 def _commands() -> str:
-    """Return the commands, by their `--help`."""
+    """Return the documentation of the commands, from their `--help`."""
     from cukern.__main__ import _parser
 
     text = []

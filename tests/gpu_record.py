@@ -1,19 +1,21 @@
-"""The GPU record: the tests that passed on a GPU, and the sources that they passed on.
+"""The GPU record: the tests that passed on a GPU, and the digest of the sources that they ran on.
 
     python -m tests.gpu_record run        GPU tests, sanitizer and benchmarks; writes tests/gpu_record.json
     python -m tests.gpu_record prove      the same without benchmarks
     python -m tests.gpu_record sanitize   the sanitizer alone
-    python -m tests.gpu_record check      lists what is unproved, or was proved on other sources than today's
+    python -m tests.gpu_record check      lists the stems that are not proved on today's sources
 
-Each takes `--ops "STEM ..."`; `run` and `prove` take `--workers N`: pytest-xdist runs the tests of all stems on N
-processes, which share the GPUs. A stem's tests are those of `tests/test_<stem>.py` and, in the files that test every
-op, those marked `stem("<stem>")`; all other tests with the marker `gpu` are proved together, as `runtime`. The
-sanitizer slows a kernel down by orders of magnitude, so it runs a stem's tests that have the marker `sanitize` as well.
-Where there are several GPUs, each worker has another one as its first and sees the others as further devices.
+All commands take `--ops "STEM ..."`. `run` and `prove` take `--workers N`: pytest-xdist runs the tests of all stems on
+N processes, which share the GPUs. If there are several GPUs, each worker has a different first GPU, and sees the others
+as further devices.
+
+A stem owns the tests of `tests/test_<stem>.py`, and the tests with the marker `stem("<stem>")` in the files that test
+every op. All other tests with the marker `gpu` are proved together, as `runtime`. The sanitizer slows a kernel down by
+orders of magnitude, so it only runs a stem's tests that also have the marker `sanitize`.
 
 The record is `{"gpu", "driver", "cuda", "versions", "date", "stems": {stem: {"digest", "passed", "failed", "skipped",
-"sanitizer": {tool: errors}, "gpu", "gpus", "nvrtc", "date"}}}`; `errors` is null for a tool that did not run to its
-end. A stem keeps the GPU, the number of GPUs, the compiler and the date of its own run.
+"sanitizer": {tool: errors}, "gpu", "gpus", "nvrtc", "date"}}}`. `errors` is null for a tool that did not finish. A stem
+has the GPU, the number of GPUs, the compiler and the date of its own run.
 """
 
 from __future__ import annotations
@@ -45,20 +47,20 @@ from tests.gpu_workers import GPUS, SHARED, STEM, SUITES, from_gpu
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests" / "gpu_record.json"
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# Far longer than any run takes, for a kernel that hangs.
+# Ends a kernel that hangs; no run takes nearly as long.
 _TIMEOUT_S = 1800
 _ERRORS_FOUND = 99
 
-#: The processes that test: they leave cores for what they start, and each takes some GiB of host memory.
+#: Test processes. They leave cores for the processes that they start; each takes several GiB of host memory.
 _WORKERS = max(1, min(14, (os.cpu_count() or 1) - 2))
-#: The stems that the sanitizer has at once on a GPU of 80 GB.
+#: Stems that run under the sanitizer at the same time, per GPU of 80 GB.
 _STEMS_AT_ONCE_PER_GPU = 4
 
 Entry = dict[str, Any]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """As a plugin of the sanitized run: give each array an allocation of its own, whose bounds a tool can see."""
+    """Give each array its own allocation, so that a tool of the sanitizer sees its bounds. Runs as a pytest plugin."""
     import cupy
 
     cupy.cuda.set_allocator(None)
@@ -68,40 +70,40 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def compositions() -> list[str]:
-    """The packages of `cukern` that are made of ops and have no kernels of their own: each has a spec."""
+    """Return the packages of `cukern` that consist of ops and have no kernels of their own: each has a spec."""
     specs = (path.stem for path in (ROOT / "tests" / "specs").glob("[!_]*.py"))
     return sorted(name for name in specs if (ROOT / "cukern" / name).is_dir())
 
 
 def integrations() -> list[str]:
-    """The libraries whose models run on the ops."""
+    """Return the libraries whose models run on the ops."""
     found = (ROOT / "cukern" / "integrations").glob("[!_]*")
     return sorted(path.stem for path in found if path.suffix == ".py" or path.is_dir())
 
 
 def stems() -> list[str]:
-    """The stems of the ops and of the compositions."""
+    """Return the stems of the ops and of the compositions."""
     kernels = (path.relative_to(ROOT / "cuda_src") for path in (ROOT / "cuda_src").rglob("*.cu"))
     return sorted({*(path.parts[0].removesuffix(".cu") for path in kernels), *compositions()})
 
 
 def waits(name: str) -> bool:
-    """Whether kernels of a stem's tests wait for kernels of other GPUs or processes.
+    """Return whether a kernel of a stem's tests waits for kernels of other GPUs or processes.
 
-    Beside tests that share the GPUs in slices of milliseconds each wait takes many slices. The tests that are marked
-    `waits` run by themselves, first.
+    GPUs are time-sliced in milliseconds between processes, so such a wait takes many slices beside other tests. Tests
+    with the marker `waits` therefore run first, alone.
     """
     return any("mark.waits" in file.read_text() for file in test_files(name))
 
 
 def templates(name: str) -> list[Path]:
-    """The files with the kernels of a stem: one, or those of its folder."""
+    """Return the files with the kernels of a stem: one file, or the files of its folder."""
     folder = ROOT / "cuda_src" / name
     return sorted(folder.glob("*.cu")) if folder.is_dir() else [p for p in [folder.with_suffix(".cu")] if p.is_file()]
 
 
 def test_files(name: str) -> list[Path]:
-    """The files with the GPU tests of a stem; for `SHARED` the files that belong to no stem."""
+    """Return the files with the GPU tests of a stem, or for `SHARED` the files that belong to no stem."""
     folder = ROOT / "tests"
     suites = [path for path in (folder / suite for suite in SUITES) if path.is_file()]
     if name in compositions():
@@ -114,7 +116,7 @@ def test_files(name: str) -> list[Path]:
 
 
 def _module_file(name: str) -> Path | None:
-    """The file of a module of the package or of the tests."""
+    """Return the file of a module of the package or of the tests."""
     path = ROOT.joinpath(*name.split("."))
     if path.parts[len(ROOT.parts)] not in ("cukern", "tests"):
         return None
@@ -122,9 +124,10 @@ def _module_file(name: str) -> Path | None:
 
 
 def _imported(file: Path) -> set[Path]:
-    """The files of the modules that a file imports, from the package and the tests.
+    """Return the files of the modules that a file imports from the package and the tests.
 
-    `import cukern` adds none: it is every op, and each test does it. `tests.specs` finds the specs by their files.
+    `import cukern` adds none, because it imports every op and every test has it. `tests.specs` finds the specs by their
+    file names.
     """
     names: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
@@ -138,7 +141,7 @@ def _imported(file: Path) -> set[Path]:
 
 
 def _followed(files: Iterable[Path]) -> list[Path]:
-    """`files` and what they import, followed through, with the kernels of the ops among them."""
+    """Return `files`, all files that they import directly or indirectly, and the kernels of the ops among them."""
     from cukern.runtime.sources import included
 
     found = [path for path in files if path.is_file()]
@@ -152,10 +155,10 @@ def _followed(files: Iterable[Path]) -> list[Path]:
 
 
 def sources(name: str) -> list[Path]:
-    """The files that a stem's proof covers: a change to any of them ends it."""
+    """Return the files that a stem's proof covers. A change to any of them invalidates the proof."""
     package = ROOT / "cukern"
     if name == SHARED:
-        # `cukern/__init__.py` imports each op and computes nothing.
+        # `cukern/__init__.py` only imports the ops.
         rooms = ["ops", "reference", "__init__.py", *compositions()]
         others = [path for path in package.rglob("*.py") if path.relative_to(package).parts[0] not in rooms]
         tests = [*test_files(name), ROOT / "tests" / "conftest.py"]
@@ -171,7 +174,7 @@ def provable() -> list[str]:
 
 
 def unproved(name: str, entry: Entry | None) -> str | None:
-    """Why a stem is not proved on today's sources; None when it is."""
+    """Return why a stem is not proved on today's sources, or None if it is proved."""
     if entry is None:
         return "never proved"
     if entry["digest"] != digest(*sources(name), root=ROOT):
@@ -198,7 +201,7 @@ _record_lock = threading.Lock()
 
 
 def write_entry(name: str, entry: Entry, machine: dict[str, Any]) -> None:
-    """Store the entry of one stem; those of the others stay."""
+    """Write the entry of one stem into the record, and keep the other entries."""
     date = now()
     with _record_lock:
         entries = read_record()["stems"]
@@ -209,8 +212,8 @@ def write_entry(name: str, entry: Entry, machine: dict[str, Any]) -> None:
 
 
 def gpu_count() -> int:
-    """How many GPUs this process sees."""
-    # Importing the package compiles its kernels, into the cache that `main` chooses.
+    """Return the number of GPUs that this process sees."""
+    # Import here: the import compiles kernels, into the cache that `main` chooses.
     from cukern.runtime import kernel
 
     return kernel.device_count()
@@ -220,21 +223,21 @@ def gpu_count() -> int:
 
 
 def gpu_names() -> list[str]:
-    """The GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them."""
     count = gpu_count()
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return given if len(given) == count else [str(i) for i in range(count)]
 
 
 def _most_to_test(name: str) -> int:
-    """A sort key: the longer a stem's tests, the longer they take."""
+    """Return a sort key that puts the stems with the largest test files first; they take longest."""
     return -sum(file.stat().st_size for file in test_files(name) if file.is_file())
 
 
 def spread(names: Sequence[str], work: Callable[[str, dict[str, str]], None]) -> None:
-    """Call `work(name, environment)` for each stem, for several at once and on all GPUs in turn."""
+    """Call `work(name, environment)` for each stem: several stems at the same time, distributed over all GPUs."""
     gpus = gpu_names()
-    # The sanitizer spends most of its time on the host, in a process for each tool; each takes memory of the GPU.
+    # Each tool is a process that spends most of its time on the host, and that takes GPU memory.
     at_once = max(1, min((os.cpu_count() or 1) // len(TOOLS), _STEMS_AT_ONCE_PER_GPU * len(gpus)))
     with ThreadPoolExecutor(at_once) as pool:
         ordered = sorted(names, key=_most_to_test)
@@ -244,9 +247,9 @@ def spread(names: Sequence[str], work: Callable[[str, dict[str, str]], None]) ->
 
 
 def run(command: Sequence[str | Path], show: bool = False, **environment: str) -> tuple[int, str]:
-    """The exit status of a command in the checkout, and its output unless that is to be shown as it comes.
+    """Run a command in the checkout. Return its exit status and output; with `show` the output goes to the terminal.
 
-    A command that takes too long is ended, with what it started, and has a negative status.
+    A command that exceeds the time limit is killed with its child processes, and has a negative status.
     """
     pipe = None if show else subprocess.PIPE
     with subprocess.Popen(
@@ -267,12 +270,13 @@ Counts = dict[str, int]
 
 
 def counts(report: Path, names: Sequence[str]) -> dict[str, Counts]:
-    """The tests of each stem that passed, failed and were skipped, in a JUnit file."""
+    """Return how many tests of each stem passed, failed and were skipped, from a JUnit file."""
     owner = {f"tests.{file.stem}": name for name in names for file in test_files(name) if file.name not in SUITES}
     found = {name: {"passed": 0, "failed": 0, "skipped": 0} for name in names}
     for case in ElementTree.parse(report).iter("testcase"):
         marked = [own.get("value", "") for own in case.iter("property") if own.get("name") == STEM]
-        # A file that cannot be collected is a case by its name; what no stem owns fails all.
+        # pytest reports a file that it cannot collect as a case with its name. A failure without a stem fails all
+        # stems.
         stem = marked[0] if marked else owner.get(case.get("classname", "")) or owner.get(case.get("name", ""))
         failed = case.find("failure") is not None or case.find("error") is not None
         outcome = "failed" if failed else "passed" if case.find("skipped") is None else "skipped"
@@ -282,19 +286,19 @@ def counts(report: Path, names: Sequence[str]) -> dict[str, Counts]:
 
 
 def _pytest(names: Sequence[str], marked: str) -> list[str | Path]:
-    """The command that runs the tests of stems with these markers."""
+    """Return the command that runs the tests of stems with these markers."""
     files = dict.fromkeys(file for name in names for file in test_files(name))
     return [sys.executable, "-m", "pytest", "-m", marked, "-q", *(f"--stem={name}" for name in names), *files]
 
 
 def run_tests(names: Sequence[str], marked: str = "gpu", workers: int = 0) -> dict[str, Counts]:
-    """Run the tests of stems with these markers, on worker processes unless their number is 0.
+    """Run the tests of stems with these markers, on `workers` processes, or in one process if it is 0.
 
-    A run that crashes counts as one failure of each stem.
+    A crash counts as one failure of each stem.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
-        # By worksteal one worker takes neighbours, such as large tests, which run one at a time.
+        # `worksteal` gives neighbouring tests to one worker, such as the large tests, which run one at a time.
         parallel = ["-n", str(workers), "--dist", "worksteal"] if workers else []
         environment = {GPUS: ",".join(gpu_names())}
         _, output = run([*_pytest(names, marked), *parallel, "--junit-xml", str(report)], **environment)
@@ -306,20 +310,20 @@ def run_tests(names: Sequence[str], marked: str = "gpu", workers: int = 0) -> di
 
 @functools.cache
 def sanitizer() -> str | None:
-    """The path of compute-sanitizer."""
+    """Return the path of compute-sanitizer, or None."""
     folders = [os.environ.get("CUDA_PATH"), os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     path = os.pathsep.join([os.environ.get("PATH", ""), *(f"{folder}/bin" for folder in folders if folder)])
     return shutil.which("compute-sanitizer", path=path)
 
 
 def errors_in(output: str) -> int | None:
-    """The number of errors that a tool reports at its end; None if it ended before."""
+    """Return the number of errors that a tool reports at its end, or None if it did not finish."""
     found = re.findall(r"RACECHECK SUMMARY: (\d+) hazards?|ERROR SUMMARY: (\d+) errors?", output)
     return sum(int(hazards or errors) for hazards, errors in found) if found else None
 
 
 def _kernels(stem: str) -> list[str]:
-    """The names of the kernels that a stem runs."""
+    """Return the names of the kernels that a stem runs."""
     from cukern.runtime import kernel
 
     cuda_src = ROOT / "cuda_src"
@@ -333,15 +337,16 @@ def _run_tool(stem: str, tool: str, environment: dict[str, str]) -> int | None:
         "--target-processes", "application-only",
     ]  # fmt: skip
     if tool != "initcheck":
-        # Other libraries' kernels make the inputs; only initcheck has to watch what they write.
+        # Kernels of other libraries make the inputs. Only initcheck must watch them, because it tracks writes.
         for name in _kernels(stem):
             command += ["--kernel-name", f"kns={name}"]
     command += [*_pytest([stem], "gpu and sanitize"), "-p", "tests.gpu_record"]
-    # torch's pool, like CuPy's, would hide the bounds of an array.
+    # Disable torch's pool too: a pool hides the bounds of an array.
     settings = {"CUKERN_COMPILE": "lazy", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     status, output = run(command, **settings, **environment)
     errors = errors_in(output)
-    # Status 0 or the tool's own. After a failed or missing test it is another one, and nothing is proved.
+    # The status is 0, or the tool's own for errors. Any other status means a failed or missing test, and proves
+    # nothing.
     finished = status in (0, _ERRORS_FOUND) and errors is not None
     lines = output.strip().splitlines()
     shown = lines[-1:] if finished and not errors else lines[-200:]
@@ -350,7 +355,7 @@ def _run_tool(stem: str, tool: str, environment: dict[str, str]) -> int | None:
 
 
 def run_sanitizer(stem: str, environment: dict[str, str]) -> dict[str, int | None]:
-    """The errors by tool. All tools run at once, since each spends most of its time on the host."""
+    """Return the errors by tool. The tools run at the same time, because each spends most of its time on the host."""
     if sanitizer() is None:
         print("compute-sanitizer was not found: it comes with the CUDA toolkit", file=sys.stderr)
         return dict.fromkeys(TOOLS)
@@ -363,13 +368,13 @@ def run_sanitizer(stem: str, environment: dict[str, str]) -> dict[str, int | Non
 
 
 def prove(names: Sequence[str], workers: int) -> int:
-    """Test and sanitize. The entry of each stem is written as soon as it is known."""
-    # Importing the package compiles its kernels, into the cache that `main` chooses.
+    """Run the tests and the sanitizer. Write the entry of each stem when its results are complete."""
+    # Import here: the import compiles kernels, into the cache that `main` chooses.
     from cukern.runtime.progress import in_command, progress
 
     described = machine()
     print(f"{gpu_count()} GPUs", flush=True)
-    # Computed before the run, so that a change made during it leaves the proof stale.
+    # Computed before the run, so that a change during the run makes the proof stale.
     digests = {name: digest(*sources(name), root=ROOT) for name in names}
     waiting = [name for name in names if waits(name)]
     sanitized = [name for name in names if name != SHARED]
@@ -400,7 +405,7 @@ def measure(names: Sequence[str]) -> int:
 
 
 def sanitize(names: Sequence[str]) -> int:
-    """Run the sanitizer alone. The record takes the outcome if its tests were run on the same sources."""
+    """Run the sanitizer alone. The record takes the results if the stem's tests ran on the same sources."""
     from cukern.runtime.progress import in_command, progress
 
     described, outcomes = machine(), {}
@@ -422,7 +427,7 @@ def sanitize(names: Sequence[str]) -> int:
 
 
 def check(names: Sequence[str]) -> int:
-    """Print for each stem whether it is proved on today's sources; 1 if any is not."""
+    """Print for each stem whether it is proved on today's sources. Return 1 if any is not."""
     entries = read_record()["stems"]
     status = 0
     for name in names:
@@ -453,7 +458,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "check":
         return check(names)
     with tempfile.TemporaryDirectory(prefix="cukern-gpu-") as cache:
-        # One cache for all the processes started here, and none of the user's.
+        # All processes started here share one cache, and do not use the user's cache.
         os.environ.setdefault("CUKERN_CACHE_DIR", cache)
         if args.command == "sanitize":
             return sanitize(names)

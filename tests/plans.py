@@ -1,4 +1,4 @@
-"""The plans of calls, made without a GPU."""
+"""Make the plans of calls without a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cukern.runtime.plan import Trace
 
 
 def plan_of(op: Op | str, *args: Any, on: str = "90a", **kwargs: Any) -> tuple[Trace, Any]:
-    """What the plan of an op says for a call, and what it returns; the arrays are taken to be on a GPU `on`."""
+    """Return the trace of the plan that an op makes for a call on GPU `on`, and the result of the plan."""
     declared = OPS[op] if isinstance(op, str) else op
     trace, returned, _ = declared.say(declared.form(args, kwargs), (*args, *kwargs.values()), of_arch(on))
     return trace, returned

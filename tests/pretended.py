@@ -1,4 +1,4 @@
-"""A GPU that is not there: a fixture under which calls run whole, but for the driver."""
+"""A fixture that pretends a GPU: a call runs completely, except for the calls of the CUDA driver."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cukern.runtime.kernel import Variant
 
 
 class Launch(NamedTuple):
-    """A launch as the driver gets it, with the fields of the struct by name."""
+    """A launch as the driver receives it, with the fields of `Params` by name."""
 
     variant: Variant
     grid: tuple[int, ...]
@@ -31,7 +31,7 @@ class Launch(NamedTuple):
 
 
 def _unpacked(layout: template.Struct, packed: bytes, start: int = 0) -> dict[str, Any]:
-    """The fields of a struct by name; of a struct within, a dict."""
+    """Return the fields of a struct by name; a nested struct is a dict."""
     fields: dict[str, Any] = {}
     for name, (offset, kind) in layout.fields.items():
         if isinstance(kind, template.Array):
@@ -47,12 +47,12 @@ def _unpacked(layout: template.Struct, packed: bytes, start: int = 0) -> dict[st
 
 
 class PretendedGPU:
-    """CUDA device `device`, an H200, on which tensors in host memory are; another may be the current one."""
+    """A pretended H200 with the number `device`, which holds all tensors. Another device may be the current one."""
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []
         self.device = self.current = 0
-        self.is_there = True  # no later call is like the calls of the fixture
+        self.is_there = True  # False after the fixture, so that no later call repeats its plans
         self.set_devices: list[int] = []
 
     def start(self, variant: Variant, function: int, *numbers: int) -> None:
@@ -72,7 +72,7 @@ class PretendedGPU:
 
 
 class _Ready:
-    """What launches a variant, by device."""
+    """The launch function of a variant, by device."""
 
     def __init__(self, gpu: PretendedGPU, variant: Variant) -> None:
         self.gpu, self.variant = gpu, variant
@@ -83,7 +83,7 @@ class _Ready:
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGPU]:
-    """Tensors in host memory are taken for ones on a GPU; what is launched there joins `launches`."""
+    """Treat tensors in host memory as tensors on a GPU, and record the launches in `launches`."""
     there, library = PretendedGPU(), arrays.library_of(torch.empty(0))
     assert library is not None
 
