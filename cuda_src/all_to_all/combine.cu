@@ -5,15 +5,15 @@
 //
 // A slot is one (token, expert) pair: a token has `topk` slots. Sums are in float32, and `partial` is rounded to T
 // before it is sent. The sums have a fixed order, so the bits of the result do not depend on the order in which the
-// data arrives. MODE says who computes `partial`. SUMMED: the caller. BY_SLOT: this kernel. APART: nobody; each slot's
-// row is sent separately, and `out[t]` is the sum of `weights[s] * src[inverse[s]]` over all slots of the token, in
-// order. The result of APART has the same bits for any number of ranks.
+// data arrives. MODE: with SUMMED the caller has computed `partial`; with BY_SLOT this kernel computes it. With APART
+// there is no `partial`: each slot's row is sent separately, and `out[t]` is the sum of `weights[s] * src[inverse[s]]`
+// over all slots of the token, in order. The result of APART has the same bits for any number of ranks.
 //
 // Grid: blocks of 256 threads, all resident. A block handles one chunk (a part of a token's row) at a time. The source
 // of a token is the rank that owns it. The first `senders` blocks handle the tokens of other ranks: they store each
-// chunk into the source's window, and then set a flag there. For a source with few tokens they send lines instead,
-// which need no flags (all_to_all/lines.cuh). The other blocks handle this rank's own tokens: they compute this rank's
-// contribution, wait for the contributions of the other ranks, and add them.
+// chunk into the source's window (its memory that all ranks can write to), and then set a flag there. For a source with
+// few tokens they send lines instead, which need no flags (all_to_all/lines.cuh). The other blocks handle this rank's
+// own tokens: they compute this rank's contribution, wait for the contributions of the other ranks, and add them.
 //
 // Speed of light: with many tokens, the bandwidth to the peers; each token's row crosses NVLink once per other rank
 // that contributes to it. With few tokens, the latency of a store to a peer. On two H200s, with rows of 7168 bfloat16,
@@ -44,7 +44,8 @@ __device__ __forceinline__ char* line_at(const Params& p, int source, int token,
     return line < p.lines ? p.ranks.windows[source] + p.lines_at + (row * p.lines + line) * LINE_BYTES : nullptr;
 }
 
-// A job: one chunk to send to the source of a token. With APART, the chunk belongs to one slot of the token.
+// Work item of a sending block: one chunk to send to the source of a token. With APART, the chunk belongs to one slot
+// of the token.
 struct Job {
     unsigned number;
     int source, token, part, chunk;
@@ -116,15 +117,15 @@ __device__ __forceinline__ void send(const Params& p, unsigned long long step) {
     writer.finish();
 }
 
-// The parts (summands) of a token of this rank. Bit i of a mask stands for slot i if APART, else for the contribution
-// of rank i.
+// The summands ("parts") of a token of this rank. A part is a slot if APART, else the contribution of a rank. Bit i of
+// a mask stands for slot i or rank i.
 struct Parts {
     unsigned all, own; // all: all parts; own: the parts that this rank computes
     int rank;          // in lane i, the rank of part i
     float weight;      // in lane i, the weight of slot i if APART, else 1
 };
 
-// A piece: one chunk of the output, for a token of this rank.
+// Work item of a receiving block (a "piece"): one chunk of the output of a token of this rank.
 struct Piece {
     unsigned number;
     int token, chunk;
@@ -228,7 +229,7 @@ __device__ __forceinline__ void receive(const Params& p, const Piece& piece, uns
     }
 }
 
-// T: element type of the rows. ID: unsigned, so that a negative id compares above all experts.
+// T: element type of the rows. ID: unsigned, so that a negative id compares greater than all experts.
 template <typename T, typename ID, int MODE, int UNITS, int PHASES>
 __global__ void __launch_bounds__(THREADS, MODE == BY_SLOT || UNITS > FLAG_UNITS ? RESIDENT_LARGE : RESIDENT)
     combine_tokens(const __grid_constant__ Params p) {

@@ -26,7 +26,7 @@ struct Params {
     const void* topk_ids; // [tokens, topk]  ID, of this rank's own tokens
     const float* weights; // [tokens, topk], of this rank's own tokens
     void* out;            // [tokens, 8 * units]  T
-    long long ids_at;     // offsets in a window, for the last dispatch's buffer; here: [ranks, max_tokens, topk]
+    long long ids_at;     // offsets in a window, for the last dispatch's buffer; ids: [ranks, max_tokens, topk]
     long long weights_at; // [ranks, max_tokens, topk]
     long long partial_at; // [ranks, max_tokens, 8 * units]; APART: [max_tokens, topk, 8 * units]
     long long flags_at;   // [ranks, max_tokens, flags], unsigned; APART: [max_tokens, topk, flags]
@@ -36,7 +36,7 @@ struct Params {
     int line_tokens; // a source with at most this many tokens receives lines, not flags
 };
 
-// Eight 16-bit numbers.
+// Eight 16-bit elements.
 template <typename T> struct Eight {
     union {
         uint4 unit;

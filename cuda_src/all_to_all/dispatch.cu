@@ -10,17 +10,17 @@
 //
 // Grid: blocks of 256 threads. A block handles every gridDim.x-th token: it stores the token's row, in units of 16
 // bytes, into the windows of the ranks that have its experts. After its last token the block signals all ranks. Then
-// each block waits for all sources and copies its share of the ids and weights out of the window. PHASES: one launch
-// does SEND and RECEIVE, or one launch does SEND and the next launch does RECEIVE.
+// each block waits for all sources and copies its share of the ids and weights out of the window. PHASES: either one
+// launch sends and receives, or one launch sends (SEND) and the next launch receives (RECEIVE).
 //
 // Speed of light: with many tokens, the bandwidth to the peers; each row crosses NVLink once per destination rank. With
 // few tokens, the latency of a store to a peer, a release and the atomic addition of the signal. On two H200s, with
-// rows of 7168 numbers in FP8, 4096 tokens per rank take 97 us, which is 86% of the bandwidth of plain stores to the
+// rows of 7168 FP8 elements, 4096 tokens per rank take 97 us, which is 86% of the bandwidth of plain stores to the
 // peer. 128 tokens take 8.1 us and 8 tokens take 5.1 us; a minimal exchange of 16 bytes and a flag takes 2.9 us.
 #include "all_to_all/window.cuh"
 #include "common/quantize.cuh"
 
-constexpr int THREADS = 256, GROUP = 128; // GROUP numbers share a scale
+constexpr int THREADS = 256, GROUP = 128; // GROUP elements share a scale
 constexpr int RESIDENT = 4;               // resident blocks per multiprocessor that the registers allow
 
 struct Params {
@@ -43,7 +43,7 @@ struct Params {
 template <typename T, bool QUANTIZE> struct Share {
     // UNITS is smaller on architectures other than Hopper, where the compiler uses more registers.
     static constexpr int UNITS = !QUANTIZE ? 4 : __CUDA_ARCH__ == 900 ? 2 : 1, LOADS = QUANTIZE ? 2 : 1;
-    static constexpr int EACH = 16; // elements per unit: numbers if QUANTIZE, else bytes
+    static constexpr int EACH = 16; // per unit: elements if QUANTIZE, else bytes
     uint4 loaded[UNITS][LOADS];
 
     __device__ __forceinline__ void load(const Params& p, int token, int first) {

@@ -9,7 +9,8 @@
 #include "common/warp.cuh"
 
 constexpr int MAX_RANKS = 16;
-// In one call, the blocks of a sender together add this number to a rank's signal. It must exceed the number of blocks.
+// In one call, the blocks of a sending rank together add this value to their signal on each rank. It must exceed the
+// number of blocks.
 constexpr int ARRIVALS = 1 << 16;
 constexpr int DISPATCH = 0, COMBINE = 1;
 // Phases of a call. Either one launch does both, or one launch does SEND and the next launch does RECEIVE.
@@ -29,7 +30,7 @@ struct Signals {
 struct Progress {
     unsigned long long dispatches, combines; // number of completed calls
     unsigned leaving;                        // number of blocks that have called is_last in this call
-    int failed;                              // not 0: a wait failed
+    int failed;                              // 0, or the code of the first failure
     int buffer;                              // buffer of the last dispatch
     int tokens[MAX_RANKS];                   // tokens per source in the last dispatch
 };
@@ -52,7 +53,8 @@ struct Ranks {
 
     __device__ __forceinline__ Signals& signals(int of) const { return *reinterpret_cast<Signals*>(windows[of]); }
 
-    // Return the rank of an expert, or -1. ID is unsigned, so a negative id compares above all experts.
+    // Return the rank that has an expert, or -1 for an invalid id. ID is unsigned, so a negative id compares greater
+    // than all experts.
     template <typename ID> __device__ __forceinline__ int owner(ID id) const {
         return id >= ID(experts) ? -1 : rank_of ? rank_of[id] : int(id) / experts_per_rank;
     }

@@ -13,7 +13,7 @@
 // LATE: the kernel reads the index of the step from device memory (`step`), so that one captured CUDA graph serves all
 // steps.
 //
-// Speed of light: the latency of a launch and of a chain of block reductions; the state is only a few numbers per beam.
+// Speed of light: the latency of a launch and of a chain of block reductions; the state is only a few values per beam.
 // On an H200, a step for 32 requests with 4 beams each and a vocabulary of 128256 (float32) takes 27 us including
 // topk_chunks, 1.5 us more than a top-k of the same size without beam_step.
 #include "beam_search/beams.cuh"
@@ -25,7 +25,7 @@ constexpr int MAX_ENDS = 8;
 struct StepParams {
     const Key* lists;             // [batch, count, k]
     const void* log_probs;        // [batch, beams, vocab]; read again only with a diversity rate
-    const float* scores;          // [batch, beams]; this and the following arrays may be the same as the new_ arrays
+    const float* scores;          // [batch, beams]; from here on, an array may be the same as its new_ array
     const float* finished_scores; // [batch, beams]
     const int* finished_lengths;
     const int* finished_ids;
@@ -47,7 +47,7 @@ struct StepParams {
     int dtype;   // type of log_probs: 0 float, 1 half, 2 bfloat16
     int diverse; // the keys include the diversity term, but the scores must not: recompute them
     int length;  // length of a hypothesis that ends in this step
-    int last;    // this is the last step: all candidates end
+    int last;    // this is the last step, so all candidates end
     int stop_when_full;
     int ends;
     int end_ids[MAX_ENDS];
@@ -86,8 +86,8 @@ struct Exchange {
     int pool_length[MAX_BEAMS];
 };
 
-// A thread's candidate. `runs`: it may become a running beam; `ends`: it may enter the pool. Both stay false in a
-// thread without a candidate.
+// A thread's candidate. `runs`: the candidate may become a running beam. `ends`: the candidate may enter the pool. Both
+// stay false in a thread without a candidate.
 struct Candidate {
     bool runs = false, ends = false;
     int token = 0, parent = 0;
@@ -110,8 +110,8 @@ struct Candidate {
         bool is_end = false;
         for (int e = 0; e < p.ends; ++e) is_end |= token == p.end_ids[e];
         runs = !is_end;
-        // Only the best `beams` candidates may enter the pool. The other candidates exist so that `beams` of them do
-        // not end.
+        // Only the best `beams` candidates may enter the pool. The other candidates are needed so that at least `beams`
+        // candidates do not end.
         ends = threadIdx.x < p.beams && (is_end || now.last()) && !was_done && score > -CUDART_INF_F;
     }
 };

@@ -1,5 +1,4 @@
-// Maximum number of beams per batch entry. The kernels use one thread, or one entry of an array in shared memory, per
-// beam.
+// Maximum number of beams per batch entry. Each beam takes one thread, or one element of an array in shared memory.
 #pragma once
 
 constexpr int MAX_BEAMS = 64;

@@ -6,8 +6,8 @@
 // If last_ids and last_parents are given, they replace the token and the parent of beam j in its last step.
 //
 // Grid: one block per batch entry, one thread per beam. A thread follows its beam from the last step to the first, with
-// one dependent load per step. To shorten the latency of these loads, the block first copies as many steps as fit
-// (ENTRIES tokens and parents) to shared memory, then follows the beams through them, and repeats.
+// one dependent load per step. To shorten the latency of these loads, the block copies as many steps as fit to shared
+// memory (ENTRIES tokens and parents), follows the beams through these steps, and repeats this until the first step.
 //
 // Speed of light: the latency of one dependent load from shared memory per step. On an H200, 128 steps of 32 batch
 // entries with 4 beams each take 6.5 us; the memory traffic alone would take less time than a kernel launch.

@@ -6,16 +6,16 @@
 // are fewer than k keys.
 //
 // The merge first finds a lower bound of the k-th largest key from one entry of each list: the entry at position
-// `depth`, counted from 1. At least `m * depth` keys reach the m-th largest of these entries. Position 1 (the maximum
-// of each list) gives a poor bound if there are fewer lists than results, or if few lists hold nearly all results; in
-// the first step of a search these are the lists of one beam. Then a larger depth gives a better bound. The merge
-// computes the bound for two depths and takes the larger: `depth` suits results that are spread over all lists, and
-// `beam_depth` suits results that are all in the lists of one beam.
+// `depth`, counted from 1. At least `m * depth` keys are greater than or equal to the m-th largest of these entries.
+// Position 1 (the maximum of each list) gives a poor bound if there are fewer lists than results, or if a few lists
+// contain nearly all results. In the first step of a search, the lists of one beam contain all results. In these cases
+// a larger depth gives a better bound. The merge computes the bound for two depths and takes the larger: `depth` suits
+// results that are spread over all lists, and `beam_depth` suits results that are all in the lists of one beam.
 template <int GROUPS>
 __device__ __forceinline__ void merge(Selection<GROUPS>& s, const Key* from, int lists, int k, int depth,
                                       int beam_depth, Key* sorted) {
-    // Threads of the same group (lower_bound) take lists that are far apart, so neighbouring lists go to different
-    // groups. There are at least 32 groups.
+    // Neighbouring lists go to different groups of threads (see lower_bound), so the threads of one group read lists
+    // that are far apart. There are at least 32 groups.
     const int first = threadIdx.x / 8 + threadIdx.x % 8 * 32;
     const auto bound_by = [&](int depth) {
         unsigned mine = 0;

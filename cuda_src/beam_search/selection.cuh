@@ -1,8 +1,8 @@
 // Select the k largest of n keys with one block. The method needs neither a sort of all keys nor k passes over them.
 //
-// A key is a 64-bit integer. Its high half is the value, as an unsigned integer that orders like the float. Its low
-// half is the complement of the id. All keys are therefore distinct. Of two keys, the larger has the larger value, or
-// the lower id if the values are equal.
+// A key is a 64-bit integer. Its high half is the value, mapped to an unsigned integer so that the integers have the
+// same order as the floats. Its low half is the complement of the id. All keys are therefore distinct. Of two keys, the
+// larger has the larger value, or the lower id if the values are equal.
 //
 //   1. Bound: find the largest value of each group of threads. The k-th largest of these maxima is a lower bound on the
 //      k-th largest value, and a close one: with n values spread over G groups, about k + k * k / (2 * G) values reach
@@ -11,18 +11,18 @@
 //      to a list in shared memory.
 //   3. Rank: rank each key of the list by counting the larger keys.
 //
-// A masked or a sorted row may have more keys that reach the bound than the list can hold. Then bisection raises the
-// bound until the keys fit.
+// In a masked or sorted row, more keys may reach the bound than the list can hold. A bisection then raises the bound
+// until the keys fit.
 //
-// GROUPS == 32 serves up to 16 results; each warp finds the bound without the other warps. GROUPS == THREADS serves
-// more results.
+// GROUPS == 32 is for up to 16 results; each warp then finds the bound without the other warps. GROUPS == THREADS is
+// for more results.
 #pragma once
 #include "common/warp.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 constexpr int CAPACITY = 1024; // keys in a block's list
-constexpr int SLACK = 64;      // up to this many surplus keys are ranked too; more are dropped before the ranking
+constexpr int SLACK = 64;      // up to this many surplus keys are ranked; a longer list is shortened first
 constexpr int MAX_K = 128;
 
 using Key = unsigned long long;

@@ -10,10 +10,11 @@
 // Grid: rows * chunks, one block per chunk. selection.cuh describes the selection and the keys.
 // GROUPS: 32 for up to 16 results, THREADS for more.
 //
-// Speed of light: memory bandwidth; each value is read once. The few threads that read their values again find them in
-// L1 or L2. On an H200, both stages together take 24 us for 32 requests with 4 beams each, a vocabulary of 128256
-// (float32) and k = 4, which is 66% of a copy's bandwidth. One request with 4 beams and a vocabulary of 32000 is
-// latency-bound: two launches take 5.1 us; each is a chain of a load, a bound, a list and the ranks of its keys.
+// Speed of light: memory bandwidth; each value is read once. A few threads read their values again, from L1 or L2. On
+// an H200, both stages together take 24 us for 32 requests with 4 beams each, a vocabulary of 128256 (float32) and k =
+// 4, which is 66% of the bandwidth of a copy. One request with 4 beams and a vocabulary of 32000 is latency-bound: the
+// two launches take 5.1 us together. Each launch is a chain of dependent steps: load the values, find the bound, fill
+// the list, rank the keys.
 #include "beam_search/selection.cuh"
 #include "common/overlap.cuh"
 
@@ -22,7 +23,7 @@ constexpr int LOADS = 8; // 16-byte loads in flight per thread
 struct ChunkParams {
     const void* log_probs; // [rows, vocab]  T
     const float* scores;   // [rows], added to each row; may be null
-    Key* best;             // [rows, chunks, k], best first, then 0 if the chunk has fewer
+    Key* best;             // [rows, chunks, k], best first; 0 after the last key of a chunk
     int beams;             // rows per batch entry; an id is beam * vocab + column
     int vocab;
     int chunks;
@@ -33,8 +34,8 @@ struct ChunkParams {
 // A chunk of a row, and the values in it that this thread reads.
 //
 // A row may start at any address, but vectors are aligned to 16 bytes. Vector 0 is the vector that contains column 0;
-// its first `skipped` items lie before the row. The edges of a row are the values before its first whole vector and
-// after its last whole vector. The block of the first chunk reads the edges, one value per thread.
+// its first `skipped` items lie before the row. The edge values of a row lie before its first whole vector or after its
+// last whole vector. The block of the first chunk reads the edges, one value per thread.
 template <typename T> struct Chunk {
     static constexpr int ITEMS = 16 / sizeof(T);
     struct alignas(16) Vector {
@@ -111,7 +112,7 @@ template <typename T> struct Chunk {
         if (edge < p.vocab) look(values[edge], edge);
     }
 
-    // The first and last column of the chunk, edges included.
+    // Return the last and the first column of the chunk, edge values included.
     __device__ __forceinline__ int last_column() const { return is_first ? p.vocab - 1 : max(column_of(to), 1) - 1; }
     __device__ __forceinline__ int first_column(int last) const { return is_first ? 0 : min(column_of(from), last); }
 };

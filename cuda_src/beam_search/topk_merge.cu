@@ -5,7 +5,7 @@
 //                 of rank r, sorted again
 //
 // With a diversity rate, the candidates of each beam are ranked separately first: this kernel runs with one row per
-// beam. A second merge then treats the resulting lists of the beams like lists of chunks.
+// beam. A second merge then combines the lists of the beams, just as it would combine lists of chunks.
 //
 // Grid: one block per row. A row is a batch entry, or a beam if there is a diversity rate.
 // GROUPS: 32 for up to 16 results, THREADS for more.
@@ -20,7 +20,7 @@ struct MergeParams {
     const Key* lists; // [rows, count, k]
     float* values;    // [rows, k]
     int* ids;         // [rows, k]
-    Key* best;        // [rows, k], written instead of the two above if there is a diversity rate; else null
+    Key* best;        // [rows, k], written instead of `values` and `ids` with a diversity rate; else null
     int count;        // lists per row
     int k;
     int depth, beam_depth; // arguments of merge

@@ -9,7 +9,7 @@
 #pragma once
 #include "common/numeric.cuh"
 
-// The host reads the names of the activations from this line. ACTIVATIONS only marks the end of the list.
+// The host parses the names of the activations from this line. ACTIVATIONS only marks the end of the list.
 enum Activation { NO_ACTIVATION, SILU, GELU, GELU_TANH, SWIGLUOAI, RELU2, ACTIVATIONS };
 
 constexpr float ALPHA = 1.702f, LIMIT = 7.f; // defaults of swigluoai, as in cukern/runtime/activation.py
@@ -21,8 +21,8 @@ __device__ __forceinline__ float activate(float gate, float up, float alpha = AL
     if constexpr (ACTIVATION == SILU) return gate * sigmoid_of(gate) * up;
     if constexpr (ACTIVATION == GELU) {
         // tail = (1 - erf(|gate| / sqrt(2))) / 2 is the cumulative distribution function of the standard normal
-        // distribution at -|gate|. It is computed as 2^exponent, and the exponent is a minimax polynomial in |gate|.
-        // The error of tail * |gate| is at most 2e-8 max(1, |gate|).
+        // distribution at -|gate|. It is computed as 2^exponent, where the exponent is a minimax polynomial in |gate|.
+        // The error of tail * |gate| is at most 2e-8 * max(1, |gate|).
         const float x = fabsf(gate);
         float exponent = -1.84005739e-06f;
         exponent = fmaf(exponent, x, 2.74955746e-05f);
@@ -36,11 +36,11 @@ __device__ __forceinline__ float activate(float gate, float up, float alpha = AL
         const float tail = fast_exp2(exponent);
         return gate * (gate < 0.f ? tail : 1.f - tail) * up;
     }
-    // (1 + tanh(z)) / 2 = sigmoid(2 z). The sigmoid loses no digits where tanh is near -1.
+    // (1 + tanh(z)) / 2 = sigmoid(2 z). The sigmoid stays accurate where tanh is near -1.
     if constexpr (ACTIVATION == GELU_TANH)
         return gate * sigmoid_of(1.5957691f * (gate + .044715f * gate * gate * gate)) * up;
     if constexpr (ACTIVATION == SWIGLUOAI) {
-        // Comparisons, unlike fminf, keep NaN.
+        // Comparisons keep NaN, but fminf would not.
         gate = gate > limit ? limit : gate;
         up = up > limit ? limit : up < -limit ? -limit : up;
         return gate * sigmoid_of(alpha * gate) * (up + 1.f);

@@ -1,8 +1,8 @@
 // Bulk copies from shared to global memory by the tensor memory accelerator (TMA), from sm_90 on.
 #pragma once
 
-// Make this thread's writes to shared memory visible to the async proxy, which is TMA and wgmma. Writers usually call
-// this before they arrive at the reader's barrier.
+// Make this thread's writes to shared memory visible to the async proxy, through which TMA and wgmma access shared
+// memory. A writer usually calls this before it arrives at the reader's barrier.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Issue a copy of `bytes`, a multiple of 16, as a bulk group of its own.

@@ -17,8 +17,8 @@ template <int CLUSTER> __device__ __forceinline__ int cluster_rank() {
     return rank;
 }
 
-// The two halves, arrive and wait, of a barrier of all threads of the cluster. Writes before cluster_arrive, also to
-// other blocks, are visible after cluster_wait.
+// A barrier for all threads of the cluster, split into cluster_arrive and cluster_wait. All writes before
+// cluster_arrive, including writes to other blocks' shared memory, are visible after cluster_wait.
 template <int CLUSTER> __device__ __forceinline__ void cluster_arrive() {
     if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
@@ -35,7 +35,7 @@ template <int CLUSTER> __device__ __forceinline__ void cluster_sync() {
     cluster_wait<CLUSTER>();
 }
 
-// Return the shared::cluster address of the variable in block `rank` that corresponds to `here` in this block.
+// Return the shared::cluster address of the variable in block `rank` that this block has at `here`.
 __device__ __forceinline__ unsigned map_shared_rank(const void* here, int rank) {
     unsigned there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;"
@@ -44,7 +44,7 @@ __device__ __forceinline__ unsigned map_shared_rank(const void* here, int rank) 
     return there;
 }
 
-// Store `value` to *here of block `rank`.
+// Store `value` to `*here` in the shared memory of block `rank`.
 template <int CLUSTER> __device__ __forceinline__ void dsmem_store(int rank, float* here, float value) {
     if constexpr (CLUSTER == 1)
         *here = value;
@@ -76,7 +76,7 @@ template <int CLUSTER> __device__ __forceinline__ void dsmem_store(int rank, uin
                      : "memory");
 }
 
-// Perform atomicAdd(here, value) in block `rank`.
+// Perform atomicAdd(here, value) in the shared memory of block `rank`.
 template <int CLUSTER> __device__ __forceinline__ int dsmem_atomic_add(int rank, int* here, int value) {
     if constexpr (CLUSTER == 1) return atomicAdd(here, value);
     int before;
@@ -87,7 +87,7 @@ template <int CLUSTER> __device__ __forceinline__ int dsmem_atomic_add(int rank,
     return before;
 }
 
-// Load *here of block `rank`.
+// Load `*here` from the shared memory of block `rank`.
 template <int CLUSTER> __device__ __forceinline__ float4 dsmem_load(int rank, const float4* here) {
     if constexpr (CLUSTER == 1) return *here;
     float4 value;

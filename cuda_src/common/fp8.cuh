@@ -1,4 +1,4 @@
-// The two 8-bit float formats, e4m3 and e5m2. A float16 represents every number of both formats exactly.
+// The two 8-bit float formats, e4m3 and e5m2. float16 represents every value of both formats exactly.
 #pragma once
 #include <cuda_fp8.h>
 
@@ -14,13 +14,14 @@ struct Scale {
 __device__ __forceinline__ float to_float(__nv_fp8_e4m3 x) { return float(x); }
 __device__ __forceinline__ float to_float(__nv_fp8_e5m2 x) { return float(x); }
 
-// Return the byte of the FP8 number nearest to x, ties to even. Larger numbers saturate to the largest finite one, and
-// NaN gives 0x7f.
+// Round x to the nearest FP8 value, ties to even, and return its byte. Values that are too large saturate to the
+// largest finite FP8 value, and NaN gives 0x7f.
 template <__nv_fp8_interpretation_t KIND> __device__ __forceinline__ unsigned to_fp8(float x) {
 #if __CUDA_ARCH__ >= 890
     return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, KIND);
 #else
-    // Without a conversion instruction, cuda_fp8.h converts through double, which takes seconds to compile.
+    // Older GPUs lack the conversion instruction. The fallback of cuda_fp8.h converts through double, which takes
+    // seconds to compile, so this code replaces it.
     constexpr bool IS_E4M3 = KIND == __NV_E4M3;
     constexpr int MANTISSA = IS_E4M3 ? 3 : 2, BIAS = IS_E4M3 ? 7 : 15, SHIFT = 23 - MANTISSA;
     constexpr float LARGEST = IS_E4M3 ? 448.f : 57344.f, SMALLEST_NORMAL = IS_E4M3 ? 0x1p-6f : 0x1p-14f;
@@ -37,7 +38,7 @@ template <__nv_fp8_interpretation_t KIND> __device__ __forceinline__ unsigned to
 #endif
 }
 
-// Return the FP8 bytes of two numbers, with x in the low byte.
+// Convert x and y to FP8 and return both bytes, with x in the low byte.
 template <__nv_fp8_interpretation_t KIND> __device__ __forceinline__ unsigned to_fp8(float x, float y) {
 #if __CUDA_ARCH__ >= 890
     return __nv_cvt_float2_to_fp8x2(make_float2(x, y), __NV_SATFINITE, KIND);
@@ -46,7 +47,7 @@ template <__nv_fp8_interpretation_t KIND> __device__ __forceinline__ unsigned to
 #endif
 }
 
-// Convert the four FP8 numbers in the bytes of `four` to two pairs of float16.
+// Convert the four FP8 values in the bytes of `four` to two pairs of float16.
 template <typename FP8> __device__ __forceinline__ void to_halves(unsigned (&pairs)[2], unsigned four);
 
 template <> __device__ __forceinline__ void to_halves<__nv_fp8_e4m3>(unsigned (&pairs)[2], unsigned four) {
@@ -67,6 +68,6 @@ template <> __device__ __forceinline__ void to_halves<__nv_fp8_e4m3>(unsigned (&
 }
 
 template <> __device__ __forceinline__ void to_halves<__nv_fp8_e5m2>(unsigned (&pairs)[2], unsigned four) {
-    // An e5m2 number is the high byte of a float16.
+    // An e5m2 value is the high byte of the equal float16 value.
     pairs[0] = __byte_perm(four, 0, 0x1404), pairs[1] = __byte_perm(four, 0, 0x3424);
 }

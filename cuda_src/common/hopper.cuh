@@ -1,11 +1,11 @@
 // Hopper's asynchronous instructions: tile copies by the tensor memory accelerator (TMA), MMAs of a warpgroup (wgmma),
 // and the barriers and fences that order them. Only for code compiled for sm_90a.
 //
-// Swizzled tiles. A tile in shared memory has rows of 128 bytes, which span all 32 banks. Without a swizzle, the same
-// 16-byte chunk of eight rows is in the same four banks, an 8-way bank conflict for eight lanes that access one row
-// each. TMA therefore writes, and wgmma reads, chunk c of row r at position c ^ (r % 8) of its row. The hardware
-// derives the position from address bits: bits 4 to 6, XOR bits 7 to 9. A tile therefore begins at a multiple of 1024
-// bytes, which is eight rows.
+// Swizzled tiles. A tile in shared memory has rows of 128 bytes, which span all 32 banks. Without a swizzle, eight
+// lanes that access the 16-byte chunk with the same index in eight rows would access the same four banks, an 8-way bank
+// conflict. TMA writes and wgmma reads chunk c of row r at position `c ^ (r % 8)` of its row instead. The hardware
+// computes the position from address bits: bits 4 to 6, XOR bits 7 to 9. A tile must therefore begin at a multiple of
+// 1024 bytes, the size of eight rows.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -38,8 +38,8 @@ __device__ __forceinline__ void stmatrix(unsigned to, const unsigned (&from)[4])
                  : "memory");
 }
 
-// Load 16 read-only bytes, not cached in L1, because they are read once. If not `wanted`, return zeros without an
-// access.
+// Load 16 read-only bytes. They are read only once, so the load bypasses L1. If `wanted` is false, return zeros without
+// a memory access.
 __device__ __forceinline__ uint4 load_or_zero(const void* from, bool wanted) {
     uint4 value;
     asm volatile("{ .reg .pred wanted;\n"
@@ -66,12 +66,12 @@ __device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Arrive, and expect `bytes` from TMA: the phase does not complete before they are written.
+// Arrive at the barrier, and add `bytes` to the bytes that TMA must write before the phase completes.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Return the shared::cluster address of the barrier in block `rank` that corresponds to `barrier` in this block.
+// Return the shared::cluster address of the barrier in block `rank` that this block has at `barrier`.
 __device__ __forceinline__ unsigned map_shared_rank(unsigned barrier, unsigned rank) {
     unsigned there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(barrier), "r"(rank));
@@ -79,13 +79,13 @@ __device__ __forceinline__ unsigned map_shared_rank(unsigned barrier, unsigned r
 }
 
 // Arrive at a barrier of any block of the cluster, given the shared::cluster address of the barrier. The arrival is a
-// release at block scope (PTX's default). It is enough to signal that the block has read a buffer, but it publishes no
-// writes to other blocks. A release at cluster scope would wait for outstanding memory accesses each time.
+// release at block scope (PTX's default). It is enough to signal that the block has read a buffer, but it does not make
+// writes visible to other blocks. A release at cluster scope would wait for outstanding memory accesses each time.
 __device__ __forceinline__ void mbarrier_arrive_cluster(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Named barriers; a block has 16. `sync` waits until THREADS threads have arrived, by `sync` or by `arrive`. `arrive`
+// Named barriers; a block has 16. `sync` arrives and waits until THREADS threads have arrived. `arrive` arrives and
 // does not wait.
 template <int ID, int THREADS> __device__ __forceinline__ void named_barrier_sync() {
     asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
@@ -156,22 +156,22 @@ __device__ __forceinline__ void tma_load_multicast(unsigned short blocks, unsign
 //
 // Descriptors. A 64-bit descriptor gives wgmma the location of an operand in shared memory: the address / 16 (bits 0 to
 // 13), the leading byte offset / 16 (bits 16 to 29), the stride byte offset / 16 (bits 32 to 45), and the layout (bits
-// 62 and 63; 1 is the 128-byte swizzle). The meaning of the offsets depends on the contiguous dimension of the operand,
-// in the product of A [M x K] and B [K x N]:
+// 62 and 63; 1 is the 128-byte swizzle). The MMA computes A [M x K] times B [K x N]. The meaning of the offsets depends
+// on which dimension of the operand is contiguous:
 //
 //   K-major    A row of the tile is one row of A or one column of B, and holds 128 bytes along K. The stride offset
 //              leads to the next 8 rows (1024 bytes). The leading offset is not used. One wgmma takes 32 bytes along K.
-//              The descriptor of the next 32 bytes has an address 32 bytes further: the swizzle is a function of the
-//              address.
-//   MN-major   A row of the tile is one step along K, and holds 64 numbers along M or N, as V does in P V. The stride
-//              offset leads to the next 8 steps along K (1024 bytes). The leading offset leads to the next 64 numbers
+//              The descriptor of the next 32 bytes has an address 32 bytes further, because the hardware computes the
+//              swizzle from the address.
+//   MN-major   A row of the tile is one step along K, and holds 64 elements along M or N, as V does in P V. The stride
+//              offset leads to the next 8 steps along K (1024 bytes). The leading offset leads to the next 64 elements
 //              along M or N, which are in another tile (TILE_BYTES further).
 __device__ __forceinline__ unsigned long long k_major_descriptor(unsigned address) {
     return (unsigned long long)(address >> 4 & 0x3fff) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
-// Build the descriptor of k_major_descriptor from its lower half. The upper half is constant. STRIDE: bytes from 8 rows
-// to the next 8.
+// Build the same descriptor as k_major_descriptor from its lower 32 bits. The upper 32 bits are constant. STRIDE: bytes
+// from one group of 8 rows to the next.
 template <int STRIDE = 1024> __device__ __forceinline__ unsigned long long k_major_descriptor_of(unsigned lower) {
     unsigned long long operand;
     asm("mov.b64 %0, {%1, %2};" : "=l"(operand) : "r"(lower), "r"(1u << 30 | unsigned(STRIDE >> 4)));
@@ -184,7 +184,7 @@ template <int TILE_BYTES> __device__ __forceinline__ unsigned long long mn_major
 }
 
 // Order earlier register accesses before the wgmmas that follow. The registers of a wgmma must not be accessed until
-// wgmma_wait_group has waited for it.
+// wgmma_wait_group has waited for that wgmma.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // Commit a group of all wgmmas since the last commit.
@@ -195,8 +195,8 @@ template <int N> __device__ __forceinline__ void wgmma_wait_group() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// Compiler fence for accumulators: code that reads or writes `c` stays on its side of this line. The compiler does not
-// know that a wgmma continues to write `c` after the instruction is issued.
+// A compiler fence for accumulators: the compiler does not move code that reads or writes `c` across this call. The
+// compiler does not know that a wgmma continues to write `c` after the instruction is issued.
 template <int N> __device__ __forceinline__ void wgmma_fence_operand(float (&c)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(c[i])::"memory");
@@ -204,16 +204,16 @@ template <int N> __device__ __forceinline__ void wgmma_fence_operand(float (&c)[
 
 // Compute c = a b, or c += a b if `accumulate`, with a warpgroup:
 //
-//   64 rows: warp w of the warpgroup has rows 16 w ... 16 w + 15
+//   64 rows: warp w of the warpgroup has 16 rows, which start at row 16 * w
 //   8, 16, 32, 64, 128 or 256 columns: twice the number of registers of c
-//   32 bytes along K: 16 numbers of 16 bits, or 32 numbers of 8 bits
+//   32 bytes along K: 16 elements of 16 bits, or 32 elements of 8 bits
 //
-// A lane has columns n = 8 j + 2 (lane % 4) and n + 1. In row lane / 4 they are c[4 j] and c[4 j + 1], and in row lane
-// / 4 + 8 they are c[4 j + 2] and c[4 j + 3].
+// A lane holds columns `n = 8 * j + 2 * (lane % 4)` and `n + 1` of two rows of its warp. `c[4 * j]` and `c[4 * j + 1]`
+// belong to row `lane / 4`, and `c[4 * j + 2]` and `c[4 * j + 3]` to row `lane / 4 + 8`.
 //
 // The macros write out the instruction for each number of columns, because every register of c is an operand.
-// REGISTERS_n are n registers as asm operands, and NAMES_n are their names in the asm text. `how` has PTX's transpose
-// flags of A and B, 1 for MN-major.
+// REGISTERS_n lists n registers as asm operands, and NAMES_n lists their names in the asm text. `how` contains PTX's
+// transpose flags for A and B, which are 1 for an MN-major operand.
 #define FOUR(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define REGISTERS_4 FOUR(0)
 #define REGISTERS_8 REGISTERS_4, FOUR(4)
@@ -283,7 +283,7 @@ template <int N> __device__ __forceinline__ void wgmma_fence_operand(float (&c)[
     else \
         static_assert(N == 4, "wgmma has 8, 16, 32, 64, 128 or 256 columns here")
 
-// a, b: K-major descriptors.
+// Compute c = a b or c += a b (see above). a, b: K-major descriptors.
 template <typename T, int N>
 __device__ __forceinline__ void wgmma_k_major(float (&c)[N], unsigned long long a, unsigned long long b,
                                               bool accumulate) {
@@ -296,7 +296,7 @@ __device__ __forceinline__ void wgmma_k_major(float (&c)[N], unsigned long long 
     }
 }
 
-// a: an MN-major descriptor; b: a K-major descriptor. 16-bit types only.
+// Compute c = a b or c += a b (see above). a: an MN-major descriptor; b: a K-major descriptor. 16-bit types only.
 template <typename T, int N>
 __device__ __forceinline__ void wgmma_m_major(float (&c)[N], unsigned long long a, unsigned long long b,
                                               bool accumulate) {
@@ -307,9 +307,10 @@ __device__ __forceinline__ void wgmma_m_major(float (&c)[N], unsigned long long 
     }
 }
 
-// a: A fragments in registers, with 16 rows per warp; b: a K-major descriptor. Fragments of 16 bits are as in
-// common/mma.cuh. In a fragment of 8 bits, a[0] has numbers 4 (lane % 4) ... 4 (lane % 4) + 3 of row lane / 4, and a[1]
-// has the same numbers of row lane / 4 + 8. a[2] and a[3] are 16 numbers further along K.
+// Compute c = a b or c += a b (see above). a: A fragments in registers, with 16 rows per warp; b: a K-major descriptor.
+// For 16-bit elements the fragments are as in common/mma.cuh. For 8-bit elements, a[0] holds four elements of row `lane
+// / 4`, from element `4 * (lane % 4)` on, and a[1] holds the same elements of row `lane / 4 + 8`. a[2] and a[3] are 16
+// elements further along K.
 template <typename T, int N>
 __device__ __forceinline__ void wgmma_k_major(float (&c)[N], const unsigned (&a)[4], unsigned long long b,
                                               bool accumulate) {
@@ -322,8 +323,8 @@ __device__ __forceinline__ void wgmma_k_major(float (&c)[N], const unsigned (&a)
     }
 }
 
-// a: a K-major descriptor, or A fragments in registers as in common/mma.cuh; b: an MN-major descriptor. 128 or 256
-// columns.
+// Compute c = a b or c += a b (see above). a: a K-major descriptor, or A fragments in registers as in common/mma.cuh;
+// b: an MN-major descriptor. c has 128 or 256 columns.
 template <typename T, int N>
 __device__ __forceinline__ void wgmma_mn_major(float (&c)[N], unsigned long long a, unsigned long long b,
                                                bool accumulate) {

@@ -1,12 +1,13 @@
-// mma.sync, and ldmatrix and cp.async, which feed it, for every GPU from sm_80 on.
+// mma.sync, and the instructions that load its operands (ldmatrix and cp.async), for every GPU from sm_80 on.
 //
-// Fragments of m16n8k16, A [16 x 16] B [16 x 8]. With row = lane / 4 and pair = lane % 4, a lane has
+// Fragments of m16n8k16, which multiplies A [16 x 16] by B [16 x 8]. With row = lane / 4 and pair = lane % 4, a lane
+// holds these elements, given as (row, column):
 //
 //   A [16 x 16]  a[0]: (row, 2 pair), a[1]: (row + 8, 2 pair), a[2]: (row, 2 pair + 8), a[3]: (row + 8, 2 pair + 8)
 //   B [16 x 8]   b[0]: (2 pair, row), b[1]: (2 pair + 8, row)
-//   C [16 x 8]   c[0], c[1]: (row, 2 pair), (row, 2 pair + 1)    c[2], c[3]: the same of row + 8
+//   C [16 x 8]   c[0], c[1]: (row, 2 pair), (row, 2 pair + 1)    c[2], c[3]: the same columns of row + 8
 //
-// A register of A or B holds two numbers: the given one and its next neighbour along k.
+// A register of A or B holds two elements: the listed element and the next one along k.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -28,9 +29,9 @@ template <int N> __device__ __forceinline__ void cp_async_wait_group() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// Load matrices of 8 rows of 16 bytes. Lanes 8 i ... 8 i + 7 give the addresses of the rows of matrix i. Lane l
-// receives bytes 4 (l % 4) ... 4 (l % 4) + 3 of row l / 4 of each matrix. For 16-bit numbers this is a fragment of A if
-// the rows are rows of A, or of B if the rows are columns of B.
+// Load matrices of 8 rows of 16 bytes. The i-th group of 8 lanes gives the addresses of the rows of matrix i. Of each
+// matrix, lane l receives 4 bytes of row `l / 4`, from byte `4 * (l % 4)` on. For 16-bit elements this is a fragment of
+// A if the rows are rows of A, or of B if the rows are columns of B.
 __device__ __forceinline__ void ldmatrix(unsigned (&to)[2], unsigned from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                  : "=r"(to[0]), "=r"(to[1])
@@ -45,8 +46,8 @@ __device__ __forceinline__ void ldmatrix(unsigned (&to)[4], unsigned from) {
                  : "memory");
 }
 
-// Load the matrices transposed: lane l receives the 16-bit numbers of column l / 4 in rows 2 (l % 4) and 2 (l % 4) + 1
-// of each matrix.
+// Load the matrices transposed. Of each matrix, lane l receives two 16-bit elements of column `l / 4`, in row `2 * (l %
+// 4)` and the next row.
 __device__ __forceinline__ void ldmatrix_trans(unsigned (&to)[2], unsigned from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
                  : "=r"(to[0]), "=r"(to[1])
@@ -61,7 +62,7 @@ __device__ __forceinline__ void ldmatrix_trans(unsigned (&to)[4], unsigned from)
                  : "memory");
 }
 
-// Compute c += a b for 16-bit numbers of type T.
+// Compute c += a b for 16-bit elements of type T.
 template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
 
@@ -82,7 +83,8 @@ __device__ __forceinline__ void mma_m16n8k16<__half>(float (&c)[4], const unsign
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Round two neighbours along k to T, and return them as one register of a fragment, with `low` in the low half.
+// Round two elements to T and return them as one register of a fragment, with `low` in the low half. `high` follows
+// `low` along k.
 template <typename T> __device__ __forceinline__ unsigned pack(float low, float high);
 
 template <> __device__ __forceinline__ unsigned pack<__nv_bfloat16>(float low, float high) {

@@ -15,7 +15,7 @@ __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
-// Return the number of format T nearest to x, ties to even.
+// Round x to the nearest value of type T, ties to even.
 template <typename T> __device__ __forceinline__ T from_float(float x);
 template <> __device__ __forceinline__ float from_float<float>(float x) { return x; }
 template <> __device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
@@ -23,7 +23,8 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(f
     return __float2bfloat16_rn(x);
 }
 
-// Approximations that take one instruction each. Without .ftz the compiler adds code for subnormal arguments.
+// Approximations that take one instruction each. They flush subnormals to zero (.ftz), because the compiler would
+// otherwise add code for subnormal arguments.
 __device__ __forceinline__ float fast_exp2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -42,8 +43,8 @@ __device__ __forceinline__ float fast_log2(float x) {
     return y;
 }
 
-// Return log(1 + exp(x)), computed as max(x, 0) + log(1 + e) with e = exp(-|x|). For small e a series is used, because
-// 1 + e would lose most digits of e.
+// Return log(1 + exp(x)), computed as max(x, 0) + log(1 + e) with e = exp(-|x|). For small e, log(1 + e) is computed as
+// a series, because 1 + e would lose most bits of e.
 __device__ __forceinline__ float softplus(float x) {
     constexpr float LN_2 = 0.693147180559945309f;
     const float e = fast_exp2(__fmul_rn(fabsf(x), -LOG2_E));
@@ -51,20 +52,21 @@ __device__ __forceinline__ float softplus(float x) {
     return __fadd_rn(fmaxf(x, 0.f), e < 0.03f ? series : __fmul_rn(fast_log2(__fadd_rn(1.f, e)), LN_2));
 }
 
-// Map a float to an unsigned integer that compares in the same way, with -0 below +0. NaN has no place in this order.
-// The integer is never 0 for a number.
+// Map a float to an unsigned integer so that the integers have the same order as the floats, with -0 below +0. x must
+// not be NaN. The integer is never 0.
 __device__ __forceinline__ unsigned sortable(float x) {
     const unsigned bits = __float_as_uint(x);
     return bits ^ (unsigned(int(bits) >> 31) | 0x80000000u);
 }
 
-// Return the float of a `sortable` integer. For 0, which is below all of these integers, return -inf.
+// Return the float that `sortable` maps to `key`. Return -inf if `key` is 0, which `sortable` never returns.
 __device__ __forceinline__ float from_sortable(unsigned key) {
     if (key == 0) return -CUDART_INF_F;
     return __uint_as_float(key ^ (unsigned(int(~key) >> 31) | 0x80000000u));
 }
 
-// Return count - (other > mine), by the borrow of a subtraction: two instructions, without a predicate.
+// Return `count - (other > mine)`. The comparison is the borrow of a subtraction, so this takes two instructions and no
+// predicate.
 __device__ __forceinline__ int minus_if_greater(int count, unsigned other, unsigned mine) {
     asm("{ .reg .u32 difference;\n"
         "  sub.cc.u32 difference, %1, %2;\n"

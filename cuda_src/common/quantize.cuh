@@ -7,23 +7,23 @@
 
 template <int BYTES> using Unit = typename UnitOf<BYTES>::Type;
 
-// INT8_AZP is asymmetric: it has a zero point. MXFP4 and NVFP4 have 4 bits. INT8_CUT rounds towards zero.
+// INT8_AZP is asymmetric: it has a zero point. MXFP4 and NVFP4 are 4-bit formats. INT8_CUT rounds towards zero.
 enum Format { E4M3, INT8, INT8_AZP, MXFP4, NVFP4, INT8_CUT };
 
-// The largest number of an 8-bit format.
+// The largest finite value of an 8-bit format.
 template <int FORMAT> constexpr float LARGEST = FORMAT == E4M3 ? 448.f : 127.f;
 
-// Saturate x and y to -128 ... 127 and return them in the two low bytes, with x in the lowest. The two high bytes are
-// the low half of `above`.
+// Saturate x and y to the range -128 to 127, and return them in the two low bytes, with x in the lowest byte. The two
+// high bytes are the low half of `above`.
 __device__ __forceinline__ unsigned to_int8(int x, int y, unsigned above) {
     unsigned bytes;
     asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(y), "r"(x), "r"(above));
     return bytes;
 }
 
-// Return the bytes of EACH numbers in FORMAT, given their quotients. They are rounded to nearest, ties to even
-// (INT8_CUT: towards zero), and saturated. azp: the zero point, which is added after rounding. WHOLE: quotients and azp
-// are below 2^24, so that azp can be added as an integer.
+// Convert EACH quotients to FORMAT and return their bytes. A quotient is rounded to nearest, ties to even (INT8_CUT:
+// towards zero), and saturated. azp: the zero point, which is added after rounding. WHOLE: quotients and azp are below
+// 2^24, so that azp can be added as an integer.
 template <int FORMAT, int EACH, bool WHOLE = true>
 __device__ __forceinline__ Unit<EACH> to_bytes(const float (&quotient)[EACH], float azp) {
     unsigned word[(EACH + 3) / 4] = {};
@@ -69,7 +69,7 @@ __device__ __forceinline__ Unit<EACH> to_bytes(const float (&quotient)[EACH], fl
 // of two.
 template <int FORMAT> __device__ __forceinline__ float scale_of(float largest, float smallest, bool power_of_two) {
     constexpr float RECIPROCAL = 1.f / LARGEST<FORMAT>;
-    // The division is a corrected product with the reciprocal, as in Quotient.
+    // The division is a multiplication by the reciprocal and a correction, as in Quotient.
     const float x = fmaxf(largest, smallest), product = __fmul_rn(x, RECIPROCAL);
     const float corrected = __fmaf_rn(-__fmaf_rn(product, LARGEST<FORMAT>, -x), RECIPROCAL, product);
     const float scale = corrected == corrected ? corrected : product;

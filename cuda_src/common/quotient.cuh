@@ -1,4 +1,5 @@
-// Quotients rounded as by IEEE division, without a division for each quotient.
+// Division by a scale that is the same for many values. The quotients are rounded as in IEEE division, but only
+// multiplications are needed per value.
 #pragma once
 #include "common/numeric.cuh"
 
@@ -10,9 +11,9 @@
 //   ANY     x and the scale may be anything.
 enum Size { SMALL, LARGE, ANY };
 
-// The quotient x / scale as a product with the reciprocal instead of a division. An fma gives the remainder of the
-// product exactly. A correction by the remainder gives the quotient rounded to nearest. If the corrected quotient is
-// NaN (infinities, overflow, a scale of 0), the product is already the result of the division.
+// Computes x / scale without a division. First x is multiplied by the reciprocal of the scale. An fma gives the exact
+// remainder of this product, and a correction by the remainder gives the quotient rounded to nearest. If the corrected
+// quotient is NaN (infinities, overflow, a scale of 0), the product is already the result of the division.
 template <int SIZE> struct Quotient {
     float scale, reciprocal;
     float raise = 1.f; // power of two that multiplies x and scale, so that scale and remainders are not subnormal

@@ -1,4 +1,4 @@
-// Units of 1 to 16 bytes for copying rows of any type, and the division that finds the row of a unit.
+// Units of 1 to 16 bytes, in which rows of any type are copied, and a fast division, which finds the row of a unit.
 #pragma once
 
 // The unsigned type of BYTES bytes.
@@ -19,8 +19,8 @@ template <> struct UnitOf<1> {
     using Type = unsigned char;
 };
 
-// Division of n < 2^31 by a number that is constant during a launch. The host chooses `multiplier` and `shift` so that
-// the quotient is (n * multiplier) >> shift.
+// Divides integers n < 2^31 by a divisor that is constant during a launch. The host chooses `multiplier` and `shift` so
+// that the quotient is `(n * multiplier) >> shift`.
 struct Divisor {
     unsigned multiplier;
     int shift;

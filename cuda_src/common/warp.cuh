@@ -1,5 +1,5 @@
 // Reductions and scans over LANES neighbouring lanes of a warp, where LANES is a power of two. A warp that works on
-// several rows at once gives each row LANES lanes. All 32 lanes of the warp must call these functions.
+// several rows at once uses LANES lanes per row. All 32 lanes of the warp must call these functions.
 #pragma once
 #include "common/numeric.cuh"
 
@@ -27,8 +27,8 @@ template <int LANES, typename T> __device__ __forceinline__ T lanes_sum(T value)
 
 // Return the sum over this lane and the lanes before it.
 template <int LANES> __device__ __forceinline__ int lanes_inclusive_sum(int value) {
-    // Operand c of shfl, which divides the warp into segments of LANES lanes. Bits 8 to 12 mask the bits of the lane
-    // index that select the segment. Bits 0 to 4 are 0, the first lane in a segment that `up` may read.
+    // Operand c of shfl, which divides the warp into segments of LANES lanes. Bits 8 to 12 are a mask of the lane-index
+    // bits that select the segment. Bits 0 to 4 are the first lane of a segment that `shfl.up` may read, which is 0.
     constexpr int SEGMENT = (32 - LANES) << 8;
 #pragma unroll
     for (int step = 1; step < LANES; step *= 2)
@@ -50,8 +50,8 @@ template <int LANES> __device__ __forceinline__ float lanes_inclusive_sum(float 
     return value;
 }
 
-// Return the k-th largest of the lanes' keys (1: the largest). With LANES == 32 equal keys count once, so the result
-// may be smaller than the k-th largest key.
+// Return the k-th largest of the lanes' keys (1: the largest). With LANES == 32 equal keys are counted only once, so
+// the result may be smaller than the k-th largest key.
 template <int LANES> __device__ __forceinline__ unsigned lanes_kth_largest(unsigned key, int k) {
     if constexpr (LANES == 32) {
         // Remove the largest key k - 1 times. A reduction over a whole warp is one instruction.

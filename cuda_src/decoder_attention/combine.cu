@@ -1,5 +1,5 @@
-// Merge the partial results of each row of `decoder_attention`. A row has one partial result per split, a range of
-// cache entries.
+// Merge the partial results of each row of `decoder_attention`. A row has one partial result per split. A split is a
+// range of cache entries.
 //
 //   largest = max over splits of statistics[split, row].x
 //   weight  = 2^(statistics[split, row].x - largest)
@@ -8,9 +8,9 @@
 // Grid: one block per row. Thread: one element of the row. The splits are processed 32 at a time, and lane l of each
 // warp holds the statistics of the l-th of them.
 //
-// Speed of light: `partial` is read once from L2, where `decoder_attention` has just written it: at most 256 KB per
-// row. The bound is the latency of the launch and of two dependent loads. The time for one sequence in
-// decoder_attention.cu (68% of a copy) includes this kernel.
+// Speed of light: latency of the launch and of two dependent loads. `partial` has at most 256 KB per row. It is read
+// once, from L2, because `decoder_attention` has just written it. The time for one sequence in decoder_attention.cu
+// (68% of a copy) includes this kernel.
 #include "common/overlap.cuh"
 #include "common/warp.cuh"
 #include "decoder_attention/softmax.cuh"

@@ -17,17 +17,18 @@
 // Each warp runs an online softmax. The results of the warps of a block are merged in shared memory. If there are
 // several splits, the kernel `combine` merges their results.
 //
-// DIM == 0: the dimension of a head is p.dim, at most LANES * CHUNKS * VECTOR.
+// DIM == 0: the head size is `p.dim`, which is at most LANES * CHUNKS * VECTOR.
 //
-// MODE == LATE_STEP: the number of entries is read from `step`, so that a captured launch serves all steps. The grid is
-// sized for the largest number of entries; splits that begin after the last entry contribute nothing.
+// MODE == LATE_STEP: the number of entries is read from `step`, so that a launch captured in a CUDA graph is valid for
+// all steps. The grid is sized for the largest number of entries. Splits that begin after the last entry contribute
+// nothing.
 //
 // MODE == SHARED_MEMORY: `copies` consecutive sequences share keys, values and length, as the beams of a beam search
 // share the output of the encoder.
 //
-// Speed of light: keys and values are read once, with one flop per byte in 16 bits, so memory bandwidth is the bound.
-// On an H200 the self-attention of 64 sequences with 16 heads of 64 over 1024 tokens takes 65.8 us; a copy of the same
-// bytes takes 63.2 us (96%). With few rows the latency of the loads, the merges and `combine` is the bound. One
+// Speed of light: memory bandwidth, because keys and values are read once, with one flop per byte of a 16-bit cache. On
+// an H200 the self-attention of 64 sequences with 16 heads of 64 over 1024 tokens takes 65.8 us; a copy of the same
+// bytes takes 63.2 us (96%). With few rows the limit is the latency of the loads, the merges and `combine`. One
 // sequence with 32 heads of 128 over 4096 tokens takes 23.2 us; the copy takes 15.8 us (68%).
 #include "common/numeric.cuh"
 #include "common/overlap.cuh"
@@ -45,7 +46,7 @@ struct Params {
     const void* bias_q; // [heads * dim]  float if bias_is_float, else T; null: none
     const void* bias_k; // like bias_q
     const void* bias_v; // like bias_q
-    void* keys;         // T, entry s of row b * heads + h at s * step_stride + b * batch_stride + h * dim
+    void* keys;         // T, entry s of (b, h) at element s * step_stride + b * batch_stride + h * dim
     void* values;       // like keys
     const int* lengths; // [batch]: entries of each sequence, clamped to [0, entries]; null: `entries` for all
     void* out;          // [rows, dim]  T
@@ -64,7 +65,7 @@ struct Params {
     int bias_is_float;
     float scale;     // times log2(e)
     int copies;      // SHARED_MEMORY: this many sequences share one element of `lengths` and one `batch_stride`
-    const int* step; // LATE_STEP: [1], the tokens including the new one, clamped to [1, entries + 1]
+    const int* step; // LATE_STEP: [1], number of tokens with the new one, clamped to [1, entries + 1]
 };
 
 template <int BYTES> struct Word;
@@ -84,7 +85,7 @@ template <typename T_, int DIM_, int VECTOR_, int LANES_, int CHUNKS_, int STEPS
     using Load = typename Word<VECTOR_ * sizeof(T)>::type;
     static constexpr int DIM = DIM_, VECTOR = VECTOR_, LANES = LANES_, CHUNKS = CHUNKS_, STEPS = STEPS_;
     static constexpr int VALUES = CHUNKS * VECTOR;        // elements of a row per lane
-    static constexpr bool FILLED = DIM == LANES * VALUES; // no lane is past the row's end
+    static constexpr bool FILLED = DIM == LANES * VALUES; // every lane has elements of the row
 };
 
 // The row of a lane, and the lane's elements of that row. Lanes past the last row load the last row and store nothing.
@@ -95,16 +96,16 @@ template <typename F> struct Place {
     int at[F::CHUNKS];    // first element of the chunk
 };
 
-// Load STEPS entries from entry `first` on. Entries from `end` on are not read and become 0: they may hold NaN, and 0
-// times NaN is NaN.
+// Load STEPS entries from entry `first` on. Entries from `end` on are not read and are replaced by 0, because they may
+// hold NaN, and 0 * NaN is NaN.
 template <typename F>
 __device__ __forceinline__ void fetch(const Params& p, const Place<F>& own, const typename F::T* from, int first,
                                       int end, typename F::Load (&to)[F::STEPS][F::CHUNKS]) {
     using Load = typename F::Load;
     const typename F::T* entry = from + (long long)first * p.step_stride;
     long long stride = p.step_stride;
-    // The empty asm hides the stride. The compiler would otherwise keep multiples of a known stride in registers and
-    // spill other values.
+    // The empty asm hides the value of the stride from the compiler. Otherwise the compiler would keep multiples of the
+    // stride in registers and spill other values.
     asm volatile("" : "+l"(stride));
 #pragma unroll
     for (int s = 0; s < F::STEPS; ++s, entry += stride) {
@@ -132,7 +133,7 @@ __device__ __forceinline__ void load_new(const Params& p, const Place<F>& own, c
     for (int i = 0; i < F::VALUES; ++i) to[i] += own_bias[i];
 }
 
-// Return the lane's part of the dot product of the query with chunk c of a key.
+// Return the lane's partial dot product of the query and chunk c of a key.
 template <typename F>
 __device__ __forceinline__ float dot_chunk(const Place<F>& own, const float (&query)[F::VALUES],
                                            const typename F::T* key, int c) {
@@ -142,13 +143,13 @@ __device__ __forceinline__ float dot_chunk(const Place<F>& own, const float (&qu
     return own.held[c] ? sum : 0.f;
 }
 
-// The online softmax of a warp. `total` is the sum of the weights of a row, `sums` the lane's part of the weighted sum
-// of values, and `largest` the largest score. Both sums are relative to `largest`.
+// The online softmax of a warp. `total` is the sum of the weights of a row, `sums` is the weighted sum of values for
+// the lane's elements, and `largest` is the largest score. Both sums are relative to `largest`.
 template <typename F> struct Softmax {
     float total = 0.f, sums[F::VALUES] = {}, largest = -CUDART_INF_F;
 
-    // Mask the scores of entries from `end` on, and raise `largest` to the scores of entries `first` ... `first` +
-    // STEPS - 1. One correction serves all STEPS entries.
+    // Mask the scores of entries from `end` on, and raise `largest` to the maximum of the STEPS scores. `first` is the
+    // index of the first entry. The sums are rescaled once for all STEPS entries.
     __device__ __forceinline__ void raise(float (&score)[F::STEPS], int first, int end) {
         float new_largest = largest;
 #pragma unroll
@@ -180,8 +181,8 @@ template <typename F> struct Softmax {
 };
 
 // Merge the warps of a block in shared memory. Store the rows' results, or partial results if there are several splits.
-// `part` is the lane's index among the lanes of its row. `own_row` is the lane's row before it is limited to the last
-// row.
+// `part` is the lane's index among the lanes of its row. `own_row` is the lane's row index before it is clamped to the
+// last row.
 template <typename F>
 __device__ __forceinline__ void merge_warps(const Params& p, int warp, int lane, int part, int own_row, int row,
                                             int dim, const Softmax<F>& softmax) {
@@ -257,8 +258,8 @@ __global__ __launch_bounds__(MAX_WARPS * 32, 2) void decoder_attention(const __g
 
     // --- the new entry -------------------------------------------------------------------------------------
     Softmax<F> softmax;
-    // The last warp of the last split processes the new token's entry before its other entries. It rounds key and value
-    // to T, because the cache stores T.
+    // The last warp of the last split processes the new token's entry before its other entries. It rounds the key and
+    // the value to T, because the cache stores T.
     if (p.k != nullptr && blockIdx.y == gridDim.y - 1 && warp == warps - 1) {
         float new_key[F::VALUES];
         load_new<F>(p, own, p.k, p.k_stride, p.bias_k, new_key);
@@ -286,8 +287,9 @@ __global__ __launch_bounds__(MAX_WARPS * 32, 2) void decoder_attention(const __g
         softmax.total = 1.f;
     }
 
-    // --- the entries in memory ----------------------------------------------------------------------------- `key` and
-    // `value` are each loaded again as soon as they have been used, so that half of the loads are always in flight.
+    // --- the entries in memory -----------------------------------------------------------------------------
+    // `key` and `value` are loaded for the next iteration as soon as they have been used, so that half of the loads are
+    // always in flight.
 #pragma unroll 1
     for (int first = warp * STEPS; first < longest; first += warps * STEPS) {
         float score[STEPS];

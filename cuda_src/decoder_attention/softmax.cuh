@@ -1,4 +1,4 @@
-// Helpers for an online softmax. Before the first cache entry its largest score is -inf and all its sums are 0.
+// Helpers for an online softmax. Before the first cache entry, the largest score is -inf and all sums are 0.
 #pragma once
 #include "common/numeric.cuh"
 
@@ -7,6 +7,6 @@ __device__ __forceinline__ float quotient(float sum, float total) {
     return total == 0.f ? 0.f : __fdividef(sum, total);
 }
 
-// Return the score that weights are relative to: the largest score, or 0 if it is -inf, because -inf - -inf would be
-// NaN.
+// Return the score that weights are relative to: the largest score, or 0 if it is -inf, because subtracting -inf from
+// -inf gives NaN.
 __device__ __forceinline__ float reference(float largest) { return largest == -CUDART_INF_F ? 0.f : largest; }

@@ -10,32 +10,33 @@
 //   x = -inf   if token i would complete a bad word, or is end_id before min_length tokens are generated
 //   out[b, i] = x * (1 / temperature)   (x if the temperature is not a positive normal number)
 //
-// Grid: `slices` blocks per row, each for TOKENS neighbouring tokens of the vocabulary. A block keeps one 32-bit mark
-// per token in shared memory: the token's count and flags. The block reads the whole sequence of its row and counts
-// with integer atomics, so the result does not depend on their order. Then one thread per token applies the penalties
-// once, with the final count.
+// Grid: `slices` blocks per row, each for TOKENS neighbouring tokens of the vocabulary. A block stores one 32-bit mark
+// per token in shared memory. The mark contains the token's count and flags. The block reads the whole sequence of its
+// row and counts with integer atomics, so the result does not depend on their order. Then one thread per token applies
+// the penalties once, with the final count.
 //
-// COUNTED: there are penalties, so tokens may have marks; else the kernel only divides by the temperature. WHOLE: all
-// logits are read and written; else `out` is `logits`, the temperature is 1, and only logits of tokens with a nonzero
-// mark are read and written. A WIDTH above 1 needs aligned rows whose length is a multiple of WIDTH.
+// COUNTED: the kernel computes marks and applies penalties; else it only divides by the temperature. WHOLE: all logits
+// are read and written; else `out` is `logits`, the temperature is 1, and only logits of tokens with a nonzero mark are
+// read and written. A WIDTH above 1 needs aligned rows whose length is a multiple of WIDTH.
 //
 // `logits` and `out` are [batch, vocab] with separate row strides. They may be the same array, because the thread that
 // reads a logit also writes it.
 //
 // Speed of light: memory bandwidth if WHOLE; each logit is read once and written once. On an H200, 64 rows of 128256
-// float32 with sequences of 512 tokens take 20 us, which is 77% of a copy's bandwidth. If not WHOLE, the kernel moves
-// few bytes and is latency-bound: each block initializes its marks, then loads the length, loads the sequence, waits
-// for the atomics, and loads the marked logits, each step after the one before. The same rows then take 14 us.
+// float32 with sequences of 512 tokens take 20 us, which is 77% of the bandwidth of a copy. If not WHOLE, the kernel
+// moves few bytes and is latency-bound: each block initializes its marks, loads the length, loads the sequence, waits
+// for the atomics, and loads the marked logits, and each of these steps waits for the previous step. The rows of the
+// example above then take 14 us.
 #include "common/numeric.cuh"
 #include "common/overlap.cuh"
 #include "decoding/pack.cuh"
 #include "decoding/words.cuh"
 
-// A parameter that is one number for all rows, or an array with one number per row.
+// A parameter that is either one value for all rows, or an array with one value per row.
 template <typename T> struct PerRow {
     const T* values; // null: `value` for all rows
     T value;
-    int stride; // 0: one number in device memory
+    int stride; // 0: one element for all rows
     __device__ __forceinline__ T of(int row) const { return values ? values[(long long)row * stride] : value; }
 };
 
@@ -62,7 +63,7 @@ struct PenaltyParams {
     int max_length;
     int bad_words_size;
     int end_id;
-    int counts; // some penalty needs the counts, so the sequence must be read
+    int counts; // whether a penalty needs the counts, so the sequence must be read
 };
 
 // A slice is the work of one block: the `tokens` tokens of the vocabulary that start at `base`, in one row.
@@ -105,7 +106,7 @@ struct Sequence {
 constexpr unsigned IN_OUTPUT = 1u << 29, IN_PROMPT = 1u << 30, BANNED = 1u << 31;
 
 // Return the mask bytes of four neighbouring tokens, or 0 if `mask` is null. The slice has only `left` tokens from the
-// first of these on. aligned: use one 32-bit load.
+// first of these tokens on. If `aligned`, use one 32-bit load.
 __device__ __forceinline__ unsigned mask_bytes(const void* mask, long long at, unsigned left, bool aligned) {
     if (!mask) return 0;
     const unsigned char* from = static_cast<const unsigned char*>(mask) + at;
@@ -242,8 +243,8 @@ struct Penalties {
     }
 };
 
-// Return 1 / temperature, or 1 if the temperature is not a positive, normal, finite float. A smaller temperature could
-// give an infinite result. An infinite temperature would give 0, and 0 turns a logit of -inf into NaN.
+// Return 1 / temperature, or 1 if the temperature is not a positive, normal, finite float. For a subnormal temperature,
+// 1 / temperature may be infinite. For an infinite temperature it would be 0, and 0 times a logit of -inf is NaN.
 __device__ __forceinline__ float scale_of(float temperature) {
     const bool divides = temperature >= 0x1p-126f && temperature <= LARGEST_FLOAT;
     return divides ? __fdiv_rn(1.f, temperature) : 1.f;
@@ -264,7 +265,7 @@ template <typename T, int WIDTH, int THREADS, int TOKENS> struct Logits {
             if (column_of(i) < tokens) packs[i] = *reinterpret_cast<const RawPack<T, WIDTH>*>(from + column_of(i));
     }
 
-    // `marked`: some token of the slice has a nonzero mark; else `marks` is not read.
+    // `marked`: at least one token of the slice has a nonzero mark; if false, `marks` is not read.
     __device__ __forceinline__ void write(T* to, unsigned tokens, bool marked, const unsigned* marks,
                                           const Penalties& penalties, float scale) const {
         using Packed = Pack<T, WIDTH>;
@@ -296,7 +297,7 @@ __global__ void __launch_bounds__(THREADS) apply_penalties(const __grid_constant
     const T* logits = static_cast<const T*>(p.logits) + slice.row * p.row_stride + slice.base;
     T* out = static_cast<T*>(p.out) + slice.row * p.out_row_stride + slice.base;
 
-    // Issue the loads of the logits before reading the sequence.
+    // Issue the loads of the logits before the loads of the sequence.
     Logits<T, WIDTH, THREADS, TOKENS> whole;
     if constexpr (WHOLE) whole.load(logits, slice.tokens);
 

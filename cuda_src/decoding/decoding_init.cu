@@ -9,7 +9,7 @@
 // Grid: one thread per sequence. With SORTED, `slices` blocks per sequence, and each thread writes ITEMS elements of
 // id_vals.
 //
-// Speed of light: the latency of a launch, because only a few numbers are written per sequence. With SORTED, memory
+// Speed of light: the latency of a launch, because only a few values are written per sequence. With SORTED, memory
 // bandwidth: 4 bytes are written per element of id_vals, and nothing is read for them.
 #include "common/overlap.cuh"
 

@@ -6,6 +6,6 @@ template <typename T, int WIDTH> struct alignas(WIDTH * sizeof(T)) Pack {
     T item[WIDTH];
 };
 
-// A pack as it stays in registers between its load and its use. A RawPack fills whole 32-bit registers, while a Pack of
-// 16-bit items would take one register per item.
+// The type of a pack in registers between its load and its use. A RawPack uses all bits of its 32-bit registers, but a
+// Pack of 16-bit items would take one register per item.
 template <typename T, int WIDTH> using RawPack = typename UnitOf<sizeof(Pack<T, WIDTH>)>::Type;

@@ -4,7 +4,7 @@
 //
 // Grid: one thread per sequence.
 //
-// Speed of light: the latency of a launch and of two dependent loads, because few bytes move.
+// Speed of light: the latency of a launch and of two dependent loads, because only a few bytes are read and written.
 #include "common/overlap.cuh"
 
 struct UpdateFinishedParams {

@@ -2,8 +2,8 @@
 // word.
 #pragma once
 
-// A list of words in FasterTransformer's layout [2, size]. The first row has the tokens of all words, one word after
-// the other. The second row has the end index of each word in the first row, then -1 up to its end.
+// A list of words in FasterTransformer's layout [2, size]. The first row contains the tokens of all words, one word
+// after the other. The second row contains the end index (in the first row) of each word, and is then filled with -1.
 struct Words {
     const int* ids;
     const int* ends;

@@ -4,8 +4,8 @@
 //
 // A pair is skipped if one of its blocks is outside of the cache.
 //
-// Grid: x: `parts` thread blocks per pair; y: caches. The addresses of the caches are kernel arguments, so that they
-// need not be copied to the device first.
+// Grid: x: `parts` thread blocks per pair; y: caches. The addresses of the caches are passed as kernel arguments, so
+// they do not have to be copied to the device first.
 //
 // Speed of light: memory bandwidth; each block is read once and written once. For 64 pairs in each of 64 caches, with
 // blocks of 16 tokens of 8 heads of 128 in bfloat16, an H200 reaches 88% of the bandwidth of a copy.
@@ -14,7 +14,7 @@
 
 template <int BYTES> using Unit = typename UnitOf<BYTES>::Type;
 
-constexpr int CACHES = 64; // maximum caches per launch
+constexpr int CACHES = 64; // maximum number of caches per launch
 
 struct CopyBlocksParams {
     char* cache[CACHES];

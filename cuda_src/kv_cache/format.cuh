@@ -4,7 +4,7 @@
 //   E4M3, E5M2   stored(x) = x / scale in float32, rounded to the nearest, ties to even, and saturated
 //                read(x) = x * scale in float32, rounded to T
 //
-// T: the type of the numbers outside of the cache. With SAME, any type of the same size will do. All strides are in
+// T is the type of the elements outside of the cache. With SAME, T may be any type of the same size. All strides are in
 // bytes.
 #pragma once
 #include "common/fp8.cuh"

@@ -3,8 +3,9 @@
 //   row cu_seq_lens[b] + t of dst is token u % block_size of block block_table[b, u / block_size],
 //   with u = seq_starts[b] + t
 //
-// A row of dst is not written if it belongs to no sequence, to an entry outside of the block table or to a block
-// outside of the cache. Wrong values in the index arrays therefore never cause an access outside of an array.
+// A row of dst is skipped in three cases: it does not belong to a sequence, its entry is outside of the block table, or
+// its block is outside of the cache. Wrong values in the index arrays therefore never cause an access outside of an
+// array.
 #pragma once
 #include "common/warp.cuh"
 #include "kv_cache/format.cuh"
@@ -32,8 +33,8 @@ struct GatherRowsParams {
     Divisor by_tile_columns;
 };
 
-// Return how many elements of the ascending array `values` are at most `limit`. A whole warp searches: the 32 lanes
-// test 32 elements at once, which narrows the range to 1/32.
+// Return how many elements of the ascending array `values` are at most `limit`. A whole warp searches. In each step the
+// 32 lanes test 32 elements, which reduces the search range to 1/32.
 __device__ __forceinline__ int count_up_to(const int* values, int count, long long limit, int lane) {
     int low = 0, high = count;
     while (low < high) {

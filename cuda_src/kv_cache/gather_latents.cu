@@ -4,7 +4,8 @@
 //
 // kv_cache/latents.cuh describes the layout of a token, and kv_cache/gather.cuh its location in the cache.
 //
-// Grid: as in gather_rows.cu. A unit is NUMBERS latents or NUMBERS rotary numbers.
+// Grid: as in gather_rows.cu. A unit, the work of a thread per iteration, is NUMBERS latents or NUMBERS rotary
+// elements.
 //
 // Speed of light: memory bandwidth; for bfloat16, 656 bytes are read and 1152 written per token. An H200 reaches 71% of
 // the bandwidth of a copy at 8 sequences of 4096 tokens.

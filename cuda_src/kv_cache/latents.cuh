@@ -1,5 +1,5 @@
 // Define the layout of a token in FlashMLA's FP8 cache. A token has 656 bytes: 512 latents in E4M3, then one float32
-// scale per 128 latents, then 64 rotary numbers in bfloat16.
+// scale per 128 latents, then 64 rotary elements in bfloat16.
 #pragma once
 #include "kv_cache/format.cuh"
 
@@ -29,7 +29,7 @@ template <bool ALIGNED, typename U> __device__ __forceinline__ void store_unit(c
     }
 }
 
-// Convert between T and bfloat16. If T is bfloat16, all bits are kept, even if the number is a NaN.
+// Convert between T and bfloat16. If T is bfloat16, all bits are kept, even those of a NaN.
 template <typename T> __device__ __forceinline__ __nv_bfloat16 to_bfloat16(T x) {
     return from_float<__nv_bfloat16>(to_float(x));
 }

@@ -6,20 +6,21 @@
 // slot_mapping has the slot of each new token. Slot s is place `s % block_size` of block `s / block_size`. A token
 // whose slot is outside of the cache, such as -1, is not stored.
 //
-// Runs. In key_cache 16 bytes of a token are contiguous. In value_cache the elements of a token are block_size elements
-// apart, so a warp that stored single elements would touch 32 sectors of memory for 64 bytes. A run is RUN tokens with
-// consecutive slots; its first slot is a multiple of RUN. In each column of value_cache, a run fills one whole vector.
-// So the kernel loads a run as rows, transposes it in registers and stores column vectors. Tokens outside of runs are
-// stored element by element.
+// Runs. In key_cache, groups of 16 bytes of a token are contiguous. In value_cache the elements of a token are
+// block_size elements apart, so a warp that stored single elements would touch 32 sectors of memory for 64 bytes. A run
+// is RUN tokens with consecutive slots; its first slot is a multiple of RUN. In each column of value_cache, a run fills
+// one whole vector. So the kernel loads a run as rows, transposes it in registers and stores column vectors. Values of
+// tokens outside of runs are stored element by element.
 //
-// Grid: x: PARTS thread blocks per window of WINDOW tokens; y: groups of WARPS * LINE units of 16 bytes along a row; z:
-// keys, values. With PARTS > 1, the tokens of each thread are divided among PARTS blocks, so that a small batch keeps
-// the whole GPU busy; all runs go to part 0. A large batch uses PARTS = 1, because it needs many loads in flight: 32
-// warps per multiprocessor with 8 loads per thread.
+// Grid: x: PARTS thread blocks per window, which is WINDOW consecutive tokens; y: groups of WARPS * LINE units of 16
+// bytes along a row; z: keys, values. With PARTS > 1, the tokens of a window are divided among PARTS blocks, so that a
+// small batch keeps the whole GPU busy. The first of these blocks stores all runs. A large batch uses PARTS = 1,
+// because it needs many loads in flight: 32 warps per multiprocessor with 8 loads per thread.
 //
 // Speed of light: memory bandwidth; each row is read once and written once. At 8192 tokens of 8 heads of 128 in
-// bfloat16, an H200 reaches 77% of the bandwidth of a copy; 60% if sequences begin anywhere in the batch; 65% with an
-// FP8 cache. A decoding step of 64 tokens takes 5.0 us, because all its values are stored element by element.
+// bfloat16, an H200 reaches 77% of the bandwidth of a copy; 60% if sequences begin at arbitrary positions in the batch;
+// 65% with an FP8 cache. A decoding step of 64 tokens takes 5.0 us, because all its values are stored element by
+// element.
 #include "common/overlap.cuh"
 #include "common/warp.cuh"
 #include "kv_cache/format.cuh"
@@ -46,8 +47,8 @@ struct StoreBlocksParams {
 };
 
 constexpr int WINDOW = 32; // tokens per window
-// Units of 16 bytes per cache line. LINE lanes of a warp load one line of a token, so one load of a warp covers 32 /
-// LINE tokens.
+// Units of 16 bytes per 128-byte cache line. LINE lanes of a warp load one line of a token, so one load instruction of
+// a warp covers 32 / LINE tokens.
 constexpr int LINE = 8;
 constexpr int RUN = 8; // tokens per run
 static_assert(32 / LINE * RUN == WINDOW);
@@ -72,10 +73,10 @@ template <typename T, bool ALIGNED> __device__ __forceinline__ uint4 load_vector
     }
 }
 
-// Store the keys of a window. In the cache, 16 bytes of a token are followed by the same 16 bytes of the token in the
-// next slot. Lane l copies unit `l % LINE` of tokens `l / LINE`, `l / LINE + 4`, `l / LINE + 8` and so on, so each load
-// of a warp reads one whole line of 4 tokens. If these 4 tokens have consecutive slots, each store writes pieces of 64
-// contiguous bytes.
+// Store the keys of a window. In the cache, each 16-byte unit of a token is followed by the unit with the same index of
+// the token in the next slot. Lane l copies unit `l % LINE` of tokens `l / LINE`, `l / LINE + 4`, `l / LINE + 8` and so
+// on, so each load instruction of a warp reads one whole line of each of 4 tokens. If these 4 tokens have consecutive
+// slots, each store instruction writes ranges of 64 contiguous bytes.
 template <typename T, int FORMAT, bool ALIGNED, int WARPS, int PARTS>
 __device__ __forceinline__ void store_keys(const StoreBlocksParams& p, int first, int part) {
     constexpr int OUT_SIZE = FORMAT == SAME ? sizeof(T) : 1, COLUMNS = 16 / OUT_SIZE;
@@ -137,11 +138,11 @@ struct Runs {
     unsigned alone;  // tokens that have a slot but are not in a run
 };
 
-// Find the runs of a window. Every warp does this itself, from the slots of the window's tokens and of their neighbours
-// before and after the window. A run belongs to the window of its first token and may end in the next window. Runs
-// therefore need no alignment within the batch.
+// Find the runs of a window. Every warp does this itself, from the slots of the window's tokens and of the neighbouring
+// tokens before and after the window. A run belongs to the window of its first token and may end in the next window.
+// Runs therefore need no alignment within the batch.
 template <bool ALIGNED> __device__ __forceinline__ Runs find_runs(const StoreBlocksParams& p, int first, int lane) {
-    // Each lane has the slots of two tokens, so a warp has 64 slots. In the masks below, bit i stands for token
+    // Each lane loads the slots of two tokens, so a warp has 64 slots. In the masks below, bit i stands for token
     // `first - RUN + i`.
     const int early = slot_of(p, first - RUN + lane), late = slot_of(p, first - RUN + 32 + lane);
     unsigned long long runs = 0;
@@ -168,7 +169,7 @@ template <bool ALIGNED> __device__ __forceinline__ Runs find_runs(const StoreBlo
     return {unsigned(runs >> RUN), unsigned((valid & ~in_runs) >> RUN)};
 }
 
-// Transpose: return 32-bit word j of a column, from the words of RUN rows. Elements have SIZE bytes.
+// Return 32-bit word j of a column of a run, from the words of the RUN rows. Elements have SIZE bytes.
 template <int SIZE, int WORDS>
 __device__ __forceinline__ unsigned column_word(const unsigned (&row)[RUN][WORDS], int column, int j) {
     if constexpr (SIZE == 4) {
@@ -193,7 +194,7 @@ template <typename T, int FORMAT, bool ALIGNED> struct Values {
     long long column_stride; // bytes between columns of the cache
     Quotient quotient;
 
-    // Load this thread's part of the rows of RUN tokens, starting at `token`.
+    // Load this thread's 16 bytes of each of RUN tokens, starting at `token`.
     __device__ __forceinline__ void load_run(int token, uint4 (&vector)[RUN]) const {
 #pragma unroll
         for (int i = 0; i < RUN; ++i) vector[i] = load_vector<T, ALIGNED>(src + (token + i) * p.value.src_stride);
@@ -226,7 +227,7 @@ template <typename T, int FORMAT, bool ALIGNED> struct Values {
             }
         }
     }
-    // Store the TOKENS tokens that start at `first + index`, element by element. Skip those whose bit in `alone` is 0;
+    // Store the TOKENS tokens that start at `first + index`, element by element. Skip tokens whose bit in `alone` is 0;
     // bit i stands for token `first + i`.
     template <int TOKENS> __device__ __forceinline__ void store_alone(int first, int index, unsigned alone) const {
         using Element = Unit<OUT_SIZE>;
@@ -270,8 +271,8 @@ __device__ __forceinline__ void store_values(const StoreBlocksParams& p, int fir
     char* cache = p.value.cache + head * p.value.head_stride + (column - head * p.head_dim) * column_stride;
     const Columns columns{p, src, cache, column_stride, Quotient(FORMAT == SAME ? 1.f : p.value.scale.load())};
 
-    // Clear the bits of the first `lane / LINE` runs, so that the lowest bit is the run of this lane. At most 32 / LINE
-    // runs begin in a window, because each has RUN tokens.
+    // Clear the bits of the first `lane / LINE` runs, so that the lowest set bit is the run of this lane. At most 32 /
+    // LINE runs begin in a window, because each has RUN tokens.
     unsigned begin = runs.begins;
 #pragma unroll
     for (int i = 1; i < 32 / LINE; ++i)

@@ -4,13 +4,13 @@
 //   stored = E4M3(latent / scale), rounded to the nearest, ties to even, and saturated
 //
 // Because the scale is a power of two, the division here and the multiplication when the cache is read are exact. Only
-// the conversion to 8 bits rounds. If the caller gives no rotary numbers, zeros are stored.
+// the conversion to 8 bits rounds. If the caller does not pass rotary elements, zeros are stored.
 //
 // slot_mapping has the slot of each new token. Slot s is place `s % block_size` of block `s / block_size`. A token
 // whose slot is outside of the cache, such as -1, is not stored.
 //
-// Grid: one warp per token. Lane l has the 16 latents from `16 * l` on, so a group of 128 latents is shared by 8 lanes.
-// It also has rotary numbers `2 * l` and `2 * l + 1`.
+// Grid: one warp per token. Lane l stores the 16 latents from `16 * l` on, so 8 lanes share a group of 128 latents.
+// Lane l also stores rotary elements `2 * l` and `2 * l + 1`.
 //
 // Speed of light: memory bandwidth; for bfloat16, 1152 bytes are read and 656 written per token. An H200 reaches 61% of
 // the bandwidth of a copy at 8192 tokens. 64 tokens take 1.8 us; an empty kernel takes 0.5 us.

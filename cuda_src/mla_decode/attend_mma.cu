@@ -1,23 +1,24 @@
 // Multi-head latent attention (DeepSeek) at decode time with mma.sync, for every GPU from sm_80 on. The heads of a
-// group share one key per token, and its first head_dim_v numbers are the value.
+// group share one key per token, and the first head_dim_v elements of the key are the value.
 //
 //   score[t] = scale * dot(q[b, i, head, :], cache[t, head / group, :])    if causal for t <= length - query_tokens + i
 //   p        = softmax over the tokens
 //   out      = sum_t p[t] * cache[t, head / group, : head_dim_v], times exp(lse) / (exp(lse) + exp(sink[head]))
 //   lse      = log sum_t exp(score[t])
 //
-// A row without tokens gets out = 0 and lse = +inf. If a sequence is split over several parts (see parts.cuh), each
-// part stores a partial result, and combine_parts merges the partial results.
+// A row without tokens gets out = 0 and lse = +inf. A part is the work of the thread blocks with the same blockIdx.z
+// (see parts.cuh). If a sequence is split over several parts, each part stores a partial result, and combine_parts
+// merges the partial results.
 //
 // Grid: (ceil(rows / ROWS), kv_heads, parts) blocks of 256 threads, with Form<...>::BYTES of dynamic shared memory.
 // mma_form.cuh describes how the warps divide the work.
 //
 // Speed of light: memory bandwidth if a kv head has few rows. A token of 1152 bytes (8-bit cache: 656) is read once and
-// costs 2 (576 + 512) operations per row. The floor is the longer of two times: the bytes at copy bandwidth, or the
-// operations at the rate of a large GEMM. On an H200 with 128 sequences of 4096 tokens and 16 heads, the kernel reaches
-// 96 % of the floor over a 16-bit cache (148.8 us) and 81 % over an 8-bit cache (101.6 us). With 128 heads the tensor
-// cores are the bound. mma.sync reaches only part of their rate on Hopper, so the kernel reaches 36 % of the floor
-// (500.8 us), and 24 % with DIM == 0 (768.2 us).
+// costs 2 (576 + 512) operations per row. The floor is the longer of two times: the time to copy that many bytes, and
+// the time of the operations at the rate of a large GEMM. On an H200 with 128 sequences of 4096 tokens and 16 heads,
+// the kernel reaches 96 % of the floor over a 16-bit cache (148.8 us) and 81 % over an 8-bit cache (101.6 us). With 128
+// heads the tensor cores are the limit. On Hopper, mma.sync reaches only part of the tensor cores' rate, so the kernel
+// reaches 36 % of the floor (500.8 us), and 24 % with DIM == 0 (768.2 us).
 #include "common/barrier.cuh"
 #include "common/launch.cuh"
 #include "common/mma.cuh"
@@ -35,8 +36,8 @@ template <typename F> using SoftmaxOf = Softmax<F, typename TileOf<F>::Scales>;
 template <typename F>
 using RingOf = typename Choose<F::APART, BarrierRing<F, TileOf<F>>, LockstepRing<F, TileOf<F>>>::Type;
 
-// A barrier of all threads of the block. It is an mbarrier, because compute-sanitizer loses track of named barriers if
-// a kernel mixes several kinds of barriers.
+// A reusable barrier for all threads of the block. It is an mbarrier and not a named barrier, because compute-sanitizer
+// loses track of named barriers if a kernel mixes several kinds of barriers.
 struct Meeting {
     const unsigned barrier;
     int met = 0;
@@ -47,12 +48,12 @@ struct Meeting {
     }
 };
 
-// Store the output rows of a group if no other group computes the same rows (RINGS == 1).
+// Store the output rows of a group of warps if no other group computes the same rows (RINGS == 1).
 template <typename F>
 __device__ __forceinline__ void write_rows(const Params& p, const Thread<F>& thread, const SoftmaxOf<F>& softmax,
                                            const float (&out)[F::M][F::V][4], int sequence, bool bad) {
     thread.group_barrier(); // the group's sums are in shared memory
-    // `part` and `visit` are computed again, so that they occupy no registers in the mainloop.
+    // Compute `part` and `visit` again here, so that they do not occupy registers in the mainloop.
     const Part part(p, blockIdx.z);
     const VisitOf<F::EXTRA> visit(p, part, sequence);
 #pragma unroll
@@ -69,7 +70,8 @@ __device__ __forceinline__ void write_rows(const Params& p, const Thread<F>& thr
         }
 }
 
-// The merge of the two groups if both compute all rows, each over its own tiles (RINGS == 2).
+// Merges the results of the two groups of warps if both groups compute all rows, each over every second tile (RINGS ==
+// 2).
 template <typename F> struct MergedRows {
     float base[2], total[2];
     float factors[2][2]; // [group][row half]: rescales a group to the common base
@@ -130,7 +132,7 @@ __device__ __forceinline__ void write_merged(const Params& p, const Thread<F>& t
     const VisitOf<F::EXTRA> visit(p, part, sequence);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-        // A bad row needs no flag: its total is NaN.
+        // The `bad` argument can be false: if a page or slot is invalid, store_sums has already made the total NaN.
         const Destination<typename F::T> to(p, part, visit, thread.kv_head, thread.first_row() + thread.row_of(0, j),
                                             merged.base[j], merged.total[j], false,
                                             thread.member == 0 && thread.pair == 0);
@@ -145,7 +147,7 @@ constexpr Launch attend_mma_launch() {
 }
 
 //   T            type of the queries and results
-//   FP8          the cache has 8-bit numbers
+//   FP8          the cache has 8-bit elements
 //   ROWS         query rows of a block: 16, 32 or 64
 //   TILE         tokens of a tile: 16, 32 or 64
 //   STAGES       stages of a ring, one tile each
@@ -178,10 +180,10 @@ __global__ __launch_bounds__(256, 1) void attend_mma(const __grid_constant__ Par
         float out[F::M][F::V][4] = {};
         softmax.begin_visit();
         bool bad = !visit.whole;
-        // Every row of the group sees the tokens before this one.
+        // All rows of the group attend to the tokens before `all_see`, so only later tiles need the causal mask.
         const int all_see = p.causal ? causal_end(p, visit.length, thread.first_row()) : visit.length;
-        // When this barrier completes, the group's queries are in shared memory, and the sums of the previous sequence
-        // have been read.
+        // When this barrier completes, the group's queries are in shared memory, and the group has read the sums of the
+        // previous sequence.
         thread.group_barrier();
 #pragma unroll 1
         for (int token = visit.begin + thread.first_token(); token < visit.end; token += F::RINGS * TILE) {

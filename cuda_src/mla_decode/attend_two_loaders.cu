@@ -1,12 +1,14 @@
 // Latent attention at decode time for tokens that TMA cannot copy: over an 8-bit cache of 656 bytes per token, or with
-// `indices`. The results are the ones that attend_wgmma.cu describes.
+// `indices`. The formulas are in attend_wgmma.cu.
 //
-// Grid: (ceil(rows / 64), kv_heads, parts) blocks of 512 threads, with all the shared memory of a multiprocessor.
+// Grid: (ceil(rows / 64), kv_heads, parts) blocks of 512 threads. A block uses all the shared memory of a
+// multiprocessor.
 //
 // A block has two consumer warpgroups, as in attend_wgmma, and two producer warpgroups instead of one. The producers
-// gather (two_loaders_gather.cuh) or convert (two_loaders_convert.cuh). The consumers wait for tiles, and two producer
-// warpgroups fill a tile faster than one. A thread starts with 128 registers instead of 168, so the MMA with 256
-// columns of values is split into two MMAs with 128 columns (see Seesaw in wgmma_compute.cuh).
+// gather tokens with `indices` (two_loaders_gather.cuh) or convert 8-bit tokens (two_loaders_convert.cuh). One producer
+// warpgroup would be too slow for the consumers, and two fill a tile faster. A thread starts with 128 registers instead
+// of 168, so the MMA with 256 columns of values is split into two MMAs with 128 columns (see Seesaw in
+// wgmma_compute.cuh).
 //
 // The order of a consumer's phases depends on the producers. The copies of gathering producers take longer than the
 // MMAs. A consumer therefore adds the values of the other consumer's tile before it computes the scores of its own
@@ -16,10 +18,10 @@
 // registers, and waits for a load only when it needs the bytes.
 //
 // Each block loads tokens for its own 64 rows only. Two blocks of the same sequence could share their loads through the
-// shared memory of a cluster, as in FlashMLA. In an experiment this was 2 % faster for an 8-bit cache, and slower for
-// `indices` over a 16-bit cache (figures in notebooks/mla_decode.ipynb).
+// distributed shared memory of a cluster, as in FlashMLA. In an experiment sharing was 2 % faster for an 8-bit cache,
+// and slower for `indices` over a 16-bit cache (figures in notebooks/mla_decode.ipynb).
 //
-// Speed of light: as in attend_wgmma.cu. Times on an H200, and in brackets the floor divided by the time:
+// Speed of light: as in attend_wgmma.cu. Times on an H200; a percentage is the floor divided by the time:
 //
 //                                                heads   attend_two_loaders   attend_wgmma
 //   8 bits, 128 sequences of 4096 tokens           128     328 us   (56 %)       462 us
@@ -36,8 +38,8 @@
 #include "mla_decode/wgmma_compute.cuh"
 
 template <bool FP8> __device__ __forceinline__ void init_two_loaders(WgmmaShared& shared) {
-    // Arrivals at the full barrier of a half: every producer warp converts a share of the half, but only two warps
-    // gather it.
+    // WARPS is the number of arrivals at the full barrier of a half. All producer warps convert a share of each half,
+    // but only two warps gather a half.
     constexpr int WARPS = FP8 ? LOADING_WARPS : 2;
     for (int i = 0; i < 2; ++i) {
         for (int tile = 0; tile < TILES; ++tile)

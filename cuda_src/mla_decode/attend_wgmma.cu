@@ -1,21 +1,24 @@
 // Multi-head latent attention (DeepSeek) at decode time with Hopper's wgmma. Heads have 576 dimensions, or 512 with an
-// 8-bit cache, and values have 512. The heads of a group share one key per token, and its first 512 numbers are the
-// value.
+// 8-bit cache, and values have 512. The heads of a group share one key per token, and the first 512 elements of the key
+// are the value.
 //
 //   score[t] = scale * dot(q[b, i, head, :], cache[t, head / group, :])    if causal for t <= length - query_tokens + i
 //   p        = softmax over the tokens
 //   out      = sum_t p[t] * cache[t, head / group, : 512], times exp(lse) / (exp(lse) + exp(sink[head]))
 //   lse      = log sum_t exp(score[t])
 //
-// A row without tokens gets out = 0 and lse = +inf. If a sequence is split over several parts (see parts.cuh), each
-// part stores a partial result, and combine_parts merges the partial results.
+// A row without tokens gets out = 0 and lse = +inf. A part is the work of the thread blocks with the same blockIdx.z
+// (see parts.cuh). If a sequence is split over several parts, each part stores a partial result, and combine_parts
+// merges the partial results.
 //
-// Grid: (ceil(rows / 64), kv_heads, parts) blocks of 384 threads, with all the shared memory of a multiprocessor.
+// Grid: (ceil(rows / 64), kv_heads, parts) blocks of 384 threads. A block uses all the shared memory of a
+// multiprocessor.
 //
-// A block has 64 query rows and three warpgroups. One is the producer. It loads the keys by TMA (wgmma_tma.cuh), by
-// cp.async with `indices` (wgmma_gather.cuh), or through registers with a conversion (wgmma_convert.cuh). The other two
-// are consumers. Each consumer computes half of the output columns, because one warpgroup has too few registers for
-// all. Tiles of 64 keys go alternately into two buffers, one for each consumer. For its own tile n a consumer computes
+// A block has 64 query rows and three warpgroups. One is the producer. It loads the keys in one of three ways: by TMA
+// (wgmma_tma.cuh), by cp.async if there are `indices` (wgmma_gather.cuh), or through registers if the cache has 8 bits
+// and must be converted (wgmma_convert.cuh). The other two are consumers. Each consumer computes half of the output
+// columns, because one warpgroup has too few registers for all. Tiles of 64 keys go alternately into two buffers, one
+// for each consumer. For its own tile n a consumer computes
 //
 //   S = Q K[n]',   then its half of P[n - 1] V[n - 1], whose probabilities the other consumer has stored by now,
 //   P[n] = exp2(S - base), stored for the other consumer,   then its half of P[n] V[n].
@@ -27,11 +30,11 @@
 // keys, which only S reads. A half of a buffer is refilled as soon as the last MMA that reads it is complete.
 //
 // Speed of light: memory bandwidth up to about 100 rows per kv head, tensor cores with more rows. A row costs 2 (576 +
-// 512) operations per token of 1152 bytes. The floor is the longer of two times: the bytes at copy bandwidth, or the
-// operations at the rate of a large GEMM. On an H200 with 128 sequences of 4096 tokens, the kernel reaches 89 % of the
-// floor with 64 heads (164.5 us), 75 % with 128 heads (246.3 us), and 80 % with two query tokens of 128 heads (459.7
-// us). One sequence of 8192 tokens is bound by latency: it takes 22.1 us, combine_parts included, and its floor is 2.8
-// us.
+// 512) operations per token of 1152 bytes. The floor is the longer of two times: the time to copy that many bytes, and
+// the time of the operations at the rate of a large GEMM. On an H200 with 128 sequences of 4096 tokens, the kernel
+// reaches 89 % of the floor with 64 heads (164.5 us), 75 % with 128 heads (246.3 us), and 80 % with two query tokens of
+// 128 heads (459.7 us). One sequence of 8192 tokens is latency-bound: it takes 22.1 us, combine_parts included, and its
+// floor is 2.8 us.
 //
 // attend_two_loaders replaces this kernel if TMA cannot copy the tokens and EXTRA is false, except for float16 queries
 // over an 8-bit cache.
@@ -60,7 +63,7 @@ template <typename, bool FP8, bool, bool = false, int = BYTES_OF_576> constexpr 
 }
 
 //   T        type of the queries and results
-//   FP8      the cache has 8-bit numbers
+//   FP8      the cache has 8-bit elements
 //   GATHER   the tokens are given by `indices`
 //   EXTRA    there is a second cache, or topk_lengths limits the indices
 //   BYTES    bytes per token of an 8-bit cache: 656, or with EXTRA also 584

@@ -4,19 +4,19 @@
 //   lse = log2 sum_i 2^lse[i],   out = sum_i 2^(lse[i] - lse) * out[i], over the partial results i of the sequence
 //
 // TEAM == 8, for few rows: (sequences * rows, kv_heads, ceil(head_dim_v / (EACH * 128))) blocks of 256 threads. A block
-// merges EACH * 128 columns of one row, so that few rows still occupy many multiprocessors. Each warp adds up every 8th
-// partial result, and the first warp adds up the sums of the warps in order.
+// merges EACH * 128 columns of one row, so that even a few rows occupy many multiprocessors. Each warp adds up every
+// 8th partial result, and the first warp adds up the sums of the warps in order.
 //
 // TEAM == 1, for many rows: (any, kv_heads, parts) blocks of 256 threads. A warp merges whole rows, so EACH * 128 is at
-// least head_dim_v. The blocks with blockIdx.z == i merge the sequence that part i is the second part to process. They
-// exit at once if there is no such sequence.
+// least head_dim_v. At most one sequence has part i as its second part. The blocks with blockIdx.z == i merge this
+// sequence, or exit at once if there is none.
 //
 // DIM_V == 0: the number of columns is p.head_dim_v.
 //
-// Speed of light: latency, because three dependent loads follow each other: the plan, the lse of the partial results,
-// and the partial results. A second launch of this kernel in the same call adds 6.7 us on an H200 for one sequence of
-// 8192 tokens with 128 heads, 5.1 us for one sequence of 16384 tokens with 16 heads, and 8.6 us for 128 sequences of
-// mixed lengths with 128 heads.
+// Speed of light: latency, because the kernel makes three dependent loads in sequence: the plan, the lse of the partial
+// results, and the partial results. A second launch of this kernel in the same call adds 6.7 us on an H200 for one
+// sequence of 8192 tokens with 128 heads, 5.1 us for one sequence of 16384 tokens with 16 heads, and 8.6 us for 128
+// sequences of mixed lengths with 128 heads.
 #include "common/overlap.cuh"
 #include "common/warp.cuh"
 #include "mla_decode/parts.cuh"

@@ -1,28 +1,29 @@
 // How the eight warps of an attend_mma block divide the work.
 //
-// A block has ROWS query rows and GROUPS groups of MEMBERS warps. The groups divide the rows. The warps of a group
-// divide both MMAs of a tile:
+// A block processes ROWS query rows with GROUPS groups of MEMBERS warps. The groups divide the rows. The warps of a
+// group divide both MMAs of a tile:
 //
-//   scores   The TILE tokens of a tile are split into HALVES, and the dimensions into DEPTHS. A warp computes one such
-//            combination for all rows of its group, which takes few shared-memory loads per MMA. The warps exchange
-//            their partial sums over the dimensions through shared memory. Each warp then adds up and exponentiates the
-//            scores of the few tokens that it owns.
+//   scores   The TILE tokens of a tile are split into HALVES ranges, and the dimensions into DEPTHS ranges. A warp
+//            computes one range of tokens over one range of dimensions, for all rows of its group. This takes few
+//            shared-memory loads per MMA. The warps exchange their partial sums over the dimensions through shared
+//            memory. Each warp then adds up and exponentiates the scores of the few tokens that it owns.
 //   values   The columns of the output are split over the warps of the group.
 //
 // The two groups do not wait for each other: while one exponentiates, the other keeps the tensor cores busy. If a block
 // has too few rows for two groups, both groups compute all rows and take alternate tiles, each from its own ring of
 // stages (RINGS == 2). The results of the two groups are merged at the end of each sequence.
 //
-// A token of a tile in shared memory is a row of 16-byte chunks. The chunks are swizzled within each 128 bytes, so that
-// ldmatrix reads the same chunk of eight tokens without bank conflicts. Queries, partial scores and probabilities are
-// stored as mma.sync fragments, lane by lane.
+// A token of a tile in shared memory is a row of 16-byte chunks. The chunks are swizzled within each 128 bytes.
+// ldmatrix can therefore read the chunk with the same index from eight tokens without bank conflicts. Queries, partial
+// scores and probabilities are stored as mma.sync fragments, lane by lane.
 //
-// A tile of an 8-bit cache keeps the layout of the cache. A token of 656 bytes is an odd number of chunks, so the same
-// chunk of eight tokens is in different banks without a swizzle. A warp converts the e4m3 numbers to float16 in
-// registers, which is exact, and multiplies them without their scales. In the first MMA the 128 dimensions of a warp
-// share one scale per token, so the scores are multiplied by the scale afterwards. In the second MMA the 128 columns of
-// a warp share one scale per token. The probabilities are therefore stored once per scale, multiplied by that scale. In
-// the first MMA each warp also computes 16 dimensions of the rotary part, in the type of the queries.
+// A tile of an 8-bit cache keeps the layout of the cache. A token of 656 bytes is an odd number of chunks, so eight
+// tokens have the chunk with the same index in different banks even without a swizzle. A warp converts the e4m3
+// elements to float16 in registers, which is exact, and the MMAs use them without their scales. In the first MMA the
+// 128 dimensions of a warp share one scale per token, so the scores are multiplied by the scale afterwards. In the
+// second MMA the 128 columns of a warp share one scale per token. The probabilities are therefore stored once per
+// scale, multiplied by that scale. In the first MMA each warp also computes 16 dimensions of the rotary part, in the
+// dtype of the queries.
 #pragma once
 #include "common/mma.cuh"
 #include "mla_decode/copies.cuh"
@@ -57,21 +58,21 @@ struct Form {
     static constexpr int GROUP_ROWS = ROWS / GROUPS * RINGS, M = GROUP_ROWS / 16; // M: 16-row fragments
     static constexpr int HALVES = FP8 ? 1 : 2, DEPTHS = MEMBERS / HALVES;
     static constexpr int N = TILE / HALVES / 8; // 8-token fragments of a warp
-    // OWN: token fragments that a warp owns and exponentiates. OWNERS: warps of a half that own tokens. SENT: fragments
-    // of partial scores that a warp sends to other warps.
+    // OWN: token fragments that a warp owns, which means that it exponentiates their scores. OWNERS: warps per half of
+    // the tile that own tokens. SENT: fragments of partial scores that a warp sends to other warps.
     static constexpr int OWN = N > DEPTHS ? N / DEPTHS : 1, OWNERS = N / OWN, SENT = N >= DEPTHS ? N - OWN : N;
 
     static constexpr int DIMS = DIM ? DIM : 576, DIMS_V = DIM_V ? DIM_V : 576;
     static constexpr int LINES = DIMS / 64; // lines of 128 bytes, 64 dimensions each
-    // MMA steps of a warp, 16 dimensions each: LINE_STEPS in whole lines, then REST_STEPS in the last line if LINES is
-    // odd.
+    // A warp has STEPS MMA steps of 16 dimensions each: LINE_STEPS in whole lines, and REST_STEPS in the last line,
+    // which the warps share if LINES is odd.
     static constexpr int STEPS = LINES * 4 / DEPTHS, LINE_STEPS = LINES / DEPTHS * 4, REST_STEPS = STEPS - LINE_STEPS;
     // Steps whose query fragments stay in registers. Other fragments are in shared memory.
     static constexpr int KEPT_STEPS = M == 1 || GROUPS == 1 ? STEPS : FP8 ? 0 : 4;
-    // A warp's column fragments of the output: LINE_V in whole lines, then REST_V in the last line.
+    // A warp has V fragments of 8 output columns: LINE_V in whole lines of 64 columns, and REST_V in the last line.
     static constexpr int V = DIMS_V / 8 / MEMBERS, LINE_V = DIMS_V / 64 / MEMBERS * 8, REST_V = V - LINE_V;
 
-    // A token of an 8-bit cache: 512 e4m3 numbers, a float32 scale for each 128 of them, then the rotary part.
+    // A token of an 8-bit cache has 512 e4m3 elements, then a float32 scale per 128 of them, then the rotary part.
     static constexpr int LATENT_DIMS = 512, SCALE_DIMS = 128, ROTARY_OFFSET = 528;
     static constexpr int SCALES = FP8 ? LATENT_DIMS / SCALE_DIMS : 1; // copies of the probabilities, one per scale
     static constexpr int PITCH = FP8 ? 656 : DIMS * 2, TILE_BYTES = TILE * PITCH;
@@ -107,22 +108,22 @@ struct Form {
     static_assert(!CONVERTS || (EXTRA && DIM_V == 512), "");
     static_assert(!FP8 || (DIM == 576 && DIM_V == 512 && DEPTHS == SCALES && MEMBERS == SCALES), "");
 
-    // The sizes of a head: constants, or from the arguments if DIM or DIM_V is 0.
+    // Return the sizes of a head. They come from the kernel arguments if DIM or DIM_V is 0.
     static __device__ __forceinline__ int head_dim(const Params& p) { return DIM ? DIM : p.head_dim; }
     static __device__ __forceinline__ int head_dim_v(const Params& p) { return DIM_V ? DIM_V : p.head_dim_v; }
 
-    // Return the first 16-byte chunk of a step of 16 dimensions.
+    // Return the index of the first 16-byte chunk of an MMA step (16 dimensions) of a warp.
     static __device__ __forceinline__ int chunk_of_step(int depth, int step) {
         return step < LINE_STEPS ? depth * LINE_STEPS * 2 + step * 2
                                  : (LINES - 1) * 8 + (depth * REST_STEPS + step - LINE_STEPS) * 2;
     }
 
-    // Return the first column of fragment n of a warp's output.
+    // Return the first output column of fragment n of a warp.
     static __device__ __forceinline__ int column_of(int member, int n) {
         return n < LINE_V ? (member * LINE_V + n) * 8 : DIMS_V - 64 + (member * REST_V + n - LINE_V) * 8;
     }
 
-    // Return the offset of a chunk of a token in a 16-bit tile, with the swizzle.
+    // Return the swizzled byte offset of a token's chunk in a tile of 16-bit elements.
     static __device__ __forceinline__ int chunk_at(int token, int chunk) {
         return token * PITCH + (chunk ^ (token & 7)) * 16;
     }
@@ -141,7 +142,7 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Wait at named barrier `id` in the same way. Return whether `mine` is true for any of the threads.
+// Wait at named barrier `id` until `threads` threads have arrived. Return whether `mine` is true for any of them.
 __device__ __forceinline__ bool named_barrier_any(int id, int threads, bool mine) {
     unsigned any;
     asm volatile("{ .reg .pred mine, any;\n"
@@ -154,8 +155,8 @@ __device__ __forceinline__ bool named_barrier_any(int id, int threads, bool mine
     return any;
 }
 
-// The position of a thread in the block. Functions receive Thread and Params as arguments. If a struct stored
-// references to them, the compiler would not know that they are constant.
+// The position of a thread in the block. Functions receive Thread and Params as arguments, because the compiler would
+// not treat them as constant if a struct stored references to them.
 template <typename F> struct Thread {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int row = lane / 4, pair = lane % 4; // row and column pair in a fragment
@@ -167,13 +168,13 @@ template <typename F> struct Thread {
 
     __device__ __forceinline__ int first_row() const { return block_row + (F::RINGS == 2 ? 0 : group * F::GROUP_ROWS); }
 
-    // Return the row in the group, for half j (8 rows) of fragment m.
+    // Return the index in the group of this thread's row in half j (8 rows) of fragment m.
     __device__ __forceinline__ int row_of(int m, int j) const { return m * 16 + j * 8 + row; }
 
-    // Return the first stage of the group's ring, counted over all rings.
+    // Return the index of the first stage of the group's ring among the stages of all rings.
     __device__ __forceinline__ int first_stage() const { return F::RINGS == 2 ? group * F::STAGES : 0; }
 
-    // Return the offset, in tokens, of the first tile of a sequence that the group takes.
+    // Return the offset, in tokens, of the group's first tile from the start of the visit.
     __device__ __forceinline__ int first_token() const { return F::RINGS == 2 ? group * F::TILE : 0; }
 
     __device__ __forceinline__ void group_barrier() const { named_barrier(1 + group, F::MEMBERS * 32); }

@@ -1,4 +1,4 @@
-// The queries of attend_mma as A fragments, and the load of probabilities, which have the same layout.
+// Loading of queries and probabilities as A fragments for the MMAs of attend_mma.
 #pragma once
 #include "mla_decode/mma_form.cuh"
 #include "mla_decode/rows.cuh"
@@ -52,8 +52,8 @@ template <typename F> struct QueryFragments {
         for (int m = 0; m < M; ++m) {
 #pragma unroll
             for (int step = 0; step < F::KEPT_STEPS; ++step) load_step(step, m, kept[step][m]);
-            // The warps for both halves of the tokens need the same queries, so the warps for each half store every
-            // second step.
+            // If HALVES is 2, two warps of the group need the same queries: they have the same `depth`, and differ in
+            // `half`. Each of the two warps stores every second step.
 #pragma unroll 2
             for (int step = F::KEPT_STEPS + thread.half; step < F::STEPS; step += F::HALVES) {
                 unsigned a[4];

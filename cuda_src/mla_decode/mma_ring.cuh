@@ -1,5 +1,6 @@
-// The rings of attend_mma. A ring is a circular buffer of stages in shared memory, into which tiles are copied ahead of
-// their use. The copies continue across the sequences of a part, the work of one thread block.
+// The rings of attend_mma. A ring is a circular buffer of stages in shared memory, into which tiles of tokens are
+// copied ahead of their use. The copies continue across the sequences of a part (the work of one thread block, see
+// parts.cuh).
 //
 // A ring has the methods init, start (the prologue), acquire and release. LockstepRing is for warps that all use the
 // same tile at the same time. BarrierRing is for groups of warps that do not wait for each other. TILE::copy issues the
@@ -10,8 +11,8 @@
 #include "common/warp.cuh"
 #include "mla_decode/mma_form.cuh"
 
-// Bit masks of a tile. Each copying warp writes 64 / COPIERS bits of each mask. `valid`: a bit per token, set if it
-// exists. `bad`: not 0 if a table entry is outside the cache.
+// Bit masks of a tile. Each copying warp writes 64 / COPIERS bits of each mask. `valid` has a bit per token, set if the
+// token exists. `bad` is nonzero if the block table or `indices` point outside the cache.
 struct alignas(16) Arrival {
     unsigned long long valid, bad;
 };
@@ -49,7 +50,7 @@ template <typename F> struct TileCursor {
     int sequence, token, end;
     bool more;       // whether there is a next tile
     bool wanted;     // whether this lane has a token of the next tile
-    int entry, slot; // table entry (or index) and slot of this token; with EXTRA `slot` is the cache, 0 or 1
+    int entry, slot; // block table entry or index, and slot in the page; with EXTRA `slot` is the cache: 0 or 1
 
     __device__ __forceinline__ TileCursor(const Thread<F>& thread, char* shared)
         : copies(F::RINGS == 2 || thread.warp >= F::WARPS - F::COPIERS),
@@ -137,7 +138,8 @@ template <typename F> struct TileCursor {
     }
 };
 
-// A ring that all warps step through together. While a tile is in use, the stage of the previous tile is refilled.
+// A ring whose tiles all warps use at the same time. While a tile is in use, copies refill the stage of the previous
+// tile.
 template <typename F, typename TILE> struct LockstepRing {
     const unsigned shared_at;
     TileCursor<F> cursor;
@@ -197,7 +199,8 @@ template <typename F, typename TILE> struct BarrierRing {
         return full(thread, stage) + 8;
     }
 
-    // Initialize the barriers. `meeting` is the barrier of all threads, which only RINGS == 2 needs.
+    // Initialize the barriers. `meeting` is the address of the barrier for all threads of the block, used only if RINGS
+    // == 2.
     __device__ __forceinline__ void init(const Thread<F>&, unsigned meeting) {
         if (threadIdx.x == 0) {
             for (int i = 0; i < F::RINGS * F::STAGES; ++i) {

@@ -1,4 +1,4 @@
-// The online softmax of attend_mma: from partial scores to probabilities, tile by tile.
+// The online softmax of attend_mma. It turns the partial scores of each tile into probabilities.
 #pragma once
 #include "common/warp.cuh"
 #include "mla_decode/mma_form.cuh"
@@ -15,7 +15,7 @@ template <typename F, typename SCALES> struct Softmax {
     char* const probabilities;
     float *const maxima, *const sums;
 
-    float base[M][2], sum[M][2];          // of the sequence so far; sums are in units of 2^base
+    float base[M][2], sum[M][2];          // over the tokens so far; a sum is in units of 2^base
     float tile_max[M][2], tile_sum[M][2]; // over the tokens of the tile that the warp owns
     bool lags;                            // whether a base is more than BASE_LAG below its row's maximum
     SCALES scales;
@@ -26,7 +26,7 @@ template <typename F, typename SCALES> struct Softmax {
           maxima(reinterpret_cast<float*>(shared + F::MAXIMA) + thread.group * F::MEMBERS * F::GROUP_ROWS),
           sums(reinterpret_cast<float*>(shared + F::SUMS) + thread.group * F::MEMBERS * F::GROUP_ROWS) {}
 
-    // Reset the sums. The base starts at a finite number, because -inf - -inf is NaN.
+    // Reset the sums. The base starts at a finite number, because subtracting -inf from -inf gives NaN.
     __device__ __forceinline__ void begin_visit() {
 #pragma unroll
         for (int m = 0; m < M; ++m) {
@@ -44,8 +44,7 @@ template <typename F, typename SCALES> struct Softmax {
         }
     }
 
-    // Return the place in shared memory of the `sent`-th fragment of partial scores that warp `sender` of the group
-    // sends.
+    // Return the location in shared memory of the `sent`-th fragment of partial scores from warp `sender` of the group.
     __device__ __forceinline__ float4& partial(const Thread<F>& thread, int sender, int sent, int m) const {
         return partial_scores[((thread.group * F::MEMBERS + sender) * F::SENT + sent) * M * 32 + m * 32];
     }
@@ -69,8 +68,8 @@ template <typename F, typename SCALES> struct Softmax {
             const int sender = (thread.depth + other) % F::DEPTHS;
 #pragma unroll
             for (int n = 0; n < OWN; ++n) {
-                // Each warp numbers its fragments from the first one that it owns. The sender's number for this warp's
-                // fragment n is `sent`.
+                // Each warp numbers the fragments of a tile from the first one that it owns. `sent` is the sender's
+                // number for the fragment that is number n in this warp.
                 const int sent = ((thread.depth - sender) * OWN + n) & (N - 1);
 #pragma unroll
                 for (int m = 0; m < M; ++m) {
@@ -88,8 +87,7 @@ template <typename F, typename SCALES> struct Softmax {
                 for (int i = 0; i < 4; ++i) scores[n][m][i] *= p.scale_log2;
     }
 
-    // Set the scores of tokens that do not exist, or that a row does not see, to -inf. `token` is the first token of
-    // the tile.
+    // Set the scores of missing tokens and of causally masked tokens to -inf. `token` is the first token of the tile.
     __device__ __forceinline__ void mask(const Params& p, const Thread<F>& thread, float (&scores)[N][M][4],
                                          const Visit& visit, const Arrival& arrival, int token) const {
 #pragma unroll
@@ -192,7 +190,7 @@ template <typename F, typename SCALES> struct Softmax {
     }
 
     // Store the row sums of the warp. If both groups compute all rows (RINGS == 2), also store the bases, and store NaN
-    // as the sums if `bad`.
+    // instead of the sums if `bad`.
     __device__ __forceinline__ void store_sums(const Thread<F>& thread, bool bad) const {
 #pragma unroll
         for (int m = 0; m < M; ++m)

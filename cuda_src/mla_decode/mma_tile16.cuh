@@ -1,4 +1,5 @@
-// Tiles of a 16-bit cache in attend_mma: their copies, both MMAs with them, and the store of the output.
+// Tiles of a 16-bit cache in attend_mma: copies to shared memory, the MMAs for the scores and for the output, and the
+// store of the output.
 #pragma once
 #include "common/fp8.cuh"
 #include "mla_decode/mma_form.cuh"
@@ -6,14 +7,14 @@
 #include "mla_decode/mma_ring.cuh"
 #include "mla_decode/rows.cuh"
 
-// The addresses that a lane gives to ldmatrix, as offsets in a tile. Because of the swizzle, moving by 16 dimensions
-// within a line of 128 bytes flips bits of the offset (XOR) instead of adding to it.
+// A lane's ldmatrix addresses, as byte offsets in a tile. The tile is swizzled. To move by 16 dimensions within a line
+// of 128 bytes, bits of the offset are flipped (XOR).
 template <typename F> struct Tile16 {
     using T = typename F::T;
     static constexpr int M = F::M, N = F::N, V = F::V;
     int of_tokens[N / 2]; // for token fragments 2 j and 2 j + 1 of a warp; the fragments that it owns come first
     int of_columns;       // for two column fragments of a warp
-    int rest_of_step, flip_of_step; // for the last line: added to `of_tokens`; bits to flip
+    int rest_of_step, flip_of_step; // for the last line: offset to add to `of_tokens`, and bits to flip
 
     __device__ __forceinline__ explicit Tile16(const Thread<F>& thread) {
         const int lane = thread.lane, depth = thread.depth;
@@ -47,8 +48,8 @@ template <typename F> struct Tile16 {
         }
     }
 
-    // Copy and convert tokens of an 8-bit cache of 512 dimensions. A line is 64 numbers with one scale, or the rotary
-    // part. Missing tokens become zeros.
+    // Copy and convert tokens of an 8-bit cache of 512 dimensions. A line is 64 elements with one scale, or the rotary
+    // part. Missing tokens are replaced by zeros.
     static __device__ __forceinline__ void convert(const Thread<F>& thread, const Sources& sources, int copier,
                                                    unsigned tile_at) {
         constexpr int LATENT_LINES = PAGED_LATENT / 64;
@@ -59,7 +60,7 @@ template <typename F> struct Tile16 {
             const char *const source = sources.of(mine), *const scales = sources.scales_of(mine);
             const unsigned to = tile_at + F::chunk_at(t, chunk);
             const bool there = sources.lanes >> mine & 1;
-            // Four lines are in flight at once. With 64 rows there are no registers for more.
+            // Four lines are loaded at once. With 64 rows there are not enough registers for more.
 #pragma unroll
             for (int first = 0; first < LATENT_LINES; first += 4) {
                 uint2 latent[4] = {};
@@ -87,7 +88,7 @@ template <typename F> struct Tile16 {
         }
     }
 
-    // Return four e4m3 numbers multiplied by their scale.
+    // Return four e4m3 elements, converted and multiplied by their scale.
     static __device__ __forceinline__ uint2 scaled(unsigned four, float scale) {
         unsigned halves[2], made[2];
         to_halves<__nv_fp8_e4m3>(halves, four);
@@ -144,10 +145,10 @@ template <typename F> struct Tile16 {
         }
     };
 
-    // Add probabilities times values to `out`, in a warp's columns.
+    // Add the MMA of probabilities and values to `out`, for the columns of this warp.
     __device__ __forceinline__ void add_values(const Params& p, const Thread<F>& thread, float (&out)[M][V][4],
                                                const char* probabilities, unsigned tile_at) const {
-        // Unrolling all steps would spill registers with 64 rows.
+        // With 64 rows, unrolling all steps would spill registers on GPUs where the kernel is short of registers.
         constexpr bool IS_TIGHT = __CUDA_ARCH__ < 900 || (F::CONVERTS && __CUDA_ARCH__ >= 1000);
         constexpr int STEPS_AT_ONCE = M > 1 && IS_TIGHT ? 1 : F::TILE / 16;
 #pragma unroll STEPS_AT_ONCE

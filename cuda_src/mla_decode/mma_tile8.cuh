@@ -1,4 +1,5 @@
-// Tiles of an 8-bit cache in attend_mma: their copies, both MMAs with them, and the store of the output.
+// Tiles of an 8-bit cache in attend_mma: copies to shared memory, the MMAs for the scores and for the output, and the
+// store of the output.
 #pragma once
 #include "common/fp8.cuh"
 #include "mla_decode/mma_form.cuh"
@@ -6,8 +7,8 @@
 #include "mla_decode/mma_ring.cuh"
 #include "mla_decode/rows.cuh"
 
-// Return the exponent of the largest of a token's four scales. It is at least -80, so that 2^-exponent is far from
-// infinity.
+// Return the binary exponent of the largest of a token's four scales. The result is at least -80, so that 2^-exponent
+// does not overflow.
 __device__ __forceinline__ float exponent_of(float4 scales) {
     const float largest = fmaxf(fmaxf(fabsf(scales.x), fabsf(scales.y)), fmaxf(fabsf(scales.z), fabsf(scales.w)));
     return float(max(int(__float_as_uint(largest) >> 23) - 127, -80));
@@ -17,14 +18,14 @@ __device__ __forceinline__ float component(float4 four, int i) {
     return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
 }
 
-// The addresses that a lane gives to ldmatrix, as offsets in a tile.
+// A lane's ldmatrix addresses, as byte offsets in a tile.
 template <typename F> struct Tile8 {
     using T = typename F::T;
     static constexpr int M = F::M, N = F::N, V = F::V;
     int of_tokens[N]; // per token fragment of a warp; the fragments that it owns come first
     int of_columns;   // for 16 tokens and 32 columns of the values
-    // Offsets that are added to `of_tokens`. to_scale leads to the scale of the first of a lane's two tokens in a C
-    // fragment, and to_rotary to the rotary part.
+    // Offsets that are added to `of_tokens`: `to_rotary` gives the address of the rotary part, and `to_scale` the
+    // address of a scale. The scale belongs to the first of a lane's two tokens in a C fragment.
     int to_scale, to_rotary;
 
     __device__ __forceinline__ explicit Tile8(const Thread<F>& thread) {
@@ -62,8 +63,8 @@ template <typename F> struct Tile8 {
         }
     }
 
-    // Copy the tokens by cp.async, chunk by chunk in the order of the cache. Copies are much slower if a line of the
-    // cache goes to several lines of shared memory.
+    // Copy the tokens by cp.async. Consecutive lanes copy consecutive chunks, because copies are much slower if a
+    // 128-byte line of the cache goes to several lines of shared memory.
     static __device__ __forceinline__ void copy_chunks(const Thread<F>& thread, const Sources& sources, unsigned to) {
         constexpr int CHUNKS = F::PITCH / 16, ALL = F::COPIED * CHUNKS;
 #pragma unroll 4
@@ -75,10 +76,10 @@ template <typename F> struct Tile8 {
         }
     }
 
-    // The queries for an 8-bit cache. The MMAs use float16, whose range is narrower than the range of bfloat16. A
-    // bfloat16 query row is therefore divided by a power of two, so that its largest magnitude is in [1, 2). Float16
-    // then represents every number down to 2^-17 exactly, and rounds smaller numbers by at most 2^-25. A lane holds
-    // four neighbouring dimensions of each step of 16 dimensions, in the order of the bytes of a tile.
+    // The queries for an 8-bit cache. The MMAs use float16, which has a narrower range than bfloat16. A bfloat16 query
+    // row is therefore divided by a power of two, so that its largest magnitude is in [1, 2). Float16 then represents
+    // every number down to 2^-17 exactly, and rounds smaller numbers by at most 2^-25. A lane holds four neighbouring
+    // dimensions of each step of 16 dimensions, because a lane also holds four neighbouring bytes of a token.
     struct Queries : QueryFragments<F> {
         static constexpr bool RESCALED = IS_BFLOAT16<T>;
         float factor[M][2]; // the divisor of each row, if RESCALED
@@ -148,8 +149,8 @@ template <typename F> struct Tile8 {
 
     __device__ __forceinline__ void add_latent(float (&scores)[N][M][4], const Queries& queries,
                                                unsigned tile_at) const {
-        // JOINT: token fragments at once. QUADS: unrolled groups of four steps. With 64 rows, larger numbers would
-        // spill registers.
+        // JOINT: token fragments that a warp processes at once. QUADS: unrolled groups of four MMA steps. With 64 rows,
+        // larger values would spill registers.
         constexpr int JOINT = M > 1 && __CUDA_ARCH__ < 900 ? 1 : N < 4 || M > 1 ? 2 : 4;
         constexpr int QUADS = M > 1 && __CUDA_ARCH__ >= 1000 ? 1 : F::LINE_STEPS / 4;
 #pragma unroll QUADS
@@ -214,8 +215,8 @@ template <typename F> struct Tile8 {
     }
 
     // The scales of the tokens that a warp owns. The probabilities are multiplied by the scales before they are rounded
-    // to float16. To keep the products in range, a row's maximum is taken over each score plus the exponent of the
-    // token's largest scale.
+    // to float16. To keep the scaled probabilities in the range of float16, a row's maximum is taken over each score
+    // plus the exponent of the token's largest scale.
     struct Scales {
         float4 scales[F::OWN][2];
         float exponents[F::OWN][2]; // of the largest scale of a token
@@ -233,13 +234,15 @@ template <typename F> struct Tile8 {
 
         __device__ __forceinline__ float exponent(int n, int i) const { return exponents[n][i]; }
 
-        // Return the probabilities of a lane's two tokens in fragment n, multiplied by scale `scale` of each token.
+        // Return the probabilities of a lane's two tokens in fragment n, each multiplied by the token's scale with
+        // index `scale`.
         __device__ __forceinline__ unsigned pack_scaled(int n, int scale, float low, float high) const {
             return pack<__half>(low * component(scales[n][0], scale), high * component(scales[n][1], scale));
         }
     };
 
-    // Add probabilities times values to `out`. All columns of a warp share one scale.
+    // Add the MMA of probabilities and values to `out`. All columns of a warp share one scale per token, which the
+    // probabilities already contain.
     __device__ __forceinline__ void add_values(const Params&, const Thread<F>& thread, float (&out)[M][V][4],
                                                const char* probabilities, unsigned tile_at) const {
 #pragma unroll
@@ -253,8 +256,9 @@ template <typename F> struct Tile8 {
                 ldmatrix_trans(words, tokens_at + of_columns + n * 8);
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    // A register of `words` holds two neighbouring columns of two tokens. `low` has the first 8 of the
-                    // 16 tokens, `high` the other 8. Index 0 of both is the even column, index 1 the odd column.
+                    // A register of `words` holds two neighbouring columns of two tokens. `low` gets the first 8 of the
+                    // 16 tokens, and `high` the other 8. Element 0 of both is the even column, and element 1 the odd
+                    // column.
                     unsigned low[2], high[2];
                     to_halves<__nv_fp8_e4m3>(low, __byte_perm(words[2 * i], 0, 0x3120));
                     to_halves<__nv_fp8_e4m3>(high, __byte_perm(words[2 * i + 1], 0, 0x3120));

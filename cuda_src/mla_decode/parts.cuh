@@ -1,8 +1,8 @@
 // The arguments of latent attention, and the parts and visits that its work is divided into.
 //
-// A (sequence, kv head) has one query row for each query token and each head of the group. All of these rows share one
-// read of the cache. With `indices` every query token counts as a sequence of its own, because it has its own list of
-// tokens.
+// A (sequence, kv head) has one query row for each query token and each head of the group. All of these rows attend to
+// the same tokens, so the tokens are read once for all of them. With `indices` every query token counts as a sequence
+// of its own, because it has its own list of tokens.
 //
 // Sequences are cut into token blocks of 64 tokens, and `plan_parts` assigns the token blocks to parts. A part is the
 // work of the thread blocks with the same blockIdx.z. It covers consecutive sequences, and may begin and end in the
@@ -10,8 +10,9 @@
 // a partial result, and `combine_parts` merges the partial results.
 //
 // Token t of a sequence is in slot t % page_size of page block_table[sequence, t / page_size]. With `indices` it is in
-// slot indices[..., t], where slots are numbered over all pages. The template flag EXTRA adds two features: only the
-// first `topk_lengths` indices count, and the tokens of a second cache (`extra_cache`) follow the tokens of the first.
+// slot indices[..., t], where slots are numbered over all pages. The template flag EXTRA adds two features.
+// `topk_lengths` may limit the number of indices that are used, and the tokens of a second cache (`extra_cache`) may
+// follow the tokens of the first.
 #pragma once
 
 constexpr int BLOCK_TOKENS = 64; // tokens of a token block, the unit of the plan
@@ -29,8 +30,8 @@ struct Params {
     const int* splits;      // [sequences + 1]: splits[i] is the number of visits to sequences 0 ... i - 1
     void* out;              // [batch, query_tokens, heads, head_dim_v]  T
     float* lse;             // [batch, heads, query_tokens]
-    // Partial results of the sequences that several parts visit. The i-th visit to a sequence has slot 2
-    // (splits[sequence] - sequence) + i.
+    // Partial results of the sequences that several parts visit. The i-th visit to a sequence stores its result in row
+    // `2 * (splits[sequence] - sequence) + i`.
     float* partial_out;         // [2 parts, kv_heads, rows, head_dim_v], divided by the row's sum of weights
     float* partial_lse;         // [2 parts, kv_heads, rows], base 2; -inf: no tokens, NaN: an invalid page or slot
     long long q_strides[3];     // batch, token, head; in elements
@@ -40,7 +41,8 @@ struct Params {
     int batch, query_tokens, heads, kv_heads, head_dim, head_dim_v;
     int pages, page_size, max_pages, topk, causal, parts;
     float scale_log2; // scale * log2(e): scores are exponents of 2 until lse is stored
-    // Only with EXTRA. An absent array is null, and extra_topk is 0 if there is no second cache.
+    // The members below are used only with EXTRA. An absent array is null, and extra_topk is 0 if there is no second
+    // cache.
     const int* topk_lengths;  // [batch], of `indices`
     const void* extra_cache;  // [extra_pages, extra_page_size, kv_heads, ...], like `cache`
     const int* extra_indices; // [batch, query_tokens, extra_topk]
@@ -56,8 +58,8 @@ struct Params {
     __device__ __forceinline__ int rows() const { return indices ? group() : query_tokens * group(); }
 };
 
-// One row of the metadata: the token blocks of a part. The metadata may come from the caller, so every number is
-// clamped to its range.
+// One row of the metadata, which describes the token blocks of a part. The metadata may come from the caller, so every
+// entry is clamped to its valid range.
 struct Part {
     int first, first_block; // first sequence, and the first token block in it
     int last, last_block;   // last sequence, and the end (exclusive) of the token blocks in it
@@ -74,7 +76,7 @@ struct Part {
     }
 };
 
-// Return the number of indices that count for a batch entry, clamped to 0 ... topk.
+// Return the number of indices of a batch entry that are used, clamped to 0 ... topk.
 __device__ __forceinline__ int counted(const int* lengths, int batch, int topk) {
     return lengths ? min(max(lengths[batch], 0), topk) : topk;
 }
@@ -82,12 +84,12 @@ __device__ __forceinline__ int counted(const int* lengths, int batch, int topk) 
 // A visit: the work of one part on one sequence.
 struct Visit {
     int sequence;
-    int batch, token;       // batch entry and query token; without `indices` the first one
+    int batch, token;       // batch entry, and query token (0 without `indices`)
     int length, begin, end; // tokens of the sequence; first token and end (exclusive) of the visit
     int before, splits;     // number of visits to all earlier sequences; number of visits to this sequence
     bool whole;             // whether the block table covers every token
 
-    // Set only the members that locate the queries.
+    // Set only `sequence`, `batch` and `token`, which suffice to find the queries.
     __device__ __forceinline__ Visit(const Params& p, int sequence) : sequence(sequence) {
         batch = p.indices ? sequence / p.query_tokens : sequence;
         token = p.indices ? sequence - batch * p.query_tokens : 0;
@@ -96,7 +98,7 @@ struct Visit {
     __device__ __forceinline__ Visit(const Params& p, const Part& part, int sequence) : Visit(p, sequence) {
         before = p.splits[sequence], splits = p.splits[sequence + 1] - before;
         const int wanted = p.indices ? p.topk : max(p.lengths[sequence], 0);
-        // The capacity is at most 2^30 tokens, because token indices have 32 bits.
+        // The capacity is limited to 2^30 tokens, because token indices are 32-bit integers.
         const int capacity = int(min(p.indices ? p.topk : (long long)p.max_pages * p.page_size, 1ll << 30));
         whole = wanted <= capacity, length = min(wanted, capacity);
         begin = sequence == part.first ? part.first_block * BLOCK_TOKENS : 0;
@@ -104,7 +106,7 @@ struct Visit {
     }
 };
 
-// A Visit whose `length` counts the tokens of both caches if EXTRA.
+// A Visit. With EXTRA its `length` is the number of tokens in both caches together.
 template <bool EXTRA> struct VisitOf : Visit {
     using Visit::Visit;
 };
@@ -120,22 +122,22 @@ template <> struct VisitOf<true> : Visit {
 
 // Bytes per token of an 8-bit cache.
 //
-// With heads of 576 dimensions a token has 656 bytes: 512 e4m3 numbers, a float32 scale for each 128 of them, and 64
-// rotary numbers in bfloat16. The rotary numbers do not belong to the value.
+// With heads of 576 dimensions a token has 656 bytes: 512 e4m3 elements, a float32 scale per 128 of them, and 64 rotary
+// elements in bfloat16. The rotary elements are not part of the value.
 //
-// With heads of 512 dimensions a token has 584 bytes, and all dimensions belong to the value. A page has two areas. The
-// first area has 448 e4m3 numbers and 64 rotary numbers in bfloat16 per token. The second area has 8 bytes per token: 7
-// scales, which are powers of two (E8M0) for 64 numbers each, and an unused byte.
+// With heads of 512 dimensions a token has 584 bytes, and all dimensions are part of the value. A page has two areas.
+// The first area stores 448 e4m3 elements and 64 rotary elements in bfloat16 per token. The second area stores 8 bytes
+// per token: 7 scales and an unused byte. A scale is a power of two (E8M0) for 64 elements.
 constexpr int BYTES_OF_576 = 656, BYTES_OF_512 = 584;
 constexpr int PAGED_BYTES = 576, PAGED_SCALES = 8; // bytes per token in the two areas of such a page
-constexpr int PAGED_LATENT = 448;                  // byte offset of a token's rotary numbers in the first area
+constexpr int PAGED_LATENT = 448;                  // byte offset of a token's rotary elements in the first area
 
 // Decode an E8M0 scale, 2^(byte - 127); 255 is NaN.
 __device__ __forceinline__ float of_e8m0(unsigned byte) {
     return __uint_as_float(byte == 0 ? 0x400000 : byte == 255 ? 0x7fc00000 : byte << 23);
 }
 
-// The layout of the first or the second cache. Slots are numbered over all pages, as in `indices`.
+// The address and layout of the first or the second cache. Slots are numbered over all pages, as in `indices`.
 struct Place {
     const char* cache;
     long long strides[3];
@@ -155,8 +157,8 @@ struct Place {
         return cache + (page * strides[0] + place * strides[1] + kv_head * strides[2]) * ITEM;
     }
 
-    // Return the address of a valid slot if pages have two areas (584 bytes per token). Set `scales` to the address of
-    // the token's scales.
+    // Return the address of a valid slot in a cache whose pages have two areas (584 bytes per token). Set `scales` to
+    // the address of the token's scales.
     __device__ __forceinline__ const char* in_two_parts(int slot, const char*& scales) const {
         const int page = unsigned(slot) / unsigned(page_size), place = slot - page * page_size;
         const char* const from = cache + page * strides[0];

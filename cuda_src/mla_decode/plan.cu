@@ -7,12 +7,12 @@
 //
 // Grid: one block of PLAN_THREADS threads.
 //
-// The load is at least ceil(total cost / parts) and at most 2 FIXED larger: a part leaves at most FIXED unused at its
-// end, and pays FIXED again if it continues a sequence. The kernel therefore tests LOADS = 2 FIXED + 1 candidates in
-// parallel and takes the smallest that suffices. A candidate is tested by a chain of dependent steps: one step per
-// sequence (plan_by_sequences.cuh) or one step per part (plan_by_parts.cuh). The chain over the parts is used if the
-// launch has more than 256 threads, which the host chooses for many sequences, and if the table of this chain can hold
-// the total cost.
+// The load is between ceil(total cost / parts) and that value plus 2 * FIXED, because a part leaves at most FIXED
+// unused at its end, and pays FIXED again if it continues a sequence. The kernel therefore tests LOADS = 2 * FIXED + 1
+// candidates in parallel and takes the smallest that suffices. A candidate is tested by a chain of dependent steps: one
+// step per sequence (plan_by_sequences.cuh) or one step per part (plan_by_parts.cuh). The chain over the parts is used
+// if two conditions hold: the launch has more than 256 threads, which the host chooses for many sequences, and the
+// table of this chain can hold the total cost.
 //
 // Speed of light: the latency of the chain. On an H200 the kernel takes 3.3 us for 1 sequence, 4.2 us for 128 and 5.8
 // us for 1024. With the chain over the sequences it takes 6.3 us for 128 sequences and 52.4 us for 1024. An empty

@@ -1,5 +1,5 @@
-// The planning chain with one step per part (see plan.cu). A warp takes up to 32 steps at once. The total cost of the
-// sequences must fit into a table in shared memory.
+// The planning chain with one step per part (see plan.cu). A warp takes up to 32 steps at once. The chain needs a table
+// in shared memory with one byte per unit of the total cost.
 //
 // Place the costs of all sequences on a line, one after the other. Sequence i begins at position starts[i], the sum of
 // FIXED + blocks over the earlier sequences. A part that begins at position x has room up to q = x + load. Let i be the
@@ -11,9 +11,9 @@
 // So the next part begins at q - spare[q] with spare[q] = min(FIXED, q - starts[i]). `spare` is a table of bytes. Its
 // entries are FIXED except at the first FIXED positions of each sequence.
 //
-// One warp follows this chain for each candidate load. Most steps find the same `spare` as the step before. The warp
-// therefore looks up the next 32 steps under the assumption that `spare` stays the same. It accepts the steps up to and
-// including the first one that finds another `spare`.
+// One warp follows this chain for each candidate load. Most steps find the same value in `spare` as the step before.
+// The warp therefore looks up the next 32 steps under the assumption that the value stays the same. It accepts the
+// steps up to and including the first step that finds a different value.
 //
 // All other phases use one thread per part or per sequence, with binary searches.
 #pragma once
@@ -33,7 +33,8 @@ struct PartsMemory {
 constexpr int BY_PARTS_BYTES = 14512; // offset of the table
 static_assert((sizeof(PartsMemory) + 15) / 16 * 16 == BY_PARTS_BYTES, "plan_parts: BY_PARTS_BYTES");
 
-// Return the index of the last number that is at most `value`. The `count` numbers ascend, and numbers[0] is 0.
+// Return the index of the last element of `numbers` that is at most `value`. The `count` elements are in ascending
+// order, and numbers[0] is 0.
 __device__ __forceinline__ int last_up_to(const int* numbers, int count, int value) {
     int low = 0, high = count; // numbers[low] <= value < numbers[high]
     while (high - low > 1) {
@@ -49,7 +50,7 @@ __device__ __forceinline__ int last_up_to(const int* numbers, int count, int val
 // Follow the chain for one load, with one warp. Return whether `parts` parts hold all sequences.
 __device__ __forceinline__ bool follow(const unsigned char* spare, int* cuts, int load, int total, int parts) {
     const int lane = threadIdx.x % 32;
-    int end = load, part = 0, usual = FIXED; // the current part has room up to `end`; `usual` is the predicted `spare`
+    int end = load, part = 0, usual = FIXED; // the part has room up to `end`; `usual` predicts `spare`
     if (lane == 0) cuts[0] = 0;
     while (part < parts) {
         const int q = end + lane * (load - usual), found = spare[min(q, total)];
@@ -66,11 +67,11 @@ __device__ __forceinline__ bool follow(const unsigned char* spare, int* cuts, in
     return false;
 }
 
-// Fill `starts` and the table, and return the total cost. If the total cost is at least table_bytes, the table is too
-// small and is not filled. The caller must pass a block barrier before it reads `starts` and the table.
+// Fill `starts` and the table `spare`, and return the total cost. If the total cost is at least table_bytes, the table
+// is too small and is not filled. The caller must pass a block barrier before it reads `starts` and the table.
 template <int THREADS, bool EXTRA>
 __device__ __forceinline__ int line_up(const PlanParams& p, PartsMemory& memory, int* starts, unsigned char* spare) {
-    constexpr int WARPS = THREADS / 32, MOST = 1 << 18; // more blocks than the table has room for
+    constexpr int WARPS = THREADS / 32, MOST = 1 << 18; // limit for a sequence's blocks, larger than the table
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const int each = (p.sequences + THREADS - 1) / THREADS, first = thread * each;
     const int end = min(first + each, p.sequences);
@@ -130,7 +131,7 @@ template <int THREADS, bool EXTRA> __device__ __forceinline__ bool plan_by_parts
     const int* const cuts = memory.cuts[fitting ? __ffs(fitting) - 1 : LOADS - 1];
 
     // Find the part in which each sequence begins. Threads take the sequences in reverse order, because the first
-    // threads have another search below. `part_of` overwrites the table.
+    // threads do the other search below. `part_of` overwrites the table.
     int* const part_of = reinterpret_cast<int*>(spare);
     for (int i = THREADS - 1 - thread; i < p.sequences; i += THREADS) part_of[i] = last_up_to(cuts, p.parts, starts[i]);
     // Thread k finds where part k begins.

@@ -1,10 +1,10 @@
 // The planning chain with one step per sequence (see plan.cu), for any number of sequences and token blocks.
 //
 // Lane l of the first warp tests the l-th candidate load, sequence by sequence. `room` is the number of token blocks
-// that fit into the current part if it starts on another sequence, which costs FIXED. A new part has room for
-// `capacity` = load - FIXED token blocks. The number of token blocks of a sequence is whole * capacity + rest, with 1
-// <= rest <= capacity (both are 0 for an empty sequence). If the rest does not fit into the room, the sequence either
-// begins in a new part (room <= 0) or ends one part later. Both cases have the same update:
+// that fit into the current part if it starts on another sequence, which costs FIXED. A new part has room for `capacity
+// = load - FIXED` token blocks. A sequence has `whole * capacity + rest` token blocks, where `rest` is between 1 and
+// `capacity` (`whole` and `rest` are 0 for an empty sequence). If the rest does not fit into the room, the sequence
+// either begins in a new part (room <= 0) or ends one part later. Both cases have the same update:
 //
 //   part += whole + (room < rest),   room = max(room, 0) + (room < rest ? capacity : 0) - rest - FIXED.
 //
@@ -21,7 +21,8 @@ struct PlanChunk {
     int* const blocks; // [sequence]: number of token blocks
 };
 
-// Return the total cost of all sequences. Store the numbers of token blocks of the first chunk in `blocks`.
+// Return the total cost of all sequences. Store the number of token blocks of each sequence of the first chunk in
+// `blocks`.
 template <int THREADS, bool EXTRA>
 __device__ __forceinline__ long long total_cost(const PlanParams& p, int* blocks, long long* totals, int thread,
                                                 int lane) {
@@ -40,7 +41,7 @@ __device__ __forceinline__ long long total_cost(const PlanParams& p, int* blocks
     return total;
 }
 
-// Compute `whole` and `rest` of each sequence for the capacities least, least + 1, ...
+// Compute `whole` and `rest` of each sequence for LOADS consecutive capacities, which start at `least`.
 template <int THREADS> __device__ __forceinline__ void prepare_steps(const PlanChunk& chunk, int count, int least) {
     for (int i = threadIdx.x; i < count * LOADS; i += THREADS) {
         const int n = chunk.blocks[i / LOADS], capacity = least + i % LOADS;
@@ -49,8 +50,8 @@ template <int THREADS> __device__ __forceinline__ void prepare_steps(const PlanC
     }
 }
 
-// Run the chain over the sequences of a chunk with this lane's load. Steps are read two iterations ahead, so that a
-// read does not wait for the writes before it.
+// Run the chain over the sequences of a chunk with this lane's load. Each step is read two iterations before its use,
+// so that the chain does not wait for shared memory.
 __device__ __forceinline__ void deal(const PlanChunk& chunk, int count, int capacity, int& part, int& room,
                                      int& begun) {
     const int load = threadIdx.x;
@@ -112,8 +113,8 @@ __device__ __forceinline__ void plan_by_sequences(const PlanParams& p, Sequences
             }
             if (pass == 0) continue;
             __syncthreads();
-            // A visit is the work of one part on one sequence. LANES lanes share a sequence, and lane i of them writes
-            // the metadata of visits i, i + LANES, ...
+            // A visit is the work of one part on one sequence. LANES lanes share a sequence. The i-th of these lanes
+            // writes the metadata of visits i, i + LANES, and so on.
             constexpr int LANES = 8;
             for (int i = thread / LANES; i < count; i += PLAN_THREADS / LANES) {
                 const int sequence = start + i, n = blocks[i], at = i * LOADS + (one_chunk ? chosen : 0);

@@ -3,7 +3,7 @@
 #include "common/warp.cuh"
 #include "mla_decode/parts.cuh"
 
-constexpr int FIXED = 5; // fixed cost of a sequence in a part, in token blocks: loading queries, storing results
+constexpr int FIXED = 5; // fixed cost of a sequence in a part (load queries, store results), in token blocks
 constexpr int LOADS = 2 * FIXED + 1; // number of candidates for the cost limit of a part (see plan.cu)
 
 struct PlanParams {
@@ -11,10 +11,11 @@ struct PlanParams {
     int* metadata;      // [parts, 8]: the rows that Part reads; the row of an unused part is sequences, 0, 0, ...
     int* splits;        // [sequences + 1]: splits[i] is the number of visits to sequences 0 ... i - 1
     int sequences, parts, length;
-    // Only with EXTRA. Each query token is then a sequence: sequence i belongs to batch entry i / query_tokens.
+    // The members below are used only with EXTRA, where each query token is a sequence. Sequence i belongs to batch
+    // entry `i / query_tokens`.
     int query_tokens, extra_topk;
-    const int* topk_lengths;       // [batch], clamped to 0 ... `length`; null: all are `length`
-    const int* extra_topk_lengths; // [batch], clamped to 0 ... `extra_topk`; null: all are `extra_topk`
+    const int* topk_lengths;       // [batch], clamped to the range 0 to `length`; null: all are `length`
+    const int* extra_topk_lengths; // [batch], clamped to the range 0 to `extra_topk`; null: all are `extra_topk`
     int table_bytes;               // size of the table of plan_by_parts
 };
 

@@ -1,4 +1,4 @@
-// The query rows of a kv head: the tokens that they see, and the destination of their results.
+// The query rows of a kv head: the tokens that they attend to, and the destination of their results.
 #pragma once
 #include "common/mma.cuh"
 #include "common/numeric.cuh"
@@ -22,7 +22,7 @@ struct Row {
     }
 };
 
-// Return the first token that row r does not see under the causal mask.
+// Return the first token that the causal mask hides from row r.
 __device__ __forceinline__ int causal_end(const Params& p, int length, int r) {
     const int group = p.group();
     return length - p.query_tokens + 1 + (r < group ? 0 : r / group);
@@ -47,8 +47,8 @@ template <typename T> struct Destination {
     float* partial;
     float factor; // multiplies the accumulated output
 
-    // The sum of the exponentials of the row's scores is `total` * 2^`base`. Several lanes share the row, and
-    // `writes_lse` is true in one of them.
+    // The sum of the exponentials of the row's scores is `total * 2^base`. Several lanes share the row, and
+    // `writes_lse` is true in only one of them.
     __device__ __forceinline__ Destination(const Params& p, const Part& part, const Visit& visit, int kv_head, int r,
                                            float base, float total, bool bad, bool writes_lse)
         : out(nullptr), partial(nullptr), factor(0.f) {
@@ -72,8 +72,9 @@ template <typename T> struct Destination {
         }
     }
 
-    // Store 8 N columns of the row, from column `first` on. The values are in N accumulator fragments (C of m16n8k16),
-    // spread over four neighbouring lanes. `half` selects the fragment row: 0 for row lane / 4, 1 for row lane / 4 + 8.
+    // Store `8 * N` columns of the row, from column `first` on. The values are in N accumulator fragments (C of
+    // m16n8k16), spread over four neighbouring lanes. `half` selects the fragment row: 0 for row lane / 4, 1 for row
+    // lane / 4 + 8.
     template <int N, int DIM_V>
     __device__ __forceinline__ void store(const Params& p, const float (*sums)[4], int half, int first) const {
         const int pair = threadIdx.x % 4, head_dim_v = DIM_V ? DIM_V : p.head_dim_v;
@@ -84,8 +85,8 @@ template <typename T> struct Destination {
                     *reinterpret_cast<float2*>(partial + first + n * 8 + pair * 2) =
                         make_float2(sums[n][half * 2] * factor, sums[n][half * 2 + 1] * factor);
         }
-        // A lane has only 4 bytes of the row per fragment. The four lanes transpose four fragments among themselves, so
-        // that each lane stores the 16 bytes of one fragment.
+        // A lane holds only 4 bytes of the row per fragment. The four lanes of the row transpose four fragments among
+        // themselves, so that each lane can store the 16 bytes of one fragment.
         if (!__any_sync(FULL_WARP, out != nullptr)) return;
 #pragma unroll
         for (int base = 0; base < N; base += 4) {
@@ -111,7 +112,8 @@ template <typename T> struct Destination {
         }
     }
 
-    // Like `store`, but of each 16 columns fragment 2 k holds the even columns and fragment 2 k + 1 the odd columns.
+    // Like `store`, for interleaved fragments: fragments `2 * k` and `2 * k + 1` hold the even and the odd columns of
+    // the k-th group of 16 columns.
     template <int N>
     __device__ __forceinline__ void store_interleaved(const float (*sums)[4], int half, int first) const {
         const int pair = threadIdx.x % 4;

@@ -1,17 +1,17 @@
-// The producer warpgroups of attend_two_loaders for an 8-bit cache of 656 bytes per token, in pages or with `indices`.
-// They convert the tokens to bfloat16.
+// The producer warpgroups of attend_two_loaders for an 8-bit cache of 656 bytes per token, addressed by block table or
+// by `indices`. They convert the tokens to bfloat16.
 //
-// A warp converts eight tokens of each tile, one half of the value columns after the other. A lane converts 16 numbers
+// A warp converts eight tokens of each tile, one half of the value columns after the other. A lane converts 16 elements
 // of every second token. Four lanes write the 64 columns of one row of a tile in shared memory. The next four lanes
 // write the row of the next token, whose chunks are in other banks. Registers hold the bytes of a whole tile. As soon
 // as a half is converted, loads for the next tile are issued into its registers, and are in flight while the other half
-// is converted. The rotary part is copied unchanged, because it has 16 bits already. The lanes look up four tiles at
-// once, four to seven tiles before their conversion.
+// is converted. The rotary part is copied unchanged, because it is bfloat16 already. The lanes look up the addresses of
+// four tiles at once, four to seven tiles before the tiles are converted.
 //
 // No warp waits for data that it does not need yet. The producers execute no proxy fence before they arrive at a full
 // barrier, because the fence would also wait for the loads of the next tile. The consumers execute the fence instead
-// (Seesaw::wait_for_keys). The rotary part and the queries arrive by cp.async.mbarrier.arrive when their copies
-// complete.
+// (Seesaw::wait_for_keys). For the rotary part and the queries, cp.async.mbarrier.arrive arrives at the barrier when
+// the copies complete.
 #pragma once
 #include "common/fp8.cuh"
 #include "mla_decode/two_loaders_shared.cuh"
@@ -19,8 +19,8 @@
 // Bit of an address that marks a missing token.
 constexpr unsigned long long MISSING = 1ull << 63;
 
-// Load 16 bytes of a token; zeros if it is missing. The load is not ld.global.nc, because ptxas may move read-only
-// loads past later barriers to the first use of their bytes.
+// Load 16 bytes of a token. Return zeros if the token is missing. The load is not ld.global.nc, because ptxas may move
+// read-only loads past later barriers to the first use of their bytes.
 __device__ __forceinline__ uint4 load_token(unsigned long long from) {
     uint4 value;
     asm volatile("{ .reg .pred there;\n"
@@ -36,7 +36,7 @@ __device__ __forceinline__ uint4 load_token(unsigned long long from) {
     return value;
 }
 
-// Issue a cp.async of 16 bytes of a token; zeros if it is missing.
+// Issue a cp.async of 16 bytes of a token. Write zeros if the token is missing.
 __device__ __forceinline__ void copy_token_async(unsigned to, unsigned long long from) {
     asm volatile("{ .reg .pred missing;\n"
                  "  setp.lt.s64 missing, %1, 0;\n"
@@ -45,12 +45,12 @@ __device__ __forceinline__ void copy_token_async(unsigned to, unsigned long long
                  : "memory");
 }
 
-// The data that a converting warp keeps about a tile: where the tile begins, and which of the warp's eight tokens
+// What a converting warp stores about a tile: whether a sequence begins with it, and which of the warp's eight tokens
 // exist.
 struct TileNote {
     static constexpr int NONE = -1, END = -2;
 
-    int start;            // sequence, if the tile is its first tile in the part; NONE: another tile; END: no tile
+    int start;            // the sequence that begins with this tile; NONE: no sequence begins; END: after the last tile
     unsigned short there; // a bit per token, set if the token exists
     unsigned short bad;   // not 0 if an entry is outside the cache
 };
@@ -58,9 +58,9 @@ struct TileNote {
 // The state of the converting warps. Each warp uses its own entries. The state is in shared memory, so that it occupies
 // no registers in the mainloop.
 struct ConverterShared : WgmmaShared {
-    static constexpr int FOUND = 8, AHEAD = FOUND / 2; // tiles with stored addresses; tiles from look_up to conversion
+    static constexpr int FOUND = 8, AHEAD = FOUND / 2; // tiles with addresses; tiles from lookup to conversion
 
-    alignas(16) float scales[2][BLOCK_TOKENS][4];      // of the tokens of a tile and the next tile
+    alignas(16) float scales[2][BLOCK_TOKENS][4];      // [tile % 2][token]: the scales of this tile and the next one
     unsigned long long addresses[FOUND][BLOCK_TOKENS]; // first an Entry, then the address of a token or MISSING
     TileNote notes[FOUND][LOADING_WARPS];
     TilePlace places[AHEAD][LOADING_WARPS]; // the next tiles to look up
@@ -95,8 +95,8 @@ struct Converter {
     __device__ __forceinline__ TileNote& note(unsigned tile) const { return shared.notes[tile % FOUND][warp]; }
 
     // Issue the copies of the table entries of TOGETHER tiles, from `tile` on. TOKENS lanes look up one tile, and
-    // `cursor` is at the lane's tile. The entry of a token is copied to the place where the address of the token will
-    // be stored.
+    // `cursor` is at the lane's tile. The entry of a token is copied to the location where `find` will store the
+    // address of the token.
     template <typename Cursor> __device__ __forceinline__ void look_up(Cursor cursor, unsigned tile) const {
         const unsigned lane = Converter::lane(), which = lane / TOKENS, i = lane % TOKENS;
         Entry& entry = reinterpret_cast<Entry&>(address(tile + which, i));
@@ -141,7 +141,8 @@ struct Converter {
         cp_async_commit_group();
     }
 
-    // Issue the copies of a tile's rotary part, as one commit group. They arrive at its full barrier on completion.
+    // Issue the copies of a tile's rotary part, as one commit group. On completion the copies arrive at the full
+    // barrier of the rotary part.
     __device__ __forceinline__ void copy_rotary(unsigned tile) const {
         const unsigned lane = Converter::lane();
         const unsigned long long* const from = &address(tile, lane / 8);
@@ -154,8 +155,8 @@ struct Converter {
         cp_async_commit_group();
     }
 
-    // Issue the copies of the warp's query rows of a sequence. They arrive at queries_full on completion. One row at a
-    // time takes fewer registers than load_queries.
+    // Issue the copies of the warp's query rows of a sequence. On completion the copies arrive at queries_full. The
+    // rows are copied one at a time, which takes fewer registers than load_queries.
     template <typename T> __device__ __forceinline__ void copy_queries(const Visit& visit) const {
         const unsigned lane = Converter::lane();
 #pragma unroll 1
@@ -187,7 +188,7 @@ struct Converter {
         for (int i = 0; i < EACH; ++i) raw[i] = load_token(from[2 * i] + offset);
     }
 
-    // Convert eight e4m3 numbers to bfloat16, multiplied by their scale.
+    // Convert eight e4m3 elements to bfloat16, multiplied by their scale.
     static __device__ __forceinline__ uint4 widen(unsigned low, unsigned high, float scale) {
         const unsigned fours[2] = {low, high};
         unsigned to[4];
@@ -260,7 +261,7 @@ __device__ __forceinline__ void convert_by_two(const Params& p, WgmmaShared& all
         mbarrier_wait(shared_address(&shared.empty[buffer][buffer]), phase);
         c.template tell<GATHER>(note, tile, visited);
         c.convert(raw[0], tile, buffer);
-        // Most registers are free here, so the lookups are done here.
+        // The lookups are done at this point, because most registers are free here.
         if (tile % C::TOGETHER == 0)
             c.look_up(Cursor(p, part, shared.places[c.lane() / C::TOKENS][c.warp]), tile + C::AHEAD);
         if ((tile + 2) % C::TOGETHER == 0) c.template find<GATHER>(tile + 2);

@@ -14,7 +14,7 @@ __device__ __forceinline__ void copy_32_halves(const Found& found, unsigned quer
                            found.of(i) + half * 4 * COLUMNS * 2 + lane * 16, found.there >> i & 1);
 }
 
-// Issue the copies of the rotary part of these tokens.
+// Issue the copies of the rotary part of 32 tokens. Lane i has the address of token i.
 __device__ __forceinline__ void copy_32_rotaries(const Found& found, unsigned queries, int buffer, int first,
                                                  int lane) {
     const unsigned tile = key_tile(queries, buffer, ROTARY_TILE) + first * COLUMNS * 2;
@@ -26,8 +26,8 @@ __device__ __forceinline__ void copy_32_rotaries(const Found& found, unsigned qu
     }
 }
 
-// The producer loop. Each half of each buffer belongs to two warps. They refill the half as soon as its empty barrier
-// completes, with 32 tokens each.
+// The producer loop. Each half of each buffer belongs to two warps. As soon as the empty barrier of the half completes,
+// each of the two warps refills 32 of its 64 tokens.
 template <typename T>
 __device__ __forceinline__ void gather_by_two(const Params& p, WgmmaShared& shared, unsigned queries) {
     constexpr int OWN = BLOCK_TOKENS / 2;
@@ -47,7 +47,7 @@ __device__ __forceinline__ void gather_by_two(const Params& p, WgmmaShared& shar
     auto find = [&] { own.template find<false, true>(p, entry); };
     if (buffer == 1) cursor.advance();
     look_up(), find(), look_up();
-    int used = 0, visited = 0; // number of tiles, and of sequences with tiles, so far
+    int used = 0, visited = 0; // tiles so far; sequences with tiles so far
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
         const Visit visit(p, part_again<true>(p, part), sequence);
         if (visit.begin >= visit.end) continue;

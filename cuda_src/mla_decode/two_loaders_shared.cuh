@@ -5,7 +5,8 @@
 constexpr int TWO_LOADERS_THREADS = 4 * WARPGROUP;
 constexpr int LOADING_WARPS = 2 * WARPGROUP / 32;
 
-// The rotary part has the full barrier full[buffer][ROTARY_FULL], and a half has full[buffer][half].
+// full[buffer][half] is the full barrier of each half of the value columns, and full[buffer][ROTARY_FULL] is the full
+// barrier of the rotary part.
 constexpr int ROTARY_FULL = 2;
 
 // Return the warp's index among the producer warps. The shuffle tells the compiler that the index is uniform, which

@@ -16,14 +16,14 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
     // With TMA each tile of 64 columns has a full barrier, and the values after the last token must be cleared. Without
     // TMA each half of a buffer has a full barrier, and the producer writes zeros after the last token.
     static constexpr bool BY_TILE = !FP8 && !GATHER;
-    // Two producer warpgroups that gather tokens: their copies take longer than the MMAs. A consumer therefore adds the
-    // values of the other consumer's tile before, not during, the scores of its own tile. This frees half of the other
-    // buffer even if the keys of its own tile have not arrived yet.
+    // VALUES_FIRST: the producers gather tokens, and their copies take longer than the MMAs. A consumer therefore
+    // completes P V of the other consumer's tile before it computes the scores of its own tile. This frees half of the
+    // other buffer even if the keys of its own tile have not arrived yet.
     static constexpr bool VALUES_FIRST = ROTARY_APART && !FP8;
-    // Two producer warpgroups that convert tokens: their tiles arrive early enough, and the consumers wait for each
-    // other's probabilities. A consumer therefore publishes its probabilities before it waits for the MMAs with the
-    // values of the other consumer's tile. It also executes the proxy fence between the producers' stores and its wgmma
-    // reads: in a producer, the fence would wait for the producer's loads.
+    // CONVERTED: the producers convert tokens, and their tiles arrive early enough, so the consumers wait for each
+    // other's probabilities. A consumer therefore publishes its probabilities before it waits for P V of the other
+    // consumer's tile. The consumer also executes the proxy fence between the producers' stores and its wgmma reads,
+    // because in a producer the fence would wait for the producer's loads.
     static constexpr bool CONVERTED = ROTARY_APART && FP8;
     const Params& p;
     WgmmaShared& shared;
@@ -53,8 +53,8 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         for (int j = 0; j < 128; ++j) output[j] *= factor[j / 2 % 2];
     }
 
-    // Return the descriptor of the wgmma operand `offset` bytes after the queries. Only its lower half varies, and only
-    // by a constant, so each descriptor takes one addition.
+    // Return the descriptor of the wgmma operand `offset` bytes after the queries. Descriptors differ only in their
+    // lower half, by a constant, so each one takes a single addition.
     __device__ __forceinline__ unsigned long long k_major(int offset) const {
         return k_major_descriptor_of((queries >> 4) + ((offset >> 4) + (1 << 16)));
     }
@@ -89,7 +89,7 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         wgmma_commit_group();
     }
 
-    // Set the scores of tokens that `indices` skip to -inf.
+    // Set the scores of the tokens whose `valid` bit is 0 to -inf.
     __device__ __forceinline__ void skip(float (&scores)[32]) {
         const unsigned long long valid = shared.valid[SIDE];
         if (valid == ~0ull) return;
@@ -99,9 +99,9 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
             if (!((j < 16 ? low : high) >> (j / 4 % 4 * 8 + j % 2) & 1)) scores[j] = -CUDART_INF_F;
     }
 
-    // Compute P as A fragments, and in float32 in `scores`. Row i sees the first limits[i] tokens of the tile, or all
-    // tokens if `all`. `higher` holds the bases of the two rows; a base is raised to the row's maximum if the maximum
-    // exceeds it by more than BASE_LAG.
+    // Compute P as A fragments, and store it in float32 in `scores`. Row i attends to the first limits[i] tokens of the
+    // tile, or to all tokens if `all`. `higher` holds the bases of the two rows; a base is raised to the row's maximum
+    // if the maximum exceeds it by more than BASE_LAG.
     __device__ __forceinline__ void exponentiate(unsigned (&probabilities)[4][4], float (&scores)[32],
                                                  const int (&limits)[2], bool all, float (&higher)[2]) {
         if (!all) {
@@ -138,7 +138,8 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         fence_proxy_async();
     }
 
-    // Store the probabilities for the other consumer. They overwrite the rotary part of their own keys.
+    // Store the probabilities for the other consumer. The probabilities overwrite the rotary part of the keys of the
+    // same tile.
     __device__ __forceinline__ void store_probabilities(const unsigned (&probabilities)[4][4]) {
         const unsigned to = key_tile(queries, SIDE, ROTARY_TILE) + (warp * 16 + lane % 16) * COLUMNS * 2;
 #pragma unroll
@@ -175,7 +176,8 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         wgmma_commit_group();
     }
 
-    // Wait for the probabilities of the tile in the other buffer, take over their base, and issue P V of that tile.
+    // Wait for the probabilities of the tile in the other buffer, rescale to the other consumer's base, and issue P V
+    // of that tile.
     __device__ __forceinline__ void start_other_values() {
         named_barrier_sync<SIDE == 0 ? PROBABILITIES_1 : PROBABILITIES_0, 2 * WARPGROUP>();
         const float higher[2] = {shared.base[1 - SIDE][row(0)], shared.base[1 - SIDE][row(1)]};
@@ -221,8 +223,8 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
     }
 
     // The mainloop body for one tile of this consumer: S, P V of the tile in the other buffer, P, and P V of this tile.
-    // With causal masking, row i sees the tokens before visit.length + ends[i], and the block's first row sees the
-    // tokens before visit.length + first_end.
+    // With causal masking, row i attends to the tokens before `visit.length + ends[i]`, and the block's first row to
+    // the tokens before `visit.length + first_end`.
     __device__ __forceinline__ void own_tile(const Visit& visit, int tile, int tiles, int phase, int first_end,
                                              const int (&ends)[2]) {
         float scores[32];
@@ -274,16 +276,16 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
     }
 };
 
-// The consumer loop over all sequences of the part, the work of one thread block.
+// The consumer loop over all sequences of the part (the work of one thread block).
 template <typename T, bool FP8, bool GATHER, int SIDE, bool EXTRA, int KEY_TILES, int ROTARY_APART = 0>
 __device__ __forceinline__ void compute(const Params& p, WgmmaShared& shared, unsigned queries) {
     const int lane = threadIdx.x % 32, first_row = blockIdx.x * WGMMA_ROWS;
     Seesaw<T, FP8, GATHER, SIDE, KEY_TILES, ROTARY_APART> w{p, shared, queries, int(threadIdx.x / 32 % 4), lane};
     const Part part(p, blockIdx.z);
-    // Causal limits for `own_tile`. They take divisions and are the same for all visits, so they are computed once.
+    // Causal limits for `own_tile`. They are the same for all visits and need divisions, so they are computed once.
     const int first_end = causal_end(p, 0, first_row);
     const int ends[2] = {causal_end(p, 0, first_row + w.row(0)), causal_end(p, 0, first_row + w.row(1))};
-    int used = 0, visited = 0; // number of tiles, and of sequences with tiles, so far
+    int used = 0, visited = 0; // tiles so far; sequences with tiles so far
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
         const VisitOf<EXTRA> visit(p, part, sequence);
         const int tiles = ceil_div(max(visit.end - visit.begin, 0), BLOCK_TOKENS);

@@ -1,10 +1,10 @@
-// The producer warpgroup of attend_wgmma for an 8-bit cache, in pages or with `indices`. The producer converts the
-// tokens to 16 bits.
+// The producer warpgroup of attend_wgmma for an 8-bit cache, addressed by block table or by `indices`. The producer
+// converts the tokens to the 16-bit dtype of the queries.
 //
-// A warp converts 16 tokens of each tile, one half of the value columns after the other. A lane converts 16 numbers of
+// A warp converts 16 tokens of each tile, one half of the value columns after the other. A lane converts 16 elements of
 // every second token. Four lanes write the 64 columns of one row of a tile in shared memory. The next four lanes write
 // the row of the next token, whose chunks are in other banks. The bytes of a half are loaded into registers while the
-// consumers still read the place in shared memory where the half will go. The tokens two tiles ahead are prefetched
+// consumers still read the previous contents of its buffer in shared memory. The tokens two tiles ahead are prefetched
 // into L2.
 #pragma once
 #include "common/fp8.cuh"
@@ -20,24 +20,24 @@ struct ConvertShared : WgmmaShared {
 template <int BYTES> struct ConverterLane {
     static constexpr bool PAGED = BYTES == BYTES_OF_512;
     static constexpr int WARPS = WARPGROUP / 32, TOKENS = BLOCK_TOKENS / WARPS;
-    static constexpr int HELD = TOKENS / 2;     // 16-byte registers: one half of the columns of the lane's tokens
-    static constexpr int ROTARIES = TOKENS / 4; // 16-byte registers that the rotary part needs
+    static constexpr int HELD = TOKENS / 2;     // registers of 16 bytes for one half of the columns of the tokens
+    static constexpr int ROTARIES = TOKENS / 4; // registers of 16 bytes for the rotary part
     static constexpr int LATENT_DIMS = 512, SCALES = 4;
     static constexpr int FETCHED = PAGED ? PAGED_BYTES : BYTES;   // contiguous bytes of a token
     static constexpr unsigned long long MISSING = 0, OUTSIDE = 1; // values instead of an address
 
     int warp, lane, odd;    // odd: 1 if the lane converts the odd tokens
     int first, own;         // first token of the warp, and the token whose address the lane finds
-    unsigned latent_offset; // offset of the lane's numbers in a token
-    unsigned rotary_offset; // offset of the lane's rotary numbers in a token
-    unsigned tile_offset;   // offset of the lane's numbers in the tiles of a half, for its first token
+    unsigned latent_offset; // offset of the lane's elements in a token
+    unsigned rotary_offset; // offset of the lane's rotary elements in a token
+    unsigned tile_offset;   // offset of the lane's elements in the tiles of a half, for its first token
 };
 
 __device__ __forceinline__ unsigned long long& address_of(ConvertShared& shared, int tile, int token) {
     return shared.addresses[tile & 3][token];
 }
 
-// Load 16 bytes of a token; zeros if it does not exist.
+// Load 16 bytes of a token. Return zeros if the token does not exist.
 __device__ __forceinline__ uint4 load_bytes(unsigned long long address, unsigned offset) {
     return load_or_zero(reinterpret_cast<const char*>(address + offset), address > ConverterLane<0>::OUTSIDE);
 }
@@ -65,7 +65,7 @@ __device__ __forceinline__ float load_scale(ConvertShared& shared, const Convert
     return scale;
 }
 
-// Convert and store 16 numbers, multiplied by their scale.
+// Convert 16 elements, multiply them by their scale, and store them.
 template <typename T, int BYTES>
 __device__ __forceinline__ void store_scaled(unsigned queries, const ConverterLane<BYTES>& c, int buffer, int half,
                                              int i, const uint4& raw, float scale) {
@@ -87,7 +87,7 @@ __device__ __forceinline__ void store_scaled(unsigned queries, const ConverterLa
     store_shared(to ^ 16, make_uint4(scaled[4], scaled[5], scaled[6], scaled[7]));
 }
 
-// Convert and store 16 numbers of the lane's i-th token. Each lane passes its result of `load_scale`, and a shuffle
+// Convert and store 16 elements of the lane's i-th token. Each lane passes its result of `load_scale`, and a shuffle
 // fetches the scale of the token.
 template <typename T, int BYTES>
 __device__ __forceinline__ void store_latent(unsigned queries, const ConverterLane<BYTES>& c, int buffer, int half,
@@ -95,7 +95,7 @@ __device__ __forceinline__ void store_latent(unsigned queries, const ConverterLa
     store_scaled<T>(queries, c, buffer, half, i, raw, __shfl_sync(FULL_WARP, scale, 2 * i + c.odd + (c.lane & 16)));
 }
 
-// Convert and store 16 numbers of the lane's i-th token if PAGED. Each tile of 64 columns has its own scale.
+// Convert and store 16 elements of the lane's i-th token if PAGED. Each tile of 64 columns has its own scale.
 template <typename T, int BYTES>
 __device__ __forceinline__ void store_paged(ConvertShared& shared, unsigned queries, const ConverterLane<BYTES>& c,
                                             int tile, int half, int i, const uint4& raw) {
@@ -160,8 +160,8 @@ __device__ __forceinline__ void convert_second_half(ConvertShared& shared, unsig
     }
 }
 
-// Only if PAGED: convert half `half` of tile `used`, and the rotary part if `half` is 1. Refill `raw` with half 1 -
-// (used & 1) of tile `next`.
+// Only if PAGED: convert half `half` of tile `used`, and the rotary part if `half` is 1. Refill `raw` with half `1 -
+// (used & 1)` of tile `next`.
 template <typename T, int BYTES>
 __device__ __forceinline__ void
 convert_paged_half(ConvertShared& shared, unsigned queries, const ConverterLane<BYTES>& c,
@@ -192,7 +192,7 @@ __device__ __forceinline__ void convert_tiles(const Params& p, WgmmaShared& all,
     const int odd = lane / 4 % 2, quarter = lane / 8;
     const Part part(p, blockIdx.z);
     TileCursor<GATHER, EXTRA> cursor(p, part);
-    // Lanes i and i + 16 find the address of the warp's i-th token.
+    // Lanes i and i + 16 look up the address of the warp's i-th token.
     const int first = warp * C::TOKENS, own = first + lane % C::TOKENS;
     const C c{warp,
               lane,
@@ -238,7 +238,7 @@ __device__ __forceinline__ void convert_tiles(const Params& p, WgmmaShared& all,
 #pragma unroll
     for (int i = 0; i < C::HELD; ++i) raw[i] = load_latent(shared, c, 0, 0, i);
     find(1);
-    int used = 0, visited = 0; // number of tiles, and of sequences with tiles, so far
+    int used = 0, visited = 0; // tiles so far; sequences with tiles so far
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
         const VisitOf<EXTRA> visit(p, part_again<EXTRA>(p, part), sequence);
         if (visit.begin >= visit.end) continue;

@@ -14,7 +14,7 @@ __device__ __forceinline__ void copy_half(const Found (&found)[2], unsigned quer
     }
 }
 
-// Issue the copies of the rotary part of these tokens.
+// Issue the copies of the rotary part of 64 tokens. Lane i has the addresses of tokens i and i + 32.
 __device__ __forceinline__ void copy_rotary(const Found (&found)[2], unsigned queries, int buffer, int lane) {
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
@@ -56,7 +56,7 @@ __device__ __forceinline__ void gather_tiles(const Params& p, WgmmaShared& share
     };
     if (buffer == 1) cursor.advance();
     look_up(), find(), look_up();
-    int used = 0, visited = 0; // number of tiles, and of sequences with tiles, so far
+    int used = 0, visited = 0; // tiles so far; sequences with tiles so far
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
         const VisitOf<EXTRA> visit(p, part, sequence);
         if (visit.begin >= visit.end) continue;

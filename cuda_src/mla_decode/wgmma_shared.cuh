@@ -9,33 +9,34 @@
 
 constexpr int WGMMA_ROWS = 64;
 constexpr int WGMMA_THREADS = 3 * WARPGROUP;
-// A tile in shared memory has 64 rows of COLUMNS 16-bit numbers. A row has 128 bytes.
+// A tile in shared memory has 64 rows of COLUMNS elements of 16 bits, 128 bytes per row.
 constexpr int COLUMNS = 64;
 constexpr int TILE_BYTES = 64 * COLUMNS * 2;
-// The tiles of 64 queries or of 64 tokens: four for each half of the value columns, then the rotary part. Heads of 512
-// dimensions have only the first eight tiles. Their ninth key tile holds nothing except the probabilities.
+// 64 queries, or the keys of 64 tokens, take nine tiles: four for each half of the value columns, and one for the
+// rotary part. Heads of 512 dimensions fill only the first eight tiles. Their ninth key tile holds only the
+// probabilities.
 constexpr int TILES = 9, VALUE_TILES = 8, ROTARY_TILE = 8;
-constexpr int VISITS = 4; // sequences whose `bad` entry is kept; producers are up to two sequences ahead
+constexpr int VISITS = 4; // entries of `bad`, one per sequence; producers are up to two sequences ahead
 
-// The shared memory after 27 tiles: 9 of queries, and two buffers of 9 tiles of keys. Converting producers keep more
-// data after it.
+// The shared memory after 27 tiles: 9 of queries, and two buffers of 9 tiles of keys. Converting producers store more
+// data after this struct.
 struct WgmmaShared {
-    unsigned long long full[2][TILES]; // full barriers of the buffers: one per tile, without TMA one per half
+    unsigned long long full[2][TILES]; // full barriers of the buffers: with TMA one per tile, else one per half
     unsigned long long empty[2][2];    // empty barriers of the buffers, one per half
     unsigned long long queries_full;   // full barrier: the queries of a sequence are loaded
     unsigned long long queries_empty;  // empty barrier: the queries have been read
     unsigned long long summed;         // both consumers have stored their sums of a sequence
     float base[2][WGMMA_ROWS];         // [consumer]: bases after its latest tile
     float sums[2][2][WGMMA_ROWS];      // [index of the sequence in the part % 2][consumer]
-    int bad[VISITS];                   // [i % VISITS]: i, if the i-th sequence with tiles has an invalid page or slot
+    int bad[VISITS];                   // bad[i % VISITS] is i if sequence i (with tiles) has an invalid page or slot
     unsigned long long valid[2];       // with `indices`: a bit per token of a buffer, set if it exists
 };
 // Bytes before WgmmaShared: the 1024-byte alignment of the first tile, and the tiles.
 constexpr int BEFORE_SHARED = 1024 + 3 * TILES * TILE_BYTES;
 
 struct alignas(64) WgmmaParams {
-    // Tensor map of the cache [pages, page_size, kv_heads, 576]. A box is 64 columns of `box_tokens` tokens of a head.
-    // Unused with FP8 or GATHER.
+    // Tensor map of the cache [pages, page_size, kv_heads, 576]. A TMA box is 64 columns of `box_tokens` tokens of a
+    // head. Unused with FP8 or GATHER.
     TensorMap map;
     Params p;
     int box_tokens; // divides 64 and page_size
@@ -50,8 +51,9 @@ __device__ __forceinline__ unsigned key_tile(unsigned queries, int buffer, int t
     return queries + ((buffer + 1) * TILES + tile) * TILE_BYTES;
 }
 
-// Issue the copies of query rows first, first + LOADERS, ... as one commit group, with one of LOADERS warps. A row has
-// ROW_TILES tiles, 8 or 9. AT_ONCE: rows in flight at once, limited by the registers.
+// Issue this warp's copies of queries as one commit group. LOADERS warps share the rows, and this warp copies rows
+// `first`, `first + LOADERS`, and so on. A row spans ROW_TILES tiles, 8 or 9. AT_ONCE is the number of rows in flight
+// at once, limited by the registers.
 template <typename T, int LOADERS, int ROW_TILES, int AT_ONCE = LOADERS == 4 ? 2 : 4>
 __device__ __forceinline__ void load_queries(const Params& p, const Visit& visit, unsigned queries, int first) {
     constexpr int EACH = (WGMMA_ROWS + LOADERS - 1) / LOADERS;
@@ -80,7 +82,7 @@ __device__ __forceinline__ void load_queries(const Params& p, const Visit& visit
 }
 
 // Wait for this thread's query copies, and arrive at queries_full. The latest LATER commit groups are copies of keys
-// and stay in flight.
+// and may stay in flight.
 template <int LATER> __device__ __forceinline__ void publish_queries(WgmmaShared& shared) {
     cp_async_wait_group<LATER>();
     fence_proxy_async();

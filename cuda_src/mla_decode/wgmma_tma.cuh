@@ -2,7 +2,7 @@
 #pragma once
 #include "mla_decode/wgmma_shared.cuh"
 
-// Load the queries of each sequence of the part, with three warps. The part is the work of this thread block.
+// Load the queries of each sequence of the part (the work of this thread block) with three warps.
 template <typename T>
 __device__ __forceinline__ void load_queries_of_visits(const Params& p, const Part& part, WgmmaShared& shared,
                                                        unsigned queries, int warp) {
@@ -27,12 +27,12 @@ __device__ __forceinline__ void load_tiles(const WgmmaParams& params, WgmmaShare
         return;
     }
     const int box = params.box_tokens, boxes = BLOCK_TOKENS / box;
-    int visited = 0, used = 0; // number of sequences with tiles, and of tiles, so far
+    int visited = 0, used = 0; // sequences with tiles so far; tiles so far
     for (int sequence = part.first; sequence <= part.last; ++sequence) {
         const Visit visit(p, part, sequence);
         if (visit.begin < visit.end) ++visited;
         const int* table = p.block_table + sequence * p.table_stride;
-        // Find the page and the slot of a box of tokens. Lane i has the i-th box from token `start` on.
+        // Find the page and the slot of a TMA box of tokens. Lane i takes the i-th box from token `start` on.
         auto find = [&](int start, int& page, int& slot) {
             const int token = start + lane * box;
             page = -1, slot = 0;
@@ -52,9 +52,9 @@ __device__ __forceinline__ void load_tiles(const WgmmaParams& params, WgmmaShare
             find(start + BLOCK_TOKENS, next_page, next_slot);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                // Load the half that the other consumer reads as values second, because this half is freed last. The
-                // rotary tile is freed together with this half, because the other consumer reads the probabilities
-                // there.
+                // Each consumer reads one half of the buffer as values. The half of the other consumer is loaded
+                // second, because it is freed last. The rotary tile is freed together with it, because the other
+                // consumer reads the probabilities from the rotary tile.
                 const int half = i ^ buffer;
                 mbarrier_wait(shared_address(&shared.empty[buffer][half]), phase);
                 // Set the flag only after this wait: until then the consumers may still read the same entry of `bad`

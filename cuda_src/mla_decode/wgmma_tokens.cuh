@@ -5,20 +5,20 @@
 // The entry of a token in the block table or in `indices`.
 struct Entry {
     int id;   // page of the token, or its slot in the cache
-    int slot; // slot in the page; -1: the tile has no such token
+    int slot; // slot in the page; -1: the token does not exist
 
-    // Return an entry for EXTRA, in one register: `id` is the slot, and its sign bit marks the second cache. -1: no
-    // token.
+    // Return an entry that needs only one register, for EXTRA: `id` is the slot, and the sign bit of `id` marks the
+    // second cache. -1 means no token.
     static __device__ __forceinline__ Entry in_one(int slot, bool second) {
         return {slot < 0 ? -1 : int(min(slot, LAST) | unsigned(second) << 31), 0};
     }
     __device__ __forceinline__ bool second() const { return id < -1; }
     __device__ __forceinline__ int slot_of_one() const { return id & 0x7fffffff; }
-    static constexpr int LAST = 0x7ffffffe; // larger than any real slot number
+    static constexpr int LAST = 0x7ffffffe; // larger than any valid slot
 };
 
-// Return the part of this thread block. With AGAIN the part is read from memory again, so that it occupies no registers
-// in the mainloop.
+// Return the part (the work) of this thread block. With AGAIN the part is read from memory again, so that it does not
+// occupy registers in the mainloop.
 template <bool AGAIN> __device__ __forceinline__ Part part_again(const Params& p, const Part& part) {
     if constexpr (AGAIN)
         return Part(p, blockIdx.z);
@@ -26,8 +26,8 @@ template <bool AGAIN> __device__ __forceinline__ Part part_again(const Params& p
         return part;
 }
 
-// The place of a tile of 64 tokens: the sequence, the first token, and the end of the part's tokens in this sequence.
-// `token` and `end` are 0 after the last tile of the part.
+// The position of a tile of 64 tokens: the sequence, the first token, and the end (exclusive) of the part's tokens in
+// this sequence. `token` and `end` are 0 after the last tile of the part.
 struct TilePlace {
     int sequence, token, end;
 };

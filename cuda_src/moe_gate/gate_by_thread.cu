@@ -4,13 +4,13 @@
 // moe_gate.cu. A row of 8 logits takes one or two 16-byte loads. Everything else stays in the registers of one thread,
 // so no lane waits for another.
 //
-// EXPERTS: at most 16. SCORING: SOFTMAX, or ANY if an argument selects one of the other scorings.
+// EXPERTS: at most 16. SCORING: SOFTMAX, or ANY if the argument `scoring` selects another scoring function.
 //
 // Grid: one thread per token, at most THREADS per block.
 //
-// Speed of light: with few tokens the latency of the launch and of one round trip to memory; with very many tokens
-// memory traffic: read the logits, write topk weights and ids. On an H200, with 8 bfloat16 experts and topk 2, 1 token
-// takes 1.79 us, 1024 take 1.97 us and 8192 take 2.12 us; an empty kernel takes 0.54 us.
+// Speed of light: with few tokens the latency of the launch and of one memory access; with very many tokens the time to
+// read the logits and to write topk weights and ids. On an H200, with 8 bfloat16 experts and topk 2, 1 token takes 1.79
+// us, 1024 take 1.97 us and 8192 take 2.12 us; an empty kernel takes 0.54 us.
 #include "common/overlap.cuh"
 #include "moe_gate/scores.cuh"
 #include "moe_gate/sort.cuh"
@@ -34,7 +34,7 @@ struct Params {
     float output_scale;
 };
 
-// Return the weight of a choice before normalization; 0 for -inf.
+// Return the weight of an expert before normalization, computed from its choice. The weight of a choice of -inf is 0.
 template <int SCORING> __device__ __forceinline__ float weigh(const Scores<false>& scores, float choice) {
     if constexpr (SCORING == SOFTMAX)
         // Like Scores::softmax without inverse_sum, but a choice of -inf is not clamped, so its weight is 0.
@@ -43,7 +43,8 @@ template <int SCORING> __device__ __forceinline__ float weigh(const Scores<false
     return choice == -CUDART_INF_F ? 0.f : score;
 }
 
-// Return the factor of softmax weights: 1 / the sum over all experts. Renormalized weights do not need it.
+// Return the factor of softmax weights: the reciprocal of the sum of the exponentials of all experts. Renormalized
+// weights do not need this factor.
 template <int SCORING, int EXPERTS>
 __device__ __forceinline__ float inverse_sum(const Scores<false>& scores, const float (&choice)[EXPERTS]) {
     unsigned long long sum = 0;
@@ -55,7 +56,7 @@ __device__ __forceinline__ float inverse_sum(const Scores<false>& scores, const 
 }
 
 struct Ranked {
-    unsigned key; // the choice as a sortable integer, never 0; 0 after removal
+    unsigned key; // the choice as a sortable integer above 0; 0 after removal
     int id;
 };
 
@@ -72,7 +73,7 @@ template <int COUNT> __device__ __forceinline__ Ranked best_of(const Ranked (&ra
     return best[0];
 }
 
-// Find the choice and the id of each slot by removing the best choice, topk times.
+// Find the choice and the id of each slot: select the best choice and remove it, topk times.
 template <int EXPERTS>
 __device__ __forceinline__ void select(const float (&choice)[EXPERTS], int topk, float (&slot)[EXPERTS],
                                        int (&id)[EXPERTS]) {
@@ -97,8 +98,9 @@ __device__ __forceinline__ unsigned sign_mask(unsigned bits) {
     return mask;
 }
 
-// Find the choices and ids of all slots with a sort. This needs 16-bit logits: as float32 their lowest byte is 0, so
-// the lowest byte of a key can hold the id. All keys then differ, and min and max instructions sort them.
+// Find the choices and ids of all slots with a sort. The logits must be 16-bit: converted to float32 their lowest byte
+// is 0, so the lowest byte of a key can hold the id. All keys then differ, and min and max instructions are enough to
+// sort them.
 template <int EXPERTS>
 __device__ __forceinline__ void select_by_keys(const float (&choice)[EXPERTS], float (&slot)[EXPERTS],
                                                int (&id)[EXPERTS]) {
@@ -128,7 +130,7 @@ template <int COUNT> __device__ __forceinline__ float largest_of(const float (&v
     return largest[0];
 }
 
-// Return the sum in the order of moe_gate.cu: neighbours first.
+// Return the sum of the values. Neighbours are added first, in the same order as in moe_gate.cu.
 template <int COUNT> __device__ __forceinline__ float sum_in_pairs(const float (&value)[COUNT]) {
     float sum[COUNT];
 #pragma unroll

@@ -2,20 +2,22 @@
 //
 // The header of moe_gate.cu has the formulas and the rule for ties. The results of this kernel are bit-identical to
 // moe_gate.cu. Lane l holds VALUES = EXPERTS / 32 consecutive experts, starting at `l * VALUES`, and sorts their
-// choices. Then the warp fills the topk slots, one per iteration. One redux finds the largest of the lanes' best
-// remaining choices. One vote finds the winner, the lowest lane that holds this choice. The winner removes the choice
-// from its sorted choices. At the end the warp looks up the expert ids of all slots at once.
+// choices. Then the warp fills the topk slots, one per iteration. A redux instruction finds the largest of the lanes'
+// best remaining choices. A vote finds the winner: the lowest lane that holds this choice. The winner removes the
+// choice from its sorted choices. At the end the warp looks up the expert ids of all slots at once.
 //
-// With few tokens the time depends only on the length of the chain of dependent instructions. Here the chain has about
-// ten instructions per slot. With many slots the candidate list of moe_gate.cu has the shorter chain.
+// With few tokens the time depends only on the length of the chain of dependent instructions. The chain of this kernel
+// has about ten instructions per slot. With many slots the chain of moe_gate.cu, which uses a candidate list, is
+// shorter.
 //
-// SCORING == ANY: the scoring is an argument. BIASED: there is a bias, of type float or OTHER. topk <= 32.
+// SCORING == ANY: the scoring function is selected by an argument. BIASED: there is a bias, of type float or OTHER.
+// topk is at most 32.
 //
 // Grid: one warp per token, blockDim.x / 32 <= WARPS tokens per block.
 //
-// Speed of light: the latencies of the launch, of one round trip to memory, and of the chain of instructions. On an
-// H200, with 256 experts without groups and topk 8, 1 bfloat16 token takes 2.5 us and 64 tokens take 2.7 us; an empty
-// kernel takes 0.54 us.
+// Speed of light: the latencies of the launch, of one memory access, and of the chain of instructions. On an H200, with
+// 256 experts without groups and topk 8, 1 bfloat16 token takes 2.5 us and 64 tokens take 2.7 us; an empty kernel takes
+// 0.54 us.
 #include "common/overlap.cuh"
 #include "moe_gate/scores.cuh"
 #include "moe_gate/selection.cuh"
@@ -43,8 +45,8 @@ struct Params {
     float output_scale;
 };
 
-// Store COUNT consecutive values of a lane in the widest stores that COUNT allows. Stores of single values would
-// conflict in a few banks.
+// Store COUNT consecutive values of a lane with the widest stores that COUNT allows. Stores of single values would
+// cause bank conflicts.
 template <typename T, int COUNT> __device__ __forceinline__ void store_own(T* to, const T (&from)[COUNT]) {
     constexpr int PER_STORE = COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1;
     struct alignas(PER_STORE * sizeof(T)) Pack {
@@ -104,7 +106,7 @@ template <int VALUES> __device__ __forceinline__ Slot select_slots(unsigned (&so
 }
 
 // Return the index of the slot's key among the winner's keys, which are in expert order. If several keys are equal,
-// skip the keys of earlier slots.
+// skip the ones that belong to earlier slots.
 template <int VALUES> __device__ __forceinline__ int place_of(const unsigned* keys, const Slot& slot) {
     unsigned equal = 0;
 #pragma unroll

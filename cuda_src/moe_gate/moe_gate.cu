@@ -9,12 +9,13 @@
 // Among equal groups or equal choices the lower index wins. Experts with a NaN or -inf logit or choice rank last, by
 // id, with weight 0.
 //
-// Taking the best remaining choice topk times would scan the row topk times. Instead:
+// Selecting the best remaining choice topk times would scan the row topk times. Instead:
 //   1. One pass over the row finds a threshold. At least topk choices reach it, and usually only a few more.
 //   2. The choices that reach the threshold (about 12 of 256) go to a candidate list in shared memory.
 //   3. Each lane takes a few list entries. The rank of an entry is the number of entries that beat it.
 //
-// Template parameters. No sum depends on which lane holds an expert, so all instances return bit-identical results:
+// Template parameters. All instances return bit-identical results, because no sum depends on which lane holds an
+// expert:
 //   - EXPERTS > 0: the numbers of experts and groups are compile-time constants. Lane l holds VALUES = EXPERTS / LANES
 //     consecutive experts, starting at `l * VALUES`. So a group consists of one or more whole neighbouring lanes.
 //   - EXPERTS == 0 (dynamic): the sizes are arguments. Lane l holds experts l, l + LANES, ..., at most VALUES of them.
@@ -26,11 +27,12 @@
 //
 // Grid: LANES lanes per token, 32 / LANES tokens per warp, WARPS_PER_BLOCK warps per block.
 //
-// Speed of light: with many tokens the lower bound is memory traffic: read the logits, write topk weights and ids. The
-// actual limit is each token's chain of dependent steps: shuffles, shared memory accesses, and the exponentials of all
-// its experts. On an H200 (4.8 TB/s), with 256 experts in 8 groups and topk 8, 65536 float32 tokens take 22.8 us (65%
-// of the bandwidth) and 65536 bfloat16 tokens take 20.9 us (38%). 1 token takes 1.9 us, 1024 take 2.7 us and 8192 take
-// 6.0 us; an empty kernel takes 0.54 us. The dynamic instance takes 38.5 us for 65536 float32 tokens (39%).
+// Speed of light: with many tokens the time to read the logits and to write topk weights and ids. The kernel does not
+// reach this bound, because each token has a chain of dependent steps: shuffles, shared memory accesses, and the
+// exponentials of all its experts. On an H200 (4.8 TB/s), with 256 experts in 8 groups and topk 8, 65536 float32 tokens
+// take 22.8 us (65% of the bandwidth) and 65536 bfloat16 tokens take 20.9 us (38%). 1 token takes 1.9 us, 1024 take 2.7
+// us and 8192 take 6.0 us; an empty kernel takes 0.54 us. The dynamic instance takes 38.5 us for 65536 float32 tokens
+// (39%).
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "moe_gate/scores.cuh"
@@ -43,9 +45,9 @@ constexpr int WHOLE_LANES = -1;
 constexpr int STAGED_LANES = 16; // up to this many lanes per token, rows are staged in shared memory
 constexpr int KEPT_SCORES = 16;  // with more 16-bit logits per lane, registers are too few to keep scores
 // In grids of up to this many blocks, each block triggers programmatic dependent launch at its start. In larger grids,
-// all waiting blocks of the next grid would begin at the same moment, and then load and compute at the same times.
-// Instances with groups and up to STAGED_LANES lanes serve many tokens, which fill the GPU. They trigger the launch
-// just before they write.
+// all waiting blocks of the next grid would begin at the same moment, so all would load at the same time and then
+// compute at the same time. Instances with groups and up to STAGED_LANES lanes process many tokens, which fill the GPU.
+// They trigger the launch just before they write their results.
 constexpr int MANY_BLOCKS = 4096;
 
 struct Params {
@@ -81,8 +83,8 @@ struct Params {
 
 // Copy a token's row from global memory to the lanes through shared memory. If each lane loaded its own COUNT values
 // from global memory, a load of a warp would touch one cache line for every one or two lanes. Instead, the lanes copy
-// whole lines to shared memory with cp.async. Then each lane reads its part of the row, the values of its experts. If a
-// part is an even number of 16-byte chunks, a gap of one chunk follows it, so that 8 neighbouring lanes read from
+// whole lines to shared memory with cp.async. Then each lane reads its part of the row: the values of its experts. If a
+// part has an even number of 16-byte chunks, one unused chunk follows it, so that 8 neighbouring lanes read from
 // different banks. Dynamic instances need no staging, because their neighbouring lanes load neighbouring experts. ROOM:
 // bytes reserved per value; if more than sizeof(T), wider values may overwrite the staged ones.
 template <typename T, int COUNT, int LANES, int ROOM = sizeof(T)> struct Staging {
@@ -97,7 +99,8 @@ template <typename T, int COUNT, int LANES, int ROOM = sizeof(T)> struct Staging
 #pragma unroll
         for (int i = 0; i < CHUNKS; ++i) {
             const int chunk = i * LANES + lane;
-            // If the LANES chunks of an iteration are whole parts, the addresses differ by a constant.
+            // If the LANES chunks of an iteration are whole parts, the addresses of successive iterations differ by a
+            // constant.
             const uint4* to = LANES % CHUNKS
                                   ? staged + chunk / CHUNKS * PITCH + chunk % CHUNKS
                                   : staged + lane / CHUNKS * PITCH + lane % CHUNKS + i * (LANES / CHUNKS * PITCH);
@@ -120,15 +123,16 @@ template <typename T, int COUNT, int LANES, int ROOM = sizeof(T)> struct Staging
     }
 };
 
-// A lane's access to its token's row: which experts the lane's values belong to, and their logits and biases.
+// A lane's access to its token's row of logits. It maps the lane's values to experts, and loads their logits and
+// biases.
 template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED, typename OTHER> struct Row {
     static constexpr bool DYNAMIC = EXPERTS == 0;
     static constexpr bool SCORES_FIT = BIASED && (VALUES <= KEPT_SCORES || sizeof(T) == sizeof(float));
     using Stage = Staging<T, DYNAMIC ? 1 : VALUES, LANES, SCORES_FIT ? sizeof(float) : sizeof(T)>;
     using BiasStage = Staging<float, VALUES, LANES>; // the layout of the bias and of kept scores
     // With a bias, the score of every expert is computed. The scores then overwrite the logits of a staged row, so that
-    // candidates read their scores instead of computing them again. Exponentials are expensive: a multiprocessor issues
-    // 16 exponentials or reciprocals per clock, but 128 additions.
+    // candidates read their scores instead of computing them again. Exponentials are expensive: a multiprocessor
+    // computes 16 exponentials or reciprocals per cycle, but 128 additions.
     static constexpr bool KEEPS_SCORES = Stage::USED && SCORES_FIT;
     static constexpr int BIAS_UNITS = Stage::USED && BIASED ? BiasStage::UNITS : 0;
 
@@ -141,7 +145,8 @@ template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED, typename 
     __device__ __forceinline__ int expert_of(int i) const { return DYNAMIC ? i * LANES + lane : lane * VALUES + i; }
     __device__ __forceinline__ int group_of(int e) const { return int(e * p.group_magic >> 20); }
 
-    // Return the expert whose logit the lane loads as value i. Values past the last expert load the last expert.
+    // Return the expert whose logit the lane loads as value `i`. For a value past the last expert, return the last
+    // expert.
     __device__ __forceinline__ int load_expert_of(int i) const {
         return DYNAMIC ? min(expert_of(i), experts - 1) : expert_of(i);
     }
@@ -169,7 +174,8 @@ template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED, typename 
         else
             return load_bias_of(e);
     }
-    // Load the bias of each value, NaN included. If rows are staged, store it to shared memory instead, NaN as -inf.
+    // Load the bias of each value; NaN is not replaced. If rows are staged, store the block's biases to shared memory
+    // instead, with NaN replaced by -inf.
     __device__ __forceinline__ void load_bias(float (&bias)[VALUES], bool biased) const {
         if constexpr (BIAS_UNITS > 0) {
 #pragma unroll
@@ -254,19 +260,20 @@ __device__ __forceinline__ unsigned existing_values(int experts, int lane) {
 // --- phases ---------------------------------------------------------------------------------------------
 
 // Turn the lane's logits into choices, and set `top` to its two best choices. Return whether any row of the warp is
-// irregular: has a logit that is NaN or infinite.
+// irregular. A row is irregular if it has a logit that is NaN or infinite.
 template <typename Row, typename Scores, int VALUES>
 __device__ __forceinline__ bool choose(const Row& row, const Scores& scores, bool biased, const float (&bias)[VALUES],
                                        float (&choice)[VALUES], TopTwo& top) {
-    // A sum of products is not finite if a factor is NaN or infinite. So one multiply-add per two values detects
-    // irregular rows. Rows with products above 2^128 are detected too, but their result stays the same.
+    // If a factor is NaN or infinite, a sum of products is not finite. So one multiply-add per two values detects
+    // irregular rows. A regular row whose products exceed 2^128 is treated as irregular too, with the same result.
     float irregular = 0.f;
 #pragma unroll
     for (int i = 0; i < VALUES; i += 2)
         irregular = __fmaf_rn(choice[i], i + 1 < VALUES ? choice[i + 1 < VALUES ? i + 1 : i] : 0.f, irregular);
     irregular = __fmul_rn(irregular, 0.f);
     float score[VALUES];
-    // -0 would count as below a threshold of 0, because the sign bit of `-0 - 0` is set. So without a bias, add 0.
+    // A choice of -0 would count as below a threshold of 0, because the sign bit of `-0 - 0` is set. So 0 is added even
+    // without a bias, which turns -0 into 0.
     const auto add_bias = [&](auto score_of) {
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) {
@@ -585,7 +592,8 @@ __global__ void __launch_bounds__(WARPS_PER_BLOCK * 32,
     else
         count = list_candidates<LANES, IN_ORDER>(row, choice, alive, threshold, topk, capacity, listed, best_first);
     if (scoring == SOFTMAX && !biased && p.renormalize) {
-        // The normalization cancels a common factor. So subtracting the largest logit serves only to keep exp in range.
+        // The normalization cancels a common factor, so the largest logit is subtracted only to keep the exponentials
+        // in range.
         float best = -CUDART_INF_F;
 #pragma unroll 1
         for (int i = lane; i < count; i += LANES) best = fmaxf(best, row.logit_of(listed[i]));

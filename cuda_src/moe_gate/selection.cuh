@@ -14,7 +14,7 @@ __device__ __forceinline__ Candidate make_candidate(float choice, int id) {
 }
 __device__ __forceinline__ int candidate_id(Candidate candidate) { return ~int(unsigned(candidate)); }
 
-// Candidates that a lane ranks in one pass.
+// Candidates that a lane ranks in one iteration.
 template <int LANES> constexpr int AT_ONCE = LANES == 8 ? 2 : 1;
 
 // Set rank[k] to the number of list entries greater than own[k]. The list is read four entries at a time, so three
@@ -37,8 +37,8 @@ __device__ __forceinline__ void rank_in(const Candidate* list, int count, const 
     for (int k = 0; k < COUNT; ++k) rank[k] = -minus_rank[k];
 }
 
-// Entries of a block, the part of a list that a token's lanes rank in one pass. A list in order of the ids has at most
-// two blocks.
+// Entries of a block. A block is the part of a list that a token's lanes rank at once, BLOCK / LANES entries per lane.
+// A list in order of the ids has at most two blocks.
 constexpr int BLOCK = 16;
 
 // Return the next float below x, which must not be NaN, -inf or -0.
@@ -47,9 +47,9 @@ __device__ __forceinline__ float next_below(float x) {
     return __uint_as_float(bits ? bits - sign_and_one : 0x80000001);
 }
 
-// Add to `rank` the number of entries j with four[j] > mine[j]. The sign bit of a float difference is the comparison,
-// and one instruction adds it. The subtraction runs on the float pipe, in parallel with the integer instructions that
-// limit these kernels.
+// Add to `rank` the number of entries j with four[j] > mine[j]. The comparison is the sign bit of `mine[j] - four[j]`,
+// and one instruction adds it to `rank`. The subtraction runs on the float pipe, in parallel with the integer
+// instructions that limit these kernels.
 __device__ __forceinline__ void add_greater(int& rank, const float (&mine)[4], const float4& four) {
     rank += __float_as_uint(__fsub_rn(mine[0], four.x)) >> 31;
     rank += __float_as_uint(__fsub_rn(mine[1], four.y)) >> 31;
@@ -58,13 +58,14 @@ __device__ __forceinline__ void add_greater(int& rank, const float (&mine)[4], c
 }
 
 // Set rank[k] to the rank of list entry `first + lane + k * LANES`, which is own[k]. The list has choices in order of
-// the ids. The rank of an entry is the number of entries that beat it: greater entries, and equal entries before it. To
-// count an equal entry, compare it with the next float below own[k]. Only the padding of the last block is -inf.
+// the ids. The rank of an entry is the number of entries that beat it: greater entries, and equal entries before it. An
+// entry before own[k] is compared with the next float below own[k], so that it counts if it is equal. Only the padding
+// of the last block is -inf.
 //
 // A quad is four entries of a block. In iteration `distance` a lane compares with the quad whose index is its own
-// quad's index XOR `distance`. That quad comes before the own quad if the highest set bit of `distance` is also set in
-// the own quad's index. So one selection per quad decides whether equal entries count. If the lanes read the quads in
-// list order, every comparison would need a selection.
+// quad's index XOR `distance`. That quad is before the lane's own quad if the highest set bit of `distance` is also set
+// in the own quad's index. So one test per quad decides whether equal entries count. If the lanes read the quads in
+// list order, every comparison would need its own test.
 template <int LANES>
 __device__ __forceinline__ void rank_in_order(const float* list, int count, int first, int lane,
                                               const float (&own)[BLOCK / LANES], int (&rank)[BLOCK / LANES]) {
@@ -304,14 +305,15 @@ __device__ __forceinline__ int list_candidates(const Row& row, const float (&cho
     const int own_count = __popc(reached);
     const int up_to_own = lanes_inclusive_sum<LANES>(own_count);
     int count = __shfl_sync(FULL_WARP, up_to_own, LANES - 1, LANES);
-    // The prefix sum of a token's last lane is `count`. The vote uses the prefix sum, so it need not wait for the
+    // In a token's last lane, `up_to_own` equals `count`. The vote uses `up_to_own`, so it need not wait for the
     // shuffle above.
     best_first = __any_sync(FULL_WARP, up_to_own > capacity || (FINITE && threshold == -CUDART_INF_F));
     if (best_first) {
         list_topk<LANES>(row, choice, reached, topk, listed);
         count = topk;
     } else {
-        // Stores per iteration. Few lanes have more values to list, and the stores of an iteration overlap.
+        // Stores per iteration. Few lanes list more than three values, so nearly all lanes need one iteration, and the
+        // stores of an iteration overlap.
         constexpr int AT_A_TIME = 3;
         unsigned at = unsigned(__cvta_generic_to_shared(listed + up_to_own - own_count));
         do {
@@ -333,7 +335,7 @@ template <int LANES>
 __device__ __forceinline__ void sort_candidates(const Candidate* candidates, const float* scores, int count, int lane,
                                                 int topk, uint2* sorted) {
     constexpr int OWN = AT_ONCE<LANES>;
-    // A lane nearly always has at most OWN entries, so unrolling this loop would not pay.
+    // A lane nearly always has at most OWN entries, so the loop has one iteration, and unrolling it would not help.
 #pragma unroll 1
     for (int first = lane; first < count; first += LANES * OWN) {
         Candidate own[OWN];

@@ -1,20 +1,23 @@
-// Grouped GEMM of any sizes, addresses and strides, on every GPU, with scalar loads.
+// Grouped GEMM with scalar loads, on every GPU. It accepts any sizes, alignments and strides.
 //
 //   x[r, j]   = sum over i of a[row_token[r], i] * b[e, j, i]       for the rows r of the group of expert e
 //   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh lists all forms
 //
-// Each number of a and b is multiplied by its scale, if it has one. Sums are in float32 and rounded once.
+// Each element of a and b is multiplied by its scale, if it has one. Sums are in float32 and rounded once.
 // moe_gemm/params.cuh defines the groups. The other kernels load 16 bytes at a time. This kernel serves the calls that
 // do not allow such loads: n or k is not a multiple of 16 bytes, an array is not aligned, or rows of weights have an
-// arbitrary stride. It does not use tensor cores, because it would have to assemble their fragments from scalars too.
+// arbitrary stride. It does not use tensor cores, because it would have to assemble the MMA fragments from scalar
+// loads.
 //
-// Grid: at least tiles * ceil(n / FMA_WEIGHTS) blocks, where `tiles` is an upper bound of the tiles of TOKENS rows in
-// all groups. If gated, a tile has FMA_WEIGHTS / 2 gates and their ups. A step is FMA_STEP numbers along k. In each
-// step, warp w loads rows w, w + 8, ... of tokens and of weights to shared memory as float32, one number per lane.
-// TRANSPOSED weights are loaded in rows of FMA_WEIGHTS neighbours. Then thread (x, y) of 16 x 16 multiplies rows x, x +
-// 16, ... of the weights by rows y, y + 16, ... of the tokens. Blocks without a tile exit at once.
+// Grid: at least tiles * ceil(n / FMA_WEIGHTS) blocks, where `tiles` is an upper bound of the number of tiles of TOKENS
+// rows in all groups. A block multiplies one tile of rows by FMA_WEIGHTS rows of weights; if gated, these are
+// FMA_WEIGHTS / 2 gate rows and their up rows. A step is FMA_STEP elements along k. In each step, warp w loads rows
+// `w`, `w + 8`, ... of the tokens and of the weights to shared memory as float32, one element per lane. TRANSPOSED
+// weights are contiguous along n, so FMA_WEIGHTS threads load FMA_WEIGHTS neighbouring elements. The 256 threads then
+// form a 16 x 16 array: thread (x, y) multiplies rows `x`, `x + 16`, ... of the weights by rows `y`, `y + 16`, ... of
+// the tokens. Blocks without a tile exit at once.
 //
-// Speed of light: 2 * rows * n * k operations at the float32 rate without tensor cores.
+// Speed of light: the time of 2 * rows * n * k operations at the float32 rate of the CUDA cores.
 #include "common/fp8.cuh"
 #include "common/overlap.cuh"
 #include "moe_gemm/epilogue.cuh"
@@ -23,8 +26,8 @@
 constexpr int FMA_THREADS = 256, FMA_WEIGHTS = 64, FMA_STEP = 32;
 
 struct FmaParams : GemmParams {
-    // Strides between rows of weights (TRANSPOSED: between neighbours along k) and between experts. In elements; 4-bit
-    // weights: in bytes.
+    // b_row: stride between rows of weights (TRANSPOSED: between neighbours along k). b_expert: stride between experts.
+    // The unit is elements, with 4-bit weights bytes.
     long long b_row, b_expert;
 };
 
@@ -41,7 +44,7 @@ __device__ __forceinline__ float e8m0_of(unsigned byte) {
     return __uint_as_float(byte == 255 ? 0x7fc00000u : byte ? byte << 23 : 0x00400000u);
 }
 
-// Return number i of a row of `a`, times its block scale if it has one.
+// Return element i of row `row` of `a`, multiplied by its block scale if it has one.
 template <typename T, int FORMAT, bool BLOCK_SCALES>
 __device__ __forceinline__ float token_number(const FmaParams& p, int row, int i) {
     const long long at = (long long)row * p.k + i;
@@ -50,7 +53,7 @@ __device__ __forceinline__ float token_number(const FmaParams& p, int row, int i
     return BLOCK_SCALES ? x * p.a_scale[(long long)row * ((p.k + 127) / 128) + i / 128] : x;
 }
 
-// Return number i of a row of an expert's weights, times its block or group scale if it has one.
+// Return element i of row `row` of an expert's weights, multiplied by its block or group scale if it has one.
 template <typename T, int FORMAT, bool BLOCK_SCALES>
 __device__ __forceinline__ float weight_number(const FmaParams& p, int expert, int row, int i) {
     if constexpr (FORMAT == TRANSPOSED)
@@ -73,7 +76,8 @@ __device__ __forceinline__ float weight_number(const FmaParams& p, int expert, i
     }
 }
 
-// Return the scale of the whole sum of a row of `a` and a row of weights.
+// Return the scale of the dot product of a row of `a` and a row of weights: the product of the scales that are constant
+// along k.
 template <int FORMAT, bool BLOCK_SCALES, int ACTIVATION>
 __device__ __forceinline__ float scale_of_sum(const FmaParams& p, int expert, int token, int row) {
     if constexpr (FORMAT == NVFP4) return p.b_global_scale[expert];
@@ -82,8 +86,8 @@ __device__ __forceinline__ float scale_of_sum(const FmaParams& p, int expert, in
     return of_a * static_cast<const float*>(p.b_scale)[p.b_scale_step ? (long long)expert * p.n + row : expert];
 }
 
-// T: __nv_bfloat16 or __half, the type of the result and of 16-bit a and b. BLOCK_SCALES: FP8 with block scales,
-// otherwise with row scales. ACTIVATION: see moe_gemm/epilogue.cuh. TOKENS: a multiple of 16.
+// T: __nv_bfloat16 or __half; the type of the result, and of `a` and `b` if they have 16-bit elements. BLOCK_SCALES:
+// FP8 with block scales, otherwise with row scales. ACTIVATION: see moe_gemm/epilogue.cuh. TOKENS: a multiple of 16.
 template <typename T, int FORMAT, bool BLOCK_SCALES, int ACTIVATION, int TOKENS>
 __global__ __launch_bounds__(FMA_THREADS) void gemm_fma(const __grid_constant__ FmaParams p) {
     wait_for_earlier_kernels();
@@ -145,7 +149,7 @@ __global__ __launch_bounds__(FMA_THREADS) void gemm_fma(const __grid_constant__ 
         const int row = first_row + y + m * 16;
         if (row >= group.end) return;
         const int token = source_of(p, row);
-        // Gated: row r of the tile's weights is a gate, and row r + COLUMNS is its up.
+        // If gated, row `r` of the tile's weights is a gate row, and row `r + COLUMNS` is its up row.
 #pragma unroll
         for (int n = 0; n < N; ++n) {
             const int weight = row_of(x + n * 16);

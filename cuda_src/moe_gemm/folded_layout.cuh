@@ -6,24 +6,24 @@
 // Number of warps that load token scales. A lane loads 4 tokens, so a warp loads 128.
 __host__ __device__ constexpr int folded_scale_warps(int tokens) { return tokens > 128 ? tokens / 128 : 1; }
 
-// Threads of a block: WARPGROUPS consumer warpgroups and the producer warps. From 128 tokens on the producers are a
-// whole warpgroup, because setmaxnreg moves registers between warpgroups.
+// Threads of a block: WARPGROUPS consumer warpgroups and the producer warps. With 128 or more tokens the producer warps
+// form a whole warpgroup, because setmaxnreg changes the register count of whole warpgroups.
 __host__ __device__ constexpr int folded_threads(int tokens) {
     return WARPGROUPS * WARPGROUP + (tokens >= 128 ? WARPGROUP : 32 + 32 * folded_scale_warps(tokens));
 }
 
-// Layout in bytes from a 1024-byte boundary: ring of tokens, ring of weights, ring of token scales, staging buffers of
-// the epilogue, Shared.
+// Byte offsets from a 1024-byte boundary. The order is: stages of tokens, stages of weights, stages of token scales,
+// staging buffers of the epilogue, Shared.
 template <int TOKENS_, int STAGES_, int CLUSTER_> struct FoldedLayout {
     static constexpr int TOKENS = TOKENS_, STAGES = STAGES_, CLUSTER = CLUSTER_;
     static constexpr int WIDTH = TOKENS < 128 ? TOKENS : 128, PARTS = TOKENS / WIDTH; // WIDTH: tokens of a wgmma
     static constexpr int ROWS = WARPGROUPS * 64;                                      // rows of weights of a tile
     static constexpr int TOKEN_BYTES = TOKENS * FOLDED_K;                             // of a stage, like WEIGHT_BYTES
     static constexpr int WEIGHT_BYTES = ROWS / FOLDED_ROWS * FOLDED_UNIT;
-    // Scales of WIDTH tokens, in the order of a lane's sums (wgmma_k_major). They are four rows of floats. A lane with
-    // `lane % 4 == c` has the sums of tokens `8 * j + 2 * c + i` (i = 0, 1). It finds the scale of this token as float
-    // `2 * j + i` of row c. SCALE_PITCH is the distance of two rows in bytes; its padding puts the four rows into
-    // different banks.
+    // The scales of WIDTH tokens are stored in the order in which a lane reads them: as four rows of floats. A lane
+    // with `lane % 4 == c` has the sums of tokens `8 * j + 2 * c + i` (i = 0, 1; see wgmma_k_major). Float `2 * j + i`
+    // of row c is the scale of this token. SCALE_PITCH is the distance between two rows in bytes; its padding puts the
+    // four rows into different banks.
     static constexpr int SCALE_PITCH = WIDTH / 4 * 4 + 16;
     static constexpr int SCALES_EACH = 4 * SCALE_PITCH, SCALE_BYTES = PARTS * SCALES_EACH;
     static constexpr int SCALE_WARPS = folded_scale_warps(TOKENS);
@@ -34,8 +34,8 @@ template <int TOKENS_, int STAGES_, int CLUSTER_> struct FoldedLayout {
     static_assert(WEIGHT_BYTES % 128 == 0 && SCALE_PITCH % (TOKENS < 16 ? 8 : 16) == 0, "");
 
     struct Shared {
-        // table[d]: the 8 magnitudes of e2m1 times 2^(6 - d), as e4m3. The table is 256-byte aligned, because
-        // FoldedFragments::convert replaces the lowest byte of its address.
+        // table[d] holds the 8 magnitudes of e2m1 times 2^(6 - d), as e4m3. The table is 256-byte aligned, because
+        // FoldedFragments::convert forms the address of an entry by replacing the lowest byte of the table's address.
         uint2 table[32];
         unsigned long long full[STAGES], empty[STAGES];
         WgmmaTile tiles[STAGES];                     // as in WgmmaShared

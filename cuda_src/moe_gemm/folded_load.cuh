@@ -64,10 +64,11 @@ __device__ __forceinline__ void store_shared_pair(unsigned to, float x, float y)
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
 }
 
-// Run a scale producer warp: copy the scales of the 128 tokens that start at token `128 * part` of each tile to the
-// ring. A lane has 4 neighbouring tokens. The warp goes through the same stages as the TMA producer and arrives at the
-// same full barriers: a stage is full when its TMA bytes and its scales are both written. The warp loads the scales of
-// BATCH_STEPS steps along k at once, one step per stage, before it waits for the first of these stages to be empty.
+// Run a scale producer warp: copy token scales of each tile to the ring of stages. The warp has the 128 tokens that
+// start at token `128 * part` of the tile, 4 neighbouring tokens per lane. The warp goes through the same stages as the
+// TMA producer and arrives at the same full barriers: a stage is full when its TMA bytes and its scales are both
+// written. Each step along k fills one stage. The warp loads the scales of BATCH_STEPS steps from global memory before
+// it waits for the first of these stages to be empty, so the loads overlap the wait.
 template <class Layout>
 __device__ __forceinline__ void load_folded_scales(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                    unsigned scales, int part) {
@@ -75,9 +76,9 @@ __device__ __forceinline__ void load_folded_scales(const MappedGemmParams& p, ty
     const int steps = (p.k + FOLDED_K - 1) / FOLDED_K, lane = threadIdx.x % 32;
     const int first = part * 128 + lane * 4; // the lane's first token in the tile
     const bool aligned = steps % BATCH_STEPS == 0 && reinterpret_cast<size_t>(p.a_scale) % 16 == 0;
-    // As FoldedLayout explains, the scale of token `8 * j + 2 * c + i` (i = 0, 1) is float `2 * j + i` of row c, and
-    // rows are SCALE_PITCH bytes apart. Lane l has the four tokens that start at token `4 * l`, so j is `l / 2`. The
-    // scales of its first two tokens go to row `2 * (l % 2)`, the scales of the other two to the next row.
+    // FoldedLayout stores the scale of token `8 * j + 2 * c + i` (i = 0, 1) as float `2 * j + i` of row c; rows are
+    // SCALE_PITCH bytes apart. Lane l has the four tokens that start at token `4 * l`, so `j == l / 2`. The scales of
+    // its first two tokens go to row `2 * (l % 2)`, the scales of the other two to the next row.
     const unsigned to = scales + part * Layout::SCALES_EACH + lane % 2 * 2 * Layout::SCALE_PITCH + lane / 2 * 8;
     WgmmaTiles<TOKENS> tiles(p, (p.n + WEIGHTS - 1) / WEIGHTS);
     RingPlace<Layout::STAGES> place;
@@ -118,7 +119,7 @@ __device__ __forceinline__ void load_folded_scales(const MappedGemmParams& p, ty
         }
         __syncwarp();
     }
-    wait_empty(); // the stage whose description has 0 tokens
+    wait_empty(); // the last stage: its description has 0 tokens and ends the consumers' loops
     say_full();
     __syncwarp();
 }

@@ -11,15 +11,16 @@ __device__ __forceinline__ uint2 folded_numbers(int difference) {
     return make_uint2(two(0.f, 0.5f) | two(1.f, 1.5f) << 16, two(2.f, 3.f) | two(4.f, 6.f) << 16);
 }
 
-// Return the factor 2^(E - 6) of a row from its scale word. The E8M0 byte 255 is NaN, so the factor is NaN. For E <
-// -120 the factor would be subnormal and is 0.
+// Return the factor 2^(E - 6) of a row from its scale word. The E8M0 byte 255 is NaN, so the factor is NaN. If E is
+// below -120, the factor would be subnormal; the result is then 0.
 __device__ __forceinline__ float folded_factor(unsigned word) {
     const int exponent = int(folded_exponent(word));
     return exponent == 255 ? __uint_as_float(0x7fc00000) : __uint_as_float(max(exponent - FOLDED_SHIFT, 0) << 23);
 }
 
-// The words that a lane reads from a stage for two MMAs along k. Lane l has rows `l / 4` and `l / 4 + 8` of its warp's
-// 16 rows. PAIRS: these two rows are a gate and its up, which are neighbours in memory.
+// The 32-bit words of weights that a lane reads from a stage for two MMAs along k. In the fragment, lane l has rows `l
+// / 4` and `l / 4 + 8` of its warp's 16 rows. With PAIRS these two are a gate row and its up row, which are neighbours
+// in memory.
 template <bool PAIRS> struct FoldedWords {
     // Bytes from the lane's first row to its second row: 8 rows, with PAIRS one row.
     static constexpr int NUMBERS_APART = PAIRS ? FOLDED_ROW_NUMBERS : FOLDED_UNIT;
@@ -28,7 +29,7 @@ template <bool PAIRS> struct FoldedWords {
     uint2 numbers[2];
     unsigned rows[2]; // the scale words of the two rows, for all MMAs of a stage
 
-    // from: address of the lane's numbers in its first row.
+    // from: shared address of the lane's elements in its first row.
     __device__ __forceinline__ void load_numbers(unsigned from) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
@@ -44,11 +45,11 @@ template <bool PAIRS> struct FoldedWords {
     }
 };
 
-// A fragments of a warp: 16 rows and 128 numbers along k, which are four MMAs of 32.
+// A fragments of a warp for 16 rows and 128 elements along k: four MMAs of 32 elements each.
 struct FoldedFragments {
     unsigned a[4][4];
 
-    // Convert the numbers of MMAs FIRST and FIRST + 1. table: shared address, a multiple of 256.
+    // Convert the fragments of MMAs `FIRST` and `FIRST + 1`. table: shared address of the table, a multiple of 256.
     template <int FIRST, bool PAIRS>
     __device__ __forceinline__ void convert(const FoldedWords<PAIRS>& words, unsigned table) {
 #pragma unroll
@@ -69,7 +70,7 @@ struct FoldedFragments {
         }
     }
 
-    // Compiler fence: the computation of fragments FIRST and FIRST + 1 stays above this line.
+    // Compiler fence: keep the computation of fragments `FIRST` and `FIRST + 1` before the call.
     template <int FIRST> __device__ __forceinline__ void finish() {
 #pragma unroll
         for (int i = 0; i < 8; ++i) asm volatile("" : "+r"(a[FIRST + i / 4][i % 4])::"memory");

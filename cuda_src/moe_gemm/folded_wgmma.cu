@@ -3,47 +3,49 @@
 //   x[r, j]   = sum over i of a[r, i] * a_scale[r, i / 128] * b[e, j, i]       for the rows r of the group of expert e
 //   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh lists all forms
 //
-// Sums are in float32 and rounded once. a_scale: [rows, ceil(k / 128)]. moe_gemm/params.cuh defines the groups.
-// moe_gemm/folded_prepared.cuh defines the weights: the MMAs get e4m3 numbers, and each row has a power of two as a
-// factor.
+// Sums are in float32 and rounded once. a_scale is [rows, ceil(k / 128)]. moe_gemm/params.cuh defines the groups.
+// moe_gemm/folded_prepared.cuh defines the layout of the weights. The kernel converts 4-bit weights to e4m3 for the
+// MMAs; each row of weights has one power of two that multiplies its sums.
 //
 // Weights are the M side of wgmma (64 rows) and tokens (rows of a group) are the N side, as in gemm_fp4_wgmma. So each
-// weight is converted once for all tokens of a tile. The conversion is a table lookup. For each scale, relative to the
-// row's largest scale, the table in shared memory has 8 bytes: the 8 magnitudes of e2m1 times this scale. One
-// __byte_perm looks up four numbers.
+// weight is converted once for all tokens of a tile. The conversion is a table lookup: for each ratio of a group's
+// scale to the row's largest scale, a table in shared memory has the 8 magnitudes of e2m1 times this ratio, as 8 bytes.
+// One __byte_perm looks up four elements.
 //
-// FP8 tensor cores keep too few bits of a sum. So a wgmma sum covers only 128 numbers along k, as in gemm_fp8_wgmma.
-// Then it is multiplied by its token's scale and added to a float32 total in registers. The power of two of a row of
-// weights is constant along k and multiplies the total at the end.
+// FP8 tensor cores accumulate with less than float32 precision. So the tensor cores sum only 128 elements along k, as
+// in gemm_fp8_wgmma. This partial sum is multiplied by its token's scale and added to a float32 total in registers. At
+// the end the total is multiplied by the power of two of its row of weights.
 //
 // Grid: CLUSTER * (number of resident clusters) persistent blocks of folded_threads(TOKENS) threads. A tile is 128 rows
-// of weights (gated: 64 gates and their 64 ups) times up to TOKENS tokens. The blocks of a cluster have the same tokens
-// and neighbouring weights. Each block copies every CLUSTER-th box of tokens, by multicast to the whole cluster.
+// of weights (gated: 64 gate rows and their 64 up rows) times up to TOKENS tokens. The blocks of a cluster have the
+// same tokens and neighbouring weights. Each block copies every CLUSTER-th TMA box of tokens, by multicast to the whole
+// cluster.
 //
-//   warp 8           finds tiles; copies 128 numbers along k per stage to a ring of STAGES stages, by TMA
+//   warp 8           finds tiles; copies 128 elements along k per stage to a ring of STAGES stages, by TMA
 //   warps 9, 10      copy the scales of up to 128 tokens each
-//   warpgroup w < 2  converts, multiplies and writes weights 64 w to 64 w + 63 of a tile
+//   warpgroup w < 2  converts and multiplies weight rows `64 * w` to `64 * w + 63` of a tile, and writes the results
 //
-// A warpgroup multiplies up to 128 tokens at a time. While it adds the sums, the MMAs of the other warpgroup run. The
-// weights of the next stage are converted during and after the last MMAs of the current stage.
+// A warpgroup multiplies up to 128 tokens at a time. While one warpgroup adds partial sums to its totals, the MMAs of
+// the other warpgroup run. A warpgroup converts the weights of the next stage during and after the last MMAs of the
+// current stage.
 //
 // Speed of light: for few rows the time to read the weights; for many rows the time of 2 * rows * n * k operations at
-// twice the bfloat16 rate. On an H200 with n = 4096, k = 7168, 8 experts of 1024 rows take 461 us (1043 TFLOP/s). The
-// same product with FP8 weights and block scales takes 352 us. 256 experts of 8 rows take 1.01 ms; reading their bytes
-// alone would take 0.83 ms.
+// the FP8 rate, twice the bfloat16 rate. On an H200 with n = 4096, k = 7168, 8 experts of 1024 rows take 461 us (1043
+// TFLOP/s). The same GEMM with FP8 weights and block scales takes 352 us. 256 experts of 8 rows take 1.01 ms; reading
+// the bytes of their weights alone would take 0.83 ms.
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "moe_gemm/folded_load.cuh"
 #include "moe_gemm/folded_weights.cuh"
 #include "moe_gemm/wgmma_store.cuh"
 
-// Addresses of a lane's operands in stage 0. weights, rows: the lane's numbers and scale words in the first 8 rows of
-// its warp. scales: the scales of its tokens. tokens: the lower half of the token descriptor.
+// Shared addresses of a lane's operands in stage 0. `weights`, `rows`: the lane's elements and scale word in the first
+// 8 weight rows of its warp. `scales`: the scales of its tokens. `tokens`: the lower half of the token descriptor.
 struct FoldedOperands {
     unsigned weights, rows, scales, tokens;
 };
 
-// Start MMAs FIRST and FIRST + 1 of the four MMAs along k of a stage, for `2 * N` tokens.
+// Start two of the stage's four MMAs along k, `FIRST` and `FIRST + 1`, for `2 * N` tokens.
 template <int FIRST, int N>
 __device__ __forceinline__ void start_folded_products(float (&sums)[N], const FoldedFragments& fragments,
                                                       unsigned tokens) {
@@ -62,7 +64,7 @@ __device__ __forceinline__ void add_scaled(float (&total)[N], const float (&sums
         for (int i = 0; i < 4; ++i) total[i] = fmaf(sums[i], by[i % 2], total[i]);
     } else {
 #pragma unroll
-        for (int j = 0; j < N / 8; ++j) { // 16 tokens; a lane has 4 of them
+        for (int j = 0; j < N / 8; ++j) { // 16 tokens; a lane has sums of 4 of them
             const uint4 four = load_shared(scales + j * 16);
             const float by[4] = {__uint_as_float(four.x), __uint_as_float(four.y), __uint_as_float(four.z),
                                  __uint_as_float(four.w)};
@@ -74,7 +76,7 @@ __device__ __forceinline__ void add_scaled(float (&total)[N], const float (&sums
 }
 
 // State of a consumer warpgroup: its position in the ring, and the converted weights of the next stage. PAIRS: the two
-// rows of lane l in an MMA (l / 4 and l / 4 + 8) are a gate and its up, which are neighbours in memory.
+// rows of lane l in an MMA (`l / 4` and `l / 4 + 8`) are a gate row and its up row, which are neighbours in memory.
 template <class Layout, bool PAIRS> struct FoldedMultiplier {
     static constexpr int WIDTH = Layout::WIDTH, N = WIDTH / 2, PARTS = Layout::PARTS;
     static constexpr int STAGES = Layout::STAGES, CLUSTER = Layout::CLUSTER;
@@ -110,13 +112,13 @@ template <class Layout, bool PAIRS> struct FoldedMultiplier {
         mbarrier_wait(shared_address(&shared.full[at.stage]), at.phase);
     }
 
-    // Load the scale words of the next stage and the numbers of its first two MMAs.
+    // Load the scale words of the next stage, and the weights of its first two MMAs.
     __device__ __forceinline__ void load_words() {
         words.load_numbers(first.weights + place.stage * Layout::WEIGHT_BYTES);
         words.load_rows(first.rows + place.stage * Layout::WEIGHT_BYTES);
     }
 
-    // Convert the loaded words, and load the numbers of the other two MMAs.
+    // Convert the loaded weights, and load the weights of the other two MMAs.
     __device__ __forceinline__ void convert_first() {
         fragments.convert<0>(words, table);
         words.load_numbers(first.weights + place.stage * Layout::WEIGHT_BYTES + FOLDED_NUMBERS / 2);
@@ -136,8 +138,8 @@ template <class Layout, bool PAIRS> struct FoldedMultiplier {
         convert_rest();
     }
 
-    // Release a stage: arrive at its empty barrier in every block of the cluster. Call this after the MMAs that read
-    // the stage are complete. elect.sync picks the arriving lane without keeping a lane index in a register.
+    // Release a stage: arrive at its empty barrier in every block of the cluster. The MMAs that read the stage must be
+    // complete. elect.sync selects the lane that arrives, so no register is needed for a lane index.
     __device__ __forceinline__ void release(int stage) {
         unsigned elected;
         __syncwarp();
@@ -156,9 +158,9 @@ template <class Layout, bool PAIRS> struct FoldedMultiplier {
         }
     }
 
-    // Multiply the weights of the current stage, whose fragments are ready, by the first ACTIVE parts (WIDTH tokens
-    // each) of the tokens. Add the sums to `total`, and convert the weights of the next stage to fragments. last: this
-    // is the last stage of the tile.
+    // Multiply the weights of the current stage by the first ACTIVE parts of its tokens and add the scaled sums to
+    // `total`. A part is WIDTH tokens. The weights are already converted to fragments. Then convert the weights of the
+    // next stage. last: this is the last stage of the tile.
     template <int ACTIVE> __device__ __forceinline__ void multiply_stage(float (&total)[PARTS][N], bool last) {
         const unsigned tokens = first.tokens + place.stage * (Layout::TOKEN_BYTES >> 4);
         const unsigned scales = first.scales + place.stage * Layout::SCALE_BYTES;
@@ -173,8 +175,8 @@ template <class Layout, bool PAIRS> struct FoldedMultiplier {
             const unsigned from = tokens + part * (WIDTH * FOLDED_K >> 4);
             wgmma_fence();
             start_folded_products<0>(sums, fragments, from);
-            // The last part has two commit groups: the first half of the fragments is overwritten while the second half
-            // is in use.
+            // The last part uses two commit groups. When the first group is complete, its fragments are overwritten
+            // while the MMAs of the second group still read theirs.
             if (part == ACTIVE - 1) wgmma_commit_group();
             start_folded_products<2>(sums, fragments, from);
             wgmma_commit_group();
@@ -186,7 +188,8 @@ template <class Layout, bool PAIRS> struct FoldedMultiplier {
                         factors[i] = folded_factor(__float_as_uint(load_shared_float(here + i * words.ROWS_APART)));
                 }
                 place.advance();
-                // The next stage belongs to this tile or to the next tile, or its description has 0 tokens.
+                // The next stage belongs to this tile or to the next tile. After the last tile it only carries a
+                // description with 0 tokens.
                 wait_full(place);
                 load_words();
             }
@@ -251,8 +254,8 @@ template <typename, int, int TOKENS, int STAGES, int CLUSTER, int, bool> constex
 }
 
 // T: type of the result, __nv_bfloat16 or __half. TOKENS: 8, 16, 32, 128 or 256. BLOCKS: resident blocks per
-// multiprocessor. STREAMED: for few tokens; weights are read once, with the L2 policy evict-first. ACTIVATION: see
-// moe_gemm/epilogue.cuh.
+// multiprocessor. STREAMED: set for few tokens; each weight is read once, with the L2 policy evict-first. ACTIVATION:
+// see moe_gemm/epilogue.cuh.
 template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED>
 __global__ __launch_bounds__(folded_threads(TOKENS), BLOCKS)
     CLUSTER_OF(CLUSTER) void gemm_folded_wgmma(const __grid_constant__ MappedGemmParams p) {

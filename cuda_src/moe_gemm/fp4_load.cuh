@@ -7,8 +7,8 @@
 #include "moe_gemm/shared_memory.cuh"
 #include "moe_gemm/wgmma_tiles.cuh"
 
-// Start the copy of a stage's weights, which start at unit `unit` along k. If gates and ups are halves of n, the box
-// has 8 rows of gates, the 8 rows of their ups, the next 8 rows of gates, and so on.
+// Start the copy of a stage's weights, which start at unit `unit` along k. If gate rows and up rows are the halves of
+// n, the TMA box has 8 gate rows, their 8 up rows, the next 8 gate rows, and so on.
 template <class Layout, int ACTIVATION, bool STREAMED>
 __device__ __forceinline__ void load_fp4_weights(const MappedGemmParams& p, unsigned ring, int stage, int unit,
                                                  int first_weight, int expert, unsigned full) {
@@ -29,9 +29,9 @@ __device__ __forceinline__ void publish_tile(Shared& shared, const RingPlace<TIL
     mbarrier_arrive(shared_address(&shared.tile_full[at.stage]));
 }
 
-// Start the copies of a stage's tokens to all blocks of the cluster. Each block copies every CLUSTER-th box. `whole`: k
-// is a multiple of the 64 numbers of a unit. Then the tensor map has a dimension for units, and one box has all units
-// of the stage.
+// Start the copies of a stage's tokens to all blocks of the cluster. Each block copies every CLUSTER-th TMA box.
+// `whole`: k is a multiple of 64, the elements of a unit. The tensor map then has a dimension for units, and one box
+// has all units of the stage.
 template <class Layout>
 __device__ __forceinline__ void load_fp4_tokens(const MappedGemmParams& p, unsigned to, int unit, int row, int boxes,
                                                 int rank, bool whole, unsigned full) {
@@ -94,12 +94,13 @@ __device__ __forceinline__ void load_fp4_tiles(const MappedGemmParams& p, typena
     __syncwarp();
 }
 
-// Run the producer warp, with tokens gathered by cp.async. wgmma may read bytes that cp.async copied only after the
-// copies are complete and the thread that started them has executed a proxy fence. So the warp arrives at the full
-// barrier of a stage only when it has started the copies of BEHIND further stages. Two waits limit BEHIND. First,
-// publish_tile waits until the tile TILES_AHEAD tiles earlier is done, and a tile may be a single stage, so BEHIND <
-// TILES_AHEAD. Second, a warpgroup releases a stage in the middle of its next stage, SPLIT stages later, so BEHIND <
-// STAGES - SPLIT.
+// Run the producer warp, with tokens gathered by cp.async. Before wgmma may read bytes that cp.async copied, the copies
+// must be complete, and the thread that started them must execute a proxy fence. The warp does not wait for the copies
+// of a stage at once: it arrives at the full barrier of a stage after it has started the copies of BEHIND further
+// stages. BEHIND is limited by two waits that would otherwise deadlock. First, publish_tile waits until the consumers
+// have finished the tile TILES_AHEAD tiles earlier, and a tile may be a single stage; so BEHIND is less than
+// TILES_AHEAD. Second, a warpgroup releases a stage in the middle of its next stage, SPLIT stages later; so BEHIND is
+// less than `STAGES - SPLIT`.
 template <class Layout, int ACTIVATION, bool STREAMED>
 __device__ __forceinline__ void gather_fp4_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                  unsigned ring) {

@@ -26,8 +26,8 @@ template <int BYTES> __device__ __forceinline__ unsigned load_shared_bytes(unsig
     return value;
 }
 
-// Return a pair with the low or the high number of `pair` in both halves. The compiler turns this into an operand
-// modifier of the multiplication that reads the result.
+// Return a pair that has the low (HIGH: the high) half of `pair` in both halves. It costs no instruction: the compiler
+// makes it an operand modifier of the multiplication that reads the result.
 template <bool HIGH> __device__ __forceinline__ unsigned twice(unsigned pair) {
     unsigned both;
     if constexpr (HIGH)
@@ -37,15 +37,15 @@ template <bool HIGH> __device__ __forceinline__ unsigned twice(unsigned pair) {
     return both;
 }
 
-// Factors of a lane's row for `32 * HALVES` numbers along k. A factor is the scale times the 2^126 (float16: 2^14) that
-// unpacking leaves out, divided by MISSING. Without the division a factor would overflow. Instead, the sums are
-// multiplied by MISSING at the end.
+// Factors of one row of weights for `32 * HALVES` elements along k. Unpacked elements are too small by 2^126 (float16:
+// 2^14). So a factor is the scale times 2^126 (2^14), divided by MISSING. Without the division the factor would
+// overflow. The epilogue multiplies the sums by MISSING.
 //
 // The factors are exact for all e4m3 scales. They are exact for E8M0 scales from 2^-100 to 2^33 in bfloat16, and from
-// 2^-17 to 2^7 in float16. In float16, larger E8M0 scales count as infinite, and scales below 2^-22 count as 0.
+// 2^-17 to 2^7 in float16. In float16, larger E8M0 scales become infinite, and scales below 2^-22 become 0.
 template <typename T, int FORMAT, int HALVES> struct Fp4Factors {
     static constexpr float MISSING = IS_BFLOAT16<T> ? 0x1p32f : FORMAT == MXFP4 ? 0x1p6f : 0x1p7f;
-    static constexpr int EACH = UNIT_SCALES<FORMAT> / 2, COUNT = HALVES * EACH; // EACH: scales of a half
+    static constexpr int EACH = UNIT_SCALES<FORMAT> / 2, COUNT = HALVES * EACH; // EACH: scales of half a unit
     unsigned pairs[(COUNT + 1) / 2];
 
     // Return the factors of two scales as a pair of T. The scales are bytes 0 and 2 of `scales`.
@@ -62,26 +62,27 @@ template <typename T, int FORMAT, int HALVES> struct Fp4Factors {
         }
     }
 
-    // Load scales and convert them. at: shared address of the scales of the lane's row in a unit.
+    // Load the scales of one row and convert them to factors. `at`: shared address of the row's scales in a unit.
     __device__ __forceinline__ void load(unsigned at, int half) {
         const unsigned bytes = load_shared_bytes<COUNT>(at + half * EACH);
         pairs[0] = factors_of(COUNT == 1 ? bytes : __byte_perm(bytes, 0, 0x4140));
         if constexpr (COUNT == 4) pairs[1] = factors_of(__byte_perm(bytes, 0, 0x4342));
     }
 
-    // Return the factor of 16 numbers along k, twice, as a pair. HALF: half of a unit (32 numbers). STEP: which 16 of
-    // the half.
+    // Return the factor of 16 elements along k, in both halves of a pair. HALF: which half of the unit (32 elements).
+    // STEP: which 16 elements of the half.
     template <int HALF, int STEP> __device__ __forceinline__ unsigned factor() const {
         constexpr int AT = HALF * EACH + (EACH == 2 ? STEP : 0);
         return twice<AT % 2>(pairs[AT / 2]);
     }
 };
 
-// A fragments of a warp: 16 rows and `32 * HALVES` numbers along k. A half of a unit is two MMAs of 16 numbers.
+// A fragments of a warp for 16 rows and `32 * HALVES` elements along k. Half a unit along k is two MMAs of 16 elements.
 template <int HALVES> struct Fp4Fragments {
     unsigned a[2 * HALVES][4];
 
-    // Convert half HALF of a unit. words, factors: of rows l / 4 and l / 4 + 8 for lane l.
+    // Convert half HALF of a unit. `words`, `factors`: packed elements and factors of rows `l / 4` and `l / 4 + 8`, for
+    // lane l.
     template <typename T, int HALF, class Factors>
     __device__ __forceinline__ void convert(const unsigned (&words)[2], const Factors (&factors)[2]) {
 #pragma unroll
@@ -98,7 +99,7 @@ template <int HALVES> struct Fp4Fragments {
         }
     }
 
-    // Compiler fence: the computation of the fragments stays above this line.
+    // Compiler fence: keep the computation of the fragments before the call.
     __device__ __forceinline__ void finish() {
 #pragma unroll
         for (int i = 0; i < 8 * HALVES; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");

@@ -1,48 +1,49 @@
-// Grouped GEMM of 16-bit tokens and prepared 4-bit weights on Hopper, by TMA and wgmma. Tokens may be gathered.
+// Grouped GEMM of bfloat16 or float16 tokens and prepared 4-bit weights on Hopper, by TMA and wgmma. Tokens may be
+// gathered.
 //
 //   x[r, j]   = sum over i of a[row_token[r], i] * b[e, j, i]       for the rows r of the group of expert e
 //   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh lists all forms
 //
-// Each number of b is multiplied by its scale. Sums are in float32 and rounded once. moe_gemm/params.cuh defines the
+// Each element of b is multiplied by its scale. Sums are in float32 and rounded once. moe_gemm/params.cuh defines the
 // groups, moe_gemm/fp4_prepared.cuh the prepared weights.
 //
 // Weights are the M side of wgmma (64 rows) and tokens (rows of a group) are the N side, as in gemm_wgmma. So each
 // weight is converted once for all tokens of a tile. The weights are A fragments in registers: a warp converts 32
-// numbers along k of its 16 rows while the tensor cores multiply the previous 32.
+// elements along k of its 16 rows while the tensor cores multiply the 32 elements before them.
 //
 // Grid: CLUSTER * (number of resident clusters) persistent blocks of Fp4Layout::THREADS threads. A tile is 64 * SIDES
 // rows of weights times up to TOKENS tokens. The blocks of a cluster have the same tokens and neighbouring weights.
-// Each block copies every CLUSTER-th box of tokens, by multicast to the whole cluster.
+// Each block copies every CLUSTER-th TMA box of tokens, by multicast to the whole cluster.
 //
-//   the last warp   finds tiles; copies UNITS * 64 numbers along k per stage to a ring of STAGES stages, by TMA.
+//   the last warp   finds tiles; copies UNITS * 64 elements along k per stage to a ring of STAGES stages, by TMA.
 //                   GATHER: copies the tokens by cp.async
-//   warpgroup w     converts and multiplies weights 64 s to 64 s + 63 of a tile, s = w % SIDES, in every SPLIT-th
-//                   stage. At the end warpgroup s adds the SPLIT partial sums and writes the result.
+//   warpgroup w     converts and multiplies the 64 weight rows of side `w % SIDES` of a tile, in every SPLIT-th
+//                   stage. At the end one warpgroup of each side adds the SPLIT partial sums and writes the result.
 //
 // With few tokens a warpgroup is bound by latency, because it loads, converts and multiplies in sequence. So a
-// multiprocessor needs several warpgroups to reach the memory bandwidth. SPLIT > 1 puts these warpgroups into one
-// block, where they divide one tile along k. Fewer tiles are then in progress at once, and the last tiles of the kernel
-// take less time.
+// multiprocessor needs several warpgroups to reach the memory bandwidth. With SPLIT > 1 these warpgroups are in one
+// block and divide one tile along k. A tile then takes less time than with one tile per warpgroup, so the last tiles
+// delay the end of the kernel less.
 //
 // Speed of light: for few rows the time to read the weights; for many rows the time of 2 * rows * n * k operations at
 // the bfloat16 rate. On an H200 with n = 4096, k = 7168, 256 experts of 8 rows take 985 us in MXFP4 (4.05 TB/s, 84% of
-// the memory bandwidth) and 1047 us in NVFP4. 8 experts of 1024 rows take 572 us (841 TFLOP/s); with 16-bit weights
-// they take 610 us. With n = 28672, k = 4096, two experts of one row each take 40 us (3.1 TB/s).
+// the memory bandwidth) and 1047 us in NVFP4. 8 experts of 1024 rows take 572 us (841 TFLOP/s); gemm_wgmma with 16-bit
+// weights takes 610 us. With n = 28672, k = 4096, two experts of one row each take 40 us (3.1 TB/s).
 #include "common/launch.cuh"
 #include "moe_gemm/fp4_load.cuh"
 #include "moe_gemm/fp4_weights.cuh"
 #include "moe_gemm/wgmma_store.cuh"
 #include "moe_gemm/wgmma_widths.cuh"
 
-// Addresses of a lane's operands in a stage. weights, scales: the lane's numbers and scales in the first 8 rows of its
-// warp. tokens: the lower half of the token descriptor; the upper half is constant.
+// Shared addresses of a lane's operands in a stage. `weights`, `scales`: the lane's elements and scales in the first 8
+// weight rows of its warp. `tokens`: the lower half of the token descriptor; the upper half is constant.
 struct Fp4Operands {
     unsigned weights, scales, tokens;
 };
 
-// Convert HALVES halves of unit `unit`, starting with half `half`, and start their MMAs. A unit has 64 numbers along k,
-// a half 32. PAIRS: the two rows of lane l in an MMA (l / 4 and l / 4 + 8) are a gate and its up, which are neighbours
-// in memory.
+// Convert HALVES halves of unit `unit`, starting with half `half`, and start their MMAs. A unit has 64 elements along
+// k, half a unit has 32. PAIRS: the two rows of lane l in an MMA (`l / 4` and `l / 4 + 8`) are a gate row and its up
+// row, which are neighbours in memory.
 template <typename T, class Layout, bool PAIRS, int REGISTERS>
 __device__ __forceinline__ void multiply_part(float (&c)[REGISTERS], Fp4Fragments<Layout::HALVES>& fragments,
                                               const Fp4Operands& stage, int unit, int half, int width, bool add) {
@@ -79,15 +80,16 @@ __device__ __forceinline__ void multiply_part(float (&c)[REGISTERS], Fp4Fragment
     wgmma_wait_group<1>(); // the previous MMAs are complete, so their fragments may be overwritten
 }
 
-// Compile-time argument: the fragment set, 0 or 1, for the first part of a stage. A part is the numbers that
-// multiply_part converts at once.
+// Compile-time argument: the fragment set, 0 or 1, that the first part of a stage uses. A part is the work of one call
+// of multiply_part.
 template <int I> struct FragmentSet {
     static constexpr int value = I;
 };
 
 // Compute a warpgroup's partial sums of a tile of at most `width` tokens, over steps `part`, `part + SPLIT`, ... along
-// k. `at`: ring position of the first of these steps, advanced to the warpgroup's first step of the next tile.
-// `first_stage`: operands in stage 0. `skewed_after`: the step after which the other warpgroup may begin, or -1.
+// k. `at`: ring position of the first of these steps; the function advances it to the warpgroup's first step of the
+// next tile. `first_stage`: addresses of the operands in stage 0. `skewed_after`: the step after which the other
+// warpgroup may begin, or -1.
 template <typename T, class Layout, bool PAIRS, int REGISTERS>
 __device__ __forceinline__ void sum_fp4_tile(float (&c)[REGISTERS], typename Layout::Shared& shared,
                                              RingPlace<Layout::STAGES>& at, int steps, int skewed_after, int part,
@@ -146,9 +148,10 @@ __device__ __forceinline__ void sum_fp4_tile(float (&c)[REGISTERS], typename Lay
 }
 
 // Add the partial sums of the SPLIT warpgroups of a side, which have the same 64 rows of weights. The warpgroup with
-// the highest `part` adds the sums of the other warpgroups to its own, thread by thread and always in the same order.
-// `any`: this warpgroup has sums; otherwise its sums count as 0. `phase`: the number of earlier tiles; only its parity
-// counts. `exchange`: buffer for the sums of the other warpgroups.
+// the highest `part` adds the sums of the other warpgroups to its own. Each thread adds the sums of the corresponding
+// threads, always in the same order. `any`: this warpgroup has multiplied at least one stage; otherwise its sums are
+// taken as 0. `phase`: the number of earlier tiles; only its parity is used. `exchange`: shared memory buffer for the
+// sums of the other warpgroups.
 template <class Layout, int REGISTERS>
 __device__ __forceinline__ void join_sums(float (&joined)[REGISTERS], const float (&c)[REGISTERS],
                                           typename Layout::Shared& shared, bool any, int part, int side,
@@ -192,8 +195,8 @@ __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typ
     // The shuffle tells the compiler that the value is warp-uniform, so descriptors stay in uniform registers.
     const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
     const int side = SIDES == 1 ? 0 : SPLIT == 1 ? warpgroup : warpgroup % SIDES, lane = threadIdx.x % 32;
-    // The warpgroups that write the results get the highest `part`, because it may have the fewest steps. The reduction
-    // makes the value warp-uniform for the compiler, because a loop bound depends on it.
+    // The warpgroups that write the results get the highest `part`, because this part may have the fewest steps. A loop
+    // bound depends on `part`; the reduction tells the compiler that it is warp-uniform.
     const int part = SPLIT == 1 ? 0 : __reduce_max_sync(FULL_WARP, SPLIT - 1 - warpgroup / SIDES);
     const unsigned weights = ring + Layout::WEIGHTS + (side * 8 + threadIdx.x % WARPGROUP / 32 * 2) * Layout::EIGHT;
     Fp4Operands operands{weights + lane * 8, weights + UNIT_NUMBERS + lane / 4 * UNIT_SCALES<Layout::FORMAT>,
@@ -225,11 +228,11 @@ __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typ
         const float factor = Layout::FORMAT == NVFP4 ? MISSING * p.b_global_scale[tile.expert] : MISSING;
         sum_fp4_tile<T, Layout, PAIRS>(c, shared, place, steps, skewed_after, part, tokens, operands);
         skewed_after = -1;
-        // All lanes have read the tile by this point, without a __syncwarp. After a __syncwarp the compiler would not
-        // keep warp-uniform values in uniform registers.
+        // All lanes have read the tile by this point, so no __syncwarp is needed. With a __syncwarp the compiler would
+        // not keep warp-uniform values in uniform registers.
         if (lane == 0) mbarrier_arrive(shared_address(&shared.tile_empty[at.stage]));
         at.advance();
-        // Do not change the sums in place: the compiler would then wait for each MMA.
+        // Do not modify `c` in place: the compiler would then insert a wait after each MMA.
         if constexpr (SPLIT > 1) {
             float joined[TOKENS / 2];
             join_sums<Layout>(joined, c, shared, part < steps, part, side,
@@ -250,8 +253,8 @@ constexpr Launch gemm_fp4_wgmma_launch() {
 
 // T: type of tokens and result, __nv_bfloat16 or __half. FORMAT: MXFP4 or NVFP4. TOKENS: 8, 16, 32, 64, 96, 128 or 288.
 // BLOCKS: resident blocks per multiprocessor. SIDES: warpgroups along the weights of a tile, 1 or 2. SPLIT: warpgroups
-// along k. HALVES: halves of a unit that are converted and multiplied at once. STREAMED: for few tokens; weights are
-// read once, with the L2 policy evict-first. ACTIVATION: see moe_gemm/epilogue.cuh.
+// along k. HALVES: half units along k that are converted and multiplied at once. STREAMED: set for few tokens; each
+// weight is read once, with the L2 policy evict-first. ACTIVATION: see moe_gemm/epilogue.cuh.
 template <typename T, int FORMAT, int ACTIVATION, int TOKENS, int UNITS, int STAGES, int CLUSTER, int BLOCKS, int SIDES,
           int SPLIT, int HALVES, bool STREAMED, bool GATHER>
 __global__ __launch_bounds__((Fp4Layout<FORMAT, TOKENS, UNITS, STAGES, CLUSTER, SIDES, SPLIT, HALVES>::THREADS), BLOCKS)

@@ -1,4 +1,4 @@
-// Map the threads of prepare.cu and restore.cu to the 32-bit words of prepared weights, one word per thread.
+// Index computation of prepare.cu and restore.cu: each thread handles one 32-bit word of the prepared weights.
 #pragma once
 #include "moe_gemm/fp4_prepared.cuh"
 
@@ -12,10 +12,11 @@ struct PrepareParams {
     int k;
 };
 
-// Position of a thread's word: its unit, the lane of the GEMM that reads the word, and the half of the unit along k.
+// Position of a thread's word: its unit, its row, the lane of gemm_fp4_wgmma that reads the word, and the half of the
+// unit along k.
 struct WordPlace {
-    long long unit, row;   // row: counted over all experts
-    int half, lane, first; // first: first number along k of the half
+    long long unit, row;   // row: index over the rows of all experts
+    int half, lane, first; // first: index along k of the half's first element
 
     __device__ __forceinline__ WordPlace(int k) {
         const long long word = (long long)blockIdx.x * PREPARE_THREADS + threadIdx.x;

@@ -1,7 +1,8 @@
 // First GEMM of a gated MoE layer in FP8 (e4m3) with block scales on Hopper, by TMA and wgmma. It applies the
-// activation and quantizes the result to FP8. A tile is 128 rows times 128 gates and their 128 ups.
+// activation and quantizes the result to FP8. A tile is 128 rows times 128 gate rows of the weights and their 128 up
+// rows.
 //
-//   x[r, j] = sum over blocks c of 128 numbers of k of
+//   x[r, j] = sum over blocks c of 128 indices along k of
 //                 a_scale[r, c] * b_scale[e, j / 128, c] * (sum over i of block c of a[r, i] * b[e, j, i])
 //   y[r, j] = activate(T(x[r, j]), T(x[r, n / 2 + j]))       where T() rounds to T
 //   out_scale[r, g] = max |y[r, group g of 128]| / 448,  out[r, j] = e4m3 of y[r, j] / out_scale[r, j / 128]
@@ -10,30 +11,31 @@
 // gemm_fp8_wgmma followed by quantize_groups.
 //
 // Grid: CLUSTER * (number of resident clusters) persistent blocks of 384 threads, one block per multiprocessor. The
-// blocks of a cluster have the same weights and neighbouring rows. With two blocks, each loads half of the weights, by
-// multicast to both.
+// blocks of a cluster have the same weights and neighbouring rows. In a cluster of two blocks, each block loads half of
+// the weights, by multicast to both.
 //
 //   warp 8          finds tiles; copies 128 bytes along k per stage to a ring of STAGES stages, by TMA
 //   warp 9          multiplies the scales of the rows by the scales of the weights, and writes them to the same stages
-//   warpgroup 0, 1  multiplies 64 rows of a tile by the gates and then by the ups, and writes the result
+//   warpgroup 0, 1  multiplies 64 rows of a tile by the gate rows and then by the up rows, and writes the result
 //
-// Besides the tensor cores, the bandwidth of shared memory is a limit: 128 bytes per cycle. With both operands in
-// shared memory, the product of 64 rows and 128 rows of weights would read 96 bytes per cycle, and TMA writes 48 bytes
-// per cycle. So this kernel loads the rows to registers once for gates and ups, which reduces the reads to 80 bytes per
-// cycle. While one warpgroup adds the sums of 128 numbers along k to its totals, the MMAs of the other warpgroup run.
-// With CLUSTER > 1 the two warpgroups take turns to start MMAs, which saves 5% of the time for 4 x 8192 rows.
+// Two resources limit the kernel: the tensor cores, and the bandwidth of shared memory (128 bytes per cycle). With both
+// operands in shared memory, the MMAs of 64 rows and 128 rows of weights would read 96 bytes per cycle, while TMA
+// writes 48 bytes per cycle. So a warpgroup loads its rows to registers once, for the gate rows and the up rows. This
+// reduces the reads to 80 bytes per cycle. While one warpgroup adds the sums of 128 elements along k to its totals, the
+// MMAs of the other warpgroup run. With CLUSTER > 1 the two warpgroups start their MMAs alternately, which saves 5% of
+// the time for 4 x 8192 rows.
 //
-// Speed of light: as for gemm_fp8_wgmma, with half the bytes of the result. Times on an H200, n = 4096, k = 7168:
+// Speed of light: as for gemm_fp8_wgmma, but the result has half the bytes. Times on an H200 with n = 4096, k = 7168:
 //
 //                                   this kernel   gemm_fp8_wgmma, activation, quantization
 //   4 x 8192 rows                   1525 us       1543 us
 //   8 x 1024 rows                   378 us        387 us
 //   32 x 1024 rows, random routing  1634 us       1692 us
 //
-// For 32 x 256 rows with random routing gemm_fp8_wgmma is faster, because its tiles have tails: it takes 429 us without
-// the activation, and this kernel takes 508 us. Odd tiles (the short last tiles of groups) are dealt to the clusters
-// separately, as Fp8Tiles explains. With one deal for all tiles, 32 x 256 rows would take 557 us, and 32 x 1024 rows
-// 1665 us.
+// For 32 x 256 rows with random routing gemm_fp8_wgmma is faster, because it multiplies a few extra rows as the tail of
+// a tile: it takes 429 us without the activation, and this kernel takes 508 us. Odd tiles (the short last tiles of
+// groups) are distributed to the clusters separately, as Fp8Tiles explains. If all tiles were distributed together, 32
+// x 256 rows would take 557 us, and 32 x 1024 rows would take 1665 us.
 #include "common/fp8.cuh"
 #include "common/launch.cuh"
 #include "moe_gemm/fp8_blocks_products.cuh"
@@ -50,7 +52,8 @@ __device__ __forceinline__ void load_block_tiles(const Fp8BlocksParams& p, typen
     const int k_blocks = (p.k + FP8_K - 1) / FP8_K, half_n = p.n / 2;
     Fp8BlocksTiles<Layout, 0> tiles(p, shared.groups[0]);
     unsigned used = 0;
-    // The empty barrier counts the consumers of the whole cluster, because this block's weights go to all its blocks.
+    // The empty barrier counts the consumers of all blocks of the cluster, because this block's weights go to all of
+    // them.
     auto wait_empty = [&](int stage) { mbarrier_wait(shared_address(&shared.empty[stage]), used / STAGES + 1); };
     Fp8Tile tile;
     while (tiles.next(tile)) {
@@ -93,8 +96,9 @@ __device__ __forceinline__ void load_block_tiles(const Fp8BlocksParams& p, typen
     __syncwarp();
 }
 
-// Lets the two consumer warpgroups take turns (if TURNS), by named barriers. Warpgroup `side` waits for its turn at
-// barrier `1 + side`. It passes the turn by arriving at the other warpgroup's barrier, `2 - side`.
+// If TURNS, the two consumer warpgroups start their MMAs alternately, ordered by named barriers. Warpgroup `side` waits
+// for its turn at barrier `1 + side`. To give the turn to the other warpgroup, it arrives at that warpgroup's barrier,
+// `2 - side`.
 template <bool TURNS> struct Fp8Turns {
     const int side;
 
@@ -111,7 +115,8 @@ template <bool TURNS> struct Fp8Turns {
         if constexpr (TURNS) asm volatile("bar.arrive %0, %1;" ::"r"(2 - side), "n"(2 * WARPGROUP) : "memory");
     }
 
-    // Let warpgroup 0 wait for the last turn that warpgroup 1 passed, so that no arrival is left at the barrier.
+    // At the end, warpgroup 0 waits for the last arrival of warpgroup 1, so that the barrier is left without pending
+    // arrivals.
     __device__ __forceinline__ void end() const {
         if (TURNS && side == 0) wait();
     }
@@ -120,19 +125,19 @@ template <bool TURNS> struct Fp8Turns {
 // A consumer warpgroup's position in the ring, and the addresses of a lane's operands.
 template <class Layout> struct Fp8BlocksRing {
     typename Layout::Shared& shared;
-    const unsigned rows, weights, scales, empty; // in stage 0; rows: the lane's ldmatrix address
+    const unsigned rows, weights, scales, empty; // addresses in stage 0; rows: for ldmatrix
     int stage = 0, phase = 0;
 
     __device__ __forceinline__ Fp8BlocksRing(typename Layout::Shared& shared, unsigned ring)
         : shared(shared), rows(ring + (first_row() + lane() % 16) * FP8_K + (lane() / 16 ^ lane() % 8) * 16),
           weights(unsigned(k_major_descriptor(ring + Layout::ROW_BYTES))),
           scales(ring + Layout::SCALES + (first_row() + lane() / 4) * 4),
-          // Lane i has the empty barrier of block i of the cluster.
+          // Lane i has the address of the empty barrier in block i of the cluster.
           empty(Layout::CLUSTER == 1 ? shared_address(&shared.empty[0])
                                      : map_shared_rank(&shared.empty[0], lane() % Layout::CLUSTER)) {}
 
     static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-    static __device__ __forceinline__ int first_row() { return threadIdx.x / 32 * 16; } // of the warp's 16 rows
+    static __device__ __forceinline__ int first_row() { return threadIdx.x / 32 * 16; } // first of the warp's 16
 
     __device__ __forceinline__ void wait_full() const { mbarrier_wait(shared_address(&shared.full[stage]), phase); }
 
@@ -141,7 +146,7 @@ template <class Layout> struct Fp8BlocksRing {
         stage = wraps ? 0 : stage + 1, phase ^= wraps;
     }
 
-    // Return the address of the empty barrier of the current stage, in the block at which this lane arrives.
+    // Return the address of the current stage's empty barrier, in the block of the cluster in which this lane arrives.
     __device__ __forceinline__ unsigned releases() const { return empty + stage * 8; }
 
     // Release a stage: arrive at its empty barrier in every block of the cluster. Call this after the stage's MMAs are
@@ -155,7 +160,7 @@ template <class Layout> struct Fp8BlocksRing {
         }
     }
 
-    // Load the A fragments of the current stage, and the products of row scale and weight scale.
+    // Load the A fragments of the current stage, and the factors of its sums: row scale times weight scale.
     __device__ __forceinline__ void load(unsigned (&fragments)[4][4], float (&factors)[2][2]) const {
 #pragma unroll
         for (int i = 0; i < 4; ++i) ldmatrix(fragments[i], (rows + stage * Layout::STAGE_BYTES) ^ i * 32);
@@ -167,7 +172,7 @@ template <class Layout> struct Fp8BlocksRing {
                     load_shared_float(scales + stage * Layout::SCALE_BYTES + (half * Layout::TOKENS + i * 8) * 4);
     }
 
-    // Return the lower half of the descriptor of the current stage's gates (half 0) or ups (half 1).
+    // Return the lower half of the descriptor of the current stage's gate rows (`half` 0) or up rows (`half` 1).
     __device__ __forceinline__ unsigned operand(int half) const {
         return weights + stage * (Layout::STAGE_BYTES / 16) + half * (FP8_WEIGHT_BYTES / 16);
     }
@@ -219,7 +224,7 @@ __device__ __forceinline__ void multiply_block_tiles(const Fp8BlocksParams& p, t
     turns.begin();
     for (;;) {
         ring.wait_full();
-        // A lane keeps only field lane % 4 of the tile, because registers are scarce.
+        // A lane keeps only field `lane % 4` of the tile, because registers are scarce.
         const int part = reinterpret_cast<const int*>(&shared.tiles[ring.stage])[lane % 4];
         // The reduction tells the compiler that `rows`, and so the stage, is warp-uniform.
         const int rows = __reduce_max_sync(FULL_WARP, lane % 4 == 2 ? part : -1);
@@ -242,7 +247,7 @@ __device__ __forceinline__ void multiply_block_tiles(const Fp8BlocksParams& p, t
         }
     }
     turns.end();
-    // Wait for the copies of the staged rows: the block must not exit before they are complete.
+    // The block must not exit before the bulk copies of its staged rows are complete.
     bulk_wait<0>();
 }
 

@@ -5,13 +5,13 @@
 // Arguments of gemm_fp8_blocks. `out` is e4m3 [rows, n / 2].
 struct Fp8BlocksParams : MappedGemmParams {
     float* out_scale; // [rows, n / 256]
-    float smallest;   // lower bound of the magnitude that determines a scale
+    float smallest;   // lower bound of the largest magnitude, from which a scale is computed
 };
 
 constexpr int FP8_PAD = 16; // padding in bytes after a staged row, against bank conflicts
 
-// Layout in bytes from a 1024-byte boundary: stages (rows, gates, ups), staging buffers of the warps, scales,
-// Fp8Shared.
+// Byte offsets from a 1024-byte boundary. The order is: stages (rows, gate weights, up weights), staging buffers of the
+// warps, scales, Fp8Shared.
 template <int CLUSTER_, int ACTIVATION_> struct Fp8BlocksLayout {
     static constexpr int TOKENS = 128, CLUSTER = CLUSTER_, STAGES = 4, ACTIVATION = ACTIVATION_;
     static constexpr bool GATED = true;
@@ -19,7 +19,7 @@ template <int CLUSTER_, int ACTIVATION_> struct Fp8BlocksLayout {
     static constexpr int TAIL = 0;
     static constexpr bool SHARES_ROWS = false; // the blocks of a cluster share weights and have neighbouring rows
     static constexpr int TILE_TOKENS = TOKENS * CLUSTER, OUT_COLUMNS = FP8_COLUMNS;
-    static constexpr bool DEALS_ODD = true; // odd tiles are dealt separately (Fp8Tiles)
+    static constexpr bool DEALS_ODD = true; // odd tiles are distributed separately (Fp8Tiles)
     static constexpr int ROW_BYTES = TOKENS * FP8_K, STAGE_BYTES = ROW_BYTES + 2 * FP8_WEIGHT_BYTES;
     static constexpr int STAGED_PITCH = OUT_COLUMNS + FP8_PAD, STAGED_BYTES = 16 * STAGED_PITCH; // of a row; of a warp
     static constexpr int SCALED_ROWS = TOKENS;
@@ -29,9 +29,9 @@ template <int CLUSTER_, int ACTIVATION_> struct Fp8BlocksLayout {
     using Shared = Fp8Shared<STAGES>;
 };
 
-// Tiles of a block. The blocks of a cluster divide the rows of the cluster's tiles. If a block gets no rows of a tile,
-// `next` returns a tile of AT_LEAST rows. The TMA producer uses AT_LEAST = 0. The scale producer uses AT_LEAST = 1,
-// because it clamps row indices to the last row.
+// Tiles of a block. The blocks of a cluster divide the rows of each of the cluster's tiles. If a block gets none of the
+// rows, `next` returns a tile of AT_LEAST rows. The TMA producer uses AT_LEAST = 0. The scale producer uses AT_LEAST =
+// 1, because it clamps row indices to the last row, so there must be one.
 template <class Layout, int AT_LEAST> struct Fp8BlocksTiles : Fp8Tiles<Layout> {
     using Fp8Tiles<Layout>::Fp8Tiles;
 

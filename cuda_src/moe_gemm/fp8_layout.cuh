@@ -1,27 +1,28 @@
-// Sizes and shared memory layout of a block of gemm_fp8_wgmma.
+// Sizes and shared memory layout of a block of gemm_fp8_wgmma. The header of fp8_wgmma.cu explains tails, the header of
+// fp8_tiles.cuh explains odd tiles.
 #pragma once
 #include "moe_gemm/epilogue.cuh"
 
 constexpr int FP8_THREADS = 3 * WARPGROUP;
 constexpr int FP8_BOX = 64;      // rows of `a` in a TMA box and in a wgmma
-constexpr int FP8_COLUMNS = 128; // rows of weights of a tile; gated: 64 gates and their 64 ups
-constexpr int FP8_K = 128;       // bytes along k of a stage; a block scale covers as many numbers
+constexpr int FP8_COLUMNS = 128; // rows of weights of a tile; gated: 64 gate rows and their 64 up rows
+constexpr int FP8_K = 128;       // bytes (FP8 elements) along k of a stage and of a block scale
 constexpr int FP8_BOX_BYTES = FP8_BOX * FP8_K, FP8_WEIGHT_BYTES = FP8_COLUMNS * FP8_K;
-constexpr int FP8_SCALES = 4; // scales of a row, for successive stages, that a lane loads at once
-constexpr int FP8_TAIL = 32;  // rows of a tail, which are the N side of its wgmma
+constexpr int FP8_SCALES = 4; // scales of a row, one per stage, that a lane loads at once
+constexpr int FP8_TAIL = 32;  // maximum rows of a tail: the N of its wgmma
 
-// A tile: x expert, y first row, z number of rows (0: no more tiles), w first column of the result.
+// A tile. x: expert. y: first row. z: number of rows; 0: no more tiles. w: first column of the result.
 using Fp8Tile = int4;
 
 template <int STAGES, int WINDOWS = 3> struct Fp8Shared {
     unsigned long long full[STAGES], empty[STAGES];
     Fp8Tile tiles[STAGES]; // description of the tile that begins with this stage, if any
-    // For each producer warp a window of 32 experts. Per expert: x first row, y number of rows, z number of tiles, w
-    // number of tiles of all experts of the window up to and including this expert.
+    // Each producer warp has an array of the 32 experts that its tile scheduler (Fp8Tiles) is processing. Per expert, x
+    // is the first row, y the number of rows, z the number of tiles, and w the inclusive prefix sum of z.
     int4 groups[WINDOWS][32];
 };
 
-// Layout in bytes from a 1024-byte boundary: STAGES stages, staging buffers of the warps, scales, Fp8Shared.
+// Byte offsets from a 1024-byte boundary. The order is: STAGES stages, staging buffers of the warps, scales, Fp8Shared.
 template <int TOKENS_, int CLUSTER_, int STAGES_, bool BLOCK_SCALED_, int ACTIVATION_> struct Fp8Layout {
     static constexpr int TOKENS = TOKENS_, CLUSTER = CLUSTER_, STAGES = STAGES_, ACTIVATION = ACTIVATION_;
     static constexpr bool BLOCK_SCALED = BLOCK_SCALED_, GATED = is_gated(ACTIVATION);
@@ -30,7 +31,7 @@ template <int TOKENS_, int CLUSTER_, int STAGES_, bool BLOCK_SCALED_, int ACTIVA
     static constexpr int TAIL = TOKENS % FP8_BOX, ROW_BLOCKS = TOKENS / (2 * FP8_BOX); // ROW_BLOCKS: of a warpgroup
     static_assert(TAIL == 0 || (TAIL == FP8_TAIL && BLOCK_SCALED && ACTIVATION == 0), "tails are of plain products");
     static constexpr int TILE_TOKENS = TOKENS - TAIL;         // rows of a tile without its tail
-    static constexpr bool DEALS_ODD = ROW_BLOCKS > 1;         // odd tiles are dealt separately (Fp8Tiles)
+    static constexpr bool DEALS_ODD = ROW_BLOCKS > 1;         // odd tiles are distributed separately
     static constexpr int LOADED_ROWS = TAIL ? TAIL : FP8_BOX; // rows of a TMA box
     static constexpr int OUT_COLUMNS = GATED ? FP8_COLUMNS / 2 : FP8_COLUMNS;
     static constexpr int STAGE_BYTES = TOKENS * FP8_K + FP8_WEIGHT_BYTES;

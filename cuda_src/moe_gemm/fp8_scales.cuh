@@ -4,7 +4,8 @@
 #include "moe_gemm/fp8_tiles.cuh"
 #include "moe_gemm/shared_memory.cuh"
 
-// Load scales k to `k + 3` of a row. `scales`: number of scales of the row; higher indices load the last scale.
+// Load the four scales of a row that start at index `k`. `scales`: number of scales of the row; an index past the last
+// scale loads the last scale.
 __device__ __forceinline__ void load_four_scales(float (&to)[FP8_SCALES], const float* row, int k, int scales,
                                                  bool aligned) {
     if (aligned) {
@@ -16,11 +17,11 @@ __device__ __forceinline__ void load_four_scales(float (&to)[FP8_SCALES], const 
     }
 }
 
-// Run a scale producer warp. For SCALED_ROWS rows of each tile, starting at row `SCALED_ROWS * part`, it writes the
-// products of row scale and weight scale to the ring. The warp goes through the same stages as the TMA producer and
-// arrives at the same full barriers: a stage is full when its TMA bytes and its scales are both written. The warp loads
-// the scales of four stages before it waits for the first of these stages to be empty. So the loads run during the
-// wait.
+// Run a scale producer warp. For SCALED_ROWS rows of each tile, starting at row `SCALED_ROWS * part`, it multiplies the
+// row scales by the weight scales and writes the results to the ring of stages. The warp goes through the same stages
+// as the TMA producer and arrives at the same full barriers: a stage is full when its TMA bytes and its scales are both
+// written. The warp loads the scales of four stages before it waits for the first of these stages to be empty. So the
+// loads run during the wait.
 template <class Layout, class Tiles = Fp8Tiles<Layout>>
 __device__ __forceinline__ void load_fp8_scales(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                 unsigned scales, int part) {
@@ -43,7 +44,7 @@ __device__ __forceinline__ void load_fp8_scales(const MappedGemmParams& p, typen
         const float* const b = static_cast<const float*>(p.b_scale) + (long long)tile.x * strips * k_blocks;
 #pragma unroll 1
         for (int k = 0; k < k_blocks; k += FP8_SCALES) {
-            float of_rows[ROWS][FP8_SCALES], of_weights[SETS]; // of_weights: lane l has scale k + l % 4
+            float of_rows[ROWS][FP8_SCALES], of_weights[SETS]; // of_weights: lane l has scale `k + l % 4`
 #pragma unroll
             for (int i = 0; i < ROWS; ++i)
                 load_four_scales(of_rows[i], a + min(first_row + i, tile.z - 1) * k_blocks, k, k_blocks, aligned);
@@ -73,6 +74,6 @@ __device__ __forceinline__ void load_fp8_scales(const MappedGemmParams& p, typen
         }
         __syncwarp();
     }
-    fill([] {}); // the stage whose description ends the loop
+    fill([] {}); // the last stage: its tile description ends the consumers' loops
     __syncwarp();
 }

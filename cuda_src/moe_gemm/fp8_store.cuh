@@ -13,14 +13,15 @@ __device__ __forceinline__ void store_global(void* to, uint4 value) {
                  : "memory");
 }
 
-// Scales of the finished sums with block scales: none, because they were applied along k.
+// Scales of the finished sums with block scales: always 1, because the mainloop has already applied the block scales.
 struct Fp8NoScales {
     __device__ __forceinline__ Fp8NoScales(const MappedGemmParams&, const Fp8Tile&, long long, int, int) {}
     __device__ __forceinline__ float of_column(int, int, int) const { return 1.f; }
     __device__ __forceinline__ float apply(float sum, int, float) const { return sum; }
 };
 
-// Scales of whole rows of tokens and of weights. ONE: the tokens of an expert share one scale.
+// Scales of the finished sums with row scales: one per token and one per row of weights. ONE: the tokens of an expert
+// share one scale.
 template <bool ONE> struct Fp8RowScales {
     const MappedGemmParams& p;
     const int lane, last_column;
@@ -38,9 +39,9 @@ template <bool ONE> struct Fp8RowScales {
         column_scales += p.b_scale_step ? (long long)tile.x * p.n + tile.w : tile.x;
     }
 
-    // A lane has two of the eight columns of block `eight`. Return the scale of column i (0 or 1) of the two; side 1:
-    // the scale of the up. The code has no branch, because with a branch the compiler would not unroll the loop around
-    // the call.
+    // A lane has two of the eight columns of block `eight`. Return the weight scale of the lane's column `i` (0 or 1).
+    // `side` 1 selects the up row instead of the gate row. The code is branch-free, because with a branch the compiler
+    // would not unroll the caller's loop.
     __device__ __forceinline__ float of_column(int eight, int i, int side) const {
         const int column = min(eight * 8 + lane % 4 * 2 + i, last_column) + side * (p.n / 2);
         return column_scales[column * p.b_scale_step];
@@ -56,7 +57,7 @@ template <bool ONE> struct Fp8ScalesOf<false, ONE> {
     using Type = Fp8RowScales<ONE>;
 };
 
-// Compute a lane's results in the eight columns of block `eight`. They are in two rows and two columns:
+// Compute a lane's results in the eight columns of block `eight`. A lane has two rows and two columns:
 // results[row][column].
 template <typename T, int ACTIVATION, class Scales>
 __device__ __forceinline__ void finish_fp8_sums(float (&results)[2][2], const float (&sums)[64], int eight,
@@ -93,8 +94,7 @@ __device__ __forceinline__ void finish_fp8_sums(float (&results)[2][2], const fl
 
 // Write a warp's 16 rows of a tile. The results go through shared memory, so that 8 lanes write 128 contiguous bytes of
 // a row (with STAGED_COLUMNS = 32: 4 lanes write 64 bytes). Shared memory is swizzled: chunk c of row r is stored at
-// chunk c ^ (r % 8), or c ^ (r / 2 % 4) with 32 columns. So the 8 chunks with the same index c in 8 rows are in
-// different banks.
+// chunk `c ^ (r % 8)`, or `c ^ (r / 2 % 4)` with 32 columns. So the chunks c of 8 rows are in different banks.
 template <typename T, class Layout>
 __device__ __forceinline__ void store_fp8_rows(const MappedGemmParams& p, const Fp8Tile& tile, int first_row,
                                                const float (&sums)[64], unsigned staged) {
@@ -134,11 +134,11 @@ __device__ __forceinline__ void store_fp8_rows(const MappedGemmParams& p, const 
     }
 }
 
-// Write the tail of a tile, its rows from 2 * FP8_BOX * ROW_BLOCKS on. Weights are the M side of the tail's wgmma, so
-// the sums are transposed, and stmatrix transposes them back. Of the warp's 16 weights a lane has weight `lane / 4` in
-// sums[4 * j] and sums[4 * j + 1], and weight `lane / 4 + 8` in sums[4 * j + 2] and sums[4 * j + 3]. The two sums of a
-// weight are for row `8 * j + lane % 4 * 2` of the tail and the next row. column: the warp's first column of the
-// result.
+// Write the tail of a tile: the rows from row `2 * FP8_BOX * ROW_BLOCKS` of the tile on. Weights are the M side of the
+// tail's wgmma, so the sums are transposed, and stmatrix transposes them back. A lane has two of the warp's 16 rows of
+// weights: row `lane / 4` in sums[4 * j] and sums[4 * j + 1], and row `lane / 4 + 8` in sums[4 * j + 2] and sums[4 * j
+// + 3]. The two sums are for row `8 * j + lane % 4 * 2` of the tail and for the next row. column: the warp's first
+// column of the result.
 template <typename T, class Layout>
 __device__ __forceinline__ void store_fp8_tail(const MappedGemmParams& p, const Fp8Tile& tile, int column,
                                                const float (&sums)[FP8_TAIL / 2], unsigned staged) {

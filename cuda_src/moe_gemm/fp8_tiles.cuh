@@ -1,30 +1,34 @@
-// Tile scheduler of gemm_fp8_wgmma and gemm_fp8_blocks: selects a cluster's tiles and their order.
+// Tile scheduler of gemm_fp8_wgmma and gemm_fp8_blocks: it selects a cluster's tiles and their order. A deal is the
+// distribution of a set of tiles to the clusters, round-robin. The window is the 32 experts whose groups the scheduler
+// holds in shared memory; it moves on when the cluster has no more tiles there.
 #pragma once
 #include "common/cluster.cuh"
 #include "moe_gemm/fp8_layout.cuh"
 #include "moe_gemm/groups.cuh"
 
-// Tiles of a cluster. Every producer warp runs this scheduler for itself. Tiles are dealt to the clusters round-robin.
+// Iterates over the tiles of a cluster. Every producer warp runs its own copy of this scheduler. Tiles are distributed
+// ("dealt") to the clusters round-robin.
 //
-// Odd tiles take another time than the other tiles. The last tile of a group is odd if it has at most half of the rows
-// (it takes much less time) or a tail (it takes more time). In one common deal of all tiles, all odd tiles could go to
-// the same clusters: with two tiles per group, to every second cluster. So with DEALS_ODD the odd tiles are dealt
-// separately, also round-robin. The odd tile of a group comes after the other tiles of the group.
+// The last tile of a group is called odd if it has at most half of the usual rows (then it takes much less time) or a
+// tail (then it takes more time). If all tiles were dealt together, the same clusters could get all odd tiles: with two
+// tiles per group, every second cluster. So with DEALS_ODD there are two deals, one for the odd tiles and one for all
+// other tiles. The odd tile of a group comes after the other tiles of the group.
 template <class Layout> struct Fp8Tiles {
-    // A strip is the columns of the result that a cluster computes at once. This many row tiles use the weights of one
-    // strip before the next strip. The tiles that run at the same time then form roughly a square of the result, whose
-    // operands fit in L2.
+    // A strip is the columns of the result that a cluster computes at once. The order of tiles is: BAND row tiles in
+    // the first strip, the same row tiles in the next strip, and so on. The tiles that run at the same time then form
+    // roughly a square of the result, and the operands of the square fit in L2.
     static constexpr int BAND = 2048 / Layout::TILE_TOKENS;
-    static constexpr int MOST = (1 << 26) - 1; // limit of an expert's tiles; the sum over 32 experts fits in an int
+    static constexpr int MOST = (1 << 26) - 1; // cap of an expert's tiles; the sum over 32 experts fits in an int
     static constexpr int TOKENS = Layout::TILE_TOKENS, CLUSTER = Layout::CLUSTER, OUT_COLUMNS = Layout::OUT_COLUMNS;
     static constexpr int STRIPS = Layout::SHARES_ROWS ? CLUSTER : 1; // blocks of a cluster with different columns
 
     const MappedGemmParams& p;
-    int4 (&groups)[32]; // the window: experts `window` to `window + 31`, see Fp8Shared
+    int4 (&groups)[32]; // experts `window` to `window + 31`, see Fp8Shared
     const int strips;   // number of strips of the result
-    int window, ahead;  // window: its first expert; ahead: the cluster's next tile, counted from the window's first
-    // DEALS_ODD: bit mask of the window's experts with an odd tile; each of them has one odd tile per strip. odd_ahead:
-    // the cluster's next odd tile, counted from the first odd tile of the window. All other counts exclude odd tiles.
+    int window, ahead;  // window: first expert of the window; ahead: index of the cluster's next tile in the window
+    // DEALS_ODD. odd: bit mask of the window's experts whose last tile is odd; such an expert has one odd tile per
+    // strip. odd_ahead: index of the cluster's next odd tile among the odd tiles of the window. `ahead` and the numbers
+    // of tiles in `groups` do not count odd tiles.
     unsigned odd = 0;
     int odd_ahead = 0;
 
@@ -34,14 +38,16 @@ template <class Layout> struct Fp8Tiles {
           ahead(blockIdx.x / CLUSTER) {
         read_window();
         if constexpr (Layout::DEALS_ODD) {
-            // The deal of odd tiles starts where the deal of the other tiles of the first window ends.
+            // The deal of odd tiles continues the deal of the other tiles: if cluster c gets the last regular tile of
+            // the first window, cluster `c + 1` gets the first odd tile.
             const int clusters = gridDim.x / CLUSTER;
             odd_ahead = ahead - groups[31].w % clusters;
             if (odd_ahead < 0) odd_ahead += clusters;
         }
     }
 
-    // Return the number of row tiles of a group. Up to TAIL rows past the last whole tile become its tail.
+    // Return the number of row tiles of a group of `rows` rows. If at most TAIL rows are left after the last whole
+    // tile, they become the tail of that tile.
     template <typename Count> static __device__ __forceinline__ Count tiles_of(int rows) {
         if constexpr (Layout::TAIL) rows = rows > TOKENS ? rows - Layout::TAIL : rows;
         return (rows + TOKENS - Count(1)) / TOKENS;
@@ -68,15 +74,15 @@ template <class Layout> struct Fp8Tiles {
         __syncwarp();
     }
 
-    // Return a bit mask of the window's experts, from the expert with the cluster's next odd tile on. So the lowest set
-    // bit is that expert.
+    // Return a bit mask of the experts of the window (32 experts). The lowest set bit is the expert that has the
+    // cluster's next odd tile; all later experts are set too. 0: the window has no further odd tile of this cluster.
     __device__ __forceinline__ unsigned experts_with_odd_tiles() const {
         if constexpr (!Layout::DEALS_ODD) return 0;
         const unsigned upto = odd & ((2u << threadIdx.x % 32) - 1);
         return __ballot_sync(FULL_WARP, __popc(upto) * strips > odd_ahead);
     }
 
-    // Set `tile` to the cluster's next odd tile, which belongs to expert `at` of the window, and advance.
+    // Set `tile` to the cluster's next odd tile and advance `odd_ahead`. The tile belongs to expert `window + at`.
     __device__ __forceinline__ void take_odd(Fp8Tile& tile, int at) {
         const int4 group = groups[at];
         const int strip = odd_ahead - __popc(odd & ((1u << at) - 1)) * strips;
@@ -90,7 +96,7 @@ template <class Layout> struct Fp8Tiles {
 
     // Find the next tile. Return false if there is none.
     __device__ __forceinline__ bool next(Fp8Tile& tile) {
-        unsigned beyond, odd_beyond = 0; // bit masks of experts, from that with the next tile on
+        unsigned beyond, odd_beyond = 0; // bit masks: the expert with the next tile and all later experts
         while (!((beyond = __ballot_sync(FULL_WARP, groups[threadIdx.x % 32].w > ahead)) |
                  (odd_beyond = experts_with_odd_tiles()))) {
             ahead -= groups[31].w;
@@ -100,7 +106,8 @@ template <class Layout> struct Fp8Tiles {
             read_window();
         }
         if constexpr (Layout::DEALS_ODD) {
-            // The expert with the next tile of each deal, as an index in the window; 32: none.
+            // `at` is the expert that has the cluster's next regular tile, `odd_at` the expert that has its next odd
+            // tile. Both are indices in the window of 32 experts; 32: none. The tile of the earlier expert comes first.
             const int at = __clz(__brev(beyond)), odd_at = __clz(__brev(odd_beyond));
             if (odd_at < at) {
                 take_odd(tile, odd_at);

@@ -3,42 +3,42 @@
 //   x[r, j]   = sum over i of a[r, i] * b[e, j, i]       for the rows r of the group of expert e
 //   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh lists all forms
 //
-// Each number of a and b is multiplied by its scale. Sums are in float32 and rounded once. BLOCK_SCALED: a_scale [rows,
-// ceil(k / 128)], b_scale [experts, ceil(n / 128), ceil(k / 128)]. Otherwise a_scale has one scale per row or a single
-// scale, and b_scale has one scale per row of weights or one per expert. moe_gemm/params.cuh defines the groups.
+// Each element of a and b is multiplied by its scale. Sums are in float32 and rounded once. BLOCK_SCALED: a_scale
+// [rows, ceil(k / 128)], b_scale [experts, ceil(n / 128), ceil(k / 128)]. Otherwise a_scale has one scale per row or a
+// single scale, and b_scale has one scale per row of weights or one per expert. moe_gemm/params.cuh defines the groups.
 //
 // Grid: CLUSTER * (number of resident clusters) persistent blocks of 384 threads, one block per multiprocessor. A tile
-// is TOKENS rows of a group times 128 rows of weights, or 64 gates and their 64 ups. The blocks of a cluster have the
-// same rows and neighbouring weights. Each block loads a part of the rows, by multicast to all blocks.
+// is TOKENS rows of a group times 128 rows of weights (gated: 64 gate rows and their 64 up rows). The blocks of a
+// cluster have the same rows and neighbouring weights. Each block loads some of the rows, by multicast to all blocks.
 //
 //   warp 8          finds tiles; copies 128 bytes along k per stage to a ring of STAGES stages, by TMA
 //   warps 9 to 11   BLOCK_SCALED: multiply the scales of rows and weights, and write them to the same stages. Each warp
-//                   has 128 rows; with TOKENS = 288 each of three warps has 96 rows
+//                   has 128 rows; with TOKENS = 288 each of the three warps has 96 rows
 //   warpgroup 0, 1  multiplies every second block of 64 rows of a tile, and writes the result
 //
-// Tails. With TOKENS = 288 the last tile of a group has up to 288 rows, and the other tiles have 256. Rows past 256 are
-// the tail. The tail is multiplied with the operands swapped: each warpgroup has 64 weights as M and the 32 rows as N.
-// These sums fit in the available registers. Without tails, random routing of about 256 rows (or a multiple of 256) to
-// each expert often leaves a last tile of a few rows. Such a tile reads all weights again. With two row tiles per
-// group, all these short tiles would also go to the same half of the clusters.
+// Tails. With TOKENS = 288 the last tile of a group has up to 288 rows, and the other tiles have 256. The rows after
+// row 256 are the tail. For the tail the operands are swapped: each warpgroup has 64 rows of weights as M and the 32
+// rows of the tail as N, so that the sums fit in the available registers. Why tails: with random routing of about 256
+// rows (or a multiple of 256) to each expert, a group often has a few rows more than its whole tiles. A separate tile
+// for these rows would read all weights of the expert again.
 //
-// FP8 tensor cores align the products of a step to the largest product and keep too few bits of their sum. So a wgmma
-// sum covers only 128 numbers along k. Then it is multiplied by its scale and added to a float32 total in registers.
-// While one warpgroup adds, the MMAs of the other warpgroup run. Blocks of 64 rows past the end of the group are
-// neither loaded nor multiplied.
+// FP8 tensor cores align the products of an MMA to the largest product and so keep too few bits of their sum. Therefore
+// the tensor cores sum only 128 elements along k. The partial sum is multiplied by its scale and added to a float32
+// total in registers. While one warpgroup adds, the MMAs of the other warpgroup run. Blocks of 64 rows past the end of
+// the group are neither loaded nor multiplied.
 //
-// Speed of light: up to some 200 rows per expert the time to read the weights, then the time of 2 * rows * n * k
-// operations at twice the bfloat16 rate. The table shows times, and the time of these operations as a share of the
-// measured time, on an H200, with n = 4096, k = 7168 unless noted:
+// Speed of light: up to about 200 rows per expert the time to read the weights, above that the time of 2 * rows * n * k
+// operations at the FP8 rate, twice the bfloat16 rate. A percentage in the table is the time of these operations
+// divided by the measured time. Measured on an H200, with n = 4096, k = 7168 unless noted:
 //
 //   8 x 1024 rows                        84% with block scales, 88% with row scales
 //   4 x 8192 rows                        87%
 //   4 x 256 rows                         74%; with n = 7168, k = 2048 56%, in 33 us
-//   32 groups of about 256 rows          429 us with tails, 493 us without (one common deal: 437 us, 547 us)
+//   32 groups of about 256 rows          429 us with tails, 493 us without (tiles dealt together: 437 us, 547 us)
 //   about 1024 rows, n = 7168, k = 2048  826 us with tails, 830 us without
 //
-// In the last two lines the groups come from random routing. Fp8Tiles explains the common deal, the alternative to
-// dealing odd tiles separately.
+// In the last two lines the groups come from random routing. "Tiles dealt together" means that odd tiles are not
+// distributed to the clusters separately, as Fp8Tiles explains.
 #include "common/fp8.cuh"
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
@@ -57,7 +57,7 @@ __device__ __forceinline__ void load_fp8_tiles(const MappedGemmParams& p, typena
     const int k_blocks = (p.k + FP8_K - 1) / FP8_K, half = p.n / 2;
     Fp8Tiles<Layout> tiles(p, shared.groups[0]);
     unsigned used = 0;
-    // The empty barrier counts the consumers of the whole cluster, because this block's rows go to all its blocks.
+    // The empty barrier counts the consumers of all blocks of the cluster, because this block's rows go to all of them.
     auto wait_empty = [&](int stage) { mbarrier_wait(shared_address(&shared.empty[stage]), used / STAGES + 1); };
     Fp8Tile tile;
     while (tiles.next(tile)) {
@@ -97,8 +97,8 @@ __device__ __forceinline__ void load_fp8_tiles(const MappedGemmParams& p, typena
     __syncwarp();
 }
 
-// Scales of a stage's sums for a block of 64 rows. A lane has the scales of its two rows; if gated, separate ones for
-// gates and ups.
+// Scales of a stage's partial sums for a block of 64 rows. A lane has the scales of its two rows; if gated, the sums of
+// gate rows and of up rows have separate scales.
 template <class Layout> struct Fp8BlockFactors {
     float factors[Layout::SETS][2];
 
@@ -117,7 +117,8 @@ template <class Layout> struct Fp8BlockFactors {
     }
 };
 
-// Replaces Fp8BlockFactors if no scale changes along k: the sums of a stage have no factors.
+// Used instead of Fp8BlockFactors if the scales do not change along k: the partial sums of a stage are added without
+// factors.
 struct Fp8NoFactors {
     __device__ __forceinline__ void load(unsigned, int) {}
 
@@ -144,13 +145,13 @@ __device__ __forceinline__ void start_fp8_products(float (&sums)[64], unsigned r
     wgmma_commit_group();
 }
 
-// MMAs of 64 of a stage's weights (M) and the rows of a tile's tail (N). `weights`, `tail`: the lower halves of their
-// descriptors.
+// MMAs of a tail: 64 rows of a stage's weights (M) times the rows of the tail (N). `weights`, `tail`: the lower halves
+// of the descriptors of these operands.
 struct Fp8Tail {
     float (&sums)[FP8_TAIL / 2];
     float factors[FP8_TAIL / 8][2];
 
-    // Reuse the first registers of `others`, sums that are already added to their total.
+    // Reuse the first registers of `others`: these sums are already added to their total.
     __device__ __forceinline__ Fp8Tail(float (&others)[64]) : sums(reinterpret_cast<float (&)[FP8_TAIL / 2]>(others)) {}
 
     // scales: address of the scales of the lane's first two rows of the tail.
@@ -182,8 +183,8 @@ template <int N> __device__ __forceinline__ void clear(float (&sums)[N]) {
 }
 
 // Release a stage: arrive at its empty barrier in every block of the cluster. Call this after the stage's MMAs are
-// complete, and after a __syncwarp that follows the warp's last read of the stage's scales. empty: in lane i, the
-// barrier in block i of the cluster.
+// complete, and after a __syncwarp that follows the warp's last read of the stage's scales. empty: address of the empty
+// barrier; lane i has the address in block i of the cluster.
 template <int CLUSTER> __device__ __forceinline__ void release_fp8_stage(unsigned empty) {
     if (threadIdx.x % 32 < CLUSTER) {
         if constexpr (CLUSTER == 1)
@@ -193,14 +194,15 @@ template <int CLUSTER> __device__ __forceinline__ void release_fp8_stage(unsigne
     }
 }
 
-// Return the tile. `part`: field `lane % 4` of the tile. The shuffles tell the compiler that the tile is warp-uniform.
+// Return the tile, assembled from the lanes: `part` is field `lane % 4` of the tile. The shuffles tell the compiler
+// that the tile is warp-uniform.
 __device__ __forceinline__ Fp8Tile tile_of_parts(int part) {
     return make_int4(__shfl_sync(FULL_WARP, part, 0), __shfl_sync(FULL_WARP, part, 1), __shfl_sync(FULL_WARP, part, 2),
                      __shfl_sync(FULL_WARP, part, 3));
 }
 
-// Run a consumer warpgroup. It computes every second block of 64 rows of each tile, starting with block `side`. Of a
-// tail it computes the products with 64 of the tile's 128 weights.
+// Run a consumer warpgroup. It computes every second block of 64 rows of each tile, starting with block `side`. It
+// multiplies a tail by 64 of the tile's 128 rows of weights.
 template <typename T, class Layout>
 __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                    unsigned ring, int side) {
@@ -210,8 +212,8 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
     const int k_blocks = (p.k + FP8_K - 1) / FP8_K;
     const int first_row = side * FP8_BOX + warp % 4 * 16; // the warp's first row in its first block
     const unsigned staged = ring + Layout::STAGED + warp * Layout::STAGED_BYTES;
-    // In stage 0: the token operand, the scales of this lane's rows, and the empty barrier (in lane i, the barrier of
-    // block i of the cluster).
+    // Addresses in stage 0: the descriptor of the tokens, the scales of this lane's rows, and the empty barrier (lane i
+    // has the barrier of block i of the cluster).
     const unsigned tokens = unsigned(k_major_descriptor(ring + side * FP8_BOX_BYTES));
     const unsigned further_weights = (Layout::TOKENS * FP8_K - side * FP8_BOX_BYTES) / 16;
     const unsigned scales = ring + Layout::SCALES + (first_row + lane / 4) * 4;
@@ -230,7 +232,7 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
     auto wait_full = [&] { mbarrier_wait(shared_address(&shared.full[stage]), phase); };
     for (;;) {
         wait_full();
-        // A lane keeps only field lane % 4 of the tile, because registers are scarce.
+        // A lane keeps only field `lane % 4` of the tile, because registers are scarce.
         const int part = reinterpret_cast<const int*>(&shared.tiles[stage])[lane % 4];
         // The reduction tells the compiler that `rows`, and so the stage, is warp-uniform.
         const int rows = __reduce_max_sync(FULL_WARP, lane % 4 == 2 ? part : 0);
@@ -255,8 +257,8 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
             Fp8Tail tail(sums);
             tail.load(scales_here + to_tail_scales);
             __syncwarp();
-            // tokens_here includes an offset of 64 rows for side 1. So adding the size of the tokens gives the address
-            // of the 64 weights of `side`.
+            // For side 1, tokens_here includes an offset of 64 rows. So tokens_here plus the size of all tokens of a
+            // stage is the address of the 64 rows of weights of `side`.
             tail.start(tokens_here + Layout::TOKENS * FP8_K / 16, tokens_here + further_weights - TAIL * FP8_K / 16);
             const unsigned used = empty + stage * 8;
             advance();

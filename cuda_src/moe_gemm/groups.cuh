@@ -29,7 +29,7 @@ __device__ __forceinline__ int source_of(const GemmParams& p, int row) {
 // The group that contains a tile.
 struct GroupTile {
     int expert, begin, end; // the group has rows begin to end - 1
-    int before, tiles;      // numbers of tiles of TOKENS rows: in all earlier groups, and in this group
+    int before, tiles;      // number of tiles of TOKENS rows in all earlier groups, and in this group
 };
 
 // `wanted` indexes the tiles of all groups. Set `found`, which is in shared memory, to the group that contains this

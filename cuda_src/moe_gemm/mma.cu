@@ -3,7 +3,7 @@
 //   x[r, j]   = sum over i of a[row_token[r], i] * b[e, j, i]       for the rows r of the group of expert e
 //   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh lists all forms
 //
-// Each number of a and b is multiplied by its scale, if it has one. Sums are in float32 and rounded once.
+// Each element of a and b is multiplied by its scale, if it has one. Sums are in float32 and rounded once.
 // moe_gemm/params.cuh defines the groups.
 //
 //   FORMAT       a      b
@@ -13,13 +13,13 @@
 //   MXFP4        T      e2m1, two to a byte (the lower half first), with an E8M0 scale for every 32 along k
 //   NVFP4        T      the same, with an e4m3 scale for every 16 along k, and b_global_scale
 //
-// Grid: at least tiles * ceil(n / WEIGHTS) blocks, where `tiles` is an upper bound of the tiles of TOKENS rows in all
-// groups. A block of TOKEN_WARPS x WEIGHT_WARPS warps computes one tile: TOKENS tokens (rows of a) times WEIGHTS rows
-// of weights. It multiplies one step of STEP numbers along k while cp.async copies STAGES - 1 further steps to shared
-// memory. Blocks without a tile exit at once.
+// Grid: at least tiles * ceil(n / WEIGHTS) blocks, where `tiles` is an upper bound of the number of tiles of TOKENS
+// rows in all groups. A block of TOKEN_WARPS x WEIGHT_WARPS warps computes one tile: TOKENS tokens (rows of a) times
+// WEIGHTS rows of weights. It multiplies one step of STEP elements along k while cp.async copies STAGES - 1 further
+// steps to shared memory. Blocks without a tile exit at once.
 //
-// Speed of light: up to some 200 rows per expert the time to read the weights, then the time of 2 * rows * n * k
-// operations. The table shows this lower bound as a share of the measured time, on an H200 with n = 4096, k = 7168:
+// Speed of light: up to about 200 rows per expert the time to read the weights, above that the time of 2 * rows * n * k
+// operations. The table shows this lower bound divided by the measured time, on an H200 with n = 4096, k = 7168:
 //
 //                                 bfloat16   MXFP4   NVFP4   FP8
 //   256 x 8 rows, memory          100%       55%     54%
@@ -35,8 +35,8 @@
 #include "moe_gemm/mma_store.cuh"
 #include "moe_gemm/mma_transposed.cuh"
 
-// The form for one operand format: it defines the layout of shared memory, and the types ScaleCopies, Products and
-// Factors.
+// Selects the form of an operand format. A form is the class that defines the shared memory layout for one format, and
+// the types ScaleCopies (copies of the scales), Products (mainloop) and Factors (scales of the finished sums).
 template <typename T, int FORMAT, bool BLOCK_SCALES, class Block> struct MmaFormOf {
     using Type = PlainForm<T, Block>;
     static_assert(FORMAT == PLAIN && !BLOCK_SCALES, "");
@@ -64,9 +64,9 @@ constexpr Launch gemm_mma_launch() {
     return {Block::THREADS, STAGES * MmaFormOf<T, FORMAT, BLOCK_SCALES, Block>::Type::BYTES};
 }
 
-// T: __nv_bfloat16 or __half, the type of the result and of 16-bit a and b. STEP: 32 or 64 with PLAIN and TRANSPOSED,
-// otherwise 128. STAGES: steps in shared memory. BLOCKS: resident blocks per multiprocessor. ACTIVATION: see
-// moe_gemm/epilogue.cuh. BLOCK_SCALES: FP8 with block scales, otherwise with row scales.
+// T: __nv_bfloat16 or __half; the type of the result, and of `a` and `b` if they have 16-bit elements. STEP: 32 or 64
+// with PLAIN and TRANSPOSED, otherwise 128. STAGES: steps in shared memory. BLOCKS: resident blocks per multiprocessor.
+// ACTIVATION: see moe_gemm/epilogue.cuh. BLOCK_SCALES: FP8 with block scales, otherwise with row scales.
 template <typename T, int FORMAT, int TOKENS, int WEIGHTS, int TOKEN_WARPS, int WEIGHT_WARPS, int STEP, int STAGES,
           int BLOCKS, int ACTIVATION, bool BLOCK_SCALES>
 __global__ __launch_bounds__(TOKEN_WARPS * WEIGHT_WARPS * 32,

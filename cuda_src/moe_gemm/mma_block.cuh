@@ -15,7 +15,7 @@ struct MmaBlock {
     static_assert(M * TOKEN_WARPS * 16 == TOKENS && N * WEIGHT_WARPS * 8 == WEIGHTS && N % (GATED ? 4 : 2) == 0, "");
 };
 
-// Position of a thread in its block and in the fragments of its warp (row and pair: see common/mma.cuh).
+// Position of a thread in its block and in its warp's fragments. common/mma.cuh explains `row` and `pair`.
 template <class Block> struct MmaThread {
     const int thread = threadIdx.x, lane = thread % 32;
     const int row = lane / 4, pair = lane % 4;
@@ -24,8 +24,8 @@ template <class Block> struct MmaThread {
 
 // Tile of a block: TOKENS rows of a group times WEIGHTS rows of the expert's weights.
 //
-// If gated, the tile's rows of weights are 8 gates, their 8 ups, the next 8 gates, and so on. So a lane has the sums of
-// a gate and of its up. `first_column` is the column of the result of the first gate.
+// If gated, the tile's rows of weights are 8 gate rows, their 8 up rows, the next 8 gate rows, and so on. So one lane
+// has the sum of a gate row and the sum of its up row. `first_column` is the tile's first column of the result.
 template <class Block> struct MmaTile {
     const GemmParams& p;
     const GroupTile& group;           // in shared memory
@@ -39,9 +39,9 @@ template <class Block> struct MmaTile {
         half = Block::GATED ? p.n / 2 : p.n;
     }
 
-    // Compute the tile's position from the block index. The tiles of an expert are ordered in strips. A strip is
-    // TOGETHER tiles along the tokens with all tiles along the weights. Blocks that run at the same time then share
-    // tokens and weights in L2.
+    // Compute the tile's position from the block index. The tiles of an expert are ordered in strips: a strip is
+    // TOGETHER token tiles times all weight tiles. Blocks that run at the same time then share tokens and weights in
+    // L2.
     __device__ __forceinline__ void locate() {
         constexpr int TOGETHER = 8;
         const int within = blockIdx.x - group.before * weight_tiles, strip = within / (TOGETHER * weight_tiles);
@@ -52,14 +52,14 @@ template <class Block> struct MmaTile {
         end = group.end;
     }
 
-    // Return the row of `a` for row r of the tile. For rows past the group's end this is the group's last row; their
-    // results are not written.
+    // Return the row of `a` for row `r` of the tile. Rows past the group's end are replaced by the group's last row,
+    // and their results are not written.
     __device__ __forceinline__ int token_of(int r) const {
         const int mine = min(first_row + r, end - 1);
         return source_of(p, mine);
     }
 
-    // Return the row of the expert's weights for row r of the tile's weights, clamped to the last row.
+    // Return the row of the expert's weights for row `r` of the tile's weights, clamped to the last row.
     __device__ __forceinline__ int weight_of(int r) const {
         if constexpr (!Block::GATED) return min(first_column + r, p.n - 1);
         if constexpr (!Block::HALVES) return r / 8 % 2 + min(first_column + r / 16 * 8 + r % 8, half - 1) * 2;

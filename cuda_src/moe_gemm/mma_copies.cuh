@@ -4,8 +4,8 @@
 #include "moe_gemm/mma_block.cuh"
 #include "moe_gemm/shared_memory.cuh"
 
-// Whether the weights of a form (the types for one operand format, see MmaFormOf) are [experts, k, n] in memory. A row
-// of weights in a stage then has one index along k.
+// Whether the weights of a form (the class for one operand format, see MmaFormOf) are [experts, k, n] in memory. A row
+// of weights in shared memory then belongs to one index along k.
 template <class Form> constexpr bool IS_TRANSPOSED = false;
 
 // The global-to-shared copies that one thread issues. In each step along k it copies one 16-byte chunk of every
@@ -19,15 +19,15 @@ template <class Form> struct MmaCopies {
     static constexpr int B_CHUNKS = Form::B_LINE / 16, B_ROWS = THREADS / B_CHUNKS;
     static constexpr int B_LINES = BY_STEPS ? Block::STEP : WEIGHTS; // rows of weights in a stage
     static constexpr int A_COPIES = (TOKENS + A_ROWS - 1) / A_ROWS, B_COPIES = (B_LINES + B_ROWS - 1) / B_ROWS;
-    // Two successive copies of weights are this many rows apart in the expert's weights. With HALVES, B_ROWS rows of
-    // the tile are B_ROWS / 2 gates and their ups.
+    // Distance in the expert's weights between the rows of two successive copies. With HALVES, B_ROWS rows of the tile
+    // are B_ROWS / 2 gate rows and their up rows.
     static constexpr int B_APART = HALVES ? B_ROWS / 2 : B_ROWS;
     static_assert(A_ROWS % 8 == 0 && B_ROWS % (GATED && !BY_STEPS ? 16 : 8) == 0, "");
     static_assert(!BY_STEPS || B_LINES % B_ROWS == 0, "");
 
-    // Rows of `a` that this thread copies. The array is a variable of the kernel. As a member it would cost registers,
-    // because the compiler splits a struct with an array into registers only after it has unrolled all loops over the
-    // array.
+    // Rows of `a` that this thread copies. The array is a variable of the kernel, not a member, because a member array
+    // would cost registers: the compiler splits a struct with an array into registers only after it has unrolled all
+    // loops over the array.
     int (&tokens)[A_COPIES];
     const unsigned shared_at;
     const int a_row, a_chunk, b_row, b_chunk;
@@ -66,8 +66,8 @@ template <class Form> struct MmaCopies {
         scales.begin(p, tile, me);
     }
 
-    // Start the copies of a step to the stage at byte `to` of shared memory. Steps must be started in order. Nothing is
-    // copied past the last step, but each call commits a cp.async group. Numbers past k become 0.
+    // Start the copies of a step to the stage at byte `to` of shared memory. Call this for the steps in order. A call
+    // for a step past the last one copies nothing, but it commits a cp.async group too. Elements past k become 0.
     __device__ __forceinline__ void start(int step, unsigned to) {
         if (step < steps) {
             const int a_left = int(a_pitch) - a_chunk * 16 - step * Form::A_LINE; // bytes left in the row

@@ -1,17 +1,19 @@
 // Forms of gemm_mma with 4-bit weights (e2m1). The weights are converted to T in registers.
 //
-// The numbers along k may be permuted among lanes if tokens and weights use the same permutation. Here a lane has 8
-// neighbours of every 32 numbers: one register of weights and 16 bytes of tokens. Nibbles i and i + 4 of the register
-// become a pair of 16-bit numbers by one shift and a mask. So numbers i and i + 4 of the tokens are paired too.
+// The MMA may take the elements along k in any order, if tokens and weights use the same order. Here a lane has 8
+// neighbouring elements of every 32: one register of weights and 16 bytes of tokens. One shift and a mask turn nibbles
+// `i` and `i + 4` of the register into a pair of 16-bit floats. So elements `i` and `i + 4` of the tokens are paired
+// too.
 //
-// A nibble has a sign, two exponent bits and one mantissa bit. The last three bits are moved to the lowest two exponent
-// bits and the highest mantissa bit of T. The result is the number times 2^-126 (bfloat16) or 2^-14 (float16), also for
-// subnormal numbers. To undo this, a pair is multiplied by a factor: its scale times 2^126 or 2^14, divided by MISSING.
-// Without this division the factor would overflow. Instead, the finished sums are multiplied by MISSING.
+// A nibble has a sign, two exponent bits and one mantissa bit. The exponent and mantissa bits are moved to the lowest
+// two exponent bits and the highest mantissa bit of T. The result is the element times 2^-126 (bfloat16) or 2^-14
+// (float16), also if the element is subnormal. To undo this, a pair is multiplied by a factor: its scale times 2^126 or
+// 2^14, divided by MISSING. Without this division the factor would overflow. Finally the sums are multiplied by
+// MISSING.
 //
 // The factors are exact for all e4m3 scales. In bfloat16 they are exact for E8M0 scales from 2^-100 to 2^33; larger
-// E8M0 scales count as infinite. In float16, E8M0 scales would leave the range of T. So the sum over the 32 numbers of
-// a scale is multiplied by the scale in float32 instead.
+// E8M0 scales become infinite. In float16, E8M0 scales would leave the range of T. So the partial sum of the 32
+// elements that share a scale is multiplied by the scale in float32.
 #pragma once
 #include "common/fp8.cuh"
 #include "common/mma.cuh"
@@ -27,11 +29,12 @@ template <typename T, int I> __device__ __forceinline__ unsigned nibbles_to_pair
     return (shifted & MAGNITUDES) | (eight << (12 - 4 * I) & 0x80008000u);
 }
 
-// Layout of a stage in shared memory, one step along k: tokens, weights, scales (one per GROUP numbers).
+// Layout of a stage in shared memory. A stage is one step along k: tokens, weights, scales (one per GROUP elements).
 //
 // 16-byte chunks are swizzled so that the chunks that eight lanes read or write at once are in different banks. FOLDED:
-// scales are multiplied into the weights. A lane then has 16 consecutive numbers of every 64 along k, which share a
-// scale: 2 chunks of tokens and 8 bytes of weights. If not FOLDED, a lane has 8 consecutive numbers of every 32.
+// the weights are multiplied by their scales before the MMA. A lane then has 16 consecutive elements of every 64 along
+// k, which share a scale: 2 chunks of tokens and 8 bytes of weights. If not FOLDED, a lane has 8 consecutive elements
+// of every 32.
 template <class Block_, int GROUP, bool FOLDED> struct Fp4Layout {
     using Block = Block_;
     static constexpr int A_LINE = Block::STEP * 2, B_LINE = Block::STEP / 2; // bytes of a row
@@ -57,7 +60,8 @@ template <class Block_, int GROUP, bool FOLDED> struct Fp4Layout {
     static __device__ __forceinline__ long long b_bytes(int k) { return k / 2; }
 };
 
-// Copies the group scales (one per GROUP numbers) of each row as whole words to the row's slot in a stage.
+// Copies the group scales (one per GROUP elements) of each row of weights to the row's slot in a stage, as whole 32-bit
+// words.
 template <class Block, int GROUP> struct GroupScaleCopies {
     static constexpr int GROUPS = Block::STEP / GROUP, SLOT_WORDS = GROUPS / 4 + 1;
 
@@ -73,7 +77,7 @@ template <class Block, int GROUP> struct GroupScaleCopies {
         groups_before = (long long)of.group.expert * p.n * groups;
     }
 
-    // Return the index in b_scale of the first scale of the tile's row r of weights.
+    // Return the index in b_scale of the first scale of row `r` of the tile's weights.
     __device__ __forceinline__ long long first_of(int r) const {
         return groups_before + (long long)tile->weight_of(r) * groups;
     }
@@ -83,7 +87,7 @@ template <class Block, int GROUP> struct GroupScaleCopies {
 #pragma unroll
         for (int i = 0; i < (ITEMS + THREADS - 1) / THREADS; ++i) {
             const int item = thread + i * THREADS, r = item / SLOT_WORDS, word = item % SLOT_WORDS;
-            // The extra word of a slot is needed only if rows of scales are not multiples of 4 bytes.
+            // The extra word of a slot is needed only if the size of a row of scales is not a multiple of 4 bytes.
             if ((ITEMS % THREADS == 0 || item < ITEMS) && (groups % 4 != 0 || word < GROUPS / 4)) {
                 const long long begin = first_of(r);
                 const long long from = ((begin + step * GROUPS) & ~3ll) + word * 4;
@@ -94,9 +98,8 @@ template <class Block, int GROUP> struct GroupScaleCopies {
     }
 };
 
-// MXFP4 scales: 2^(byte - 127) for every 32 numbers. `of_lane` returns the index, among a row's scales in a step, of
-// the scale that a lane needs in a block of 64 numbers. `factor` returns the scale times 2^126, divided by MISSING, in
-// both halves of a register.
+// MXFP4 scales: 2^(byte - 127) for every 32 elements. `of_lane` returns which of a row's scales in a step a lane needs
+// for a block of 64 elements. `factor` returns the scale times 2^126, divided by MISSING, in both halves of a register.
 template <typename T> struct E8m0Scale {
     static constexpr int GROUP = 32;
     static constexpr float MISSING = IS_BFLOAT16<T> ? 0x1p32f : 0x1p14f;
@@ -107,7 +110,7 @@ template <typename T> struct E8m0Scale {
     }
 };
 
-// NVFP4 scales: e4m3 for every 16 numbers.
+// NVFP4 scales: one e4m3 scale for every 16 elements.
 template <typename T> struct E4m3Scale {
     static constexpr int GROUP = 16;
     static constexpr float MISSING = IS_BFLOAT16<T> ? 0x1p32f : 0x1p7f;
@@ -128,23 +131,24 @@ template <typename T> struct E4m3Scale {
 // All arrays of the mainloop (Fp4Products). The other structs have no arrays, because the compiler splits a struct with
 // an array into registers only after it has unrolled all loops over the array, which costs registers.
 template <int M, int N> struct Fp4Registers {
-    uint2 nibbles[N];       // weights of each MMA tile, 16 per lane
+    uint2 nibbles[N];       // 4-bit weights of each MMA tile, 16 per lane
     unsigned factors[N];    // FoldedScales: factors of the weights, as pairs
-    unsigned a[M][2][4];    // 32 numbers of each token, as two A fragments
+    unsigned a[M][2][4];    // 32 elements of each token, as two A fragments
     unsigned b[4];          // 8 weights, as two B fragments
     int slots_at[2];        // GroupScales: positions of the scales of the lane's two columns in a stage
     float group_factors[2]; // GroupScales: the scales of the two columns
 };
 
-// The scales of a row start at byte 0, 1, 2 or 3 of its slot. Return this start for row `r + 8` of the tile minus the
-// start for row r. With interleaved gates, row `r + 8` of the tile follows row r in the weights, so the starts may
-// differ. Otherwise the two rows are a multiple of 8 rows apart in the weights, and the difference is 0.
+// The scales of a row start at byte 0, 1, 2 or 3 of its slot. Return the difference of two starts: of row `r + 8` of
+// the tile minus of row `r`. With interleaved gates the two rows are neighbours in the weights, so their starts may
+// differ. Otherwise they are a multiple of 8 rows apart in the weights, and the difference is 0.
 template <class Form, typename SlotOf> __device__ __forceinline__ int shift_of_up(int r, const SlotOf& slot_of) {
     if constexpr (Form::Block::GATED && !Form::Block::HALVES) return slot_of(r + 8) - slot_of(r) - 8 * Form::SLOT;
     return 0;
 }
 
-// Scales that are multiplied into the weights. `slots_at`: position of the slots of the warp's weights in a stage.
+// Multiplies the weights by their scales before the MMA. `slots_at`: byte offset in a stage of the slots of the warp's
+// weights.
 template <typename T, class Form> struct FoldedScales {
     using Block = typename Form::Block;
     using Registers = Fp4Registers<Block::M, Block::N>;
@@ -157,8 +161,8 @@ template <typename T, class Form> struct FoldedScales {
                                             const SlotOf& slot_of)
         : r(r), me(me), slot_at(slots_at + slot_of(me.row)), shift(shift_of_up<Form>(me.row, slot_of)) {}
 
-    // Load the lane's weights of MMA tile n: 16 numbers of block `block`, which share a scale. A block is 64 numbers
-    // along k. `line`: the lane's row of weights in the stage.
+    // Load the lane's weights of MMA tile `n`: 16 elements of block `block`, which share a scale. A block is 64
+    // elements along k. `line`: the lane's row of weights in the stage.
     __device__ __forceinline__ void load(const char* stage, const char* line, int block, int n) {
         r.nibbles[n] = *reinterpret_cast<const uint2*>(line + (block * 32 ^ (me.row & 2) * 16) + me.pair * 8);
         const int at = slot_at + n * 8 * Form::SLOT + (n % 2 ? shift : 0);
@@ -167,7 +171,7 @@ template <typename T, class Form> struct FoldedScales {
         r.factors[n] = Form::Scale::factor(scale);
     }
 
-    // Return the chunk of the tokens that is multiplied by this half of the nibbles.
+    // Return the index of the 16-byte chunk of a token that half `half` of the lane's nibbles multiplies.
     __device__ __forceinline__ int chunk_of(int half) const { return me.pair * 2 | (half ^ (me.row & 1)); }
 
     __device__ __forceinline__ void multiply(MmaSums<Block>& sums, const char*, int, int, int n) {
@@ -181,7 +185,7 @@ template <typename T, class Form> struct FoldedScales {
     }
 };
 
-// Scales that multiply the sums over 32 numbers.
+// Multiplies the partial sums of 32 elements along k by their scales, after the MMAs.
 template <typename T, class Form> struct GroupScales {
     using Block = typename Form::Block;
     using Registers = Fp4Registers<Block::M, Block::N>;
@@ -197,7 +201,7 @@ template <typename T, class Form> struct GroupScales {
         r.slots_at[0] = slots_at + slot_of(me.pair * 2), r.slots_at[1] = slots_at + slot_of(me.pair * 2 + 1);
     }
 
-    // Load the lane's weights of MMA tile n: 8 of every 32 numbers of block `block`. A block is 64 numbers along k.
+    // Load the lane's weights of MMA tile `n`: 8 of every 32 elements of block `block`. A block is 64 elements along k.
     // `line`: the lane's row of weights in the stage.
     __device__ __forceinline__ void load(const char*, const char* line, int block, int n) {
         const int at = (block * 2 ^ (me.row >> 1 & 3)) * 16 + me.pair * 4;
@@ -226,15 +230,15 @@ template <typename T, class Form> struct GroupScales {
     }
 };
 
-// Mainloop, 64 numbers along k at a time.
+// Mainloop, 64 elements along k at a time.
 template <typename T, class Form> struct Fp4Products : Fp4Registers<Form::Block::M, Form::Block::N> {
     using Block = typename Form::Block;
     static constexpr int M = Block::M, N = Block::N;
     static constexpr unsigned LAST_STAGE = (Block::STAGES - 1) * Form::BYTES;
     using Fp4Registers<M, N>::a, Fp4Registers<M, N>::b, Fp4Registers<M, N>::nibbles;
 
-    // Load 32 numbers along k of the lane's two rows of each MMA tile, 8 numbers per lane and row, as two A fragments.
-    // Numbers i and i + 4 form a pair.
+    // Load 32 elements along k of the tokens of each MMA tile, as two A fragments. A lane has 8 elements of each of its
+    // two rows; elements `i` and `i + 4` form a pair.
     __device__ __forceinline__ void load_tokens(const char* from) {
 #pragma unroll
         for (int m = 0; m < M; ++m)
@@ -254,12 +258,13 @@ template <typename T, class Form> struct Fp4Products : Fp4Registers<Form::Block:
         b[2] = nibbles_to_pair<T, 2>(eight), b[3] = nibbles_to_pair<T, 3>(eight);
     }
 
-    // Add all products of the tile to `sums`. The copies of the first STAGES - 1 steps are already started.
+    // Run the mainloop: multiply the whole tile and add to `sums`. The copies of the first `STAGES - 1` steps are
+    // already started.
     __device__ __forceinline__ void add_to(MmaSums<Block>& sums, MmaCopies<Form>& copies, const MmaThread<Block>& me,
                                            const char* shared) {
         const int a_at = (me.token_warp * M * 16 + me.row) * Form::A_LINE;
         const int b_at = Form::B + (me.weight_warp * N * 8 + me.row) * Form::B_LINE;
-        // Return the position of row r's first scale, up to 3 bytes into its slot.
+        // Return the byte offset of the first scale of row `r`, which is up to 3 bytes into its slot.
         auto slot_of = [&](int r) { return r * Form::SLOT + int(copies.scales.first_of(r) & 3); };
         typename Form::Scales scales(*this, me, Form::SCALES + me.weight_warp * N * 8 * Form::SLOT, slot_of);
         unsigned stage_at = 0;
@@ -308,7 +313,8 @@ template <typename A, typename B> struct Conditional<false, A, B> {
     using Type = B;
 };
 
-// MXFP4 and NVFP4: tokens are T, weights have 4 bits. FOLDED: scales are multiplied into the weights.
+// MXFP4 and NVFP4: tokens are T, weights have 4 bits. FOLDED: the weights are multiplied by their scales before the
+// MMA.
 template <typename T, template <typename> class Scale_, bool FOLDED, class Block>
 struct Fp4Form : Fp4Layout<Block, Scale_<T>::GROUP, FOLDED> {
     using Scale = Scale_<T>;

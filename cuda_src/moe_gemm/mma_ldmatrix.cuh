@@ -1,13 +1,14 @@
-// Forms of gemm_mma with tokens and weights of the same size, 16 or 8 bits. ldmatrix loads the fragments.
+// Forms of gemm_mma whose tokens and weights both have 16-bit or both have 8-bit elements. ldmatrix loads the
+// fragments. A form is the class for one operand format (MmaFormOf).
 #pragma once
 #include "common/fp8.cuh"
 #include "common/mma.cuh"
 #include "moe_gemm/mma_copies.cuh"
 
-// Layout of a stage in shared memory, one step along k: tokens, weights, scales. ITEM: bytes of a number.
+// Layout of a stage in shared memory. A stage is one step along k: tokens, weights, scales. ITEM: bytes of an element.
 //
-// 16-byte chunks are swizzled: chunk c of row r is stored at chunk c ^ (r % 8), or c ^ (r / 2 % 4) in rows of 64 bytes.
-// So when ldmatrix reads the same chunk of 8 rows at once, the 8 chunks are in different banks.
+// 16-byte chunks are swizzled: chunk c of row r is stored at chunk `c ^ (r % 8)`, or `c ^ (r / 2 % 4)` in rows of 64
+// bytes. So when ldmatrix reads the same chunk of 8 rows at once, the 8 chunks are in different banks.
 template <class Block_, int ITEM, int SCALE_BYTES> struct LdmatrixLayout {
     using Block = Block_;
     static constexpr int A_LINE = Block::STEP * ITEM, B_LINE = A_LINE; // bytes of a row
@@ -31,7 +32,7 @@ template <class Block> struct MmaFragments {
     unsigned a[Block::M][4], b[Block::N / 2][4];
 };
 
-// MMAs of type T: 16 numbers along k.
+// MMAs of bfloat16 or float16 operands (T), with 16 elements along k.
 template <typename T> struct ProductsOf16Bits {
     template <class Block>
     static __device__ __forceinline__ void multiply(MmaSums<Block>& sums, const MmaFragments<Block>& of) {
@@ -43,9 +44,9 @@ template <typename T> struct ProductsOf16Bits {
     }
 };
 
-// MMAs of e4m3: 32 numbers along k, converted to float16, which is exact. A register holds four neighbours along k.
-// They become two pairs, one for each half of the 16 numbers of an MMA. This changes the order along k, but in the same
-// way for tokens and weights, so the sum has the same terms.
+// MMAs of e4m3 operands, with 32 elements along k. The elements are converted to float16, which is exact. A register
+// holds four neighbouring elements along k. They become two pairs, one for each half of an MMA's 16 elements. This
+// changes the order along k in the same way for tokens and weights, so the sum has the same terms.
 struct ProductsOf8Bits {
     template <class Block>
     static __device__ __forceinline__ void multiply(MmaSums<Block>& sums, const MmaFragments<Block>& of) {
@@ -109,7 +110,7 @@ template <class Block> struct BlockScaledSums {
     }
 };
 
-// Mainloop. A step along k is processed in PARTS parts. A part is 32 bytes of each row (16 or 32 numbers). The
+// Mainloop. A step along k is processed in PARTS parts. A part is 32 bytes of each row (16 or 32 elements). The
 // fragments of the next part are loaded before the current part is multiplied, also across steps.
 template <class Form> struct LdmatrixProducts {
     using Block = typename Form::Block;
@@ -136,7 +137,8 @@ template <class Form> struct LdmatrixProducts {
         }
     }
 
-    // Add all products of the tile to `totals`. The copies of the first STAGES - 1 steps are already started.
+    // Run the mainloop: multiply the whole tile and add to `totals`. The copies of the first `STAGES - 1` steps are
+    // already started.
     __device__ __forceinline__ void add_to(MmaSums<Block>& totals, MmaCopies<Form>& copies, const MmaThread<Block>& me,
                                            const char* shared) {
         const int a_row = me.token_warp * Block::M * 16 + me.lane % 16;
@@ -172,8 +174,8 @@ template <class Form> struct LdmatrixProducts {
     }
 };
 
-// Copies the block scales: one per token, and one per 8 rows of weights, because these rows are in the same block of
-// 128 rows.
+// Copies the block scales: one per token, and one per 8 rows of weights. The 8 rows share a scale because they are in
+// the same block of 128 rows.
 template <class Block> struct BlockScaleCopies {
     static_assert(Block::TOKENS <= Block::THREADS && Block::WEIGHTS / 8 <= Block::THREADS, "");
     int thread;
@@ -244,7 +246,7 @@ template <class Block> struct Fp8RowForm : LdmatrixLayout<Block, 1, 0>, Products
     using Factors = RowFactors<Block>;
 };
 
-// FP8 with BLOCK_SCALES: a scale for every 1 x 128 numbers of a and every 128 x 128 numbers of b.
+// FP8 with BLOCK_SCALES: a scale for every 1 x 128 elements of `a` and every 128 x 128 elements of `b`.
 template <class Block>
 struct Fp8BlockForm : LdmatrixLayout<Block, 1, (Block::TOKENS + Block::WEIGHTS / 8) * 4>, ProductsOf8Bits {
     using ScaleCopies = BlockScaleCopies<Block>;

@@ -12,7 +12,7 @@ template <typename T, class Block> struct MmaBiases {
     __device__ __forceinline__ MmaBiases(const MmaTile<Block>& tile, const MmaThread<Block>& me)
         : tile(tile), first(me.weight_warp * Block::N * 8 + me.pair * 2) {}
 
-    // Return sum * factor plus the bias. n: MMA tile; i: which of the lane's two columns.
+    // Return `sum * factor` plus the bias. n: index of the MMA tile. i: which of the lane's two columns.
     __device__ __forceinline__ float add(float sum, float factor, int n, int i) const {
         if constexpr (Block::ACTIVATION & BIASED)
             return sum * factor + bias_of<T>(tile.p, tile.group.expert, tile.weight_of(first + n * 8 + i));
@@ -20,7 +20,7 @@ template <typename T, class Block> struct MmaBiases {
     }
 };
 
-// Return the result of sums[n][at] or, gated, of sums[2 n][at] (gate) and sums[2 n + 1][at] (up).
+// Return the result of sums[n][at] or, if gated, of sums[2 * n][at] (gate) and sums[2 * n + 1][at] (up).
 template <typename T, class Block>
 __device__ __forceinline__ float result(const float (&sums)[Block::N][4], int n, int at, float factor,
                                         const MmaBiases<T, Block>& biases) {
@@ -32,8 +32,8 @@ __device__ __forceinline__ float result(const float (&sums)[Block::N][4], int n,
         return finish<Block::ACTIVATION>(p, biases.add(sums[n][at], factor, n, at % 2));
 }
 
-// Compute the lane's results in row j (0 or 1) of its two rows of an MMA tile. Each MMA tile along n gives a pair of
-// results.
+// Compute the lane's results in row `j` (0 or 1) of its two rows of an MMA tile. Each MMA tile along n gives one pair
+// of results.
 template <typename T, class Block>
 __device__ __forceinline__ void pack_row(unsigned (&pairs)[Block::OUT], const float (&sums)[Block::N][4], int j,
                                          float factor, const MmaBiases<T, Block>& biases) {

@@ -1,11 +1,12 @@
-// Form of gemm_mma with weights [experts, k, n] in memory. ldmatrix transposes their fragments.
+// Form of gemm_mma (the class for one operand format) for weights that are [experts, k, n] in memory. ldmatrix
+// transposes the fragments of the weights.
 #pragma once
 #include "moe_gemm/mma_ldmatrix.cuh"
 
-// TRANSPOSED: tokens and weights are T. A stage has STEP rows of WEIGHTS numbers; a row has one index along k. A
-// 16-byte chunk is 8 numbers, for 8 rows of the tile's weights in the order of `MmaTile::weight_of`. With INTERLEAVED
-// gates a chunk is 4 gates and their ups instead, as in memory. Swizzle: chunk c of row r is stored at chunk c ^ (r %
-// 8).
+// TRANSPOSED: tokens and weights are T. A stage has STEP rows of WEIGHTS elements; a row belongs to one index along k.
+// A 16-byte chunk has 8 elements: one of each of 8 rows of the tile's weights, in the order of `MmaTile::weight_of`.
+// With INTERLEAVED gates a chunk has elements of 4 gate rows and their 4 up rows, alternating as in memory. Swizzle:
+// chunk c of row r is stored at chunk `c ^ (r % 8)`.
 template <typename T, class Block_> struct TransposedForm : LdmatrixLayout<Block_, 2, 0>, ProductsOf16Bits<T> {
     using Block = Block_;
     static constexpr int B_LINE = Block::WEIGHTS * 2;
@@ -17,8 +18,8 @@ template <typename T, class Block_> struct TransposedForm : LdmatrixLayout<Block
     static __device__ __forceinline__ int b_at(int row, int chunk) { return row * B_LINE + (chunk ^ (row & 7)) * 16; }
     static __device__ __forceinline__ long long b_bytes(int n) { return (long long)n * 2; }
 
-    // Return the expert's first row of weights in a chunk. For a chunk past the end this is the first row of the last
-    // chunk; the results are not written.
+    // Return the first row of the expert's weights in a chunk. A chunk past the end is replaced by the last chunk, and
+    // its results are not written.
     static __device__ __forceinline__ int b_column(const MmaTile<Block>& tile, int chunk) {
         if constexpr (Block::HALVES)
             return chunk % 2 * tile.half + min(tile.first_column + chunk / 2 * 8, tile.half - 8);
@@ -27,11 +28,11 @@ template <typename T, class Block_> struct TransposedForm : LdmatrixLayout<Block
 };
 template <typename T, class Block> constexpr bool IS_TRANSPOSED<TransposedForm<T, Block>> = true;
 
-// Separate the sums of gates and ups. Before, gates and ups alternate column by column in two neighbouring MMA tiles of
-// a warp's sums. Afterwards the first tile has 8 gates and the second tile their ups. Before, a lane has gates `pair`
-// and `4 + pair` and their ups; afterwards it has gates `2 * pair` and `2 * pair + 1` and their ups. Two shuffles
-// exchange the sums. In each shuffle a lane provides the sums of one of its two tiles; odd lanes and even lanes provide
-// different tiles.
+// Separate the sums of gate rows and up rows. Before the call, gates and ups alternate column by column in two
+// neighbouring MMA tiles of a warp's sums. After the call the first tile has 8 gates, and the second tile has their
+// ups. A lane has gates `pair` and `4 + pair` and their ups before the call, and gates `2 * pair` and `2 * pair + 1`
+// and their ups after the call. Two shuffles exchange the sums. In each shuffle a lane provides the sums of one of its
+// two tiles; odd lanes and even lanes provide different tiles.
 template <class Block> __device__ __forceinline__ void part_pairs(MmaSums<Block>& sums, const MmaThread<Block>& me) {
     const bool is_odd = me.pair & 1, is_high = me.pair & 2;
     const int four = me.lane & ~3, first = four + (2 * me.pair + is_high) % 4, second = first ^ 1;

@@ -1,7 +1,7 @@
 // Convert 4-bit weights to the layout of gemm_fp4_wgmma (moe_gemm/fp4_prepared.cuh).
 //
-// Grid: one thread for each 32-bit word of prepared weights (8 numbers), in blocks of PREPARE_THREADS threads. The
-// thread of the word that lane `4 * g` of the GEMM reads also converts the scales of row g of the unit.
+// Grid: one thread for each 32-bit word of prepared weights (8 elements), in blocks of PREPARE_THREADS threads. If the
+// thread's word is for lane `4 * g` of the GEMM, the thread also converts the scales of row `g` of the unit.
 #include "common/overlap.cuh"
 #include "moe_gemm/fp4_words.cuh"
 

@@ -1,8 +1,8 @@
 // Convert MXFP4 weights to the layout of gemm_folded_wgmma (moe_gemm/folded_prepared.cuh).
 //
-// Grid: a block of FOLDED_THREADS threads for every 8 rows. Warp w finds the largest scale of row w. Then each thread
-// writes every FOLDED_THREADS-th word of numbers. The thread of a word that lane `4 * g` of the GEMM reads also writes
-// a byte of the scale word of row g of the unit.
+// Grid: a block of FOLDED_THREADS threads for every 8 rows of weights. Warp w finds the largest scale of row w. Then
+// each thread writes every FOLDED_THREADS-th word of 4-bit elements. If a word is for lane `4 * g` of the GEMM, the
+// thread also writes one byte of the scale word of row `g` of the unit.
 #include "common/overlap.cuh"
 #include "moe_gemm/folded_prepared.cuh"
 

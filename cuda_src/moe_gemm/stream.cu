@@ -3,37 +3,37 @@
 //   x[r, j]   = sum over i of a[row_token[r], i] * b[e, j, i]       for the rows r of the group of expert e
 //   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh lists all forms
 //
-// With FP8 each number of a and b is multiplied by its scale. Sums are in float32 and rounded once. moe_gemm/params.cuh
-// defines the groups.
+// With FP8 each element of `a` and `b` is multiplied by its scale. Sums are in float32 and rounded once.
+// moe_gemm/params.cuh defines the groups.
 //
 // DRAM reaches its full bandwidth only for long contiguous reads. So a warp reads 512 contiguous bytes of one row of
-// weights at a time, and not a few bytes of each of the 8 rows of an MMA fragment. The warp still uses tensor cores,
-// because scalar conversion and multiplication would take too many instructions. It fills the fragments in an unusual
-// way:
+// weights at a time, instead of a few bytes of each of the 8 rows of an MMA fragment. The warp still uses tensor cores,
+// because conversions and multiplications of single elements would take too many instructions. It fills the fragments
+// in an unusual way:
 //
 //   A, rows 0 to 7     8 segments along k of one row of weights; a segment is 4 lanes x 16 bytes
 //   A, rows 8 to 15    8 segments of a second row of weights: if gated, the up of the first row; else the next row
 //   B, columns 0 to 7  the 8 segments of one token at the same indices along k
 //
 // Element (i, j) of an 8 x 8 result is the product of segment i of the weights and segment j of the token. Only the
-// diagonal multiplies matching segments, so the sum of the diagonal is one output. The other 56 elements are not used.
-// They cost no time, because the tensor cores would otherwise be idle.
+// diagonal multiplies matching segments, so the sum of the diagonal is one output. The other 56 elements are not used;
+// they cost no time, because the tensor cores are not the bottleneck.
 //
-// A unit is 16 bytes along k. Of every 512 bytes of a row of weights or of a token, each lane has one unit. With g =
-// lane / 4 and q = lane % 4, each MMA takes four numbers of the unit as numbers `2 * q`, `2 * q + 1`, `2 * q + 8` and
+// A unit is 16 bytes along k. Each lane has one unit of every 512 bytes of a row of weights or of a token. With g =
+// lane / 4 and q = lane % 4, each MMA uses four elements of the unit as elements `2 * q`, `2 * q + 1`, `2 * q + 8` and
 // `2 * q + 9` along k, in row g of A (weights) or column g of B (token).
 //
-// Grid: x is over pairs of rows of weights, y over at least the tiles of TOKENS rows in all groups. A block has WARPS
-// warps with PAIRS pairs each. Blocks without a tile exit at once. Every tile reads all weights of its expert. So the
-// host chooses TOKENS as the expected maximum of rows per group.
+// Grid: blockIdx.x selects pairs of rows of weights, blockIdx.y a tile of TOKENS rows among the tiles of all groups. A
+// block has WARPS warps with PAIRS pairs each. Blocks without a tile exit at once. Every tile reads all weights of its
+// expert. So the host sets TOKENS to the expected maximum number of rows of a group.
 //
-// Speed of light: the time to read the weights, experts * n * k numbers. The table shows this lower bound as a share of
+// Speed of light: the time to read the weights, experts * n * k elements. The table shows this lower bound divided by
 // the measured time, with one row per expert on an H200, in bfloat16:
 //
 //   2 experts, n = 28672, k = 4096   100%, 108 us
 //   2 experts, n = 4096, k = 14336   99%
 //   8 experts, n = 1536, k = 2048    85%
-//   8 experts, n = 2048, k = 768     72%: of only 8 us, the start of the kernel is a large part
+//   8 experts, n = 2048, k = 768     72%; the kernel takes only 8 us, so its start counts
 #include "common/fp8.cuh"
 #include "common/hopper.cuh"
 #include "common/mma.cuh"
@@ -41,8 +41,8 @@
 #include "moe_gemm/epilogue.cuh"
 #include "moe_gemm/groups.cuh"
 
-// Work item of a warp: multiply its pairs of rows of weights, which start at pair `pair` of the expert's `pairs` pairs,
-// by the `count` tokens of the rows that start at `first`.
+// Work item of a warp: multiply some pairs of rows of weights by `count` tokens. The pairs start at index `pair` of the
+// expert's `pairs` pairs. The tokens belong to the rows of the result that start at row `first`.
 template <int ACTIVATION_> struct StreamTask {
     static constexpr int ACTIVATION = ACTIVATION_;
     const GemmParams& p;
@@ -60,7 +60,7 @@ template <int ACTIVATION_> struct StreamTask {
     __device__ __forceinline__ int token_of(int t) const { return source_of(p, first + min(t, count - 1)); }
 };
 
-// PLAIN: a unit is 8 numbers of T.
+// PLAIN: a unit is 8 elements of type T.
 template <typename T, class Task> struct PlainUnits {
     static constexpr int NUMBERS = 8;
     struct Registers {};
@@ -84,7 +84,7 @@ struct Fp8Registers {
     float part[4];
     unsigned words[3][4], halves[3][2], both[4];
 
-    // Multiply two units (16 numbers along k) of a pair of weight rows by a unit of a token, and add the products to
+    // Multiply two units (16 elements along k) of a pair of weight rows by a unit of a token, and add the products to
     // `sums`.
     __device__ __forceinline__ void multiply(float (&sums)[4], const uint4& w0, const uint4& w1, const uint4& x) {
         words[0][0] = w0.x, words[0][1] = w0.y, words[0][2] = w0.z, words[0][3] = w0.w;
@@ -100,7 +100,7 @@ struct Fp8Registers {
     }
 };
 
-// FP8 with row scales: a unit is 16 numbers.
+// FP8 with row scales: a unit is 16 elements.
 template <class Task> struct Fp8RowUnits {
     static constexpr int NUMBERS = 16;
     using Registers = Fp8Registers;
@@ -131,7 +131,7 @@ template <class Task> struct Fp8BlockUnits {
     static constexpr int NUMBERS = 16;
     using Registers = Fp8Registers;
     const Task& task;
-    const int blocks; // number of blocks of 128 numbers along k
+    const int blocks; // number of blocks of 128 elements along k
     const float* const b_scale;
 
     __device__ __forceinline__ Fp8BlockUnits(const Task& task, int expert)
@@ -143,7 +143,7 @@ template <class Task> struct Fp8BlockUnits {
 #pragma unroll
         for (int i = 0; i < 4; ++i) r.part[i] = 0.f;
         r.multiply(r.part, w0, w1, x);
-        // The four lanes of a segment share one block of 128 numbers and one sum.
+        // The four lanes of a segment are in one block of 128 elements, and their products go to the same sum.
         const int block = min(unit / 8, blocks - 1);
         const float by_token = task.p.a_scale[(long long)task.token_of(t) * blocks + block];
 #pragma unroll
@@ -169,7 +169,7 @@ template <typename T, class Task> struct UnitsOf<T, FP8, true, Task> {
 };
 
 // Load LOADS units of each row of the warp's weights: unit `at + lane` and then every 32nd unit. A row has `loads`
-// units; units past the last one are 0.
+// units; units past the end become 0.
 template <int ROWS, int LOADS, class Task>
 __device__ __forceinline__ void load_weights(uint4 (&w)[ROWS][LOADS], const Task& task, const uint4* weights, int loads,
                                              int at, int lane) {
@@ -181,8 +181,9 @@ __device__ __forceinline__ void load_weights(uint4 (&w)[ROWS][LOADS], const Task
                 load_or_zero(weights + (unsigned(task.weight_of(j)) * loads + at + 32 * i), at + 32 * i + lane < loads);
 }
 
-// Diagonal of the 8 x 8 result in an accumulator fragment. With g = lane / 4 and q = lane % 4, lanes with `q == g / 2`
-// hold element (g, g) (here). Of a lane's two registers for row g, the second holds it if g is odd (odd).
+// Diagonal of the 8 x 8 result in an accumulator fragment. With g = lane / 4 and q = lane % 4, the lane with `q == g /
+// 2` holds element (g, g); `here` says whether this lane does. The element is in the second of the lane's two registers
+// of row g if g is odd (`odd`).
 struct Diagonal {
     const bool here, odd;
 
@@ -194,9 +195,9 @@ struct Diagonal {
     }
 };
 
-// T: __nv_bfloat16 or __half, the type of the result and of 16-bit a and b. FORMAT: PLAIN or FP8. BLOCK_SCALES: FP8
-// with block scales, otherwise with row scales. ACTIVATION: see moe_gemm/epilogue.cuh. LOADS: units of a row of weights
-// that a lane loads at once. BLOCKS: resident blocks per multiprocessor.
+// T: __nv_bfloat16 or __half; the type of the result, and of `a` and `b` if they have 16-bit elements. FORMAT: PLAIN or
+// FP8. BLOCK_SCALES: FP8 with block scales, otherwise with row scales. ACTIVATION: see moe_gemm/epilogue.cuh. LOADS:
+// units of a row of weights that a lane loads at once. BLOCKS: resident blocks per multiprocessor.
 template <typename T, int FORMAT, bool BLOCK_SCALES, int TOKENS, int ACTIVATION, int PAIRS, int WARPS, int LOADS,
           int BLOCKS>
 __global__ __launch_bounds__(WARPS * 32, BLOCKS) void gemm_stream(const __grid_constant__ GemmParams p) {

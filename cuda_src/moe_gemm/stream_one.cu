@@ -1,16 +1,17 @@
-// GEMM of few rows with the weights of one expert, or of a dense layer, in 16 bits, on every GPU.
+// GEMM of few rows with the 16-bit weights of one expert or of a dense layer, on every GPU.
 //
 //   out[r, j] = sum over i of a[r, i] * b[0, j, i], or the activation of such sums as in moe_gemm/stream.cu
 //
-// for the rows r of the group of expert 0. The header of moe_gemm/stream.cu explains the method. With one expert no
-// search for a tile precedes the loads, so a warp loads the offsets and all its weights at once. SPLIT > 1 warps divide
-// a row of weights among them if the row is too long for one warp, or if there are few rows. Their sums are added in
-// shared memory.
+// for the rows r of the group of expert 0. The header of moe_gemm/stream.cu explains the method. With one expert a warp
+// need not search for its tile, so it loads the offsets and its weights at the same time. If a row of weights is too
+// long for one warp, or if there are few rows, SPLIT > 1 warps divide the row among them. The sums of these warps are
+// added in shared memory.
 //
-// Grid: x is over pairs of rows of weights, y over tiles of TOKENS rows. A block has PAIRS * ONE_WARPS / SPLIT pairs.
+// Grid: blockIdx.x selects pairs of rows of weights, blockIdx.y a tile of TOKENS rows. A block has PAIRS * ONE_WARPS /
+// SPLIT pairs.
 //
-// Speed of light: the time to read the weights, n * k numbers. If all blocks are resident at once (as for weights of 20
-// MB), all loads are in flight together, and the memory latency adds to the time only once.
+// Speed of light: the time to read the weights, n * k elements. If all blocks are resident at once (as for weights of
+// 20 MB), all loads are in flight together, and the memory latency is added to the time only once.
 #include "common/overlap.cuh"
 #include "moe_gemm/groups.cuh"
 #include "moe_gemm/stream_rows.cuh"
@@ -41,8 +42,7 @@ __global__ __launch_bounds__(ONE_WARPS * 32, BLOCKS) void gemm_stream_one(const 
                 const unsigned row = row_of_pair<ACTIVATION>(min(pair + j / 2, pairs - 1), j % 2, pairs);
                 w[j][i] = load_or_zero(weights + (row * loads + at + 32 * i), at + 32 * i + lane < loads);
             }
-        // This is the first use of the offsets. It comes after the weight loads, because the warp waits for the offsets
-        // here.
+        // The first use of the offsets waits for their load. So it comes after the weight loads have been issued.
         first = group.first + blockIdx.y * TOKENS, count = min(group.first + group.count - first, TOKENS);
 #pragma unroll
         for (int t = 0; t < TOKENS; ++t) {

@@ -1,20 +1,24 @@
-// First GEMM of an MoE layer for one or a few tokens, in 16 bits, on every GPU. It reads the router's ids directly.
+// First GEMM of an MoE layer with 16-bit weights, for one or a few tokens, on every GPU. It reads the router's ids
+// directly, so the tokens need not be sorted by expert.
 //
-//   x[r, j]   = sum over i of a[r / topk, i] * b[e, j, i],  e the expert of topk_ids[r], for r of tokens * topk rows
+//   x[r, j]   = sum over i of a[r / topk, i] * b[e, j, i]
 //   out[r, j] = activate(x[r, j], x[r, n / 2 + j]); moe_gemm/epilogue.cuh lists all forms
 //
-// The sums are bit-identical to moe_gemm/stream.cu. Rows whose expert is not in these weights are not written. An
-// expert that two tokens chose is read twice, the second time from L2.
+// Row r of the result is one slot of token `r / topk`, for all tokens * topk slots. `e` is the expert of topk_ids[r].
+// If expert `e` is not in these weights, row r is not written. The sums are bit-identical to moe_gemm/stream.cu. If two
+// tokens chose the same expert, its weights are read twice, the second time from L2.
 //
-// Grid: as many blocks of WARPS warps as are resident at once. A strip, the work item of a warp, is PAIRS pairs of rows
-// of weights for one row of the result. Strips are dealt to the warps round-robin.
+// Grid: as many blocks of WARPS warps as are resident at once. The work item of a warp, called a strip, is PAIRS pairs
+// of rows of weights for one row of the result. Strips are distributed to the warps round-robin.
 //
-// Speed of light: the time to read the weights of the rows' experts, n * k numbers per expert. A warp reads the ids
-// once and then only reads weights. Times of a layer with one token (this kernel and stream_summed.cu) on an H200:
+// Speed of light: the time to read the weights of the rows' experts, n * k elements per expert. A warp reads the ids
+// once and then only reads weights and tokens. The table shows times of a layer with one token (this kernel and
+// stream_summed.cu) on an H200. The second column is the time to read the weights at 4.8 TB/s; the third is the time of
+// the kernels for sorted tokens:
 //
 //                   these kernels   weights alone at 4.8 TB/s   sort, gemm_stream, unpermute_rows
 //   Qwen3-30B-A3B   23.7 us         15.7 us (8 experts)         26.5 us
-//   Mixtral-8x7B    163.9 us        147 us
+//   Mixtral-8x7B    163.9 us        147 us                      not measured
 #include "common/overlap.cuh"
 #include "moe_gemm/stream_routed.cuh"
 

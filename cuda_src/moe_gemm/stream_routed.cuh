@@ -12,7 +12,8 @@ struct RoutedParams : GemmParams {
     int topk, global_experts;
 };
 
-// Return the index in the weights of a row's expert; -1 if the id is invalid or the expert is not in these weights.
+// Return the index of a row's expert in the weights. Return -1 if the id is invalid or the expert is not in these
+// weights.
 __device__ __forceinline__ int expert_of(const RoutedParams& p, int row) {
     const int* const words = static_cast<const int*>(p.topk_ids) + row * p.id_words;
     int expert = words[0];
@@ -22,14 +23,15 @@ __device__ __forceinline__ int expert_of(const RoutedParams& p, int row) {
     return unsigned(expert) < unsigned(p.experts) ? expert : -1;
 }
 
-// Experts of up to 32 rows, one row per lane. The rows whose expert is present are numbered from 0, in row order.
+// The experts of up to 32 rows, one row per lane. A row is present if its expert is in these weights. Present rows are
+// numbered from 0, in row order.
 struct RoutedRows {
     const int expert;    // expert of the lane's row
-    const unsigned here; // bit mask of the rows whose expert is present
+    const unsigned here; // bit mask of the present rows
 
     __device__ __forceinline__ RoutedRows(int expert) : expert(expert), here(__ballot_sync(FULL_WARP, expert >= 0)) {}
 
-    // Return the row with number `index` among the rows whose expert is present.
+    // Return the present row with number `index`.
     __device__ __forceinline__ int row_of(int index, int lane) const {
         const bool is_it = here >> lane & 1 && __popc(here & ((1u << lane) - 1)) == index;
         return __ffs(__ballot_sync(FULL_WARP, is_it)) - 1;
@@ -43,16 +45,16 @@ struct Strip {
     int row, expert, pair;
 };
 
-// Compute strips `first`, `first + step`, ... below `end`. `strips` has these functions:
+// Compute the work items (strips) `first`, `first + step`, ... below `end`. `strips` has these functions:
 //   at(i)                returns strip i
 //   source_of(row)       returns the row of `a` for a strip's row
 //   finish(strip, sums)  stores the sums of a strip
-// As soon as a unit (16 bytes of weights) is multiplied, its registers are loaded with a later unit, also of the next
-// strip. So loads are always in flight. LOADS: units of a row that a lane loads at once.
+// As soon as a unit (16 bytes of weights) is multiplied, a later unit is loaded to its registers, if necessary from the
+// next strip. So loads are always in flight. LOADS: units of a row that a lane loads at once.
 template <typename T, int ACTIVATION, int PAIRS, int LOADS, class Strips>
 __device__ __forceinline__ void stream_strips(const GemmParams& p, const Strips& strips, int first, int end, int step) {
     if (first >= end) return;
-    // Units of a token that are loaded together. With 64 registers of weights only one unit fits.
+    // Units of a token that are loaded together. If the weights take 64 registers, only one unit fits.
     constexpr int BATCH = PAIRS * LOADS < 8 ? 2 : 1;
     const int lane = threadIdx.x % 32, loads = p.k / STREAM_UNIT, pairs = p.n / 2;
     const uint4* const tokens = static_cast<const uint4*>(p.a) + lane;

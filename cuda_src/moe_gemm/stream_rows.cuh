@@ -6,10 +6,10 @@
 #include "common/warp.cuh"
 #include "moe_gemm/epilogue.cuh"
 
-constexpr int STREAM_UNIT = 8; // 16-bit numbers in a unit of 16 bytes
+constexpr int STREAM_UNIT = 8; // 16-bit elements in a unit of 16 bytes
 
-// Return row `side` of a pair of rows of weights. A pair is the gate and the up of an output or, if not gated, two
-// neighbouring rows.
+// Return the index of row `side` (0 or 1) of a pair of rows of weights. A pair is the gate row and the up row of one
+// output or, if not gated, two neighbouring rows.
 template <int ACTIVATION> __device__ __forceinline__ int row_of_pair(int pair, int side, int pairs) {
     return has_halves(ACTIVATION) ? pair + side * pairs : 2 * pair + side;
 }
@@ -22,8 +22,9 @@ __device__ __forceinline__ void multiply_units(float (&sums)[4], const uint4& w0
     mma_m16n8k16<T>(sums, high, x.z, x.w);
 }
 
-// Return the dot product of a token and row `side` (0 or 1) of a pair of weight rows. It is the sum of the diagonal of
-// an 8 x 8 accumulator fragment. With g = lane / 4 and q = lane % 4, lanes with `q == g / 2` hold element (g, g).
+// Return the dot product of a token and row `side` (0 or 1) of a pair of weight rows. The dot product is the sum of the
+// diagonal of an 8 x 8 accumulator fragment. With g = lane / 4 and q = lane % 4, the lane with `q == g / 2` holds
+// element (g, g).
 __device__ __forceinline__ float trace_of(const float (&sums)[4], int side, int lane) {
     const float mine = lane / 4 % 2 ? sums[2 * side + 1] : sums[2 * side];
     return lanes_sum<32>(lane % 4 == lane / 8 ? mine : 0.f);

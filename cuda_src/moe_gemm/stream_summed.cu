@@ -1,18 +1,18 @@
-// Second GEMM of an MoE layer for one or a few tokens, in 16 bits, on every GPU. It also computes the weighted sum of
-// each token's rows.
+// Second GEMM of an MoE layer with 16-bit weights, for one or a few tokens, on every GPU. It also computes the weighted
+// sum of each token's rows.
 //
-//   x[t, s, j] = sum over i of a[t * topk + s, i] * b[e, j, i], e the expert of topk_ids[t, s]; rounded to T
+//   x[t, s, j] = sum over i of a[t * topk + s, i] * b[e, j, i]
 //   out[t, j]  = sum over s of topk_weights[t, s] * x[t, s, j]
 //
-// The result is bit-identical to moe_gemm/stream.cu followed by moe_permute/unpermute_rows.cu: the slots are added from
-// the first to the last, and each product and each sum is rounded to float32. Slots whose expert is not in these
-// weights add nothing.
+// `e` is the expert of slot s of token t; the GEMM's result x is rounded to T. The result is bit-identical to
+// moe_gemm/stream.cu followed by moe_permute/unpermute_rows.cu: the slots are added from the first to the last, and
+// each product and each sum is rounded to float32. A slot whose expert is not in these weights adds nothing.
 //
-// Grid: x is over pairs of rows of weights, y over tokens. SLOTS warps of a block have the same PAIRS pairs. Each of
-// them computes these pairs for every SLOTS-th present slot of the token. A slot is present if its expert is in these
-// weights. The results of the slots are added in shared memory.
+// Grid: blockIdx.x selects pairs of rows of weights, blockIdx.y the token. SLOTS warps of a block have the same PAIRS
+// pairs, and each of these warps computes them for every SLOTS-th present slot of the token. A slot is present if its
+// expert is in these weights. One warp then adds the results of the slots, which are in shared memory.
 //
-// Speed of light: the time to read the weights of the tokens' experts, n * k numbers per expert.
+// Speed of light: the time to read the weights of the tokens' experts, n * k elements per expert.
 #include "common/overlap.cuh"
 #include "moe_gemm/stream_routed.cuh"
 

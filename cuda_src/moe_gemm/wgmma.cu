@@ -1,4 +1,4 @@
-// Grouped GEMM of 16-bit numbers on Hopper, by TMA and wgmma.
+// Grouped GEMM of bfloat16 or float16 on Hopper, by TMA and wgmma.
 //
 //   x[r, j]   = sum over i of a[r, i] * b[e, j, i]       for the rows r of the group of expert e;
 //                                                        GATHER: row row_token[r] of a instead of row r
@@ -6,33 +6,34 @@
 //
 // Sums are in float32 and rounded once. moe_gemm/params.cuh defines the groups.
 //
-// wgmma has M = 64, and N is any multiple of 8 up to 256. Groups have any number of rows, so the rows of a group,
+// wgmma has M = 64, and N is any multiple of 8 up to 256. A group can have any number of rows. So the rows of a group,
 // called tokens here, are the N side, and weights are the M side. A tile of few tokens then takes little time, because
-// N is small. TMA may copy rows past a group's end; they only affect columns of the product that are not written. Every
-// token tile of a group reads all weights of the expert. So a group has as few token tiles as possible, of about equal
-// size. The N of a tile is the smallest of WIDTHS that is at least its number of tokens.
+// N is small. TMA may copy rows past a group's end; they only affect sums that are not written. Every token tile of a
+// group reads all weights of the expert. So a group is divided into as few token tiles as possible, of about equal
+// size. N is the smallest entry of WIDTHS that is at least the number of tokens of the tile.
 //
 // Grid: CLUSTER * (number of resident clusters) persistent blocks of gemm_threads(TOKENS) threads. A tile is 128 rows
 // of weights times up to TOKENS tokens. The blocks of a cluster have the same tokens and neighbouring weights. Each
 // block copies every CLUSTER-th box of tokens (the tokens of one TMA copy), by multicast to the whole cluster.
 //
-//   warp 8           finds tiles; copies 64 numbers along k per stage to a ring of STAGES stages, by TMA. It runs up to
-//                    STAGES stages ahead of the consumers, also across tiles. GATHER: see moe_gemm/wgmma_gather.cuh
-//   warpgroup w < 2  multiplies weights 64 w to 64 w + 63 of a tile, and writes the results
+//   warp 8           finds tiles; copies 64 elements along k per stage to a ring of STAGES stages, by TMA. It runs up
+//                    to STAGES stages ahead of the consumers, also across tiles. GATHER: see wgmma_gather.cuh
+//   warpgroup w < 2  multiplies weight rows `64 * w` to `64 * w + 63` of a tile, and writes the results
 //
 // A stage is full when its bytes have arrived. A stage is empty when all consumer warps of all blocks that receive it
 // have released it.
 //
-// If gated, a tile of weights is 8 gates, their 8 ups, the next 8 gates, and so on. A thread has the sums of a gate and
-// of its up, in rows `lane / 4` and `lane / 4 + 8` of its warp's 16 rows.
+// If gated, a tile of weights is 8 gate rows, their 8 up rows, the next 8 gate rows, and so on. So a thread has the
+// sums of a gate row and of its up row: rows `lane / 4` and `lane / 4 + 8` of its warp's 16 rows.
 //
-// With the largest tiles (TOKENS > 128) the second warpgroup stays one stage behind the first. One warpgroup multiplies
-// while the other writes its results, so the tensor cores always have work. These tiles are scheduled from the largest
-// to the smallest, and the last tile of a group may have up to 32 tokens past 256 (moe_gemm/wgmma_tiles.cuh).
+// With the largest tiles (TOKENS > 128) the second warpgroup stays one stage behind the first. Then one warpgroup
+// multiplies while the other writes its results, and the tensor cores always have work. These tiles are scheduled from
+// the largest to the smallest. The last tile of a group may have up to 32 tokens more than 256
+// (moe_gemm/wgmma_tiles.cuh).
 //
-// Speed of light: up to some 200 rows per expert the time to read the weights, then the time of 2 * rows * n * k
-// operations. The table shows this lower bound as a share of the measured time, on an H200, with n = 4096, k = 7168
-// unless noted:
+// Speed of light: up to about 200 rows per expert the time to read the weights, above that the time of 2 * rows * n * k
+// operations. The table shows this lower bound divided by the measured time, on an H200, with n = 4096, k = 7168 unless
+// noted:
 //
 //   256 experts x 8 rows               100%
 //   64 x 64 rows                       97%
@@ -40,8 +41,8 @@
 //   8 x 1024 rows, n = 7168, k = 2048  94%
 //   8 x 4096 rows                      100%
 //
-// Gathering few rows takes no extra time. Whole layers of 4096 tokens reach 92% (Mixtral), 86% (DeepSeek-V3 with 32
-// experts) and 70% (Qwen3-30B-A3B) of the rate of a large GEMM.
+// If there are few rows, gathering takes no extra time. Whole MoE layers with 4096 tokens reach 92% (Mixtral), 86%
+// (DeepSeek-V3 with 32 experts) and 70% (Qwen3-30B-A3B) of the rate of a large GEMM.
 #include "common/cluster.cuh"
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
@@ -107,8 +108,8 @@ __device__ __forceinline__ void load_tiles(const MappedGemmParams& p, WgmmaShare
 }
 
 // Compute a warpgroup's sums of a tile of at most WIDTH tokens. `a`, `b`: descriptors of the weights and the tokens in
-// stage 0, both K-major. For weights that are [experts, k, n] in memory, `a` is described in
-// moe_gemm/wgmma_transposed.cuh. `skewed_after`: the step after which the other warpgroup may begin, or -1.
+// stage 0, both K-major. If the weights are [experts, k, n] in memory, `a` is an MN-major descriptor instead
+// (moe_gemm/wgmma_transposed.cuh). `skewed_after`: the step after which the other warpgroup may begin, or -1.
 template <typename T, int WIDTH, int CLUSTER, bool STREAMED, int REGISTERS, typename Shared, int STAGES, typename A>
 __device__ __forceinline__ void sum_tile(float (&c)[REGISTERS], Shared& shared, RingPlace<STAGES>& place, int steps,
                                          int skewed_after, A a, unsigned long long b) {

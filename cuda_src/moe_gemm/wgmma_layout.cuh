@@ -2,13 +2,13 @@
 #pragma once
 #include "common/hopper.cuh"
 
-constexpr int WARPGROUPS = 2; // consumer warpgroups; each has 64 weights of a tile
-constexpr int DEPTH = 64;     // numbers along k of a stage: 128 bytes, one row of a swizzled tile
+constexpr int WARPGROUPS = 2; // consumer warpgroups; each has 64 weight rows of a tile
+constexpr int DEPTH = 64;     // elements along k of a stage: 128 bytes, one row of a swizzled tile
 constexpr int ROW_BYTES = DEPTH * 2;
 
-// Return whether tiles have the largest size, which is for groups of many rows. Then the last tile of a group may have
-// a tail and groups are sorted by size (wgmma_tiles.cuh), the epilogue overlaps its rounds (wgmma_store.cuh), and the
-// second warpgroup stays one stage behind the first.
+// Return whether tiles have the largest size, which is for groups of many rows. With this size the last tile of a group
+// may have a tail, groups are sorted by size (both in wgmma_tiles.cuh), the epilogue overlaps its rounds
+// (wgmma_store.cuh), and the second warpgroup stays one stage behind the first.
 __host__ __device__ constexpr bool is_largest(int tokens) { return tokens > 128; }
 
 // Return the tokens of a TMA box.
@@ -48,7 +48,7 @@ template <int TOKENS, int STAGES> struct WgmmaShared {
 
 // Position of a warp in the ring.
 template <int STAGES> struct RingPlace {
-    int stage = 0, phase = 0; // phase: how often the warp has passed the whole ring
+    int stage = 0, phase = 0; // phase: how many times the warp has gone through the whole ring
 
     __device__ __forceinline__ void advance() {
         if (++stage == STAGES) stage = 0, ++phase;

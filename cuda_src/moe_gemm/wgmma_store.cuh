@@ -12,16 +12,16 @@ __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
     named_barrier_sync<2, WARPGROUP>();
 }
 
-// Write a warpgroup's results of a tile. A result is the activation of the sum times `factor` plus the bias.
+// Write a warpgroup's results of a tile. A result is the activation of `sum * factor + bias`.
 //
-// In memory, neighbouring results belong to neighbouring weights, but in a thread's registers they belong to
-// neighbouring tokens. stmatrix transposes the results through shared memory, in rounds of ROUND tokens. Then 8 threads
-// (gated: 4) write contiguous bytes of a token.
+// In memory, neighbouring results belong to neighbouring rows of weights; in a thread's registers they belong to
+// neighbouring tokens. So stmatrix transposes the results through shared memory, in rounds of ROUND tokens. Then 8
+// threads (gated: 4) write contiguous bytes of one token.
 //
-// Rounds alternate between two buffers in `staging`; `round` counts them. A round may overwrite the buffer of two
-// rounds before, because every thread has read that buffer when it reaches the barrier of the round between.
-// OVERLAPPED: the next round is written to its buffer before the results of the current round are stored, and gated
-// rounds have twice the tokens.
+// Rounds alternate between two buffers in `staging`; `round` counts them. A round overwrites the buffer of the round
+// before the previous one. This is safe, because every thread has read that buffer before it arrives at the barrier of
+// the previous round. OVERLAPPED: the next round is written to shared memory before the results of the current round
+// are stored to global memory, and gated rounds have twice as many tokens.
 template <typename T, int ACTIVATION, int TOKENS, bool OVERLAPPED = false>
 __device__ __forceinline__ void store_tile(const GemmParams& p, const float (&c)[TOKENS / 2], const WgmmaTile& tile,
                                            int warpgroup, unsigned staging, int& round, float factor = 1.f) {

@@ -4,8 +4,9 @@
 
 constexpr int MAX_SORTED = 256; // maximum experts for sorting; with more experts, tiles are in expert order
 
-// Iterates over the indices of a cluster's tiles. Tiles are dealt in rounds of one tile per cluster. SORTED: every
-// second round deals to the clusters in reverse order, so no cluster gets the largest tile of every round.
+// Iterates over the indices of a cluster's tiles. Tiles are distributed in rounds of one tile per cluster. SORTED:
+// every second round goes through the clusters in reverse order, so that no cluster gets the largest tile of every
+// round.
 template <bool SORTED, int CLUSTER> struct Turns {
     int tile = blockIdx.x / CLUSTER;
     int step = 2 * (gridDim.x / CLUSTER - tile) - 1; // SORTED: distance to the next tile
@@ -16,12 +17,12 @@ template <bool SORTED, int CLUSTER> struct Turns {
     }
 };
 
-// All tiles in scheduling order. The lanes of a warp hold 32 groups at a time: lane i has the group of expert `first +
-// i`.
+// Finds tiles by their index in scheduling order. The lanes of a warp hold 32 groups at a time: lane i has the group of
+// expert `first + i`.
 //
-// SORTED: lane i has the group of expert `order[first + i]` instead. Tiles go from the largest to the smallest, because
-// a large tile at the end would keep all other clusters waiting. The last tile of a group may have up to TAIL tokens
-// more than EACH, if this saves a tile.
+// SORTED: lane i has the group of expert `order[first + i]` instead. Tiles are scheduled from the largest to the
+// smallest, because a large tile at the end would delay the end of the kernel. The last tile of a group may have up to
+// TAIL tokens more than EACH, if this saves a tile.
 template <int TOKENS, bool SORTED = false> struct WgmmaTiles {
     static constexpr int EACH = TOKENS < 256 ? TOKENS : 256; // maximum tokens per tile in a group of several tiles
     static constexpr int TAIL = SORTED ? TOKENS - EACH : 0;
@@ -31,7 +32,7 @@ template <int TOKENS, bool SORTED = false> struct WgmmaTiles {
     int weight_tiles;
     const unsigned char* order = nullptr; // SORTED: in shared memory; null: expert order
     int first = 0, before = 0;            // before: tiles of all groups before group `first`
-    int begin, count, tiles, through;     // of the group; through: tiles up to and including this group
+    int begin, count, tiles, through;     // of the lane's group; through: inclusive prefix sum of `tiles`
     int mine;                             // SORTED: the group's expert
 
     // room: MAX_SORTED bytes of shared memory for this warp; unused if not SORTED.
@@ -46,8 +47,8 @@ template <int TOKENS, bool SORTED = false> struct WgmmaTiles {
         read_groups();
     }
 
-    // Write the experts to `to`, sorted by the width of their tiles, largest first (a counting sort). The width is N of
-    // the tile's wgmma and determines the time of the tile. Tile sizes are approximate here, which affects only the
+    // Write the experts to `to`, sorted by the width of their tiles, largest first (a counting sort). The width is the
+    // N of the tile's wgmma and determines the time of the tile. The widths are approximate here; this affects only the
     // order.
     __device__ __forceinline__ void sort_groups(unsigned char* to) {
         constexpr int LARGEST[] = {TOKENS, 272, 256, 240, 224, 192}, KINDS = 6, CHUNKS = MAX_SORTED / 32;

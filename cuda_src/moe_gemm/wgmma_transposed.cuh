@@ -1,8 +1,8 @@
-// The parts of gemm_wgmma that differ for weights [experts, k, n] in memory.
+// Functions of gemm_wgmma for weights that are [experts, k, n] in memory.
 //
-// A row of a shared memory tile has the numbers of 64 weights at one index along k. wgmma reads the tile as an MN-major
-// operand. A stage has two tiles of 64 indices along k. The M rows of a wgmma are neighbours in memory, so TMA cannot
-// arrange gates and ups to alternate every 8 rows. The two tiles are:
+// A row of a shared memory tile has elements of 64 rows of weights at one index along k. wgmma reads the tile as an
+// MN-major operand. A stage has two tiles of 64 indices along k. The M rows of a wgmma are neighbours in memory, so TMA
+// cannot alternate 8 gate rows and 8 up rows as in gemm_wgmma. The two tiles are:
 //
 //   not gated    one tile per warpgroup, as with weights [experts, n, k]
 //   INTERLEAVED  one tile per warpgroup. Gates and ups alternate row by row, so one thread has the sum of a gate and
@@ -26,7 +26,7 @@ __device__ __forceinline__ void load_transposed(const MappedGemmParams& p, unsig
     }
 }
 
-// Descriptors of 64 gates and their 64 ups (halves).
+// Descriptors of 64 gate rows and of their 64 up rows, if gate rows and up rows are the halves of n.
 struct MMajorPair {
     MMajor gates, ups;
 };
@@ -44,8 +44,8 @@ template <bool TURNED, int ACTIVATION> __device__ __forceinline__ auto weights_a
         return MMajor{mn_major_descriptor<TILE>(stages + warpgroup * TILE)};
 }
 
-// Compute `c += a * b`, or `c = a * b` if `add` is false, for the 16 numbers along k of a stage that start at `16 * i`.
-// `at`: offset of the stage from stage 0, in units of 16 bytes.
+// Compute `c += a * b`, or `c = a * b` if `add` is false, for the 16 elements along k of a stage that start at `16 *
+// i`. `at`: offset of the stage from stage 0, in units of 16 bytes.
 template <typename T, int WIDTH, int REGISTERS>
 __device__ __forceinline__ void multiply_weights(float (&c)[REGISTERS], unsigned long long a, unsigned long long b,
                                                  unsigned long long at, int i, bool add) {
@@ -64,8 +64,8 @@ __device__ __forceinline__ void multiply_weights(float (&c)[REGISTERS], MMajorPa
     multiply_weights<T, WIDTH>(reinterpret_cast<Half>(c[REGISTERS / 2]), a.ups, b, at, i, add);
 }
 
-// Set all sums to 0. `part_pairs` and `store_share` change the sums in place. Without this the compiler would assume
-// that the next tile's MMAs add to the changed values, and would wait for each MMA.
+// Set all sums to 0. `part_pairs` and `store_share` modify the sums in place. Without this reset the compiler would
+// assume that the next tile's MMAs add to the modified sums, and would insert a wait after each MMA.
 template <int REGISTERS> __device__ __forceinline__ void clear(float (&c)[REGISTERS]) {
 #pragma unroll
     for (int i = 0; i < REGISTERS; ++i) c[i] = 0.f;
@@ -81,8 +81,8 @@ __device__ __forceinline__ WgmmaTile share_of(WgmmaTile tile, int warpgroup) {
     return tile;
 }
 
-// Write a warpgroup's share of a tile: 64 columns of the result. The first half of `c` has the sums of the gates, the
-// second half the sums of their ups.
+// Write a warpgroup's share of a tile: 64 columns of the result for its share of the tokens. The first half of `c` has
+// the sums of the gate rows, the second half the sums of their up rows.
 template <typename T, int ACTIVATION, int TOKENS>
 __device__ __forceinline__ void store_share(const MappedGemmParams& p, float (&c)[TOKENS / 2], WgmmaTile tile,
                                             int warpgroup, unsigned staging, int& round) {
@@ -110,11 +110,11 @@ __device__ __forceinline__ void store_share(const MappedGemmParams& p, float (&c
     store_tile<T, NO_ACTIVATION, TOKENS>(of_result, c, tile, warpgroup, staging, round);
 }
 
-// Bring the sums of each gate and its up into one thread, for the first `tokens` tokens of the tile. Of a warp's 16
-// rows of weights, even rows are gates, and the row after a gate is its up. A pair is the sums of one weight for two
-// tokens. Before, a thread has a pair of weight `lane / 4` and a pair of weight `lane / 4 + 8`. Afterwards it has a
-// pair of gate `lane / 4` of the 8 gates and a pair of its up. Two shuffles exchange the pairs. In each shuffle a
-// thread provides one of its pairs.
+// Bring the sums of each gate row and its up row into one thread, for the first `tokens` tokens of the tile. In a
+// warp's 16 rows of weights, even rows are gate rows, and the row after a gate row is its up row. A pair is the sums of
+// one row of weights for two tokens. Before the call a thread has a pair of row `lane / 4` and a pair of row `lane / 4
+// + 8`. After the call it has a pair of gate `lane / 4` of the 8 gates and a pair of its up. Two shuffles exchange the
+// pairs. In each shuffle a thread provides one of its pairs.
 template <int REGISTERS> __device__ __forceinline__ void part_pairs(float (&c)[REGISTERS], int tokens) {
     const int lane = threadIdx.x % 32, column = lane / 4;
     const bool has_ups = column & 1, is_high = column & 4;

@@ -1,8 +1,8 @@
-// wgmma with N chosen by the tokens of a tile.
+// wgmma instructions for every width N, and the choice of N by the number of tokens of a tile.
 #pragma once
 #include "moe_gemm/wgmma_layout.cuh"
 
-// Widths N in tokens. An instance uses the widths from TOKENS / 4 to TOKENS.
+// Widths (N of wgmma, in tokens). A kernel instance uses the widths from TOKENS / 4 to TOKENS.
 constexpr int WIDTHS[] = {8, 16, 32, 48, 64, 80, 96, 128, 160, 192, 224, 240, 256, 272, 288};
 
 // Descriptor of an MN-major operand A (M x K).
@@ -139,7 +139,7 @@ __device__ __forceinline__ void multiply_width(float (&c)[N], const unsigned (&a
 #undef PRODUCTS_OF_SHARED
 #undef PRODUCTS_OF_REGISTERS
 
-// Compute the first WIDTH columns of `c += a * b`, or of `c = a * b` if `add` is false, for 16 numbers along k. One
+// Compute the first WIDTH columns of `c += a * b`, or of `c = a * b` if `add` is false, for 16 elements along k. One
 // wgmma has at most 256 columns, so more columns take a second one. a: a descriptor, or fragments in registers.
 template <typename T, int WIDTH, int REGISTERS, typename A>
 __device__ __forceinline__ void multiply_step(float (&c)[REGISTERS], const A& a, unsigned long long b, bool add) {
@@ -150,7 +150,7 @@ __device__ __forceinline__ void multiply_step(float (&c)[REGISTERS], const A& a,
                           b + (FIRST * ROW_BYTES >> 4), add);
 }
 
-// Call f(Width<w>()) with the smallest width w of this instance that is at least `tokens`.
+// Call `f(Width<w>())` with the smallest width w of this kernel instance that is at least `tokens`.
 template <int TOKENS, int I = 0, typename F> __device__ __forceinline__ void with_width(int tokens, const F& f) {
     constexpr int WIDTH = WIDTHS[I];
     if constexpr (WIDTH == TOKENS)

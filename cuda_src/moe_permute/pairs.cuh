@@ -14,9 +14,9 @@ struct Pairs {
     int experts;        // local experts, 0 .. experts - 1
 };
 
-// Load the experts of pairs first, first + step, .... A pair without a local expert, or with an index of `end` or
-// higher, gets p.experts, which is no expert. All ids are loaded before the first is used, so NUMBER loads are in
-// flight. ID is unsigned, so a negative id compares above all experts.
+// Load the experts of the pairs `first`, `first + step`, and so on. A pair gets p.experts, which is not a valid expert,
+// if it has no local expert or if its index is at least `end`. All ids are loaded before the first one is used, so
+// NUMBER loads are in flight. ID is unsigned, so a negative id compares greater than all experts.
 template <typename ID, int NUMBER>
 __device__ __forceinline__ void load_experts(const Pairs& p, const int* map, int first, int step, int end,
                                              int (&expert)[NUMBER]) {

@@ -1,18 +1,19 @@
 // Quantize each token's row to FP8 (e4m3) and write it to the rows of all its slots.
 //
-//   scale                       = max(max |src[t, g]|, smallest) / 448, over a group g of 128 numbers, without NaNs
+//   scale                       = max(max |src[t, g]|, smallest) / 448, over a group g of 128 elements, without NaNs
 //   out[inverse[t, s], g]       = e4m3(src[t, g] / scale)      where 0 <= inverse[t, s] < rows
 //   out_scale[inverse[t, s], g] = scale
 //
-// The result is bit-identical to quantize_groups followed by permute_rows, without the extra pass over quantized rows.
+// The result is bit-identical to quantize_groups followed by permute_rows, but the quantized rows are not written and
+// read once more.
 //
 // Grid: a block handles blockDim.y tokens and blockDim.x / 8 groups of each (Tiling). Eight neighbouring threads handle
-// one group: each thread quantizes 16 numbers, and writes the scale for every eighth slot.
+// one group: each thread quantizes 16 elements, and writes the scale for every eighth slot.
 //
-// Speed of light: memory traffic. A token's row is read once, with 2 bytes per number, and written topk times, with 1
-// byte per number and 4 bytes per group. With few tokens the launch takes most of the time. On an H200, with 7168
-// columns and 8 slots, 16 tokens take 7.1 us, 1024 take 23.5 us and 4096 take 86 us. The three launches that it
-// replaces (quantize_groups, and permute_rows twice) take 11.0 us, 30.4 us and 99 us.
+// Speed of light: memory traffic. A token's row is read once (2 bytes per element) and written topk times (1 byte per
+// element and 4 bytes per group). With few tokens the launch takes most of the time. On an H200, with 7168 columns and
+// 8 slots, 16 tokens take 7.1 us, 1024 take 23.5 us and 4096 take 86 us. The three launches that this kernel replaces
+// (quantize_groups, and permute_rows twice) take 11.0 us, 30.4 us and 99 us.
 #include "common/overlap.cuh"
 #include "moe_permute/rows.cuh"
 #include "quantization/magnitude.cuh"

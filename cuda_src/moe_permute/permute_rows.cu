@@ -3,7 +3,8 @@
 //   out[inverse[t, s]]       = src[t]           where 0 <= inverse[t, s] < rows
 //   out_scale[inverse[t, s]] = scale[t]
 //
-// A gather would read a token's row once per slot. This kernel reads the row once and writes it topk times.
+// A kernel that gathers rows would read a token's row once per slot. This kernel reads the row once and writes it topk
+// times.
 //
 // A unit is the bytes of one load or store. BYTES: size of a unit. ITEMS: units of a row per thread.
 //
@@ -11,8 +12,8 @@
 // blockDim.x, ... of that tile of token y.
 //
 // Speed of light: memory traffic, without arithmetic. A token's row is read once and written topk times. On an H200,
-// with 8 slots of 7168 bfloat16, the kernel reaches 86% to 87% of a copy's bandwidth from 1024 tokens on (284 us for
-// 8192 tokens); 64 tokens take 3.7 us (53%).
+// with 8 slots of 7168 bfloat16, the kernel reaches 86% to 87% of the bandwidth of a copy with 1024 or more tokens (284
+// us for 8192 tokens); 64 tokens take 3.7 us (53%).
 #include "common/overlap.cuh"
 #include "moe_permute/rows.cuh"
 

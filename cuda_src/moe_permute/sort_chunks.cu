@@ -5,27 +5,28 @@
 //
 //   pairs of expert e before p = in earlier segments + in earlier chunks (a prefix sum of bytes) + in earlier lanes
 //
-// One multiplication computes the prefix sums of four bytes, so one thread per expert handles all chunks in a few
-// instructions. The ids are loaded once, before everything else, and stay in registers.
+// One multiplication computes the prefix sums of four bytes, so one thread per expert needs only a few instructions for
+// all chunks. The ids are loaded once, at the start, and stay in registers.
 //
-// CLUSTER == 1 is for few pairs. Every block ranks all pairs; this takes no longer than waiting for other blocks would.
-// The blocks divide the output among themselves: each block assembles some of `rows` in shared memory, including the
-// fill value, and writes them.
+// CLUSTER == 1 is for few pairs. Every block ranks all pairs, which takes no longer than to wait for other blocks. Only
+// the output is divided among the blocks: each block assembles a range of `rows` in shared memory, including the fill
+// values, and writes the range.
 //
 // CLUSTER > 1 is for more pairs. The pairs are cut into segments of 32 * CHUNKS pairs. Each cluster counts all pairs:
 // its block of rank r counts `clusters` segments, starting with segment `r * clusters`, and sends the counts to the
 // other blocks of the cluster. Then each block knows, for each expert, how many pairs there are in all and how many are
-// before the segments that it counted. A block ranks only one of the segments that it counted: in cluster c, the c-th
-// of them.
+// before the segments that it counted. A block ranks only one of the segments that it counted: a block of cluster c
+// ranks the c-th of its segments.
 //
 // ID: an unsigned type of the size of an id. BITS: enough bits for the index of any expert, at most 9.
 //
 // Grid: blocks of whole warps with at least one thread per expert; if CLUSTER > 1, CHUNK_THREADS threads. Each warp
 // ranks CHUNKS / 16 chunks: warp w ranks chunk w and then every (threads / 32)-th chunk.
 //
-// Speed of light: latency, as in sort_pairs. The chain is the launch, the load of the ids, and three barriers (four in
-// a cluster) with one or two shared memory accesses between them. On an H200, with 256 experts, one block sorts 64 x 8
-// pairs into padded rows in 3.1 us, and clusters sort 4096 x 8 pairs in 5.6 us; an empty kernel takes 0.54 us.
+// Speed of light: latency, as in sort_pairs. The dependent steps are the launch, the load of the ids, and three
+// barriers (four in a cluster) with one or two shared memory accesses between them. On an H200, with 256 experts, one
+// block sorts 64 x 8 pairs into padded rows in 3.1 us, and clusters sort 4096 x 8 pairs in 5.6 us; an empty kernel
+// takes 0.54 us.
 #include "common/cluster.cuh"
 #include "common/launch.cuh"
 #include "common/overlap.cuh"

@@ -1,4 +1,4 @@
-// Return the weighted sum of each token's rows.
+// Compute the weighted sum of each token's rows.
 //
 //   out[t] = sum over s of weights[t, s] * src[inverse[t, s]]
 //
@@ -13,8 +13,8 @@
 //
 // Speed of light: memory traffic. Per token, topk rows are read and one row is written, with two flops per element
 // read. On an H200, with 8 slots of 7168 bfloat16, 64 tokens take 4.3 us (45% of the bandwidth of a copy), 1024 tokens
-// take 33 us (94%) and 8192 tokens take 242 us (103%). The bandwidth can exceed that of a copy because this kernel
-// mostly reads, while a copy writes as much as it reads.
+// take 33 us (94%) and 8192 tokens take 242 us (103%). The bandwidth can exceed the bandwidth of a copy, because this
+// kernel mostly reads, while a copy writes as much as it reads.
 #include "common/numeric.cuh"
 #include "common/overlap.cuh"
 #include "moe_permute/rows.cuh"

@@ -10,12 +10,12 @@
 //
 // This is the corrected two-pass algorithm (Chan, Golub and LeVeque, 1983). `left`, the mean of the differences from
 // the mean, corrects the rounding error of the mean. The result is therefore accurate even if the mean is much larger
-// than the standard deviation, and a row of equal numbers becomes exactly the bias. The second pass costs little,
-// because the row is in registers. Welford's one-pass algorithm would need a division per element, or a merge of means
-// at each step of the reduction.
+// than the standard deviation. For a row of equal elements the result is exactly the bias. The second pass costs
+// little, because the row is in registers. Welford's one-pass algorithm would need a division per element, or a merge
+// of means at each step of the reduction.
 //
-// Each product and each sum is rounded to float32 (no fused multiply-add), and the sums have the order of norm/row.cuh.
-// All template instances therefore give the same bits.
+// Each product and each sum is rounded to float32 (no fused multiply-add), and the sums are computed in the order that
+// norm/row.cuh describes. All template instances therefore give the same bits.
 //
 // W: type of the weight and the bias, T or float. WIDTH: width of a row; 0 if it is known only at run time. BYTES:
 // width of a load, 16 bytes or one element. THREADS: threads per row, a power of two; either all threads of a block, or
@@ -28,8 +28,8 @@
 // there.
 //
 // Speed of light: memory bandwidth. The row and its residual are read once, and the result and residual_out are written
-// once; about twenty flops per element do not matter. With few rows, the limit is the latency of a load, two reductions
-// and a store.
+// once; about twenty flops per element take less time. With few rows, the limit is the latency of a load, two
+// reductions and a store.
 #include "common/overlap.cuh"
 #include "norm/row.cuh"
 
@@ -140,13 +140,13 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         }
     }
 
-    // Units that are not kept in registers: if ADD, the first pass stores z of these units in the row staged(). Later
-    // passes load z from the row reread().
+    // Some units do not stay in registers. If ADD, the first pass stores z of these units in the row `staged()`. Later
+    // passes load z from the row `reread()`.
     __device__ __forceinline__ char* staged() const { return residual_out ? residual_out : out; }
     __device__ __forceinline__ const char* reread() const { return ADD ? staged() : input; }
 
-    // Compute COUNT sums over the row. of(i, unit, numbers) computes what unit i adds to each sum; rest(i) loads unit i
-    // if it is not in `kept`.
+    // Compute COUNT sums over the row. `of(i, unit, numbers)` sets `numbers` to the contributions of unit i to the
+    // sums. `rest(i)` loads unit i if it is not in `kept`.
     template <int COUNT, typename Of, typename Rest>
     __device__ __forceinline__ void sum_up(const In (&kept)[ITEMS], float (&total)[COUNT], Of of, Rest rest) const {
         float sums[COUNT][SUMS] = {}, numbers[COUNT];
@@ -214,7 +214,7 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
             [&](int i) { return load(reread(), i); });
         found.left = __fmul_rn(total[0], p.per_width);
         float variance = __fsub_rn(__fmul_rn(total[1], p.per_width), __fmul_rn(found.left, found.left));
-        if (variance < 0.f) variance = 0.f; // a comparison, so that NaN stays NaN
+        if (variance < 0.f) variance = 0.f; // not fmaxf, so that NaN stays NaN
         found.inverse = __frsqrt_rn(__fadd_rn(variance, p.epsilon));
         return found;
     }

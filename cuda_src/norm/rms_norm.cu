@@ -10,8 +10,8 @@
 //           = e4m3(y / scale), scale = max(max |y|, smallest) / 448 of a row                                   BY_ROW
 //                                                                or of each GROUP columns of a row           BY_GROUP
 //
-// Each product and each sum is rounded to float32 (no fused multiply-add), and squares are summed in the order of
-// norm/row.cuh. All template instances therefore give the same bits.
+// Each product and each sum is rounded to float32 (no fused multiply-add), and squares are summed in the order that
+// norm/row.cuh describes. All template instances therefore give the same bits.
 //
 // W: type of the weight, T or float. WIDTH: width of a row; 0 if it is known only at run time. BYTES: width of a load,
 // 16 bytes or one element. THREADS: threads per row, a power of two; either all threads of a block, or at most a warp.
@@ -22,10 +22,10 @@
 // if THREADS == COLUMNS; they are loaded again after the sum of squares.
 //
 // Speed of light: memory bandwidth. A row and its residual are read once and written once; about ten flops per element
-// do not matter. With few rows, the limit is the latency of a load, a reduction and a store. On an H200 with bfloat16,
-// 8192 rows of 7168 take 62 us (90% of a copy's bandwidth), and 119 us with a residual (93%). 8192 rows of 1536 take 15
-// us (78%). With e4m3 results, 8192 rows of 7168 take 63 us (66%): as long as with bfloat16, although fewer bytes are
-// written. 32 rows take 2.8 us; an empty kernel takes 0.54 us.
+// take less time. With few rows, the limit is the latency of a load, a reduction and a store. On an H200 with bfloat16,
+// 8192 rows of 7168 take 62 us (90% of the bandwidth of a copy), and 119 us with a residual (93%). 8192 rows of 1536
+// take 15 us (78%). With e4m3 results, 8192 rows of 7168 take 63 us (66%): as long as with bfloat16, although fewer
+// bytes are written. 32 rows take 2.8 us; an empty kernel takes 0.54 us.
 #include "common/overlap.cuh"
 #include "norm/row.cuh"
 
@@ -65,8 +65,8 @@ __device__ __forceinline__ float largest_with(float largest, const float (&value
     return largest;
 }
 
-// Return the maximum of `value` over the THREADS threads of a row, to each of these threads. No value may be negative
-// or NaN.
+// Return the maximum of `value` over the THREADS threads of a row. Every thread gets the result. The values must not be
+// negative or NaN.
 template <int THREADS> __device__ __forceinline__ float row_max(float value) {
     value = lanes_max<(THREADS > 32 ? 32 : THREADS)>(value);
     if constexpr (THREADS > 32) {

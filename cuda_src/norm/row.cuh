@@ -2,7 +2,7 @@
 //
 // The order of a sum does not depend on the number of threads:
 //   1. Add the EACH values of a unit, from the first to the last.
-//   2. Add the sums of units that are COLUMNS units apart, from the first to the last. At most COLUMNS sums are left.
+//   2. Add the sums of units whose indices differ by multiples of COLUMNS, in order. At most COLUMNS sums are left.
 //   3. Fold these sums: add the second half to the first half, and repeat until one sum is left.
 // Each addition is rounded to float32, so all template instances give the same bits.
 #pragma once
@@ -11,7 +11,7 @@
 
 constexpr int EACH = 8;
 constexpr int COLUMNS = 1024;
-constexpr int EARLY_BYTES = 64; // largest part of the weight, in bytes, that a thread holds during a reduction
+constexpr int EARLY_BYTES = 64; // maximum bytes of the weight that a thread holds during a reduction
 
 // Rows [outer, inner, width] with strides for the first two dimensions.
 struct Rows {
@@ -23,7 +23,7 @@ struct Rows {
     }
 };
 
-// EACH consecutive elements of a row, in loads of BYTES bytes.
+// EACH (8) consecutive elements of a row in registers. They are loaded and stored BYTES bytes at a time.
 template <typename T, int BYTES> struct Eight {
     static constexpr int LOADS = EACH * int(sizeof(T)) / BYTES, IN_LOAD = BYTES / int(sizeof(T));
     alignas(16) Unit<BYTES> unit[LOADS];
@@ -79,8 +79,8 @@ template <int COUNT> __device__ __forceinline__ float folded(float (&sums)[COUNT
 // threads still read it.
 template <int THREADS, int COUNT> __device__ __forceinline__ void row_sums(float (&sums)[COUNT]) {
     if constexpr (THREADS > 32) {
-        // Folding adds different warps before different lanes. So each thread reads the sums of its own lane in all
-        // warps and folds them, and one exchange through shared memory is enough.
+        // Folding first adds the sums of different warps, and then of different lanes. Each thread therefore reads the
+        // sums of its own lane in all warps and folds them, so one exchange through shared memory is enough.
         __shared__ float of_thread[COUNT][THREADS];
 #pragma unroll
         for (int k = 0; k < COUNT; ++k) of_thread[k][threadIdx.x] = sums[k];
@@ -101,14 +101,14 @@ template <int THREADS, int COUNT> __device__ __forceinline__ void row_sums(float
 
 constexpr int power_of_two_from(int count) { return count <= 1 ? 1 : 2 * power_of_two_from((count + 1) / 2); }
 
-// The units of a row that a thread has. Thread t has units t, t + THREADS, t + 2 * THREADS and so on. The first ITEMS
-// units stay in registers. A thread has more units only if THREADS == COLUMNS; they are loaded again when they are
-// needed.
+// The units of a row that belong to a thread. A unit is EACH consecutive elements. Thread t has units t, t + THREADS, t
+// + 2 * THREADS and so on. The first ITEMS units stay in registers. A thread has more units only if THREADS == COLUMNS;
+// they are loaded again when they are needed.
 //
 // WIDTH: width of a row; 0 if it is known only at run time. THREADS: threads per row, a power of two: either all BLOCK
 // threads of a block, or at most a warp.
 template <int WIDTH, int THREADS, int ITEMS, int BLOCK> struct Dealt {
-    static constexpr int SLOTS = COLUMNS / THREADS; // sums that a thread keeps apart in step 2
+    static constexpr int SLOTS = COLUMNS / THREADS; // sums that a thread keeps separate in step 2
     static constexpr int SUMS = ITEMS < SLOTS ? power_of_two_from(ITEMS) : SLOTS;
     static constexpr bool FITS = WIDTH ? WIDTH <= THREADS * ITEMS * EACH : THREADS < COLUMNS;
     static_assert(FITS || SLOTS == 1, "a thread that loads units twice has one sum");
@@ -121,10 +121,10 @@ template <int WIDTH, int THREADS, int ITEMS, int BLOCK> struct Dealt {
         thread = threadIdx.x % THREADS, row = blockIdx.x * (BLOCK / THREADS) + threadIdx.x / THREADS;
         width = WIDTH ? WIDTH : p.width;
         outer = p.by_inner.quotient(row), inner = row - outer * p.inner;
-        end = row < p.rows ? width - thread * EACH : 0; // threads past the last row only join the shuffles
+        end = row < p.rows ? width - thread * EACH : 0; // threads after the last row only take part in the shuffles
     }
 
-    // count(i): how many elements the row has from the start of unit i on; 0 or less if the row has no unit i.
+    // count(i): the number of elements of the row from the start of unit i on; 0 or less if unit i does not exist.
     // column(i): the column of the first element of unit i.
     __device__ __forceinline__ int count(int i) const { return end - i * (THREADS * EACH); }
     __device__ __forceinline__ int column(int i) const { return (thread + i * THREADS) * EACH; }

@@ -29,7 +29,8 @@ struct AddBiasParams {
     Heads heads;
 };
 
-// Add two 32-bit registers: each holds one float, or two 16-bit elements that are added in float32 and rounded once.
+// Add two 32-bit registers. Each register holds one float or two 16-bit elements. 16-bit elements are added in float32
+// and rounded once.
 template <typename T> struct Word;
 template <> struct Word<float> {
     static __device__ __forceinline__ unsigned add(unsigned a, unsigned b) {

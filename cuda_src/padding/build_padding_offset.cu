@@ -8,8 +8,8 @@
 //                       w + padding_offset[w]
 //
 // Grid: one block per words_per_block words. There are few lengths, so each block computes their prefix sums itself,
-// one tile of sequences at a time, until it reaches its last word. So no block waits for another. The last block
-// continues to the last sequence and writes cu_seqlens.
+// one tile of sequences at a time, until it reaches its last word. Therefore blocks do not wait for each other. The
+// last block continues to the last sequence and writes cu_seqlens.
 //
 // Speed of light: the latency of a launch, a load, a scan and a binary search; only 4 bytes are written per word. On an
 // H200, 16384 words of 64 sequences take 2.2 us, four times as long as an empty kernel.
@@ -20,7 +20,7 @@ struct BuildParams {
     const int* lengths;  // [batch], clamped to [0, max_seq_len]
     int* padding_offset; // [words]
     int* cu_seqlens;     // [batch + 1]
-    int words;           // given by the caller; words past the sum of the lengths get a padded row past the batch
+    int words;           // given by the caller; words after the sum of the lengths get rows after the batch
     int batch;
     int max_seq_len;
     int words_per_block;

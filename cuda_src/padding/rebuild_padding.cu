@@ -5,7 +5,7 @@
 // `w + padding_offset[w]` must increase strictly with w. If it does not, the result is wrong, but no access is outside
 // of the arrays.
 //
-// Grid: tiles of `out` (padding/tile.cuh). All blocks write the same number of rows, whether these hold words or
+// Grid: tiles of `out` (padding/tile.cuh). All blocks write the same number of rows, whether the rows hold words or
 // padding. Each block searches for the words that belong to its rows.
 //
 // Speed of light: memory bandwidth; each word is read once and each padded row written once. An H200 reaches 92% of the
@@ -52,6 +52,6 @@ __global__ void __launch_bounds__(THREADS) rebuild_padding(const __grid_constant
     }
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i)
-        // A streaming store is faster here than a plain store (measured).
+        // Use a streaming store, which was measured to be faster here than a plain store.
         if (tile.locate(i, row, column)) __stcs(out + tile.offset(row, column), unit[i]);
 }

@@ -1,6 +1,6 @@
 // Copy the words (rows of tokens) of a padded batch to consecutive rows, without the padding.
 //
-//   out[w] = src[w + padding_offset[w]], or zero if src has no such row
+//   out[w] = src[w + padding_offset[w]], or 0 if src does not have this row
 //
 // src is [padded_rows, columns] or, if TRANSPOSED, [batch, heads, max_seq_len, dim]. Wrong offsets never cause an
 // access outside of the arrays.
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(THREADS) remove_padding(const __grid_constant_
         from[i] = NOWHERE;
         if (tile.locate(i, row, column)) {
             const unsigned word = tile.first_row + row;
-            // The sum is unsigned. A negative sum becomes an index past all rows, and no sum overflows to a valid
+            // The sum is unsigned, so a negative sum becomes an index after all rows. An overflow never gives a valid
             // index.
             from[i] = word + unsigned(p.padding_offset[word]);
         }

@@ -1,12 +1,12 @@
 // Find the words (rows of tokens, without padding) that belong to the padded rows of a block. The padded row of word w
-// is `w + padding_offset[w]`. It increases strictly with w, so a search finds the words.
+// is `w + padding_offset[w]`. The padded row increases strictly with w, so the words can be found by a search.
 #pragma once
 #include "common/warp.cuh"
 
-// Return the first word whose padded row is at least `row`. A whole warp searches: the 32 lanes test 32 words at once,
-// which narrows the range to 1/32.
+// Return the first word whose padded row is at least `row`. A whole warp searches. In each step the 32 lanes test 32
+// words, which reduces the search range to 1/32.
 __device__ __forceinline__ int first_word_from(const int* padding_offset, int words, unsigned row, int lane) {
-    // Padded rows increase strictly, so word w has a padded row of at least w. Therefore the search can end at word
+    // Padded rows increase strictly, so the padded row of word w is at least w. Therefore the search can stop at word
     // `row`.
     int low = 0, high = int(min(unsigned(words), row));
     while (low < high) {
@@ -20,8 +20,8 @@ __device__ __forceinline__ int first_word_from(const int* padding_offset, int wo
 }
 
 // For each row r of a tile, set word_of[r] to the word that belongs to padded row `first_row + r`, or to -1 if there is
-// none. All threads of the block must call it. The words of a tile are consecutive and at most `rows`, so one search,
-// for the first of them, is enough.
+// none. All threads of the block must call it. The words of a tile are consecutive, and there are at most `rows` of
+// them. Therefore it is enough to search for the first word.
 template <int THREADS>
 __device__ __forceinline__ void find_words(const int* padding_offset, int words, unsigned first_row, int rows,
                                            int* word_of) {
@@ -35,7 +35,7 @@ __device__ __forceinline__ void find_words(const int* padding_offset, int words,
     for (int i = threadIdx.x; i < min(rows, words - first_word); i += THREADS) {
         const int word = first_word + i;
         const unsigned r = unsigned(word) + unsigned(padding_offset[word]) - first_row;
-        // Two words share a row only if padding_offset is wrong. Then the later word is taken.
+        // Two words share a row only if padding_offset is wrong. In this case the later word is used.
         if (r < unsigned(rows)) atomicMax(&word_of[r], word);
     }
     __syncthreads();

@@ -1,4 +1,5 @@
-// Attention of the last few tokens of each sequence over its keys and values in a paged cache, on tensor cores.
+// Attention of the last few tokens of each sequence (the query tokens) over all its keys and values in a paged cache,
+// on tensor cores.
 //
 //   position = length - query_tokens + i                          of query token i
 //   score[t] = scale * key_scale * dot(query[i, head, :], key[t, head / group, :])
@@ -29,15 +30,17 @@
 // side of the MMA. If the kv head has at most 8 rows, they are the N side, which halves the MMAs and exponentials. For
 // the lanes see paged_attention/rows.cuh.
 //
-// Scores are multiplied by log2(e), so that exp becomes exp2. lse and vLLM's workspace use the natural base.
+// The kernel multiplies scores by log2(e) and uses exp2 instead of exp. The stored lse and the values in vLLM's
+// workspace use the natural base.
 //
-// HEAD_DIM == 0 or BLOCK_SIZE == 0: this size comes from the arguments. DIMS: the head size for which stages and
-// registers are laid out, at least head_dim. EXTRAS: the call has a softcap, a slope or a block-sparse pattern. FIT:
-// resident blocks per multiprocessor that the registers allow.
+// HEAD_DIM == 0 or BLOCK_SIZE == 0 means that this size comes from the arguments. DIMS is the head size for which
+// stages and registers are laid out; it is at least head_dim. EXTRAS is true if the call uses a softcap, ALiBi slopes
+// or a block-sparse pattern. FIT is the number of resident blocks per multiprocessor for which the compiler limits the
+// registers.
 //
 // Speed of light: the cache is read once, with group * query_tokens flops per byte in 16 bits (4 for one token of
-// Llama-3-8B). Memory bandwidth is the bound, and the tensor cores wait. On an H200 with 32 heads, 8 kv heads and
-// head_dim 128, compared to a copy of the same bytes:
+// Llama-3-8B). Memory bandwidth is the limit, and the tensor cores wait. Times on an H200 with 32 heads, 8 kv heads and
+// head_dim 128, next to the time of a copy of the same bytes:
 //   64 sequences of 4096 tokens, bfloat16 cache    251 us, as the copy (100%)
 //   64 sequences of 4096 tokens, 8-bit cache       136 us, copy 125 us (92%)
 //   64 sequences of 1024 tokens                    67.8 us, copy 62.7 us (92%)
@@ -46,7 +49,8 @@
 //                                                  copy 31 us (87 to 83%)
 //   1 sequence of 32768 tokens                     36.4 us, copy 31.4 us (86%)
 //   1 sequence of 4096 tokens                      9.6 us, copy 3.9 us (40%)
-// With few tokens the bound is the latency of a dependent chain: length, table, tiles, merge.
+// With few tokens the limit is the latency of a chain of dependent steps: load the length, load the block table, load
+// the tiles, merge.
 #include "common/cluster.cuh"
 #include "common/launch.cuh"
 #include "common/mma.cuh"
@@ -59,9 +63,9 @@
 #include "paged_attention/schedule.cuh"
 #include "paged_attention/team.cuh"
 
-// Write the warp's results (maximum, sum and output of each row) to shared memory. They overwrite the last stage, so
-// the caller must pass a block barrier first. `bad` turns the sum of each row into NaN, which makes the stored result
-// NaN.
+// Write the warp's results (maximum, sum and output of each row) to shared memory. The results overwrite the last
+// stage, so the caller must pass a block barrier first. If `bad`, the sum of each row is NaN, which makes the stored
+// result NaN.
 template <typename F>
 __device__ __forceinline__ void leave_results(const Params& p, typename F::Softmax& softmax,
                                               const float (&out)[F::OUT_FRAGMENTS][4], const Row (&rows)[2], bool bad,
@@ -86,11 +90,11 @@ __device__ __forceinline__ void leave_results(const Params& p, typename F::Softm
     }
 }
 
-// The rows that a lane holds scores of, and the terms that scale and mask these scores.
+// The two rows whose scores a lane holds, and the terms that scale and mask these scores.
 template <typename F> struct WarpRows {
     Row rows[2];
     ScoreTerms terms;
-    int all_from, all_to; // every row sees the tokens [all_from, all_to)
+    int all_from, all_to; // every row attends to the tokens [all_from, all_to)
 
     __device__ __forceinline__ WarpRows(const Params& p, const Team<F>& team, const Segment& segment, float scale)
         : rows{team.row_of(p, segment, 0), team.row_of(p, segment, 1)},
@@ -98,7 +102,8 @@ template <typename F> struct WarpRows {
           all_from(p.window ? segment.length - p.window : 0), all_to(segment.length - p.query_tokens + 1) {}
 };
 
-// Process N tiles of the team, from its k-th tile on: scores, mask, online softmax, and output.
+// Process N tiles of the team, from its k-th tile on: compute the scores, mask them, update the online softmax, and add
+// to the output.
 template <typename F, int N>
 __device__ __forceinline__ void attend_tiles(const Params& p, const Team<F>& team, const Segment& segment,
                                              const WarpRows<F>& warp, const typename F::Query& query, int k,
@@ -127,7 +132,7 @@ __device__ __forceinline__ void attend_tiles(const Params& p, const Team<F>& tea
     F::Products::multiply_values(out, weights, values_at, team.lane);
 }
 
-// Return the launch configuration for pieces of `rows` rows.
+// Return the launch configuration for pieces with `rows` rows.
 template <typename T, typename CACHE, Layout LAYOUT, int HEAD_DIM, int DIMS, int BLOCK_SIZE, int TEAM, bool EXTRAS,
           int STAGES, int CLUSTER, int WARPS, Dealing DEALING, int AT_ONCE, int ROWS, int>
 constexpr Launch attend_launch(int rows) {
@@ -157,10 +162,10 @@ __global__ __launch_bounds__(32 * WARPS, FIT) CLUSTER_OF(CLUSTER) void attend(co
     Schedule schedule(p, {next, previous, last, shared_address(&inbox)});
     Pipeline<F> pipeline;
     typename F::Query query;
-    // EARLY: the loads of the query are issued before the copies of the first tiles. Otherwise the query would arrive
-    // after the copies of all stages and delay the first MMA. HAS_ITEM: the item depends on the block index alone, so
-    // the query is loaded before the lengths arrive. QUEUE does not need EARLY, because other resident blocks hide the
-    // latency. QUERY_IN_SHARED rules EARLY out, because large heads leave no registers for the query.
+    // EARLY: issue the loads of the query before the copies of the first tiles. Otherwise the query would arrive after
+    // the copies of all stages and delay the first MMA. QUEUE does not need EARLY, because other resident blocks hide
+    // the latency. EARLY is impossible with QUERY_IN_SHARED, because large heads leave no registers for the query.
+    // HAS_ITEM: the item depends only on the block index, so the query is loaded even before the lengths arrive.
     constexpr bool EARLY = DEALING != QUEUE && !F::QUERY_IN_SHARED, HAS_ITEM = DEALING == CLUSTERS && CLUSTER > 1;
     bool has_query = EARLY;
     if constexpr (EARLY && HAS_ITEM) {
@@ -201,8 +206,8 @@ __global__ __launch_bounds__(32 * WARPS, FIT) CLUSTER_OF(CLUSTER) void attend(co
                 else if (first || second)
                     attend_tiles<F, 1>(p, team, segment, warp, query, first ? k : k + 1, softmax, out);
                 if (k + AT_ONCE >= pipeline.tiles) break;
-                // Tiles k and k + 1 are done, so their stages are refilled. The copies of the STAGES - 2 tiles after
-                // them are already in flight.
+                // Tiles k and k + 1 are done, so their stages can be refilled. The copies of the next STAGES - 2 tiles
+                // are already in flight.
                 team.barrier();
                 pipeline.start_copies(p, team, k + STAGES);
                 pipeline.start_copies(p, team, k + STAGES + 1);

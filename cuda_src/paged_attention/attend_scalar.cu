@@ -1,18 +1,18 @@
-// Attention over a paged cache without tensor cores, by the formulas of attend.cu. It serves the calls that attend.cu
-// does not: float32, block sizes that are no multiple of 16 tokens (8, 24, ...), heads larger than 256, and heads or
-// arrays that are not whole units of 16 bytes.
+// Attention over a paged cache without tensor cores. The formulas are in attend.cu. This kernel handles the calls that
+// attend.cu does not support: float32, block sizes that are not a multiple of 16 tokens (8, 24, ...), heads larger than
+// 256, and heads or arrays that are not a multiple of 16 bytes.
 //
 // Grid: as many blocks as are resident at once. A work item is (sequence, kv head, block of ROWS rows), and a piece is
 // a range of tokens of an item. Blocks take pieces from a queue. A warp takes every WARPS-th tile of 32 tokens of a
-// piece. A lane computes the scores of one token of the tile, and DIMS / 32 dimensions of the output.
+// piece. A lane computes the scores of one token of the tile, and then DIMS / 32 dimensions of the output.
 //
-// DIMS: capacity for head_dim, USUAL_DIM or MAX_DIM.
+// DIMS: the largest head_dim that fits, either USUAL_DIM or MAX_DIM.
 //
 // WIDE: the query, the cache and their strides are multiples of 16 bytes, so that one load reads four elements.
 //
 // Speed of light: the cache is read once for every ROWS rows that share a kv head, and each element takes one fused
-// multiply-add per row on the CUDA cores. In theory memory bandwidth is the bound. The kernel exists for completeness;
-// no benchmark case runs it.
+// multiply-add per row on the CUDA cores. The limit should be memory bandwidth. The kernel exists for completeness; no
+// benchmark case runs it.
 #include "common/fp8.cuh"
 #include "common/overlap.cuh"
 #include "common/warp.cuh"
@@ -39,8 +39,8 @@ template <typename CACHE, bool WIDE> __device__ __forceinline__ void load_four(f
     for (int i = 0; i < 4; ++i) to[i] = to_float(values[i]);
 }
 
-// The cache in layout VLLM. Four neighbouring elements of a key are dimensions of one token; four neighbouring elements
-// of a value are tokens of one dimension.
+// The cache in layout VLLM. Four neighbouring key elements are four dimensions of one token. Four neighbouring value
+// elements are one dimension of four tokens.
 template <typename CACHE, bool WIDE> struct VllmCache {
     static constexpr int ITEM = sizeof(CACHE), X = 16 / ITEM;
 
@@ -49,7 +49,8 @@ template <typename CACHE, bool WIDE> struct VllmCache {
     // Return the dimension of a lane's i-th output.
     static __device__ __forceinline__ int dim_of(int i) { return i * 32 + threadIdx.x % 32; }
 
-    // Byte offset of a slot's key within its block and kv head (key_of), and of a dimension within that key (key_dim).
+    // key_of: return the byte offset of a slot's key within its block and kv head. key_dim: return the byte offset of a
+    // dimension within a key.
     static __device__ __forceinline__ long long key_of(const Params& p, int slot) { return slot * 16ll; }
 
     static __device__ __forceinline__ int key_dim(const Params& p, int dim) {
@@ -79,7 +80,7 @@ template <typename CACHE, bool WIDE> struct VllmCache {
                     load(value, values + (dim_of(i) * p.block_size + half) * ITEM);
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
-                        // A slot without a token may hold anything, and 0 times NaN is NaN.
+                        // A slot without a token may hold NaN, and 0 * NaN is NaN.
                         if (!(held >> (half + j) & 1)) value[j] = 0.f;
 #pragma unroll
                         for (int r = 0; r < ROWS; ++r) out[r][i] += weights[r][group + half + j] * value[j];
@@ -90,7 +91,7 @@ template <typename CACHE, bool WIDE> struct VllmCache {
     }
 };
 
-// The cache in layout FLASH. Four neighbouring elements of keys and values are dimensions of one token.
+// The cache in layout FLASH. Four neighbouring elements of a key or a value are four dimensions of one token.
 template <typename CACHE, bool WIDE> struct FlashCache {
     static constexpr int ITEM = sizeof(CACHE);
 
@@ -132,7 +133,8 @@ template <typename CACHE, bool WIDE> struct CacheOf<CACHE, FLASH, WIDE> {
     using type = FlashCache<CACHE, WIDE>;
 };
 
-// Add the products of the rows' queries with the key of the lane's token, which is in `slot` of block `id`.
+// Add the dot products of the rows' queries and the key of the lane's token to `scores`. The token is in `slot` of
+// block `id`.
 template <typename Cache, int DIMS>
 __device__ __forceinline__ void multiply_key(const Params& p, const Segment& segment, int id, int slot,
                                              const float (&query)[ROWS][DIMS], float (&scores)[ROWS]) {
@@ -148,7 +150,8 @@ __device__ __forceinline__ void multiply_key(const Params& p, const Segment& seg
     }
 }
 
-// Add a tile's scores to the online softmax of a row. `score` belongs to the lane's token. Return that token's weight.
+// Add a tile's scores to the online softmax of a row. `score` is the score of the lane's token. Return the weight of
+// this token.
 template <int EACH>
 __device__ __forceinline__ float add_score(float score, float& maximum, float& sum, float (&out)[EACH]) {
     const float largest = fmaxf(maximum, lanes_max<32>(score));

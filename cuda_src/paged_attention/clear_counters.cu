@@ -6,7 +6,7 @@
 //
 // Grid: one thread per counter.
 //
-// Speed of light: the latency of a launch, because few bytes are written.
+// Speed of light: the latency of a kernel launch, because only a few bytes are written.
 #include "common/overlap.cuh"
 
 struct ClearParams {

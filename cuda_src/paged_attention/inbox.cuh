@@ -7,9 +7,9 @@
 #include "paged_attention/results.cuh"
 
 // Initialize the inbox's mbarrier and arrive at the cluster barrier. All threads call this at the start. After
-// `cluster_wait` a block may send to the inboxes of all blocks. Other blocks need to see only the initialization of the
-// mbarrier, which has its own fence. The arrival at the cluster barrier is therefore relaxed and waits for no memory
-// access.
+// `cluster_wait` a block may send to the inboxes of all blocks. The only write that other blocks must see is the
+// initialization of the mbarrier, which has its own fence. The arrival at the cluster barrier can therefore be relaxed,
+// so it does not wait for memory accesses.
 template <int CLUSTER> __device__ __forceinline__ void open_inbox(unsigned barrier) {
     if constexpr (CLUSTER > 1) {
         if (threadIdx.x == 0) {
@@ -20,8 +20,8 @@ template <int CLUSTER> __device__ __forceinline__ void open_inbox(unsigned barri
     }
 }
 
-// Store `value` to *here in block `rank` with st.async. The mbarrier at shared address `barrier` of that block counts
-// the bytes.
+// Store `value` with st.async into the shared memory of block `rank`, at the location that corresponds to `here` in
+// this block. The mbarrier at shared address `barrier` of block `rank` counts the bytes.
 __device__ __forceinline__ void send(int rank, uint4* here, const uint4& value, unsigned barrier) {
     asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
@@ -46,12 +46,12 @@ __device__ __forceinline__ void wait_for_inbox(unsigned barrier) {
                  : "memory");
 }
 
-// Merge and store the results of an item that a cluster shares, as `store_piece` does for a single block. The results
-// of a row are divided into quads of four dimensions, and each quad is owned by one block. A block merges the results
-// of its teams first. It sends each quad to the inbox of the owner, and the maximum and the sum of each row to all
-// blocks. Then it merges the quads in its own inbox and stores them. All blocks must have opened their inboxes. No
-// block reads the memory of another block, and each block waits for everything that is sent to it, so a block may exit
-// when it is done.
+// Merge and store the results of an item that a cluster shares (`store_piece` does this for a single block). The
+// results of a row are divided into quads of four dimensions, and each quad is owned by one block. A block merges the
+// results of its teams first. It sends each quad to the inbox of the owner, and the maximum and the sum of each row to
+// all blocks. Then it merges the quads in its own inbox and stores them. All blocks must have opened their inboxes. A
+// block may exit when it is done, because no block reads the memory of another block, and each block waits for
+// everything that is sent to it.
 template <int CLUSTER, typename T, int TEAMS, int ROWS, int STRIDE>
 __device__ void store_cluster(const Params& p, const Segment& segment, const TeamResults<TEAMS, ROWS, STRIDE>& found,
                               char* inbox, unsigned barrier) {

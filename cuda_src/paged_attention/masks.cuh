@@ -1,12 +1,12 @@
-// Scale and mask the scores of a tile after the product. A lane has scores of two rows, for two or four tokens each.
+// Scaling and masking of the scores of a tile. A lane holds the scores of two rows, for two or four tokens per row.
 #pragma once
 #include "paged_attention/scores.cuh"
 #include "paged_attention/team.cuh"
 
-// The terms that turn products into scores, for a lane's two rows.
+// The terms that turn the dot products of a lane's two rows into scores.
 struct ScoreTerms {
-    int positions[2];             // last token that each row sees
-    float factors[2];             // scale of the products, times log2(e)
+    int positions[2];             // last token that each row attends to
+    float factors[2];             // scale of the dot products, times log2(e)
     float slopes[2] = {0.f, 0.f}; // ALiBi slopes times log2(e)
 
     __device__ __forceinline__ void load_slopes(const Params& p, const Row (&rows)[2]) {
@@ -15,7 +15,7 @@ struct ScoreTerms {
     }
 };
 
-// Return whether one of a lane's two rows sees the block of the block-sparse pattern that contains `token`.
+// Return whether one of a lane's two rows attends to `token` in the block-sparse pattern.
 template <typename F>
 __device__ __forceinline__ bool seen(const Params& p, const Team<F>& team, const Segment& segment, int token) {
     const Row first = team.row_of(p, segment, 0), second = team.row_of(p, segment, 1);

@@ -1,4 +1,4 @@
-// Merge attention over two sets of tokens into attention over both.
+// Merge the attention outputs over two sets of tokens into the output over both sets.
 //
 //   larger = max(lse_a, lse_b)
 //   lse    = larger + log(exp(lse_a - larger) + exp(lse_b - larger))
@@ -6,14 +6,15 @@
 //
 // An input (a or b) whose lse is -inf or +inf covers no tokens. Its weight is 0, even if its output is NaN.
 //
-// HEADS_FIRST: the log-sum-exps are [..., heads, tokens] for outputs of [..., tokens, heads, head_dim].
+// HEADS_FIRST: the log-sum-exps have the shape [..., heads, tokens], and the outputs [..., tokens, heads, head_dim].
 //
-// Grid: blocks of 128 threads. A thread merges EACH vectors of VECTOR elements of `out` and issues all its loads before
-// it uses the first. POWER: a row has a power of two of vectors, so a shift instead of a division finds a vector's row.
+// Grid: blocks of 128 threads. A thread merges EACH vectors of VECTOR elements of `out`. It issues all its loads before
+// it uses the first result. POWER: the number of vectors per row is a power of two, so a shift instead of a division
+// finds the row of a vector.
 //
-// Speed of light: 3 * head_dim * sizeof(T) bytes per row and less than a flop per byte: memory bandwidth is the bound.
-// On an H200, 8192 tokens of 32 heads of 128 in bfloat16 take 48.7 us; a copy of the same bytes takes 48.1 us (99%).
-// With HEADS_FIRST the same takes 53.5 us (90%). 2048 tokens take 14.2 us.
+// Speed of light: memory bandwidth, because the kernel moves 3 * head_dim * sizeof(T) bytes per row with less than one
+// flop per byte. On an H200, 8192 tokens with 32 heads of 128 in bfloat16 take 48.7 us; a copy of the same bytes takes
+// 48.1 us (99%). With HEADS_FIRST these tokens take 53.5 us (90%). 2048 tokens take 14.2 us.
 #include "common/numeric.cuh"
 #include "common/overlap.cuh"
 
@@ -26,12 +27,12 @@ struct MergeParams {
     float* lse;         // like lse_a; must be another array, because other threads still read lse_a and lse_b
     long long rows;
     int head_dim;
-    long long heads;  // only with HEADS_FIRST, like `tokens`
-    long long tokens; // outputs are blocks of [tokens, heads, head_dim]
+    long long heads;  // `heads` and `tokens` are used only with HEADS_FIRST
+    long long tokens; // an output is a stack of [tokens, heads, head_dim] arrays
     int shift;        // if POWER: log2 of the vectors per row
 };
 
-// Load the log-sum-exp of an input. Both -inf and +inf mean no tokens; return -inf for both.
+// Load the log-sum-exp of an input. -inf and +inf both mean that the input covers no tokens; return -inf in both cases.
 __device__ __forceinline__ float load_lse(const float* from) {
     const float lse = *from;
     return lse == CUDART_INF_F ? -CUDART_INF_F : lse;
@@ -44,18 +45,19 @@ template <bool HEADS_FIRST> __device__ __forceinline__ long long place_of(const 
         const long long token = row / p.heads, block = token / p.tokens;
         return (block * p.heads + (row - token * p.heads)) * p.tokens + (token - block * p.tokens);
     }
-    // 64-bit divisions would take longer than all other arithmetic of the thread.
+    // Divide in 32 bits: 64-bit divisions would take longer than all other arithmetic of the thread.
     const unsigned heads = p.heads, token = static_cast<unsigned>(row) / heads;
     return (static_cast<unsigned>(row) - token * heads) * p.tokens + token;
 }
 
-// VECTOR elements of a row.
+// VECTOR elements of a row, loaded and stored together.
 template <typename T, int VECTOR> struct alignas(sizeof(T) * VECTOR) Items {
     T items[VECTOR];
 };
 
-// Return whether `divide_plain` gives exactly the result of operator / for this value and a divisor in [1, 2]. It does
-// not for 0, whose sign it loses, and for magnitudes at which an intermediate result overflows or is subnormal.
+// Return whether `divide_plain` gives exactly the result of operator / for this value and a divisor in [1, 2]. The
+// result differs for 0, because the sign is lost, and for magnitudes at which an intermediate result overflows or is
+// subnormal.
 __device__ __forceinline__ bool is_plain(float value) {
     return fabsf(value) > 1e-20f && fabsf(value) < 1e30f; // false for NaN
 }
@@ -118,7 +120,7 @@ __global__ __launch_bounds__(MERGE_THREADS) void merge_states(const __grid_const
         } else {
 #pragma unroll
             for (int j = 0; j < VECTOR; ++j) {
-                // The output of an input without tokens may hold anything, also NaN.
+                // The output of an input without tokens may be NaN, so it is replaced by 0.
                 const float value_a = a[e] == -CUDART_INF_F ? 0.f : to_float(from_a[e].items[j]);
                 const float value_b = b[e] == -CUDART_INF_F ? 0.f : to_float(from_b[e].items[j]);
                 merged.items[j] = from_float<T>(some ? fmaf(value_a, share_a, value_b * share_b) / sum : 0.f);

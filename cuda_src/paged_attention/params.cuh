@@ -11,11 +11,11 @@ enum Layout {
     FLASH,
 };
 
-// How work items (sequence, kv head, block of rows) are distributed over thread blocks.
+// How work items are distributed over thread blocks. A work item is (sequence, kv head, block of rows).
 enum Dealing {
     QUEUE,    // blocks take pieces of items from a queue
     CLUSTERS, // each item has a cluster of blocks, or one block
-    EITHER,   // as CLUSTERS if the lengths are about equal (clusters) or none is too long (single blocks), else QUEUE
+    EITHER,   // CLUSTERS or QUEUE, chosen on the device from the lengths (ItemsOrQueue, BlockItem)
 };
 
 struct Params {
@@ -33,7 +33,7 @@ struct Params {
     void* partial;            // [slots, head_dim]: outputs of pieces, in float32, or in T if `vllm_workspace`
     float* maxima;            // [slots]: largest score of each piece, times log2(e) unless `vllm_workspace`
     float* sums;              // [slots]: sum of exp(score - maximum) of pieces
-    int* taken;               // [1]: pieces taken from the queue, without the first piece of each block; 0 at the start
+    int* taken;               // [1]: pieces taken from the queue after the first piece of each block; 0 at the start
     int* arrived;             // [items]: finished pieces of each item; 0 at the start
     long long query_seq, query_token, query_head; // strides in elements
     long long key_block, key_token, key_head;     // strides in bytes; layout VLLM has no key_token, value_token
@@ -44,16 +44,16 @@ struct Params {
     int row_blocks; // ceil(group * query_tokens / a team's rows): blocks of rows of a kv head
     int blocks;     // blocks of the cache
     int block_size, max_blocks;
-    int window;         // tokens that a row sees; 0: no window
+    int window;         // tokens that a row attends to; 0: no window
     int split;          // tokens of a piece, a multiple of UNIT_TOKENS; 0: `Pieces::plan` decides
     int min_units;      // smallest size of a piece
     int rows;           // rows of a partial result: min(rows of a team, group * query_tokens)
     int max_splits;     // partial results of a row in `partial`, if `vllm_workspace`
-    int vllm_workspace; // partial results are [seqs, heads, max_splits] in T, also for items of one piece
-    // vLLM's block-sparse pattern; sparse_stride 0: dense
+    int vllm_workspace; // partial results are [seqs, heads, max_splits] in T, even for items with one piece
+    // vLLM's block-sparse pattern; sparse_stride == 0 means dense attention
     int sparse_local, sparse_stride, sparse_size, sparse_head_step, sparse_rank;
-    float scale;     // softmax scale; includes the key scale if the host passes it as a number
-    float softcap;   // 0: none
+    float scale;     // softmax scale; includes the key scale if the host passes that as a number
+    float softcap;   // 0: no softcap
     float out_scale; // the value scale if the host passes it as a number, else 1
     int shares;      // blocks that take pieces from the queue; the tokens are divided into this many equal shares
 };

@@ -13,7 +13,7 @@ struct Reach {
 
     __device__ Reach(const Params& p, int seq) {
         const int wanted = max(p.lengths[seq], 0);
-        // Token indices have 32 bits.
+        // Token indices are 32-bit integers, so the capacity is limited to 2^30 tokens.
         long long capacity = min((long long)p.max_blocks * p.block_size, 1ll << 30);
         if (p.vllm_workspace) capacity = min(capacity, (long long)p.max_splits * p.split);
         whole = wanted <= capacity;
@@ -37,10 +37,10 @@ struct Segment {
     __device__ bool partial(const Params& p) const { return pieces > 1 || (p.vllm_workspace && length); }
 };
 
-// One row of an item: a query token of a head.
+// One row of an item: one head of one query token.
 struct Row {
-    int token, head; // of the query; within their ranges even if the row is not valid
-    bool valid;      // false past the last row of the kv head
+    int token, head; // query token and head; in range even if the row is not valid
+    bool valid;      // false after the last row of the kv head
 
     __device__ Row(const Params& p, const Segment& segment, int row) {
         token = p.query_tokens == 1 && row < p.group ? 0 : row / p.group;
@@ -53,15 +53,15 @@ struct Row {
         return ((long long)segment.seq * p.query_tokens + token) * p.heads + head;
     }
 
-    // Return the last token of the cache that the row sees.
+    // Return the last token of the cache that the row attends to.
     __device__ int position(const Params& p, const Segment& segment) const {
         return valid ? segment.length - p.query_tokens + token : -1;
     }
 };
 
-// All pieces of the batch. Every warp derives them from the lengths on the device, so a CUDA graph stays valid as
-// sequences grow. Pieces of long sequences come first, so that short pieces are left for the end, when blocks become
-// idle at different times.
+// All pieces of the batch. Every warp computes the pieces from the lengths on the device, so a CUDA graph stays valid
+// as sequences grow. Pieces of long sequences come first, so that the last pieces are short and all blocks finish at
+// about the same time.
 struct Pieces {
     static constexpr int CLASSES = 4;
     static constexpr int MOST_UNITS = 1 << 25; // larger than any sequence
@@ -69,10 +69,10 @@ struct Pieces {
     const Params& p;
     const int items;         // items per sequence
     int piece_units = 0;     // largest size of a piece
-    int total = 0, mean = 0; // units of all sequences; mean units of a sequence
-    int most = 0;            // units of the longest of the lane's sequences (the lane has every 32nd)
-    // Position of `find`. It looks at the 32 sequences from `first_seq` on, in one length class. `before` pieces
-    // precede them.
+    int total = 0, mean = 0; // units of all sequences; mean units per sequence
+    int most = 0;            // units of the longest of the lane's sequences (every 32nd sequence)
+    // The current position of `find`. `find` looks at 32 sequences at a time, from `first_seq` on, and only at those in
+    // class `length_class`. `before` is the number of pieces that precede them.
     int length_class = 0, first_seq = 0, before = 0;
 
     __device__ explicit Pieces(const Params& p) : p(p), items(p.kv_heads * p.row_blocks) {}
@@ -89,14 +89,15 @@ struct Pieces {
     // Return whether no sequence exceeds the mean by more than `more` units.
     __device__ bool even(int more) const { return within(mean + more); }
 
-    // Return the units of a piece if the batch is divided equally over `blocks` blocks.
+    // Return the number of units per piece if the batch is divided equally over `blocks` blocks.
     __device__ int share_of(int blocks) const { return max(p.min_units, ceil_div(total * items, blocks)); }
 
     // Return whether no sequence has more than `units` units.
     __device__ bool within(int units) const { return __reduce_max_sync(FULL_WARP, most) <= units; }
 
-    // Choose the size of the pieces. It is an equal share of the units per block. If this gives more pieces than
-    // blocks, the smallest larger size that does not is chosen; lane l tries the size share * (1 + l / 16).
+    // Choose the size of the pieces. The first choice is an equal share of the units per block. If this size gives more
+    // pieces than blocks, choose the smallest of 32 candidate sizes that gives at most one piece per block: lane l
+    // tries the size `share * (1 + l / 16)`.
     __device__ void plan(unsigned blocks) {
         if (p.split) {
             piece_units = p.split / UNIT_TOKENS;
@@ -107,8 +108,8 @@ struct Pieces {
         if (p.seqs * items > blocks) return;
         const int lane = threadIdx.x % 32;
         const int tried = share + share * lane / 16;
-        // With more than 2^21 units the float rounding may miscount. Then there are a few more pieces than blocks, or
-        // the pieces are larger than necessary.
+        // With more than 2^21 units the float rounding may miscount. The result is still correct, but there may be a
+        // few more pieces than blocks, or pieces larger than necessary.
         const float inverse = 1.f / tried, rounded = tried - 0.5f;
         int pieces = 0;
         for (int seq = 0; seq < p.seqs; ++seq) pieces += int((Reach(p, seq).units + rounded) * inverse);
@@ -116,18 +117,19 @@ struct Pieces {
         if (fits) piece_units = __shfl_sync(FULL_WARP, tried, __ffs(fits) - 1);
     }
 
-    // Return the number of pieces of an item. With a fixed `split`, pieces begin at multiples of `split`.
+    // Return the number of pieces of an item. With a fixed `split`, pieces begin at token indices that are multiples of
+    // `split`.
     __device__ int count(const Reach& reach) const {
         return ceil_div(p.split ? reach.first % piece_units + reach.units : reach.units, piece_units);
     }
 
-    // Return the length class of a sequence: 0 for the longest sequences.
+    // Return the length class of a sequence. Class 0 has the longest sequences.
     __device__ int class_of(const Reach& reach) const {
         return (reach.units * 2 <= mean * 3) + (reach.units <= mean) + (reach.units * 2 <= mean);
     }
 
-    // Find piece `index` of the batch. `index` must not decrease from call to call. Return false if there is no such
-    // piece.
+    // Find piece `index` of the batch. `index` must not be smaller than in the previous call. Return false if there is
+    // no such piece.
     __device__ bool find(int index, Segment& segment) {
         const int lane = threadIdx.x % 32;
         for (;; first_seq += 32) {
@@ -154,8 +156,8 @@ struct Pieces {
         }
     }
 
-    // Set `segment` to piece `number` of a sequence, counted over all items of the sequence. The pieces of different
-    // items over the same tokens have consecutive numbers.
+    // Set `segment` to piece `number` of a sequence. `number` counts the pieces of all items of the sequence. Pieces of
+    // different items that cover the same tokens have consecutive numbers.
     __device__ void set(Segment& segment, int seq, int number, int index) const {
         const Reach reach(p, seq);
         const int item = number % items;
@@ -165,7 +167,7 @@ struct Pieces {
         segment.low = reach.low, segment.length = reach.length, segment.whole = reach.whole;
         auto first_unit = [&](int piece) {
             if (p.split) return (reach.first / piece_units + piece) * piece_units;
-            // The sizes of an item's pieces differ by one unit at most.
+            // The sizes of an item's pieces differ by at most one unit.
             return reach.first + piece * (reach.units / segment.pieces) + min(piece, reach.units % segment.pieces);
         };
         segment.begin = first_unit(segment.piece) * UNIT_TOKENS;

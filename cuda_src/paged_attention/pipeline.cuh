@@ -8,12 +8,13 @@ template <typename F> struct Pipeline {
     Segment segment;
     const int* table;
     int tiles; // number of tiles of this team
-    // Table entries of the team's next 64 tiles, one per lane in each register. `next_entry` is loaded 32 tiles ahead.
+    // Block table entries for the team's next 64 tiles, one per lane in each of the two registers. `next_entry` is
+    // loaded 32 tiles ahead of its use.
     int entry, next_entry;
-    bool bad; // an entry is not a block of the cache, or the sequence is longer than its table
+    bool bad; // a table entry is not a block of the cache, or the sequence is longer than its table
 
-    // Return the table entry `id` of the team's tile k. If the entry is invalid, set `bad` and return 0. Entries for
-    // tiles that no row sees are not checked.
+    // Return `id`, the table entry for the team's tile k. If the entry is invalid, set `bad` and return 0. Entries for
+    // tiles before the window of every row are not checked.
     __device__ __forceinline__ int checked(const Params& p, const Team<F>& team, int k, int id) {
         if (k >= tiles || team.token(segment, k) + TILE <= segment.low || unsigned(id) < unsigned(p.blocks)) return id;
         bad = true;
@@ -32,7 +33,7 @@ template <typename F> struct Pipeline {
         next_entry = entry_of(p, team, 32 + team.lane);
     }
 
-    // Return whether a row sees a token of tile k.
+    // Return whether a row attends to a token of tile k.
     __device__ __forceinline__ bool wanted(const Params& p, const Team<F>& team, int k) const {
         const int token = team.token(segment, k);
         bool wanted = k < tiles && token + TILE > segment.low;
@@ -41,8 +42,8 @@ template <typename F> struct Pipeline {
         return wanted;
     }
 
-    // Start to copy tile k into its stage, as one cp.async commit group. The group is empty if no row sees a token of
-    // the tile, because then its block may have been freed.
+    // Start to copy tile k into its stage, as one cp.async commit group. If no row attends to the tile, the group is
+    // empty, because the tile's cache block may have been freed.
     __device__ __forceinline__ void start_copies(const Params& p, const Team<F>& team, int k) {
         if (k % 32 == 0 && k > 0) {
             entry = next_entry;

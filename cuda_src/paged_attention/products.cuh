@@ -1,15 +1,16 @@
-// The two products of attention for N tiles of 16 tokens and a warp's rows, by the width of the cache's elements:
-// scores = query keys^T, and out += weights values. `keys_at` and `values_at` are shared addresses. Different tiles,
-// and the CHAINS partial sums of a tile, use separate accumulators, so their MMAs do not wait for each other.
+// The two matrix multiplications of attention, for N tiles of 16 tokens and a warp's rows: `scores = query * keys^T`
+// and `out += weights * values`. There is one struct for 16-bit and one for 8-bit caches. `keys_at` and `values_at` are
+// shared addresses. Different tiles use separate accumulators, and so do the CHAINS partial sums of a tile. Their MMAs
+// therefore do not wait for each other.
 #pragma once
 #include "common/fp8.cuh"
 #include "common/mma.cuh"
 #include "paged_attention/rows.cuh"
 #include "paged_attention/tile.cuh"
 
-// Products with a cache in the query's type T. The fragments are used as ldmatrix loads them.
+// The matrix multiplications with a cache in the query's type T. The fragments are used as ldmatrix loads them.
 template <typename T, typename CACHE, typename Tile, typename Rows> struct Products16 {
-    using Math = T;                         // type of the factors
+    using Math = T;                         // type of the MMA operands
     static constexpr bool RESCALED = false; // whether the query is rescaled to the range of Math
 
     // Return the first of the lane's two dimensions in half `half` of a step's query fragment. `pair`: the lane's
@@ -49,7 +50,8 @@ template <typename T, typename CACHE, typename Tile, typename Rows> struct Produ
     }
 };
 
-// Products with an 8-bit cache. float16 represents every 8-bit value exactly, so all factors are float16.
+// The matrix multiplications with an 8-bit cache. float16 represents every 8-bit value exactly, so all MMA operands are
+// float16.
 template <typename T, typename CACHE, typename Tile, typename Rows> struct Products8 {
     using Math = __half;
     static constexpr bool RESCALED = IS_BFLOAT16<T>;
@@ -88,8 +90,8 @@ template <typename T, typename CACHE, typename Tile, typename Rows> struct Produ
             }
     }
 
-    // Add the product with a tile to the k-th group of Rows::FRAGMENTS fragments. A register of `bytes` has four
-    // neighbouring elements.
+    // Convert a tile to float16 and add the product of `rows` and the tile to the k-th group of Rows::FRAGMENTS
+    // fragments. A register of `bytes` has four neighbouring elements.
     template <int FRAGMENTS>
     static __device__ __forceinline__ void multiply_bytes(float (&to)[FRAGMENTS][4], int k,
                                                           const unsigned (&rows)[Rows::OPERAND],

@@ -1,4 +1,4 @@
-// The query of a warp's rows, as the operand of the product with the keys. A lane has QUERY_ROWS rows. Register `half *
+// The query of a warp's rows, as the MMA operand for the scores. A lane holds QUERY_ROWS rows. Register `half *
 // QUERY_ROWS + j` of an MMA step (16 dimensions) holds two dimensions of row j.
 #pragma once
 #include "common/mma.cuh"
@@ -16,10 +16,10 @@ template <int STEPS, int OPERAND> struct QueryInRegisters {
     }
 };
 
-// Query fragments of 16 rows that each thread keeps in shared memory and loads again for every tile. Large heads leave
-// no registers for them beside the output.
+// Query fragments of 16 rows that each thread keeps in shared memory and loads again for every tile. With large heads
+// the output fragments leave no registers for the query.
 template <int STEPS, int THREADS> struct QueryInShared {
-    unsigned fragments[STEPS][4]; // valid until `keep`
+    unsigned fragments[STEPS][4]; // valid only until `keep` is called
     uint4* kept;                  // [STEPS, THREADS]
 
     __device__ __forceinline__ void keep(uint4* in_shared) {
@@ -36,8 +36,8 @@ template <int STEPS, int THREADS> struct QueryInShared {
     }
 };
 
-// Round row j of a bfloat16 query to float16 after dividing it by a power of two. Return that power. The division
-// brings the row's largest magnitude into [1, 2), where float16 has enough range and more digits than bfloat16.
+// Divide row j of a bfloat16 query by a power of two and round it to float16. Return the power of two. The division
+// brings the row's largest magnitude into [1, 2), where float16 has enough range and more mantissa bits than bfloat16.
 template <int STEPS, int OPERAND>
 __device__ __forceinline__ float rescale_row(unsigned (&query)[STEPS][OPERAND], int j) {
     constexpr int QUERY_ROWS = OPERAND / 2;
@@ -62,7 +62,7 @@ __device__ __forceinline__ float rescale_row(unsigned (&query)[STEPS][OPERAND], 
     return __uint_as_float(exponent << 23);
 }
 
-// Load the query of a lane's rows. Lanes 4 i ... 4 i + 3 share a row.
+// Load the query of a lane's rows. Groups of four consecutive lanes share a row.
 template <typename F>
 __device__ __forceinline__ void load_query(const Params& p, const Team<F>& team, const Segment& segment,
                                            unsigned (&query)[F::KEY_STEPS][F::Rows::OPERAND]) {
@@ -83,8 +83,8 @@ __device__ __forceinline__ void load_query(const Params& p, const Team<F>& team,
     }
 }
 
-// Set the score factors of a lane's two rows to `scale`. If the products need a rescaled query, divide each row by a
-// power of two and multiply its factor by the same power.
+// Set the score factors of a lane's two rows to `scale`. If the MMAs need a rescaled query, divide each row of the
+// query by a power of two and multiply the row's factor by the same power.
 template <typename F>
 __device__ __forceinline__ void find_factors(float scale, int lane, unsigned (&query)[F::KEY_STEPS][F::Rows::OPERAND],
                                              float (&factors)[2]) {

@@ -1,9 +1,9 @@
 // Merge and store the results of pieces. The teams (groups of warps) of a block merge their results first. The block
 // then stores the merged result, or merges it with the results of the other pieces of the work item.
 //
-// For a set of tokens a row has three results: the maximum of the scores (times log2(e)), the sum of exp(score -
-// maximum), and the values summed with these weights. To merge two such triples over different tokens, both are
-// rescaled to the larger maximum and added.
+// The result of a row over a set of tokens is a triple: the maximum of the scores (times log2(e)), the sum of the
+// weights exp(score - maximum), and the weighted sum of the values. To merge the triples over two sets of tokens, both
+// are rescaled to the larger maximum and added.
 #pragma once
 #include "common/mma.cuh"
 #include "common/numeric.cuh"
@@ -70,7 +70,8 @@ template <int TEAMS, int ROWS, int STRIDE_> struct TeamResults {
     }
 };
 
-// The slots of a row's partial results: the slot of the item's first piece, and the distance to the next piece's slot.
+// The slots (row indices) of a row's partial results. `first` is the slot for the item's first piece, and `step` is the
+// distance to the slot for the next piece.
 struct Slots {
     long long first, step;
 
@@ -102,8 +103,8 @@ __device__ __forceinline__ void store_result(const Params& p, const Segment& seg
     if (p.lse && dim == 0) p.lse[index] = log_sum(quad.maximum, quad.sum);
 }
 
-// Store four dimensions of a row's partial result. vLLM's workspace stores the attention over the tokens of the piece
-// alone, divided by the sum and multiplied by the value scale.
+// Store four dimensions of a row's partial result. In vLLM's workspace a partial result is the attention over the
+// tokens of the piece only: it is divided by the sum and multiplied by the value scale.
 template <typename T>
 __device__ __forceinline__ void store_partial(const Params& p, const Segment& segment, const Row& row, int r, int dim,
                                               Quad quad) {
@@ -120,7 +121,7 @@ __device__ __forceinline__ void store_partial(const Params& p, const Segment& se
     store_four(&static_cast<T*>(p.partial)[slot * p.head_dim + dim], quad.values);
 }
 
-// Load from L2: the L1 cache does not see the stores of other multiprocessors.
+// Load four dimensions of a partial result from L2, because L1 may not contain the stores of other multiprocessors.
 template <typename T> __device__ __forceinline__ float4 load_partial(const Params& p, long long at) {
     if (!p.vllm_workspace) return __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(p.partial) + at));
     if constexpr (sizeof(T) == 4) {
@@ -132,8 +133,8 @@ template <typename T> __device__ __forceinline__ float4 load_partial(const Param
     }
 }
 
-// Merge the partial results of all pieces of an item and store the results. The pieces are added in their order, so all
-// blocks would produce the same bits.
+// Merge the partial results of all pieces of an item and store the results. The pieces are added in a fixed order, so
+// the result does not depend on which block finishes last.
 template <int ROWS, typename T> __device__ void merge_pieces(const Params& p, const Segment& segment) {
     const int quads = p.head_dim / 4;
     for (int i = threadIdx.x; i < ROWS * quads; i += blockDim.x) {
@@ -160,7 +161,7 @@ template <int ROWS, typename T> __device__ void merge_pieces(const Params& p, co
     }
 }
 
-// Merge the teams' results of a piece's rows and store them, as results or as partial results.
+// Merge the teams' results for the rows of a piece, and store them as final or partial results.
 template <typename T, int TEAMS, int ROWS, int STRIDE>
 __device__ void store_piece(const Params& p, const Segment& segment, const TeamResults<TEAMS, ROWS, STRIDE>& found) {
     const int quads = p.head_dim / 4;
@@ -177,8 +178,8 @@ __device__ void store_piece(const Params& p, const Segment& segment, const TeamR
     }
 }
 
-// Count a finished piece of an item and return how many were finished before. One thread calls this after the block has
-// stored the piece and passed a barrier.
+// Count a finished piece of an item, and return the number of pieces of the item that finished earlier. One thread
+// calls this after the block has stored the piece and passed a barrier.
 __device__ __forceinline__ int arrive(const Params& p, const Segment& segment) {
     __threadfence();
     return atomicAdd(&p.arrived[(segment.seq * p.kv_heads + segment.kv_head) * p.row_blocks + segment.row_block], 1);

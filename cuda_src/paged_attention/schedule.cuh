@@ -1,7 +1,8 @@
 // Schedules decide which pieces a thread block processes and where it stores the results. A work item is (sequence, kv
-// head, block of rows), and a piece is a range of tokens of an item. Blocks take pieces from a queue (PieceQueue), or
-// each item has a cluster (ClusterItem) or a block (BlockItem), or the kernel decides from the lengths (ItemsOrQueue).
-// All schedules have the same methods. `pipeline` belongs to the calling thread's team.
+// head, block of rows), and a piece is a range of tokens of an item. With PieceQueue, blocks take pieces from a queue.
+// With ClusterItem each item is processed by one cluster, and with BlockItem by one block. ItemsOrQueue decides between
+// clusters and the queue from the lengths. All schedules have the same methods. `pipeline` belongs to the calling
+// thread's team.
 #pragma once
 #include "paged_attention/inbox.cuh"
 #include "paged_attention/pieces.cuh"
@@ -11,18 +12,19 @@
 
 constexpr int AHEAD = 3; // a block requests its next piece this many tiles before the end of its piece
 
-// With EITHER and clusters, each item has a cluster if no sequence exceeds the mean length by more than this many units
-// (of UNIT_TOKENS tokens) per warp of the cluster. When only these extra units are left, the other clusters are done,
-// so the full memory bandwidth is free for them. The extra units then take about as long as the requests and merges of
-// the queue would.
+// With EITHER and clusters, the kernel uses one cluster per item if no sequence exceeds the mean length by more than
+// this many units (of UNIT_TOKENS tokens) per warp of the cluster. Otherwise it uses the queue. The extra units run
+// when the other clusters are done, with the full memory bandwidth. They then take about as long as the requests and
+// merges of the queue would.
 constexpr int UNITS_ABOVE_MEAN = 2;
 
-// With EITHER and single blocks, no sequence is cut if the longest sequence exceeds an equal share of the units by at
-// most UNITS_ABOVE_SHARE units, or has at most UNITS_UNCUT units. On an H200 with a 16-bit cache, a block that runs
-// alone takes 0.7 us per unit, and the requests and merges of the queue take 10 us or more.
+// With EITHER and single blocks, the kernel uses one block per item, and not the queue, if the longest sequence has at
+// most UNITS_UNCUT units, or exceeds an equal share of the units by at most UNITS_ABOVE_SHARE units. On an H200 with a
+// 16-bit cache, a block that runs alone takes 0.7 us per unit, and the queue costs 10 us or more for its requests and
+// merges.
 constexpr int UNITS_ABOVE_SHARE = 12, UNITS_UNCUT = 32;
 
-// The state of a schedule in shared memory. In the queue, thread 0 broadcasts through it.
+// The state of a schedule in shared memory. PieceQueue uses it to broadcast values from thread 0 to the block.
 struct SharedState {
     int& next;         // queue: the block's next piece; -1: not known yet
     Segment& previous; // queue: the block's previous piece
@@ -31,18 +33,18 @@ struct SharedState {
 };
 
 // A queue of pieces. Blocks take piece indices from a counter in global memory until no pieces are left. Under load an
-// atomic on global memory takes microseconds, so a block issues it early and uses the result late. The block requests
-// its next piece AHEAD tiles before the end of the current piece. It starts to copy the tiles of the next piece before
-// it stores the results of the current piece. It finds out only at the end of the next piece whether the current piece
-// finished last in its item.
+// atomic on global memory takes microseconds, so a block issues the atomic long before it needs the result. The block
+// requests its next piece AHEAD tiles before the end of the current piece. It starts to copy the tiles of the next
+// piece before it stores the results of the current piece. Only at the end of the next piece does the block find out
+// whether the current piece was the last finished piece of its item.
 template <typename F> struct PieceQueue {
     SharedState state;
-    int place = -1; // thread 0: number of pieces of the item that finished before `previous`; -1: no partial result
+    int place = -1; // thread 0: pieces of the item that finished before `previous`; -1: no partial result
     Pieces pieces;
 
     __device__ __forceinline__ PieceQueue(const Params& p, const SharedState& state) : state(state), pieces(p) {}
 
-    // Find the block's first piece. Return whether there is one.
+    // Find the block's first piece. Return false if there is none.
     __device__ __forceinline__ bool first(const Params& p, Team<F>& team, Pipeline<F>& pipeline) {
         pieces.look();
         return first_of_all(p, team, pipeline);
@@ -70,8 +72,8 @@ template <typename F> struct PieceQueue {
     }
 
     // Find the piece that `draw` requested and start to copy its tiles. Return whether there is such a piece. The team
-    // must have read its last stage. Warps may be at different tiles, so no barrier is possible between thread 0, which
-    // publishes the index, and the warps, which poll it; both use atomics.
+    // must have read its last stage. Warps may be at different tiles, so a barrier is not possible here. Thread 0
+    // publishes the piece index with an atomic, and the warps poll it with atomics.
     __device__ __forceinline__ bool go_on(const Params& p, const Team<F>& team, int taken, Pipeline<F>& following) {
         if (threadIdx.x == 0) atomicExch(&state.next, p.shares + taken);
         int index;
@@ -82,8 +84,8 @@ template <typename F> struct PieceQueue {
         return more;
     }
 
-    // Find out whether the previous piece finished last in its item. The caller must pass a block barrier between
-    // `go_on` and this call.
+    // Find out whether the previous piece was the last finished piece of its item. The caller must pass a block barrier
+    // between `go_on` and this call.
     __device__ __forceinline__ void look_back() {
         if (threadIdx.x == 0) {
             state.next = -1;
@@ -102,7 +104,7 @@ template <typename F> struct PieceQueue {
         }
     }
 
-    // Merge the item of the block's last piece if that piece finished last.
+    // Merge the item of the block's last piece, if that piece was the last finished piece of the item.
     __device__ __forceinline__ void finish(const Params& p) {
         if (threadIdx.x == 0) {
             __threadfence();
@@ -113,8 +115,8 @@ template <typename F> struct PieceQueue {
     }
 };
 
-// One cluster of blocks per item, which is a single piece. There is no plan, no counter and no partial result in global
-// memory.
+// One cluster of blocks per item. The item is a single piece, so neither a plan nor a counter nor partial results in
+// global memory are needed.
 template <typename F> struct ClusterItem {
     const int item = blockIdx.x / F::CLUSTER;
     const unsigned inbox;
@@ -133,8 +135,8 @@ template <typename F> struct ClusterItem {
         segment.seq = item / (p.kv_heads * p.row_blocks);
     }
 
-    // Load the table entry of the team's tile number `lane`, assuming that the piece begins at token 0. Without a
-    // window every piece begins there, so the load need not wait for the length of the sequence.
+    // Load the table entry of the team's tile number `lane`, assuming that the piece begins at token 0. Every piece
+    // does without a window, so the load does not have to wait for the length of the sequence.
     __device__ __forceinline__ int first_entry(const Params& p, const Team<F>& team, Pipeline<F>& pipeline) const {
         locate(p, pipeline.segment);
         pipeline.table = p.tables + pipeline.segment.seq * p.table_row;
@@ -171,8 +173,8 @@ template <typename F> struct ClusterItem {
     static __device__ __forceinline__ void finish(const Params&) {}
 };
 
-// Each item has a cluster if no sequence is much longer than the mean. Otherwise blocks take pieces from the queue.
-// Every block reads all lengths and reaches the same decision.
+// One cluster per item if no sequence is much longer than the mean. Otherwise blocks take pieces from the queue. Every
+// block reads all lengths and makes the same decision.
 template <typename F> struct ItemsOrQueue {
     PieceQueue<F> queue;
     ClusterItem<F> cluster;
@@ -222,8 +224,8 @@ template <typename F> struct ItemsOrQueue {
 
 // One block per item. If the lengths are uneven, the items run in order of length, longest first. With EITHER, if a
 // sequence is too long for one block, the first p.shares blocks (those resident at once) take pieces from the queue
-// instead, and the other blocks exit. Every block reads all lengths and reaches the same decision. Without too long
-// sequences no queue is needed, because the GPU starts a new block faster than a block gets a piece from the queue.
+// instead, and the other blocks exit. Every block reads all lengths and makes the same decision. If no sequence is too
+// long, the queue is not used, because the GPU starts a new block faster than a block gets a piece from the queue.
 template <typename F> struct BlockItem {
     PieceQueue<F> queue;
     ClusterItem<F> block;

@@ -1,10 +1,10 @@
-// Softcap, slope and block-sparse pattern of a score.
+// Softcap, ALiBi slope and block-sparse pattern for a score.
 #pragma once
 #include "common/numeric.cuh"
 #include "paged_attention/pieces.cuh"
 
-// Return whether a head sees the block of vLLM's block-sparse pattern that contains `token`: one of the last
-// `sparse_local` blocks, or every `sparse_stride`-th block, shifted by head.
+// Return whether a head attends to `token` in vLLM's block-sparse pattern. A head attends to the last `sparse_local`
+// blocks of the pattern, and to every `sparse_stride`-th block, with an offset that depends on the head.
 __device__ __forceinline__ bool in_pattern(const Params& p, const Segment& segment, int head, int token) {
     const int block = token / p.sparse_size;
     const long long shift = p.sparse_head_step >= 0
@@ -13,7 +13,7 @@ __device__ __forceinline__ bool in_pattern(const Params& p, const Segment& segme
     return (block + shift + 1) % p.sparse_stride == 0 || block > (segment.length - 1) / p.sparse_size - p.sparse_local;
 }
 
-// Apply softcap and slope to a score. Score, slope and result include the factor log2(e).
+// Apply softcap and slope to a score. The score, the slope and the result include the factor log2(e).
 __device__ __forceinline__ float modify(const Params& p, float score, float slope, int distance) {
     if (p.softcap) {
         const float cap = p.softcap * LOG2_E;

@@ -1,19 +1,19 @@
-// The online softmax of a warp's rows. A lane has two rows, j = 0 and 1.
+// The online softmax of a warp's rows. A lane holds two rows, with the indices j = 0 and 1.
 #pragma once
 #include "common/mma.cuh"
 #include "common/warp.cuh"
 
 // A weight is exp2(score - base). The base of a row is raised to the row's maximum score only when the base is more
-// than FAR below the maximum. Weights are therefore at most 2^FAR and do not overflow, and most new maxima need no
-// correction of the accumulators. Lanes seldom exchange data: `maximum` covers only the lane's own tokens until a base
-// is raised, and `sum` covers only these tokens until `finish`.
+// than FAR below the maximum. Weights are therefore at most 2^FAR and do not overflow, and the accumulators are seldom
+// rescaled. Lanes seldom exchange data: `maximum` covers only the lane's own tokens until a base is raised, and `sum`
+// covers only these tokens until `finish`.
 template <typename Math, typename Rows, int FRAGMENTS> struct OnlineSoftmax {
     static constexpr float FAR = 8.f; // scores and FAR include the factor log2(e)
 
     float bases[2] = {-LARGEST_FLOAT, -LARGEST_FLOAT}; // the same in all lanes of a row
     float sum[2] = {0.f, 0.f}, maximum[2] = {-CUDART_INF_F, -CUDART_INF_F};
 
-    // Add the scores of N tiles. `weights` receives the operand of the product with the values. If a base is raised,
+    // Add the scores of N tiles. `weights` receives the weights as the MMA operand for the values. If a base is raised,
     // `out` is rescaled.
     template <int N>
     __device__ __forceinline__ void add(const float (&scores)[N][Rows::FRAGMENTS][4], float (&out)[FRAGMENTS][4],
@@ -47,7 +47,7 @@ template <typename Math, typename Rows, int FRAGMENTS> struct OnlineSoftmax {
     }
 
     // Raise the bases to the maxima and rescale the sums and `out`. A row with only -inf scores keeps its finite base,
-    // because -inf - -inf would be NaN.
+    // because subtracting -inf from -inf gives NaN.
     __device__ __forceinline__ void rescale(float (&out)[FRAGMENTS][4]) {
         float corrections[2];
 #pragma unroll

@@ -1,4 +1,4 @@
-// Teams of warps that share tiles, and a thread's place in its team.
+// Teams of warps that share tiles, and the position of a thread in its team.
 #pragma once
 #include "common/cluster.cuh"
 #include "common/mma.cuh"
@@ -25,7 +25,7 @@ template <typename F> struct Team {
         : head_dim(F::HEAD_DIM ? F::HEAD_DIM : p.head_dim), block_size(F::BLOCK_SIZE ? F::BLOCK_SIZE : p.block_size),
           chunks(head_dim / F::Tile::CHUNK) {}
 
-    // Process pieces alone, without the other blocks of the cluster.
+    // From now on, process pieces without the other blocks of the cluster.
     __device__ __forceinline__ void leave_cluster() { in_cluster = false, first_tile = index; }
 
     // Return the distance between consecutive tiles of the team.
@@ -44,28 +44,28 @@ template <typename F> struct Team {
             asm volatile("bar.sync %0, %1;" ::"r"(1 + index), "n"(LANES) : "memory");
     }
 
-    // Return the stage of the team's k-th tile of a piece: its keys, then its values.
+    // Return the address of the stage for the team's k-th tile. It holds the keys, then the values.
     __device__ __forceinline__ char* stage(int k) const {
         return shared + (k % F::STAGES * F::TEAMS + index) * 2 * F::Tile::BYTES;
     }
 
-    // Return the first token of the team's k-th tile of a piece.
+    // Return the first token of the team's k-th tile of `segment`.
     __device__ __forceinline__ int token(const Segment& segment, int k) const {
         return segment.begin + (first_tile + k * step()) * TILE;
     }
 
-    // Return the j-th of the two rows that the lane has scores of.
+    // Return the j-th of the two rows whose scores the lane holds.
     __device__ __forceinline__ Row row_of(const Params& p, const Segment& segment, int j) const {
         return Row(p, segment, segment.row_block * F::ROWS + member * F::Rows::ROWS + F::Rows::row(lane, j));
     }
 
-    // Return the j-th of the F::Rows::QUERY_ROWS rows that the lane has the query of.
+    // Return the j-th of the F::Rows::QUERY_ROWS rows whose query the lane holds.
     __device__ __forceinline__ Row query_row_of(const Params& p, const Segment& segment, int j) const {
         return Row(p, segment, segment.row_block * F::ROWS + member * F::Rows::ROWS + F::Rows::query_row(lane, j));
     }
 
-    // Clear the keys' dimensions from head_dim to F::DIMS in all stages. The copies do not write them, and their
-    // products must be 0.
+    // Set dimensions head_dim to F::DIMS - 1 of the keys to 0 in all stages. The copies do not write these dimensions,
+    // and they must not change the scores.
     __device__ __forceinline__ void clear_padding() const {
         if (F::HEAD_DIM != F::DIMS && chunks < F::Tile::CHUNKS)
             for (int i = lane_of_team; i < F::STAGES * (F::Tile::CHUNKS - chunks) * TILE; i += LANES) {
@@ -75,7 +75,7 @@ template <typename F> struct Team {
             }
     }
 
-    // Clear the values of a tile's tokens outside [low, length). Their slots may hold anything, and 0 times NaN is NaN.
+    // Set the values of a tile's tokens outside [low, length) to 0. Their slots may hold NaN, and 0 * NaN is NaN.
     __device__ __forceinline__ void clear_values(const Segment& segment, int token, char* stage) const {
         char* const values = stage + F::Tile::BYTES;
         for (int i = lane_of_team; i < TILE * F::DIMS; i += LANES) {

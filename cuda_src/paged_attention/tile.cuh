@@ -1,15 +1,15 @@
-// Tiles of 16 tokens in shared memory, by cache layout: where a tile's chunks lie, how they are copied, and how they
-// become fragments.
+// Tiles of 16 tokens in shared memory, by cache layout: the location of a tile's chunks, the copies, and the loads of
+// fragments.
 //
 // A chunk is 16 contiguous bytes of the cache. It belongs to one token (keys, and values of layout FLASH) or to one
 // dimension (values of layout VLLM). The 32 banks of shared memory hold 8 chunks side by side, so chunks whose indices
 // agree modulo 8 share banks. The eight chunks that ldmatrix loads together must be in different banks, and so must the
 // eight chunks that lanes copy together. The swizzles of `key_chunk` and `value_chunk` achieve both.
 //
-// ldmatrix gives a lane 32 bits. From a 16-bit cache these are two neighbouring numbers, which are one register of a
-// fragment. From an 8-bit cache these are four neighbouring numbers, which are converted to two registers. The fragment
-// columns of an 8-bit cache therefore stand for tokens or dimensions in another order, given by `token` and `dim`. Both
-// operands of an MMA use the same order.
+// ldmatrix gives a lane 32 bits. With a 16-bit cache these are two neighbouring elements, which are one register of a
+// fragment. With an 8-bit cache these are four neighbouring elements, which are converted to two registers. The
+// fragment columns of an 8-bit cache therefore stand for tokens or dimensions in another order, given by `token` and
+// `dim`. Both operands of an MMA use the same order.
 #pragma once
 #include "common/mma.cuh"
 #include "paged_attention/team.cuh"
@@ -20,8 +20,9 @@ template <typename CACHE, int DIMS> struct TileSizes {
     static constexpr int CHUNKS = DIMS / CHUNK;      // chunks per token
 };
 
-// Layout VLLM. Keys: chunk c of all 16 tokens, then chunk c + 1. Values: the chunks of one dimension (two of 8 tokens,
-// or one of 16 tokens), then the chunks of the next dimension.
+// Layout VLLM. The keys are stored chunk by chunk: chunk c of all 16 tokens comes before chunk c + 1 of all 16 tokens.
+// The values are stored dimension by dimension. A dimension has two chunks of 8 tokens (16 bits), or one chunk of 16
+// tokens (8 bits).
 template <typename CACHE, int DIMS> struct VllmTile : TileSizes<CACHE, DIMS> {
     using Sizes = TileSizes<CACHE, DIMS>;
     using Sizes::CHUNK, Sizes::CHUNKS, Sizes::FP8;
@@ -36,15 +37,15 @@ template <typename CACHE, int DIMS> struct VllmTile : TileSizes<CACHE, DIMS> {
     // Return the dimension in column `column` of fragment n of the output.
     static __device__ __forceinline__ int dim(int n, int column) { return n * 8 + column; }
 
-    // Return the index of a key chunk. With 8-bit keys ldmatrix loads tokens 0, 1, 4, 5, 8, 9, 12, 13 together;
-    // rotating tokens 8 ... 15 by two puts these eight chunks in different banks.
+    // Return the index of a key chunk. With 8-bit keys ldmatrix loads tokens 0, 1, 4, 5, 8, 9, 12, 13 together. Tokens
+    // 8 to 15 are rotated by two, which puts these eight chunks in different banks.
     static __device__ __forceinline__ int key_chunk(int chunk, int token) {
         return chunk * TILE + (FP8 ? (token & 8) | ((token + token / 8 * 2) & 7) : token);
     }
 
-    // Return the index of a value chunk, which has 8 tokens of a dimension in 16 bits, or 16 tokens in 8 bits. With
-    // 16-bit values ldmatrix loads every second chunk; swapping the two chunks of half of the dimensions puts the eight
-    // chunks that it loads together in different banks.
+    // Return the index of a value chunk. A chunk has 8 tokens of a dimension with a 16-bit cache, or 16 tokens with an
+    // 8-bit cache. With 16-bit values ldmatrix loads every second chunk. For half of the dimensions the two chunks are
+    // swapped, which puts the eight chunks that ldmatrix loads together in different banks.
     static __device__ __forceinline__ int value_chunk(int dim, int half) {
         return FP8 ? dim : dim * 2 + (half ^ (dim >> 2 & 1));
     }
@@ -54,8 +55,8 @@ template <typename CACHE, int DIMS> struct VllmTile : TileSizes<CACHE, DIMS> {
         return value_chunk(dim, token / CHUNK) * CHUNK + token % CHUNK;
     }
 
-    // Start to copy the team's k-th tile, which begins at token `token`, from cache block `id`. The lane-dependent
-    // offsets are added first, so that the loops add only offsets that are the same in all lanes.
+    // Start to copy the team's k-th tile, which begins at token `token`, from cache block `id`. The offsets that depend
+    // on the lane are added before the loops, so the loops add only offsets that are the same in all lanes.
     template <typename F>
     static __device__ __forceinline__ void start_copies(const Params& p, const Team<F>& team, long long id, int kv_head,
                                                         int token, int k) {
@@ -79,8 +80,8 @@ template <typename CACHE, int DIMS> struct VllmTile : TileSizes<CACHE, DIMS> {
             if (dim + i < team.head_dim) cp_async(value_to + i * HALVES * 16, values + i * team.block_size * ITEM);
     }
 
-    // Load the values of output fragments n and n + 1: two registers per fragment with 16 bits, one register of four
-    // values per fragment with 8 bits.
+    // Load the values for output fragments n and n + 1. A fragment takes two registers with a 16-bit cache, and one
+    // register of four values with an 8-bit cache.
     static __device__ __forceinline__ void load_values(unsigned (&to)[4], unsigned values_at, int n, int lane) {
         const int half = lane / 8 % 2;
         ldmatrix(to, values_at + value_chunk((n + lane / 16) * 8 + lane % 8, half) * 16);
@@ -92,14 +93,14 @@ template <typename CACHE, int DIMS> struct VllmTile : TileSizes<CACHE, DIMS> {
 };
 
 // Layout FLASH: one token after the other. If a token fills lines of 128 bytes, its chunks are permuted only within
-// these lines, because copies are much slower if a line's chunks go to different lines. Otherwise the distance between
-// tokens is an odd number of chunks. Both layouts put the same chunk of eight consecutive tokens in different banks.
-// The methods have the same meaning as in VllmTile.
+// these lines, because copies are much slower if the chunks of one line go to different lines. Otherwise the distance
+// between tokens is an odd number of chunks. In both cases, the chunks with the same index of eight consecutive tokens
+// are in different banks. The methods have the same meaning as in VllmTile.
 template <typename CACHE, int DIMS> struct FlashTile : TileSizes<CACHE, DIMS> {
     using Sizes = TileSizes<CACHE, DIMS>;
     using Sizes::CHUNK, Sizes::CHUNKS, Sizes::FP8;
     static constexpr bool LINES = CHUNKS % 8 == 0;
-    static constexpr int PITCH = LINES ? CHUNKS : CHUNKS | 1; // chunks from a token to the next
+    static constexpr int PITCH = LINES ? CHUNKS : CHUNKS | 1; // chunks from one token to the next
     static constexpr int BYTES = TILE * 16 * PITCH;           // of a tile's keys, and also of its values
 
     static __device__ __forceinline__ int token(int half, int column) { return half * 8 + column; }
@@ -146,7 +147,8 @@ template <typename CACHE, int DIMS> struct FlashTile : TileSizes<CACHE, DIMS> {
     }
 
     static __device__ __forceinline__ void load_values(unsigned (&to)[2], unsigned values_at, int n, int lane) {
-        // A register of `both` has two tokens of two dimensions. A register of `to` has four tokens of one dimension.
+        // A register of `both` holds two dimensions of two tokens. A register of `to` holds one dimension of four
+        // tokens.
         unsigned both[2];
         ldmatrix_trans(both, values_at + key_chunk(n / 2, lane % 16) * 16);
         to[0] = __byte_perm(both[0], both[1], 0x6420);

@@ -3,7 +3,7 @@
 #pragma once
 #include "common/quantize.cuh"
 
-// Numbers that share a scale.
+// Number of elements that share a scale.
 template <int FORMAT> constexpr int FP4_GROUP = FORMAT == MXFP4 ? 32 : 16;
 
 // Return the sign bits of 8 elements: the sign of element i is the high bit of nibble i. `word` holds the elements as
@@ -21,7 +21,7 @@ template <typename T> __device__ __forceinline__ unsigned signs(const unsigned* 
 }
 
 // Return the e2m1 codes of the 8 numbers `2 * half[i]`, one per nibble; half[i] must not be negative. Each number is
-// rounded to the nearest e2m1 number, ties to the even code. Numbers above 6 become 6, and NaN becomes 0.
+// rounded to the nearest e2m1 value, ties to the even code. Numbers above 6 become 6, and NaN becomes 0.
 //
 // The rounding needs no comparisons. The magnitudes 0, .5, 1, 1.5, 2, 3, 4 and 6 have the codes 0 to 7, so a code is
 // the number of steps from 0 to the magnitude. The step size is constant within three ranges: four steps from 0 to 2,
@@ -48,7 +48,7 @@ __device__ __forceinline__ unsigned to_e2m1(const float (&half)[8]) {
 // have at most 11 significant bits, so that float16 holds it exactly.
 __device__ __forceinline__ unsigned to_e2m1_in_pairs(const float (&half)[8]) {
     constexpr unsigned short ROUNDER = 0x6400; // 1024, whose unit in the last place is 1
-    // What the ROUNDERs in `first` and `second` below add to the two results of __byte_perm: LOW and HIGH. Both are
+    // The ROUNDERs in `first` and `second` below add LOW and HIGH to the two results of __byte_perm. LOW and HIGH are
     // subtracted at the end.
     constexpr unsigned BASE = ROUNDER * 0x10001u * 0x101u;
     constexpr unsigned LOW = (BASE & 0xffff) * 0x10001u, HIGH = (BASE >> 16) * 0x10001u;
@@ -67,7 +67,7 @@ __device__ __forceinline__ unsigned to_e2m1_in_pairs(const float (&half)[8]) {
 }
 
 // Return the scale of an MXFP4 group in E8M0, and set `half` to half of the scale's reciprocal. `largest` is max |x| of
-// the group, or NaN if a number is NaN.
+// the group, or NaN if an element is NaN.
 __device__ __forceinline__ unsigned mxfp4_scale(float largest, float& half) {
     const int exponent = max(int(__float_as_uint(largest) >> 23) - 2, 0);
     const bool number = exponent < 253;
@@ -78,7 +78,7 @@ __device__ __forceinline__ unsigned mxfp4_scale(float largest, float& half) {
 // Return the scale of an NVFP4 group as an e4m3 byte. Set `half` to half of global / scale, or to 0 if the scale is 0.
 // If is_usual is true and `largest` is in range, the two divisions are computed by multiplying with a reciprocal and
 // correcting the product by its remainder. This is faster than IEEE divisions and gives the same bits. `is_usual` says
-// that `global` is in the range where the remainders are exact and do not overflow.
+// whether `global` is in the range in which the remainders are exact and do not overflow.
 __device__ __forceinline__ unsigned nvfp4_scale(float largest, float global, bool is_usual, float& half) {
     constexpr float RECIPROCAL = 1.f / 6.f;
     constexpr unsigned SMALLEST = 37u << 23, RANGE = 217u << 23; // float bits of `largest`: from 2^-90, to 2^127

@@ -1,7 +1,7 @@
-// Distribute the rows to quantize over blocks and threads, and load the numbers of a thread.
+// Distribute the rows to quantize over blocks and threads, and load the elements of a thread.
 //
-// T: element type of x. EACH: numbers in a unit. This is 8, or 1 if sizes or addresses do not allow 8; quantize_fp4
-// also uses 16. ITEMS: number of columns per thread (see Tile). BYTES: width of a load.
+// T: element type of x. EACH: elements per unit; 8, or 1 if sizes or addresses do not allow 8 (quantize_fp4 also uses
+// 16). ITEMS: number of columns per thread (see Tile). BYTES: width of a load.
 #pragma once
 #include "common/activation.cuh"
 #include "common/quantize.cuh"
@@ -13,7 +13,8 @@ struct Rows {
     int rows;
     int max_tokens; // rows per expert
     Divisor by_max_tokens;
-    // Return whether a row holds a token: rows of an expert from its count on are neither read nor written.
+    // Return whether a row holds a token. Only the first counts[e] rows of expert e hold tokens; the other rows are
+    // neither read nor written.
     __device__ __forceinline__ bool is_counted(int row) const {
         if (!counts) return true;
         const int expert = by_max_tokens.quotient(row);
@@ -24,7 +25,7 @@ struct Rows {
 // A block handles a tile: several whole rows, or a part of a long row. In the grid, x is the index of the tile of rows
 // and y is the part of the row. `threads` neighbouring threads share a row. Thread t handles ITEMS columns: t, t +
 // threads, t + 2 * threads and so on. A thread issues all its loads before it uses the first value. A column is one
-// unit; in quantize_groups it is the UNITS units that one lane has of a group.
+// unit; in quantize_groups a column is the UNITS units of a group that one lane handles.
 struct Tile {
     int columns;      // columns in a row
     int tile_rows;    // tile_rows * threads <= blockDim.x
@@ -41,8 +42,8 @@ struct Tile {
     }
 };
 
-// EACH neighbouring numbers of a row, as loaded from memory. With an activation, EACH numbers of each half of the row:
-// gate and up.
+// EACH neighbouring elements of a row, as loaded from memory. With an activation, EACH elements of each half of the row
+// (the gate half and the up half).
 template <typename T, int ACTIVATION, int EACH, int BYTES> struct Loaded {
     static constexpr int HALVES = ACTIVATION ? 2 : 1, LOADS = EACH * int(sizeof(T)) / BYTES;
     alignas(BYTES < 4 ? 4 : BYTES) Unit<BYTES> unit[HALVES][LOADS];
@@ -55,7 +56,7 @@ template <typename T, int ACTIVATION, int EACH, int BYTES> struct Loaded {
             for (int i = 0; i < LOADS; ++i)
                 unit[half][i] = __ldg(reinterpret_cast<const Unit<BYTES>*>(from + half * up) + i);
     }
-    // Return the numbers to quantize: the loaded numbers or their activation.
+    // Return the values to quantize: the loaded elements or their activation.
     __device__ __forceinline__ void values(float (&value)[EACH]) const {
         floats(value, 0);
         if constexpr (ACTIVATION) {

@@ -1,4 +1,4 @@
-// Find the largest magnitude among the numbers that a thread has loaded, and the maximum over a block.
+// Find the largest magnitude among the elements that a thread has loaded, and the maximum over a block.
 #pragma once
 #include "common/warp.cuh"
 #include "quantization/load.cuh"
@@ -18,7 +18,8 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
     return y;
 }
 
-// Whether numbers are reduced in pairs: an instruction for two 16-bit numbers computes two magnitudes or two maxima.
+// Whether elements are reduced in pairs: one instruction computes two magnitudes or two maxima of packed 16-bit
+// elements.
 template <typename T, int EACH> constexpr bool IN_PAIRS = sizeof(T) == 2 && EACH % 2 == 0;
 
 // Reduce the loaded pairs: apply `map` to each pair, and fold the results from left to right with `combine`.
@@ -33,7 +34,7 @@ __device__ __forceinline__ auto reduce_pairs(const Loaded<T, NO_ACTIVATION, EACH
     return best;
 }
 
-// Return the larger of `largest` and the magnitudes of the loaded numbers. NaN is ignored; if NANS, a NaN makes the
+// Return the maximum of `largest` and the magnitudes of the loaded elements. NaN is ignored; if NANS, a NaN makes the
 // result NaN.
 template <bool NANS, typename T, int EACH, int BYTES>
 __device__ __forceinline__ float magnitude(const Loaded<T, NO_ACTIVATION, EACH, BYTES>& loaded, float largest) {

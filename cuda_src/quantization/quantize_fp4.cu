@@ -1,4 +1,4 @@
-// Quantize rows to 4 bits (e2m1). Each group of 32 (MXFP4) or 16 (NVFP4) neighbouring numbers has one scale.
+// Quantize rows to 4 bits (e2m1). Each group of 32 (MXFP4) or 16 (NVFP4) neighbouring elements has one scale.
 //
 //   MXFP4   scale = 2^(floor(log2(max |x|)) - 2), so the largest quotient is in [4, 8); NaN (255) if a number is not
 //           finite. q = e2m1(x / scale)
@@ -6,16 +6,17 @@
 //
 // Grid: tiles of rows (quantization/load.cuh). LANES neighbouring threads share a group; a column is a unit.
 //
-// Speed of light: memory bandwidth; a conversion from bfloat16 moves 2.5 bytes per number and 1 byte per group. An H200
-// reaches 94% of a copy's bandwidth at 8192 x 7168 in both formats. The instruction rate is nearly as tight a limit,
-// because GPUs before Blackwell have no instruction that converts to e2m1; to_e2m1 replaces it.
+// Speed of light: memory bandwidth. A conversion from bfloat16 moves 2.5 bytes per element and 1 byte per group. On an
+// H200 the kernel reaches 94% of the bandwidth of a copy for 8192 x 7168 elements in both formats. The instruction rate
+// is nearly as tight a limit, because GPUs before Blackwell have no instruction that converts to e2m1; to_e2m1 replaces
+// it.
 #include "common/overlap.cuh"
 #include "quantization/e2m1.cuh"
 #include "quantization/magnitude.cuh"
 
 struct QuantizeFp4Params {
     Rows in;
-    char* packed;          // [rows, k / 2]; the first of two numbers is in the low nibble
+    char* packed;          // [rows, k / 2]; elements with an even index in the low nibbles
     unsigned char* scales; // [rows, k / GROUP]
     Scale global;          // NVFP4 only
     Tile tile;
@@ -41,7 +42,7 @@ __global__ void __launch_bounds__(256) quantize_fp4(const __grid_constant__ Quan
     for (int i = 0; i < ITEMS; ++i) {
         float largest = magnitude<FORMAT == MXFP4>(loaded[i], 0.f);
         unsigned scale;
-        float half; // half of the factor applied to each number
+        float half; // half of the factor that multiplies each element
         if constexpr (FORMAT == MXFP4) {
 #pragma unroll
             for (int step = LANES / 2; step > 0; step /= 2)

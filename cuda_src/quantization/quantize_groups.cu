@@ -1,4 +1,4 @@
-// Quantize rows to 8 bits with one scale per GROUP neighbouring numbers.
+// Quantize rows to 8 bits with one scale per GROUP neighbouring elements.
 //
 //   scale = max(max |v|, smallest) / LARGEST, over a group; NaN is ignored
 //   q     = v / scale, rounded to nearest, ties to even, and saturated
@@ -8,13 +8,13 @@
 // result, except for rounding errors of the activation.
 //
 // Grid: tiles of rows (quantization/load.cuh). LANES neighbouring threads share a group: lane l handles UNITS units of
-// the group, l, l + LANES and so on. These UNITS units are one column of the tile. A row of a tile consists of whole
-// groups.
+// the group (`l`, `l + LANES`, and so on). These UNITS units are one column of the tile. A row of a tile consists of
+// whole groups.
 //
-// Speed of light: memory bandwidth; a conversion from bfloat16 moves 3 bytes per number and 4 bytes per group. An H200
-// reaches 96% of a copy's bandwidth at 8192 x 7168 in groups of 128, and 90% at 8192 x 2048 with silu. The instruction
-// rate is nearly as tight a limit. Therefore a thread locates its row only once, and computes a scale only once for all
-// UNITS units that it has of a group.
+// Speed of light: memory bandwidth. A conversion from bfloat16 moves 3 bytes per element and 4 bytes per group. On an
+// H200 the kernel reaches 96% of the bandwidth of a copy for 8192 x 7168 elements in groups of 128, and 90% for 8192 x
+// 2048 with silu. The instruction rate is nearly as tight a limit. Therefore a thread locates its row only once, and
+// computes the scale of a group only once for its UNITS units.
 #include "common/overlap.cuh"
 #include "quantization/magnitude.cuh"
 #include "quantization/scales.cuh"

@@ -1,4 +1,4 @@
-// Shared by the rotary embedding kernels: loads and stores of elements, and the positions of the two numbers of each
+// Shared by the rotary embedding kernels: loads and stores of elements, and the positions of the two elements of each
 // rotated pair.
 #pragma once
 #include "common/numeric.cuh"
@@ -6,8 +6,8 @@
 
 enum { HALVES, PAIRS };
 
-// COUNT consecutive elements. They are loaded and stored in units of 16 bytes if they fill whole units, else one by
-// one.
+// COUNT consecutive elements. They are loaded and stored in accesses of 16 bytes if their size is a multiple of 16
+// bytes, else one by one.
 template <typename T, int COUNT> struct Some {
     static constexpr int BYTES = COUNT * int(sizeof(T)) % 16 == 0 ? 16 : int(sizeof(T));
     static constexpr int LOADS = COUNT * int(sizeof(T)) / BYTES;
@@ -29,17 +29,17 @@ template <typename T, int COUNT> struct Some {
     __device__ __forceinline__ void set(int i, float value) { reinterpret_cast<T*>(unit)[i] = from_float<T>(value); }
 };
 
-// Return the byte offset in the head of a thread's first (side 0) or second (side 1) unit. With HALVES, one unit is in
-// the first half of the rotated numbers and the other in the second half. With PAIRS, the second unit follows the
-// first.
+// Return the byte offset in the head of a thread's first (side 0) or second (side 1) unit. A unit is UNIT consecutive
+// elements. With HALVES, one unit is in the first half of the rotated elements and the other in the second half. With
+// PAIRS, the second unit follows the first.
 template <typename T, int UNIT, int LAYOUT> __device__ __forceinline__ int offset_of(int unit, int side, int half) {
     const int element = LAYOUT == PAIRS ? (2 * unit + side) * UNIT : unit * UNIT + side * half;
     return element * int(sizeof(T));
 }
 
-// Return where the first (side 0) or second (side 1) number of rotated pair i lies within a thread's two units. With
-// HALVES, the first numbers fill the first unit and the second numbers the second unit. With PAIRS, first and second
-// numbers alternate.
+// Return the index, within a thread's two units, of the first (side 0) or second (side 1) element of rotated pair i.
+// With HALVES, the first elements fill the first unit, and the second elements the second unit. With PAIRS, first and
+// second elements alternate.
 template <int UNIT, int LAYOUT> __device__ __forceinline__ constexpr int place_of(int i, int side) {
     return LAYOUT == PAIRS ? 2 * i + side : side * UNIT + i;
 }

@@ -6,19 +6,19 @@
 //   value_cache[slot_mapping[t]] = value[t]
 //
 // Each product and each sum is rounded to float32 (no fused multiply-add), and squares are summed in the same order as
-// in norm/rms_norm.cu. The results therefore have the same bits as a call of rms_norm, rotary_embedding and
-// reshape_and_cache_flash one after the other. A token whose slot is outside of the cache, such as -1, is not stored.
+// in norm/rms_norm.cu. The results therefore have the same bits as three separate calls of rms_norm, rotary_embedding
+// and reshape_and_cache_flash. A token whose slot is outside of the cache, such as -1, is not stored.
 //
-// Grid: LANES neighbouring threads of a warp process one head of `query`, `key` or `value`; of these, threads from
-// `head_dim / 16` on are idle. A thread has two units of 8 numbers. With HALVES, these are two units that are rotated
-// with each other; else they are neighbouring units. A block processes THREADS / LANES heads.
+// Grid: LANES neighbouring threads of a warp process one head of `query`, `key` or `value`. Only the first `head_dim /
+// 16` of them have work. A thread has two units of 8 elements. With HALVES, the two units of a thread that rotates are
+// rotated with each other; otherwise the two units are neighbours. A block processes THREADS / LANES heads.
 //
 // W: type of the weights, T or float. C: type of cos and sin. LOADED, STORED: layout of the input and of the output,
 // HALVES or PAIRS. NORM: apply RMS norm to query and key.
 //
-// Speed of light: for many tokens, memory bandwidth; each number is read once and written once. The kernel is meant for
-// one token, where it replaces four launches by one. The limit is then the latency of a launch, two dependent loads, a
-// sum over a head and a store.
+// Speed of light: for many tokens, memory bandwidth; each element is read once and written once. The kernel is meant
+// for decoding with one token, where one launch replaces four. The limit is then the latency of a launch, two dependent
+// loads, a sum over a head and a store.
 #include "common/overlap.cuh"
 #include "common/warp.cuh"
 #include "rotary_embedding/layout.cuh"
@@ -58,23 +58,23 @@ struct Params {
     int kv_heads;
     int slots; // slots in the cache
     int block_size;
-    int units;       // units of 8 numbers per head
+    int units;       // units of 8 elements per head
     int pairs;       // pairs of rotated units: rotary_dim / 16
-    int second_half; // column of cos and sin for the second number of a pair; 0: the same as for the first
+    int second_half; // column of cos and sin for a pair's second element; 0: same as for the first
     float per_width; // 1 / head_dim
     float epsilon;
     float offset;
 };
 
 // Return the index in the head of a thread's first (side 0) or second (side 1) unit. With HALVES, a thread that rotates
-// has one unit in each half of the rotated numbers.
+// has one unit in each half of the rotated elements.
 template <int LAYOUT> __device__ __forceinline__ int unit_of(int lane, int side, int pairs) {
     return LAYOUT == HALVES && lane < pairs ? lane + side * pairs : 2 * lane + side;
 }
 
-// Add the sums of all units of a head in the order of norm/row.cuh. The number of units is rounded up to a power of
-// two; then the second half of the sums is added to the first half, until one sum is left. All threads of the warp must
-// call it.
+// Add the sums of all units of a head in the order of norm/row.cuh: the number of units is rounded up to a power of
+// two, and the second half of the sums is added to the first half until one sum is left. All threads of the warp must
+// call this function.
 template <int LANES, int LAYOUT>
 __device__ __forceinline__ float folded_over_head(const float (&sums)[2], int lane, const Params& p) {
     float both[2];
@@ -118,7 +118,7 @@ __device__ __forceinline__ void normalize(Some<T, EACH> (&x)[2], const char* wei
     }
 }
 
-// Rotate a thread's two units, which are in the layout LOADED, and leave the result in the layout STORED.
+// Rotate a thread's two units in place. The input has the layout LOADED, and the result the layout STORED.
 template <typename T, typename C, int LOADED, int STORED>
 __device__ __forceinline__ void rotate(Some<T, EACH> (&x)[2], int token, int lane, const Params& p) {
     const int first = lane * EACH * int(sizeof(C)), second = first + p.second_half * int(sizeof(C));
@@ -174,8 +174,8 @@ __global__ void __launch_bounds__(THREADS) norm_rotate_store(const __grid_consta
     }
     const bool rotated = active && kind < 2 && lane < p.pairs;
     if (rotated) rotate<T, C, LOADED, STORED>(x, token, lane, p);
-    // If the layouts differ, a thread writes to addresses that other threads read. All must have read before any
-    // writes.
+    // If the layouts differ, a thread writes to addresses that other threads read. All threads must have loaded their
+    // elements before any thread writes.
     if constexpr (LOADED != STORED) __syncwarp();
     if (!active || to == nullptr) return;
 #pragma unroll

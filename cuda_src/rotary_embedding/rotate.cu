@@ -7,17 +7,17 @@
 //
 // This applies to each head x of token t and each j < rotary_dim / 2. Products and sums are in float32, and each result
 // is rounded once to T. The input has the layout LOADED and the output the layout STORED; the two may differ. The
-// numbers of a head from rotary_dim on do not change.
+// elements of a head from rotary_dim on do not change.
 //
 // Grid: a thread handles UNIT consecutive values of j in one head of `query` or `key`. `row_threads` threads share a
 // head, and a block has as many whole heads as fit. If the two layouts differ, a thread writes to addresses that other
-// threads read. Therefore all threads of a block load their numbers before any thread writes.
+// threads read. Therefore all threads of a block load their elements before any thread writes.
 //
-// C: type of cos and sin. UNIT: values of j per thread, either 16 bytes of T or one number.
+// C: type of cos and sin. UNIT: values of j per thread, either as many as 16 bytes of T hold, or one.
 //
-// Speed of light: memory bandwidth. Each rotated number is read once and written once. Only the first head of a token
-// reads cos and sin from memory; the other heads find them in L1 or L2. A decoding step has few tokens and is bound by
-// the latency of a launch and a load.
+// Speed of light: memory bandwidth. Each rotated element is read once and written once. Only the first head of a token
+// reads cos and sin from memory; for the other heads they are in L1 or L2. A decoding step has few tokens, so its limit
+// is the latency of a launch and a load.
 #include "common/overlap.cuh"
 #include "rotary_embedding/layout.cuh"
 
@@ -49,8 +49,7 @@ struct Params {
     int second_half; // column of cos and sin for second(0); 0: second(j) uses the columns of first(j)
 };
 
-// __launch_bounds__ asks for at least four resident blocks per multiprocessor: without this the compiler spills 8 bytes
-// on sm_120a.
+// The 4 asks for at least four resident blocks per multiprocessor. Without it the compiler spills 8 bytes on sm_120a.
 template <typename T, typename C, int UNIT, int LOADED, int STORED>
 __global__ void __launch_bounds__(THREADS, 4) rotary_embedding(const __grid_constant__ Params p) {
     begin_behind_earlier_kernels();
@@ -78,8 +77,8 @@ __global__ void __launch_bounds__(THREADS, 4) rotary_embedding(const __grid_cons
         for (int i = 0; i < UNIT; ++i) {
             const int a = place_of<UNIT, LOADED>(i, 0), b = place_of<UNIT, LOADED>(i, 1);
             const float one = x[a / UNIT].get(a % UNIT), two = x[b / UNIT].get(b % UNIT);
-            // No fused multiply-add: both products are rounded, as in the NumPy reference, so that every machine gives
-            // the same bits.
+            // Do not use a fused multiply-add: both products are rounded, as in the NumPy reference, so that every
+            // machine gives the same bits.
             const float left = __fsub_rn(__fmul_rn(one, cos_of[0].get(i)), __fmul_rn(two, sin_of[0].get(i)));
             const float right = __fadd_rn(__fmul_rn(two, cos_of[1].get(i)), __fmul_rn(one, sin_of[1].get(i)));
             const int c = place_of<UNIT, STORED>(i, 0), d = place_of<UNIT, STORED>(i, 1);

@@ -4,11 +4,11 @@
 //   token = the smallest i with x[i] = max x         0 if a value is NaN or all values are -inf
 //
 // Grid: CLUSTER blocks per row. Neighbouring threads read neighbouring units of 16 bytes. Each thread packs its best
-// value and id into one 64-bit integer that orders like the tokens (`candidate`). A maximum over the warp, then the
-// block, then the cluster gives the token.
+// value and id into one 64-bit integer that has the same order as the tokens (`candidate`). The maximum of these
+// integers over the warp, then the block, then the cluster gives the token.
 //
-// Speed of light: memory bandwidth; each value is read once. A single row is latency-bound: one round of loads, all in
-// flight together, and two cluster barriers.
+// Speed of light: memory bandwidth; each value is read once. A single row is latency-bound: the time is the latency of
+// one batch of loads, which are all in flight together, and of two cluster barriers.
 #include "common/cluster.cuh"
 #include "common/overlap.cuh"
 #include "common/warp.cuh"
@@ -20,7 +20,7 @@ constexpr int UNDER_WAY = 4; // units that a thread loads at once
 
 struct ArgmaxParams {
     const void* values;      // [rows, vocab] T
-    void* ids;               // [batch] int, or long long if the indices are
+    void* ids;               // [batch] int; long long if the indices are long long
     const void* indices;     // [batch]: the row of each sequence, or null
     unsigned char* finished; // [batch] bool, or null
     int* sequence_length;    // [batch], or null
@@ -35,7 +35,7 @@ __device__ __forceinline__ unsigned long long best_of_lanes(unsigned long long m
     return (unsigned long long)high << 32 | low;
 }
 
-// A thread's best token. As in all samplers, +inf is replaced by the largest float.
+// A thread's best token so far. As in all samplers, +inf is replaced by the largest float.
 struct Best {
     float value = -CUDART_INF_F;
     float top = -CUDART_INF_F; // equal to `value`, or NaN if a value was NaN
@@ -48,8 +48,9 @@ struct Best {
     }
 };
 
-// Return the best token of this thread's units, packed by `candidate`. The loop reads ids in ascending order, so of
-// equal values it keeps the lower id. A unit that crosses an end of the row is read value by value.
+// Return the best token of this thread's units, packed by `candidate`. A unit is 16 aligned bytes. The loop reads ids
+// in ascending order, so of equal values it keeps the lower id. A unit that crosses an end of the row is read value by
+// value.
 template <typename T>
 __device__ __forceinline__ unsigned long long best_of_units(const T* row, int vocab, int thread, int threads) {
     constexpr int N = 16 / sizeof(T);

@@ -3,9 +3,9 @@
 #pragma once
 #include "sampling/shared.cuh"
 
-// Append the tokens whose value x satisfies low <= x < high to the lists of the first `blocks` blocks, which get the
-// same content, in arbitrary order. Return the number of these tokens; tokens beyond CAPACITY are counted but not
-// stored. `passes` is the number of passes already made.
+// Append the tokens whose value x satisfies `low <= x < high` to the candidate lists of the first `blocks` blocks. All
+// of these blocks get the same list, in arbitrary order. Return the number of these tokens; tokens beyond CAPACITY are
+// counted but not stored. `passes` is the number of passes already made.
 template <typename Row> __device__ __forceinline__ int gather(int passes, int blocks, float low, float high) {
     Row x = recall<Row>(passes);
     for (int local = x.warp; local < x.local_tiles; local += x.warps) {
@@ -47,8 +47,8 @@ template <typename Row> __device__ __forceinline__ void sort_list(const Row& x, 
     __syncthreads();
 }
 
-// Return a value that at least k tokens of the row reach, but not many more: a value at or just below the k-th largest
-// entry of `tops`. Run by one warp.
+// Return a threshold such that at least k tokens of the row, but not many more, have a value of at least the threshold.
+// It is at or just below the k-th largest entry of `tops`. One warp calls this.
 template <typename Row> __device__ __forceinline__ float reached_by(const Row& x, int k) {
     constexpr int MINE = MAX_TOPS / 32, SPARE = 16;
     // Tokens of weight 0 are never drawn, so they need not be candidates. If fewer than k entries have a weight above

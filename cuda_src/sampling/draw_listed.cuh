@@ -1,6 +1,6 @@
 // Draw from a list of candidates with one block. The draw uses the same random numbers as a draw over the whole row, so
-// it draws the same token, except for the rounding of sums. Thread i holds the i-th best token. Only the ids of a group
-// that are in the list count for the group.
+// it draws the same token, except for the rounding of sums. Thread i holds the i-th best token. The race of the groups
+// ignores ids that are not in the list.
 #pragma once
 #include "sampling/candidates.cuh"
 #include "sampling/random.cuh"
@@ -27,7 +27,7 @@ __device__ __forceinline__ bool reaches_share(const Row& x, const Listed& listed
 // --- the two votes of a round: one for a group, one for an id. Each warp stores its vote, and after a barrier all
 // threads read the votes ---
 
-// Store the warp's vote for a group: the largest key, and of equal keys the lowest group.
+// Store the warp's vote for a group: the group with the largest key, and the lowest group if keys are equal.
 template <typename Row>
 __device__ __forceinline__ void leave_group(const Row& x, Listed& listed, const unsigned& key, const int& group) {
     const int i = threadIdx.x;
@@ -94,15 +94,15 @@ __device__ __forceinline__ Bound draw_listed(int size, int k, float min_p_value,
                 if (other < i) before += weight;
                 if (other < kept && listed.group[other] == group) group_sum += weight;
             }
-            // `before` is the same in every round. It is written only in the first round, because later a slow thread
-            // may still be reading it.
+            // `before` does not change between rounds. It is written only in the first round, because in later rounds a
+            // slow thread may still be reading it.
             if (round == 0) listed.before[i] = before;
             if (i < kept && group_sum > 0) key = sortable(x.log2_of(group_sum) + earliness(bits.x));
         }
         leave_group(x, listed, key, group);
         __syncthreads();
         const float of_sum = all_sum > 0 ? all_sum : listed.before[best - 1] + listed.weight[best - 1];
-        // If the best token alone reaches top_p, take it.
+        // If the best token alone reaches top_p, return it.
         if (top_p < 1 && top_p * of_sum <= listed.weight[0]) break;
         const int winner = winning_group(listed);
         // `found` holds an id that may be the drawn id, with its rank in the low 7 bits.

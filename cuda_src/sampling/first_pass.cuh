@@ -1,5 +1,5 @@
 // Make the first pass over a row: load it, and find its largest value, the sum of its weights and the group that wins
-// the race.
+// the race (the random choice of a group of 32 ids, see sample.cu).
 //
 // Weights are relative to the largest value of the row, which this pass does not know yet. Therefore a group's sum is
 // relative to the largest value of the group, and the sum in a tile's slot is relative to the largest value of the
@@ -64,9 +64,9 @@ __device__ __forceinline__ void read_values(const Row& x, int local, bool cached
 }
 
 // Store the results of a tile. Its slot gets the key of the tile's fastest group in the race, that group's index, the
-// largest value and the sum of the weights. `tops` gets the largest value of each part of the tile. If `started` is
-// false, first wait until all blocks of the cluster have started, because only then may this block write to their
-// shared memory.
+// largest value and the sum of the weights. `tops` gets the largest value of each of the `tops_per_tile` parts of the
+// tile. If `started` is false, first wait until all blocks of the cluster have started, because only then may this
+// block write to their shared memory.
 template <typename T, bool PROBS, int CLUSTER>
 __device__ __forceinline__ void leave_tile(Row<T, PROBS, CLUSTER>& x, int tile, const Group& group, bool& started) {
     const int parts = x.layout.tops_per_tile, part_lanes = 32 / parts;
@@ -95,8 +95,8 @@ __device__ __forceinline__ void leave_tile(Row<T, PROBS, CLUSTER>& x, int tile, 
     }
 }
 
-// Load the row, and store the results of its tiles in all blocks of the cluster. RACE: compute the race of the groups
-// too.
+// Load the row, and store the results of its tiles in all blocks of the cluster. RACE: also compute the race of the
+// groups.
 template <bool RACE, typename T, bool PROBS, int CLUSTER>
 __device__ __forceinline__ void load(Row<T, PROBS, CLUSTER>& x, Stream stream) {
     x.clear_list();

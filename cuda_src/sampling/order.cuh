@@ -4,8 +4,8 @@
 
 constexpr int NO_ID = 0x7fffffff;
 
-// A prefix of the tokens in this order, given by its last token. A bound keeps the tokens with x > value, and the
-// tokens with x == value whose id is at most `id`.
+// A Bound selects a prefix of the tokens in this order, and stores the last token of the prefix. It keeps the tokens
+// with `x > value`, and the tokens with `x == value` whose id is at most `id`.
 struct Bound {
     float value;
     int id;
@@ -27,8 +27,8 @@ __device__ __forceinline__ float threshold(Bound bound, int last_id) {
     return bound.value == 0 ? -1e-45f : bound.value == -CUDART_INF_F ? -CUDART_INF_F : below;
 }
 
-// Return a 64-bit integer that orders like the tokens: a token that comes first has a larger integer. 0 is below all
-// tokens.
+// Return a 64-bit integer that has the same order as the tokens: a token that comes earlier has a larger integer. 0 is
+// smaller than the integer of any token.
 __device__ __forceinline__ unsigned long long candidate(float x, int id) {
     return (unsigned long long)sortable(x == 0 ? 0.f : x) << 32 | ~unsigned(id);
 }

@@ -23,8 +23,8 @@ template <typename Row> __device__ __noinline__ int best(int passes) {
     return __reduce_min_sync(FULL_WARP, id);
 }
 
-// Return the group that wins the race of a round, if only the tokens that the bound keeps take part. The result is
-// valid in warp 0 only.
+// Return the group that wins the race of a round. Only the tokens that the bound keeps take part in the race. The
+// result is valid in warp 0 only.
 template <typename Row> __device__ __forceinline__ int race(Row& x, Bound bound, unsigned round, Stream stream) {
     for (int local = x.warp; local < x.local_tiles; local += x.warps) {
         const int tile = x.first_tile + local;
@@ -67,8 +67,8 @@ __device__ __forceinline__ int draw(const Row& x, int group, Bound bound, unsign
     }
     const float up_to = lanes_inclusive_sum<32>(share);
     const float target = uniform(stream.at(group, round).y) * __shfl_sync(FULL_WARP, up_to, 31);
-    // The prefix sums of different lanes are rounded differently. So a lane whose token has weight 0 can be the first
-    // to exceed the target, but it must not be chosen.
+    // The prefix sums of different lanes are rounded differently. Therefore a lane whose token has weight 0 may be the
+    // first lane that exceeds the target. Such a lane must not be chosen.
     const unsigned reached = __ballot_sync(FULL_WARP, up_to > target && share > 0);
     const unsigned any = __ballot_sync(FULL_WARP, share > 0);
     const int chosen = reached ? __ffs(reached) - 1 : 31 - __clz(any);

@@ -18,7 +18,7 @@ struct Stream {
 };
 
 // Turn random bits into a number v, uniform in (0, 1), and return -log2(t). Here t = -log2(1 - v) is an exponentially
-// distributed arrival time. For small v a series computes t, because 1 - v would round away the low digits of v.
+// distributed arrival time. For small v, t is computed as a series, because `1 - v` would lose the low bits of v.
 __device__ __forceinline__ float earliness(unsigned bits) {
     const float v = fmaf(float(bits), 0x1p-32f, 0x1p-33f);
     const float series = v * fmaf(v, fmaf(v, fmaf(v, 0.25f, 1.f / 3), 0.5f), 1.f) * LOG2_E;

@@ -6,16 +6,16 @@
 //   TOP_P_RENORM  the same; the fewest largest probabilities that sum to at least top_p * (sum of the row) are kept
 //   TOP_K_MASK    the k largest logits, -inf elsewhere
 //
-// Ties go to the lower id. A row whose weights are all 0 becomes 0, and a row with a NaN becomes NaN; TOP_K_MASK leaves
-// both unchanged.
+// Of equal values, the lower id is kept first. If all weights of a row are 0, the result is 0, and if a row has a NaN,
+// the result is NaN; TOP_K_MASK copies both kinds of rows unchanged.
 //
 // Grid: CLUSTER blocks per row; row.cuh describes how they share the row.
 //
 // Speed of light: memory bandwidth; each value is read once and written once. Values that do not fit in shared memory
-// are read again from L2. On an H200 the softmax of 256 rows of 128256 float32 takes 90 us, which is 68% of a copy's
-// bandwidth, and top-k takes 125 us. The softmax of a single row is latency-bound and takes 7 us. Top-p is
-// latency-bound too, because its search is a chain of passes with a cluster barrier each: 51 us for 1 row and 525 us
-// for 256 rows.
+// are read again from L2. On an H200 the softmax of 256 rows of 128256 float32 takes 90 us, which is 68% of the
+// bandwidth of a copy. Top-k of the same rows takes 125 us. The softmax of a single row is latency-bound and takes 7
+// us. Top-p is latency-bound too, because its search is a chain of passes with a cluster barrier each: 51 us for 1 row
+// and 525 us for 256 rows.
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "sampling/first_pass.cuh"
@@ -46,7 +46,7 @@ template <typename T> struct OutOf<T, SOFTMAX> {
 struct RenormalizeParams {
     const void* values;      // [rows, vocab] T
     void* out;               // [rows, vocab] T; float32 for SOFTMAX
-    const void* temperature; // [rows], or null for the scalar; top_p and top_k likewise
+    const void* temperature; // [rows]; null: scalar_temperature; top_p and top_k likewise
     const void* top_p;
     const void* top_k;
     long long row_stride;
@@ -54,12 +54,12 @@ struct RenormalizeParams {
     Layout layout;
     int wide;     // the array holds int64, else int32
     int integral; // the array of temperature or top_p holds integers, else float32
-    int single;   // the array holds one number for all rows
+    int single;   // the array has one element for all rows
     float scalar_temperature, scalar_top_p;
 };
 
-// Find the parameters that transform a row. In a valid row, a token becomes `weight * factor * inverse` if the bound
-// keeps it, else 0. In an invalid row, all tokens become `inverse`.
+// Find the parameters that transform a row. In a valid row, the result of a token is `weight * factor * inverse` if the
+// bound keeps the token, else 0. In an invalid row, all results are `inverse`.
 template <Mode MODE, typename Row>
 __device__ __forceinline__ void find_norm(const Row& x, int vocab, long long top_k, float top_p, bool& valid,
                                           Bound& bound, float& factor, float& inverse) {

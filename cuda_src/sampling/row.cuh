@@ -2,9 +2,9 @@
 // whether it reads them from global or shared memory, and how the blocks exchange results.
 //
 // The vocabulary is cut into tiles of TILE ids. Tiles are distributed over the blocks of the cluster, and within a
-// block over the warps. Lane l of a warp reads the group of 32 ids {1024 t + 128 j + 4 l + c : j < 8, c < 4} of tile t.
-// No other thread reads this group. The first pass over the row reads global memory. Later passes read shared memory if
-// the tile is cached there, else global memory.
+// block over the warps. Lane l of a warp reads one group of 32 ids in tile t: the ids `1024 * t + 128 * j + 4 * l + c`
+// for j < 8 and c < 4. No other thread reads this group. The first pass over the row reads global memory. Later passes
+// read shared memory if the tile is cached there, else global memory.
 //
 // A pass computes one result per tile, such as a sum. The tile's warp writes the result into the tile's slot (a uint4)
 // in the shared memory of every block of the cluster. After a barrier each warp reduces all slots of its own block in
@@ -19,17 +19,17 @@
 
 constexpr int TILE = 1024;
 constexpr int MIN_WARPS = 6, MAX_WARPS = 16;
-constexpr int MAX_TOPS = 256;  // entries of `tops` that a warp compares, per row
-constexpr int CAPACITY = 192;  // maximum candidates in the list: one thread ranks one candidate
+constexpr int MAX_TOPS = 256;  // maximum entries of `tops` per row, which one warp compares
+constexpr int CAPACITY = 192;  // maximum candidates in the list; each thread ranks one candidate
 constexpr int MAX_LISTED = 96; // the largest k that uses the list of candidates
 
 // Sizes that the host chooses; they determine the layout of shared memory.
 struct Layout {
     int tiles; // of the row
     int tiles_per_block;
-    int cached_tiles;  // tiles per block in shared memory; later passes read the others from global memory
+    int cached_tiles;  // tiles per block in shared memory; later passes read other tiles from global memory
     int tops_per_tile; // a power of two
-    int topped_tiles;  // tiles per block, from the first on, whose group maxima are in `lane_tops`
+    int topped_tiles;  // the first tiles of a block, whose group maxima are in `lane_tops`
 };
 
 template <typename T> struct VectorOf {
@@ -42,8 +42,8 @@ template <> struct VectorOf<float> {
 template <bool PROBS> __device__ __forceinline__ float combine(float x, float y) { return PROBS ? x - y : x + y; }
 
 // Return the values of ids `id` to `id + 3`, loaded one by one, and combined with the row `second` unless it is null.
-// Ids past the end of the row get a value of weight 0. The function is not inlined, because its code would be repeated
-// dozens of times.
+// Ids past the end of the row get a value of weight 0. The function is not inlined, because it is called at dozens of
+// places.
 template <typename T, bool PROBS>
 __device__ __noinline__ float4 slow_four(const T* values, const T* second, int vocab, int id) {
     float x[4];
@@ -175,14 +175,15 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
 
     // --- weights --------------------------------------------------------------------------------------
 
-    // Return log2 of the ratio of the weights of x and `reference`, which must be finite. Both are halved first
-    // (`scale` has a factor of 2), because the difference of two finite logits may overflow. Halving is exact.
+    // Return log2 of the weight of x divided by the weight of `reference`. `reference` must be finite. Both values are
+    // halved first, because the difference of two finite logits may overflow; `scale` includes a factor of 2 for this.
+    // Halving is exact.
     __device__ __forceinline__ float distance(float x, float reference) const {
         return fmaf(x, 0.5f, -0.5f * reference) * scale;
     }
 
-    // Return the weight of x divided by the weight of `reference`. For probabilities, return x, which is its own
-    // weight.
+    // Return the weight of x divided by the weight of `reference`. For probabilities, return x, because the weight of a
+    // probability is the probability itself.
     __device__ __forceinline__ float relative(float x, float reference) const {
         return PROBS ? x : fast_exp2(distance(x, reference));
     }

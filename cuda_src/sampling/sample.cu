@@ -7,14 +7,14 @@
 //
 // The draw has two steps, so it needs few random numbers and no prefix sums over the row. The vocabulary is cut into
 // groups of 32 ids. The first step draws a group by a race (the Gumbel-max trick, applied to groups): group g, whose
-// kept weights sum to `W[g]`, gets an arrival time from the exponential distribution of rate `W[g]`. Group g therefore
-// arrives first with probability `W[g] / sum(W)`. The second step draws one id of the winning group, each with a
-// probability proportional to its weight. The random numbers of both steps come from Philox with the key (seed, offset,
-// round, g), plus the row's index if all rows have the same seed. The token therefore does not depend on the order of
-// execution.
+// kept weights sum to `W[g]`, gets an arrival time from the exponential distribution of rate `W[g]`. The group with the
+// earliest time wins. Group g therefore wins with probability `W[g] / sum(W)`. The second step draws one id of the
+// winning group, each with a probability proportional to its weight. The random numbers of both steps come from Philox
+// with the key (seed, offset, round, g), plus the row's index if all rows have the same seed. The token therefore does
+// not depend on the order of execution.
 //
-// Top-p uses rejection sampling, as in FlashInfer, but with the race. A drawn token is accepted if the weights of all
-// larger tokens sum to less than `top_p * sum`. Otherwise this token and all smaller tokens are dropped, and the next
+// Top-p uses rejection sampling, as in FlashInfer, but draws with the race. A drawn token is accepted if the weights of
+// all better tokens sum to less than `top_p * sum`. Otherwise this token and all worse tokens are dropped, and the next
 // round draws again. The accepted token has the right distribution over the tokens that top-p keeps, although the
 // kernel never searches for the smallest kept token. The average number of rounds is at most `1 + ln(1 / top_p)`.
 //
@@ -24,11 +24,11 @@
 // Grid: CLUSTER blocks per row; row.cuh describes how they share the row. PROBS: rows of probabilities, else logits.
 //
 // Speed of light: memory bandwidth; each value is read once. With filters, values that do not fit in shared memory are
-// read again from L2. On an H200, 256 rows of 128256 float32 logits take 50 us without filters, which is 61% of a
-// copy's bandwidth, and 80 us with top-k 40 and top-p 0.9. A single row is latency-bound: the load, the cluster
-// barriers and the draw take 6.9 us, or 12.5 us with these filters. The kernel triggers programmatic dependent launch
-// of the next grid only after it has read the row: 64 rows take 16.2 us this way, and 16.8 us with a trigger at the
-// start.
+// read again from L2. On an H200, 256 rows of 128256 float32 logits take 50 us without filters, which is 61% of the
+// bandwidth of a copy. With top-k 40 and top-p 0.9 they take 80 us. A single row is latency-bound: the load, the
+// cluster barriers and the draw take 6.9 us, or 12.5 us with these filters. The kernel triggers programmatic dependent
+// launch of the next grid only after it has read the row: 64 rows take 16.2 us this way, and 16.8 us with a trigger at
+// the start.
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "sampling/draw_listed.cuh"
@@ -36,8 +36,9 @@
 #include "sampling/params.cuh"
 #include "sampling/search.cuh"
 
-// A parameter's bit in three masks of SampleParams. `wide`: the array is 64 bits wide, else 32. `integral`: the array
-// holds integers, else float32. `single`: the array holds one number for all rows.
+// The bit of each parameter in the masks `wide`, `integral` and `single` of SampleParams. `wide`: the elements of the
+// parameter's array have 64 bits, else 32. `integral`: the array holds integers, else float32. `single`: the array has
+// one element for all rows.
 enum Parameter { TOP_K = 1, SEED = 2, OFFSET = 4, TEMPERATURE = 8, TOP_P = 16, MIN_P = 32 };
 constexpr int INDICES = 64; // bit in `wide` only: the indices and the ids are int64
 
@@ -47,7 +48,7 @@ struct SampleParams {
     void* ids;               // [batch] int, or long long if the indices are; with drafts [batch, drafts + 1] int
     unsigned char* valid;    // [batch] bool, or null
     float* logprobs;         // [batch], or null
-    const void* temperature; // [batch], or null: scalar_temperature; top_p to offset likewise
+    const void* temperature; // [batch]; null: scalar_temperature; top_p to offset likewise
     const void* top_p;
     const void* min_p;
     const void* top_k;
@@ -67,7 +68,7 @@ struct SampleParams {
     int wide;
     int integral;
     int single;
-    int joint; // top_p applies to the sum over the whole row, else to the sum over the tokens that top-k keeps
+    int joint; // top_p is relative to the sum of the row, else to the sum of the tokens that top-k keeps
     float scalar_temperature, scalar_top_p, scalar_min_p;
 };
 
@@ -76,7 +77,7 @@ struct Request {
     Stream stream;
     float scale, top_p, min_p; // scale: 2 log2(e) / temperature
     int top_k;
-    bool greedy; // take the best token
+    bool greedy; // return the best token without a draw
 };
 
 template <bool PROBS> __device__ __forceinline__ Request request_of(const SampleParams& params, int i) {
@@ -160,8 +161,8 @@ __device__ __forceinline__ void verify_drafts(const SampleParams& params, int i,
     }
 }
 
-// Write all output ids of a sequence except ids[refused], which the draw writes: the accepted drafts before it and -1
-// after it. Run by one block.
+// Write the output ids of a sequence: the accepted drafts before index `refused`, and -1 after it. The draw writes
+// ids[refused]. One block calls this.
 __device__ __forceinline__ void write_drafts(const SampleParams& params, int i, int refused, int accepted) {
     for (int n = threadIdx.x; n <= params.drafts; n += blockDim.x)
         if (n != refused)
@@ -188,7 +189,7 @@ __device__ __forceinline__ void draw_by_rounds(const SampleParams& params, const
     float of_sum = shared.sum; // top_p is a fraction of this sum
     if (top_p < 1 && !params.joint && bound.value > -CUDART_INF_F) of_sum = mass<Row>(passes++, bound);
     if (min_p_value > -CUDART_INF_F) bound = tighter(bound, {min_p_value, NO_ID});
-    // If the best token alone reaches top_p, take it.
+    // If the best token alone reaches top_p, return it.
     if (top_p < 1 && !(top_p * of_sum > (PROBS ? x.top : 1.f))) {
         drawn.id = best<Row>(passes++);
         done = true;
@@ -297,7 +298,7 @@ __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(32 * MAX_WARPS, 2)
                 x.top = find_top(x);
                 if (!listing || (params.joint && request.top_p < 1) || params.logprobs)
                     find_sum_and_winner(x, sum, winner);
-                // The row is max(target - draft, 0). If rounding makes it 0 everywhere, draw from the target's row
+                // The row is `max(target - draft, 0)`. If all its values round to 0, draw from the row of `target`
                 // instead.
                 const bool again = PROBS && x.second && !x.valid();
                 if (plain && first_block && !again)

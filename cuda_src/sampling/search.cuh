@@ -1,4 +1,5 @@
-// Search the bound of a top-k or top-p filter: the last token that the filter keeps, in the order of order.cuh.
+// Search for the bound of a top-k or top-p filter. The bound is the last token that the filter keeps, in the order of
+// order.cuh.
 //
 // The search narrows an interval of values that contains the bound. Each pass probes two values inside the interval: it
 // counts the tokens above each probe and sums their weights. The search ends when the tokens in the interval fit the
@@ -13,8 +14,8 @@ struct Search {
     int passes;
 };
 
-// Find the bound among `ties` tokens of the same value, which do not fit the candidate list: bisect for the id of the
-// last token that is kept. `high_count` tokens have a larger value, and their weights sum to `high_sum`.
+// Find the bound among `ties` tokens with the same value, too many for the candidate list. A bisection over ids finds
+// the last token that is kept. `high_count` tokens have a larger value, and their weights sum to `high_sum`.
 template <typename Row, bool BY_COUNT>
 __device__ __forceinline__ Search bound_of_ties(const Row& x, float value, int ties, int high_count, float high_sum,
                                                 int passes, float target) {
@@ -59,8 +60,8 @@ __device__ __forceinline__ Search bound_of_list(Row& x, float low, float high, i
 // `target`.
 template <typename Row, bool BY_COUNT> __device__ __noinline__ Search bound_by_search(int passes, float target) {
     Row x = recall<Row>(0);
-    // Invariant: the tokens with keys of at least `low` reach the target; the tokens with keys of at least `high` do
-    // not.
+    // Invariant: the count or sum over the tokens with keys of at least `low` reaches the target, and the count or sum
+    // over those with keys of at least `high` does not.
     unsigned low = sortable(Row::LEAST), high = sortable(x.top) + 1;
     const Bound all = {from_sortable(low), NO_ID};
     const Tally below = tally<Row>(passes++, all, all);

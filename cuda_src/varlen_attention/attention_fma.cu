@@ -1,25 +1,26 @@
 // Attention over sequences of different lengths, packed without padding, with float32 FMAs.
 //
 //   score[i, j] = scale * dot(q[i, head, :], k[j, head / group, :])     for the keys j of the sequence of query i;
-//                                                                       if causal, not for those after it (see below)
+//                                                                       if causal, only for keys that i sees (below)
 //   out[i]      = sum over j of softmax(score[i, :])[j] * v[j, head / group, :]
 //
-// Causal: the last query of a sequence sees all of its keys, and each earlier query sees one key less than the next
-// query. A query without keys gets 0.
+// Causal: the last query of a sequence sees (attends to) all keys of the sequence, and each earlier query sees one key
+// less than the next query. The result of a query without keys is 0.
 //
 //   T       type of the elements
 //   DIM     padded size of a head, at least p.dim; the padding is 0
 //   TILE    queries of a block, and keys of a tile
 //   BYTES   width of a load: 16, or the size of one element
 //
-// Grid: (tiles of queries, heads), see varlen_attention/sequences.cuh. A block of 16 x 16 threads has TILE queries, and
-// loops over their keys in tiles of TILE. Thread (y, x) computes the scores of queries y + 16 i and keys x + 16 j, then
-// columns of the results of the same queries. A row of scores thus belongs to 16 neighbouring lanes, which share its
-// softmax and its weights. Shared memory holds the queries, a tile of keys or of values, and the weights, all as
-// float32.
+// Grid: (tiles of queries, heads), see varlen_attention/sequences.cuh. A block of 16 x 16 threads computes TILE
+// queries, and loops over their keys in tiles of TILE keys. Thread (y, x) computes the scores of queries `y + 16 * i`
+// and keys `x + 16 * j`, and then some columns of the results of the same queries. 16 neighbouring lanes therefore hold
+// one row of scores, and compute its softmax together. Shared memory holds the queries, a tile of keys or of values,
+// and the weights, all as float32.
 //
-// Speed of light: the float32 units, with 4 dim flops for each pair of a query and a key. The kernel favours
-// readability over speed: within a block, loads and FMAs do not overlap. Other resident blocks fill the gaps.
+// Speed of light: the float32 units, with 4 * dim flops for each pair of a query and a key. The kernel favours
+// readability over speed: within a block, loads and FMAs do not overlap. Other resident blocks run while a block waits
+// for its loads.
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "common/units.cuh"
@@ -29,20 +30,21 @@ template <int BYTES> using Unit = typename UnitOf<BYTES>::Type;
 
 constexpr int FMA_THREADS = 256;
 
-// The sizes of a block. Lines of shared memory have 16 bytes of padding, so that 16-byte reads of neighbouring lines
-// have no bank conflicts.
+// The sizes of a block. A line is a row of a tile in shared memory. It has 16 bytes of padding, so that 16-byte reads
+// of neighbouring lines do not cause bank conflicts.
 template <int DIM_, int TILE_> struct Sizes {
-    static constexpr int DIM = DIM_, TILE = TILE_, M = TILE / 16; // rows and columns of scores in a thread
+    static constexpr int DIM = DIM_, TILE = TILE_, M = TILE / 16; // a thread has M x M scores
     static constexpr int LINE = DIM + 4, WEIGHTS_LINE = TILE + 4;
     static constexpr int BYTES = TILE * (2 * LINE + WEIGHTS_LINE) * 4;
-    // Columns of the result that a thread has per row, in groups of VECTOR contiguous columns.
+    // A thread computes N columns of the result per row, in groups of VECTOR contiguous columns.
     static constexpr int N = DIM / 16, VECTOR = N < 4 ? N : 4;
     struct alignas(4 * VECTOR) Neighbours { // one load
         float of[VECTOR];
     };
 };
 
-// Load the first `rows` rows of a tile, `stride` bytes apart, as float32. The rest becomes 0 and is not read.
+// Load the first `rows` rows of a tile, `stride` bytes apart, as float32. Set the other rows and the padding to 0
+// without reading them.
 template <typename T, typename S, int BYTES>
 __device__ __forceinline__ void load_tile(float* to, const char* from, long long stride, int rows, int dim) {
     constexpr int EACH = BYTES / int(sizeof(T)), UNITS = S::DIM / EACH;
@@ -80,8 +82,8 @@ __device__ __forceinline__ void score(float (&scores)[S::M][S::M], const float* 
     }
 }
 
-// Add weights times values to a thread's results. `weights` is the line of its first query, `v` its first column of
-// values.
+// Add the product of weights and values to a thread's results. `weights` points to the line of the thread's first
+// query, and `v` to its first column of the values.
 template <typename S>
 __device__ __forceinline__ void add_values(float (&sums)[S::M][S::N], const float* weights, const float* v) {
 #pragma unroll 1
@@ -104,8 +106,8 @@ __device__ __forceinline__ void add_values(float (&sums)[S::M][S::N], const floa
     }
 }
 
-// Convert a thread's scores of a tile to weights, and store the weights in shared memory, in the lines from `weights`
-// on. Rescale the sums to the new largest scores.
+// Convert a thread's scores of a tile to weights, and store them in shared memory, from `weights` on. Rescale the sums
+// to the new largest scores.
 template <typename S>
 __device__ __forceinline__ void weigh(const Params& p, const Part<S::TILE>& part, int first_key,
                                       const float (&scores)[S::M][S::M], Softmax (&softmax)[S::M],
@@ -147,7 +149,7 @@ __global__ void __launch_bounds__(FMA_THREADS, 2) attention_fma(const __grid_con
     const char* v = p.v + part.keys_begin * p.v_strides[0] + head / p.group * p.v_strides[1];
     load_tile<T, S, BYTES>(queries, q, p.q_strides[0], part.rows, p.dim);
 
-    Softmax softmax[S::M]; // totals are per lane until the epilogue
+    Softmax softmax[S::M]; // a total covers only this lane's weights until the epilogue
     float sums[S::M][S::N] = {}, scores[S::M][S::M];
 #pragma unroll 1
     for (int key = 0; key < part.keys; key += S::TILE) {

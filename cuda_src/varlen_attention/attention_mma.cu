@@ -1,25 +1,25 @@
-// Attention over sequences of different lengths, packed without padding, of 16-bit numbers with mma.sync.
+// Attention over sequences of different lengths, packed without padding, for 16-bit elements, with mma.sync.
 //
 //   score[i, j] = scale * dot(q[i, head, :], k[j, head / group, :])     for the keys j of the sequence of query i;
-//                                                                       if causal, not for those after it (see below)
+//                                                                       if causal, only for keys that i sees (below)
 //   out[i]      = sum over j of softmax(score[i, :])[j] * v[j, head / group, :]
 //
-// Causal: the last query of a sequence sees all of its keys, and each earlier query sees one key less than the next
-// query. A query without keys gets 0. Weights are rounded to T before their MMA with the values. All sums are in
-// float32, including the sum of the weights.
+// Causal: the last query of a sequence sees (attends to) all keys of the sequence, and each earlier query sees one key
+// less than the next query. The result of a query without keys is 0. Weights are rounded to T before their MMA with the
+// values. All sums are in float32, including the sum of the weights.
 //
 //   T      __half or __nv_bfloat16
 //   DIM    padded size of a head, at least p.dim; the padding is 0
 //   KEYS   keys of a tile
 //
-// Grid: (tiles of queries, heads), see varlen_attention/sequences.cuh. A block of 4 warps has 64 queries, 16 for each
-// warp, and loops over their keys in tiles of KEYS. Scores stay in the registers of their warp: the C fragments of the
-// first MMA become the A fragments of the second (FlashAttention-2, Dao, 2023). Shared memory holds the queries and two
-// stages of keys and values. While the MMAs of one stage run, cp.async fills the other stage.
+// Grid: (tiles of queries, heads), see varlen_attention/sequences.cuh. A block of 4 warps computes 64 queries, 16 per
+// warp, and loops over their keys in tiles of KEYS keys. Scores stay in the registers of their warp: the C fragments of
+// the first MMA become the A fragments of the second (FlashAttention-2, Dao, 2023). Shared memory holds the queries and
+// two stages of keys and values. While the MMAs of one stage run, cp.async fills the other stage.
 //
-// Speed of light: for long sequences the tensor cores, with 4 dim flops for each pair of a query and a key. Short
-// sequences are bound by the bytes of queries, keys, values and results. mma.sync reaches only part of the tensor
-// cores' rate on Hopper.
+// Speed of light: for long sequences the tensor cores, with 4 * dim flops for each pair of a query and a key. For short
+// sequences memory bandwidth is the limit: queries, keys and values are read, and results written. mma.sync reaches
+// only part of the tensor cores' rate on Hopper.
 #include "common/launch.cuh"
 #include "common/mma.cuh"
 #include "common/overlap.cuh"
@@ -40,8 +40,8 @@ template <int DIM, int KEYS> struct Form {
     }
 };
 
-// Issue the copies of the first `rows` of ROWS rows, which are `stride` bytes apart. The rest becomes 0 and is not
-// read.
+// Issue the copies of the first `rows` of ROWS rows, which are `stride` bytes apart. Set the other rows and the padding
+// to 0 without reading them.
 template <typename F, int ROWS>
 __device__ __forceinline__ void copy_tile(char* to, const char* from, long long stride, int rows, int dim) {
     static_assert(ROWS * F::CHUNKS % MMA_THREADS == 0, "all threads copy equally many chunks");
@@ -56,11 +56,12 @@ __device__ __forceinline__ void copy_tile(char* to, const char* from, long long 
     }
 }
 
-// The state of a thread: rows `row` and `row` + 8 of the warp's 16 queries, columns 2 pair and 2 pair + 1 of each 8.
+// The state of a thread. It holds rows `row` and `row + 8` of the warp's 16 queries, and in each group of 8 columns the
+// columns `2 * pair` and `2 * pair + 1`.
 template <typename T, int DIM, int KEYS> struct Warp {
     using F = Form<DIM, KEYS>;
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 16, row = lane / 4, pair = lane % 4;
-    Softmax softmax[2]; // totals are per lane until the epilogue
+    Softmax softmax[2]; // a total covers only this lane's weights until the epilogue
     float scores[KEYS / 8][4];
     float sums[DIM / 8][4] = {};
 
@@ -106,7 +107,7 @@ template <typename T, int DIM, int KEYS> struct Warp {
         }
     }
 
-    // Add weights times values to the sums. `values` is a shared address.
+    // Add the product of weights and values to the sums. `values` is a shared address.
     __device__ __forceinline__ void multiply_values(unsigned values) {
 #pragma unroll
         for (int k = 0; k < KEYS / 16; ++k) {

@@ -1,12 +1,13 @@
-// Attention over sequences of different lengths, packed without padding, of 16-bit numbers with Hopper's wgmma and TMA.
+// Attention over sequences of different lengths, packed without padding, for 16-bit elements, with Hopper's wgmma and
+// TMA.
 //
 //   score[i, j] = scale * dot(q[i, head, :], k[j, head / group, :])     for the keys j of the sequence of query i;
-//                                                                       if causal, not for those after it (see below)
+//                                                                       if causal, only for keys that i sees (below)
 //   out[i]      = sum over j of softmax(score[i, :])[j] * v[j, head / group, :]
 //
-// Causal: the last query of a sequence sees all of its keys, and each earlier query sees one key less than the next
-// query. A query without keys gets 0. Weights are rounded to T before their MMA with the values. All sums are in
-// float32, including the sum of the weights.
+// Causal: the last query of a sequence sees (attends to) all keys of the sequence, and each earlier query sees one key
+// less than the next query. The result of a query without keys is 0. Weights are rounded to T before their MMA with the
+// values. All sums are in float32, including the sum of the weights.
 //
 //   T            __half or __nv_bfloat16
 //   DIM          padded size of a head, 64 or 128, at least p.dim; TMA fills the padding with 0
@@ -21,20 +22,21 @@
 //   S = Q K[n]'    P = exp2(S - largest), in registers: fragments of S become fragments of P (FlashAttention-2)
 //   O = O * exp2(largest before - largest) + P V[n]
 //
-// While one warpgroup exponentiates, the MMAs of other warpgroups run (FlashAttention-3, Shah et al., 2024). They
-// belong to the other BLOCKS - 1 resident blocks and, with TURNS, to the same block: a warpgroup issues its MMAs only
-// in its turn, which named barriers pass on. A turn covers P V of one tile and Q K' of the next tile. No registers are
-// left for a producer warp. The last warp that is done with a stage therefore issues the TMA copies that refill the
-// stage.
+// While one warpgroup exponentiates, the MMAs of other warpgroups run (FlashAttention-3, Shah et al., 2024). These
+// warpgroups belong to the other BLOCKS - 1 resident blocks. With TURNS they also belong to the same block: the
+// warpgroups of the block issue their MMAs in turn, and named barriers pass the turn from one warpgroup to the next. A
+// turn covers P V of one tile and Q K' of the next tile. The registers do not suffice for a producer warp. Therefore
+// the last warp that releases a stage issues the TMA copies that refill the stage.
 //
-// TMA copies whole tiles, and a short last tile in boxes of 32 rows. Both may reach beyond the end of a sequence.
-// Scores of keys outside the sequence become -inf, so that the weights of these keys are 0. The values of these keys
-// are cleared in shared memory, because 0 * NaN is NaN. A last tile of at most 64 keys is multiplied as a tile of 64.
+// TMA copies a tile in boxes of 128 rows, or a short last tile in boxes of 32 rows. In both cases a box may extend past
+// the end of the sequence. Scores of keys outside the sequence become -inf, so that the weights of these keys are 0.
+// The values of these keys are cleared in shared memory, because 0 * NaN is NaN. For a last tile of at most 64 keys the
+// MMAs process only 64 keys.
 //
-// Speed of light: the tensor cores, with 4 dim flops for each pair of a query and a key. With DIM 64 the exponentials
+// Speed of light: the tensor cores, with 4 * dim flops for each pair of a query and a key. With DIM 64 the exponentials
 // take as long as the MMAs: a tile of 64 queries and 128 keys takes 512 cycles of a multiprocessor's tensor cores, and
 // 512 cycles of its exp2 units, which compute 16 per cycle. With DIM 128 the MMAs take 1024 cycles and the exponentials
-// 512. Short sequences are bound by the bytes of queries, keys, values and results.
+// 512. For short sequences memory bandwidth is the limit: queries, keys and values are read, and results written.
 #include "common/hopper.cuh"
 #include "common/launch.cuh"
 #include "common/mma.cuh"
@@ -45,13 +47,13 @@
 constexpr int KEYS = 128, NARROW = 64; // keys of a tile, and of a short last tile
 constexpr int BOX = 32;                // rows of a TMA box of queries, and of a short last tile
 constexpr int STAGES = 2;
-constexpr int COLUMNS = 64, LINE = 128; // numbers and bytes of a tile's line in shared memory
+constexpr int COLUMNS = 64, LINE = 128; // elements and bytes of a row of a tile in shared memory
 
 struct alignas(64) MappedParams {
-    TensorMap q_map; // [tokens, heads, dim], in boxes of BOX tokens and COLUMNS numbers
-    TensorMap k_map; // [memory_tokens, heads / group, dim], in boxes of KEYS tokens and COLUMNS numbers
+    TensorMap q_map; // [tokens, heads, dim], in boxes of BOX tokens x COLUMNS elements
+    TensorMap k_map; // [memory_tokens, heads / group, dim], in boxes of KEYS tokens x COLUMNS elements
     TensorMap v_map;
-    TensorMap k_box_map; // the same in boxes of BOX tokens
+    TensorMap k_box_map; // as k_map and v_map, but in boxes of BOX tokens
     TensorMap v_box_map;
     Params p;
 };
@@ -78,8 +80,8 @@ __device__ __forceinline__ void barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Increment a counter, which wraps to 0 after `last`, and return its value before. The memory accesses of all threads
-// that counted earlier are visible to the thread that gets `last`.
+// Increment a counter, which wraps to 0 after `last`, and return its old value. The thread that gets `last` comes after
+// the memory accesses of all threads that incremented the counter earlier.
 __device__ __forceinline__ unsigned count_around(unsigned counter, unsigned last) {
     unsigned before;
     asm volatile("atom.acq_rel.cta.shared::cta.inc.u32 %0, [%1], %2;"
@@ -112,7 +114,7 @@ template <int DIM, int WARPGROUPS> struct Tiles {
         return stages + (which * STAGES + n % STAGES) * S::TILE;
     }
 
-    // Issue the copies of tile n, by one thread.
+    // Issue the copies of tile n. Only one thread calls this.
     __device__ __forceinline__ void start(int which, int n) const {
         const unsigned full = shared_address(&shared.full[which][n % STAGES]);
         const int row = n * KEYS, boxes = min((keys - row + BOX - 1) / BOX, KEYS / BOX);
@@ -131,8 +133,8 @@ template <int DIM, int WARPGROUPS> struct Tiles {
         mbarrier_wait(shared_address(&shared.full[which][n % STAGES]), n / STAGES);
     }
 
-    // Release tile n for a warp; all lanes call this. The last of `warps` warps issues the copies that refill the
-    // stage.
+    // Release the stage of tile n for this warp; all lanes call this. The last of `warps` warps to release a stage
+    // issues the copies that refill it.
     __device__ __forceinline__ void release(int which, int n, int warps) const {
         __syncwarp();
         if (threadIdx.x % 32 == 0 && n + STAGES < count &&
@@ -150,9 +152,9 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
     const unsigned queries;  // shared address of its first query
     const int index, active; // its index, and the number of warpgroups with queries
     const int lane, warp;    // lane of the warp, and warp of the warpgroup
-    const int first;         // first row of this warp in the block's tile
+    const int first;         // first row of this warp among the block's queries
     float sums[DIM / 2];
-    float largest[2], total[2]; // rows lane / 4 and lane / 4 + 8: largest raw score; sum of this lane's weights
+    float largest[2], total[2]; // largest raw score and sum of this lane's weights, for its 2 rows
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -165,8 +167,8 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
         tiles.release(which, n, active * (WARPGROUP / 32));
     }
 
-    // take_turn waits until this warpgroup may issue its MMAs, and pass_turn lets the next warpgroup do so. The last
-    // warpgroup gives warpgroup 0 the first turn.
+    // take_turn waits until this warpgroup may issue its MMAs, and pass_turn lets the next warpgroup issue its MMAs. At
+    // the start, the last warpgroup gives the first turn to warpgroup 0.
     __device__ __forceinline__ void take_turn() {
         if (TURNS && active > 1) barrier_sync(TURN + index, 2 * WARPGROUP);
     }
@@ -175,8 +177,8 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
             barrier_arrive(TURN + (index + 1 == active ? 0 : index + 1), 2 * WARPGROUP);
     }
 
-    // Compute the scores of the first 2 SCORES keys of tile n, and let the next warpgroup issue its MMAs (the end of a
-    // turn).
+    // Compute the scores of the first `2 * SCORES` keys of tile n. Then end the turn, so that the next warpgroup may
+    // issue its MMAs.
     template <int SCORES> __device__ __forceinline__ void multiply_keys(int n, float (&scores)[SCORES]) {
         tiles.wait(0, n);
         const unsigned long long a = k_major_descriptor(queries), b = k_major_descriptor(tiles.at(0, n));
@@ -189,13 +191,13 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
         }
         wgmma_commit_group();
         pass_turn(false);
-        if (n > 0) release(1, n - 1); // after the MMAs are issued, because a release takes a while
+        if (n > 0) release(1, n - 1); // only now, so that the release overlaps the MMAs
         wgmma_wait_group<0>();
         wgmma_fence_operand(scores);
         release(0, n);
     }
 
-    // Set the scores that a query does not see to -inf.
+    // Set the scores of keys that a query does not attend to to -inf.
     template <int WIDTH> __device__ __forceinline__ void mask(int key, float (&scores)[WIDTH / 2]) {
         const Params& p = params.p;
         if (key + WIDTH <= part.keys && (!p.causal || key + WIDTH <= part.seen + first)) return;
@@ -224,7 +226,7 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
             for (int j = 0; j < WIDTH / 8; ++j)
                 most[j % 2] = fmaxf(most[j % 2], fmaxf(scores[4 * j + 2 * i], scores[4 * j + 2 * i + 1]));
             const float highest = lanes_max<4>(fmaxf(most[0], most[1]));
-            // If all scores so far are -inf, any finite offset gives weights of 0.
+            // If all scores so far are -inf, use 0: any finite offset gives weights of 0.
             offset[i] = highest == -CUDART_INF_F ? 0.f : highest * scale;
             const float factor = fast_exp2(fmaf(largest[i], scale, -offset[i])); // 0 for the first tile
             largest[i] = highest;
@@ -255,7 +257,7 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
         barrier_sync(TOGETHER + index, WARPGROUP); // all warps have cleared their share
     }
 
-    // Add weights times values of tile n to the sums.
+    // Add the product of weights and values of tile n to the sums.
     template <int WIDTH>
     __device__ __forceinline__ void multiply_values(int n, const unsigned (&weights)[WIDTH / 16][4]) {
         const unsigned long long b = mn_major_descriptor<S::SPLIT>(tiles.at(1, n));
@@ -292,7 +294,8 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
         pass_turn(true);
     }
 
-    // Write the results through the shared memory of the queries, so that 8 lanes write a line of 128 bytes.
+    // Store the results. They are first written over the queries in shared memory, so that 8 lanes store 128 contiguous
+    // bytes.
     __device__ __forceinline__ void store(int head) {
         const Params& p = params.p;
 #pragma unroll

@@ -1,12 +1,14 @@
-// The parameters, the tile of queries of a block, and the online softmax, for all kernels of varlen_attention.
+// Shared by all kernels of varlen_attention: the parameters, the mapping from thread blocks to queries, and the online
+// softmax.
 //
 // Each sequence begins a new tile of TILE queries. The first tile of sequence s has index cu_seqlens_q[s] / TILE + s. A
-// sequence of n rows thus has at least the ceil(n / TILE) tile indices that it needs, and at most one more, whose block
-// exits at once. The grid of tokens / TILE + sequences + 1 blocks is enough for any lengths. The host therefore does
-// not read the lengths, and a CUDA graph serves all lengths. Rows after the last sequence are treated as one more
-// sequence, which has no keys, so their results are 0.
+// sequence of n rows thus gets at least the ceil(n / TILE) tile indices that it needs, and at most one more. The block
+// with the extra index exits at once. A grid of `tokens / TILE + sequences + 1` blocks is enough for any lengths. The
+// host therefore does not read the lengths, and a captured CUDA graph is valid for all lengths. Rows after the last
+// sequence are treated as one more sequence without keys, so their results are 0.
 //
-// Tiles of queries and of keys begin with their sequence, so the bits of a result depend on its own sequence alone.
+// The first tile of queries and the first tile of keys begin where the sequence begins. The bits of a result therefore
+// do not depend on the other sequences.
 #pragma once
 #include "common/warp.cuh"
 
@@ -30,8 +32,8 @@ struct Params {
     float scale; // softmax scale * log2(e)
 };
 
-// Return the first row of sequence s. The array may hold anything, so the row is clamped to 0 ... `rows`. Sequence 0
-// always begins at row 0.
+// Return the first row of sequence s. The array may contain invalid values, so the row is clamped to the range 0 to
+// `rows`. Sequence 0 always begins at row 0.
 __device__ __forceinline__ int begin_of(const int* cu_seqlens, int s, int rows) {
     return s == 0 ? 0 : min(max(__ldg(cu_seqlens + s), 0), rows);
 }
@@ -55,8 +57,8 @@ template <int TILE> __device__ __forceinline__ int sequence_of(const Params& p, 
 template <int TILE> struct Part {
     int first, rows; // first row and number of rows in q; with 0 rows the block exits
     int keys_begin;  // the first row of k and v
-    int keys;        // keys of the sequence; causal: keys that the last query of the tile sees
-    int seen;        // causal: query i of the tile sees `seen` + i keys; else all keys
+    int keys;        // keys of the sequence; causal: keys that the tile's last query sees
+    int seen;        // causal: query i of the tile sees `seen + i` keys; else `keys`
 
     __device__ __forceinline__ explicit Part(const Params& p) {
         const int tile = blockIdx.x, s = sequence_of<TILE>(p, tile);
@@ -86,11 +88,12 @@ template <int TILE> struct Part {
 struct Softmax {
     float largest = -CUDART_INF_F, total = 0.f;
 
-    // Return the offset of the scores: the largest score, or 0 if this is -inf, because -inf - -inf is NaN.
+    // Return the offset that is subtracted from the scores: the largest score, or 0 if that is -inf, because
+    // subtracting -inf from -inf gives NaN.
     __device__ __forceinline__ float base() const { return largest == -CUDART_INF_F ? 0.f : largest; }
 
-    // Raise `largest` to the new scores' maximum `most`, if that is larger. Return the factor for earlier weights and
-    // sums.
+    // Raise `largest` to `most`, the maximum of the new scores, if `most` is larger. Return the factor that rescales
+    // the earlier weights and sums.
     __device__ __forceinline__ float raise_to(float most) {
         const float before = largest;
         largest = fmaxf(largest, most);
@@ -107,5 +110,5 @@ struct Softmax {
     }
 };
 
-// Return the factor that normalizes the sums of a row; 0 for a row without weights.
+// Return the factor that normalizes the sums of a row, or 0 for a row without weights.
 __device__ __forceinline__ float inverse_of(float total) { return total == 0.f ? 0.f : 1.f / total; }
