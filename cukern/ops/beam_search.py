@@ -1,4 +1,4 @@
-"""Beam search: find the best continuations, update the state after a step, and follow the parents of beams."""
+"""Beam search: find the best continuations, update the state after a step, and collect the tokens of each beam."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ CACHE_VARIANTS = ("auto", "vector", "scalar")
 MAX_CANDIDATES = 2**31 - 1  # ids into beams * vocab are int32
 _MAX_BLOCKS = 2**31 - 1
 _TREE_ENTRIES = 2048
-#: For each variant: (thread groups, the largest k). The largest values of the groups bound the k-th best value.
+#: For each variant: (number of thread groups, largest k). The k-th largest of the groups' maxima is a lower bound for
+#: the k-th best value.
 _GROUPS = {"narrow": (32, 16), "wide": (256, 128)}  # "wide": THREADS and MAX_K of the template
-#: This many blocks keep a GPU busy. If there are few rows, they are cut into more chunks to have this many blocks.
+#: This many blocks occupy a GPU. If there are few rows, each row is cut into more chunks to get this many blocks.
 _BLOCKS_WANTED = 512
 #: 16-byte vectors in a memory line of 128 bytes. A chunk is a multiple of a line.
 _VECTORS_PER_LINE = 8
-#: The allowed range of divisors of scores. float32 can represent these numbers and their inverses.
+#: The allowed range for the length penalty, by which scores are divided. float32 can represent these numbers and their
+#: inverses.
 _PENALTY_RANGE = (1e-30, 1e30)
 _LARGEST_RATE = 1e30
-#: Resident blocks per multiprocessor when caches are reordered. These blocks have enough loads in flight.
+#: Blocks per multiprocessor in the launch that reorders caches. So many blocks have enough loads in flight.
 _RESIDENT_BLOCKS = 4
 
 _chunks = Kernel("beam_search/topk_chunks", "topk_chunks")
@@ -59,15 +61,15 @@ def _constant(kernel: Kernel, name: str) -> int:
 
 
 def _depth(k: int, lists: int) -> int:
-    """Return a position d (from 1 on) in sorted lists: the d-th keys of the `lists` lists bound the k-th best key."""
+    """Return a position d, counted from 1. The d-th keys of the `lists` sorted lists give a bound for the k-th best."""
     return min(max(1, ceil_div(2 * k, lists)), k)
 
 
 class _Selection(NamedTuple):
     """How rows are cut into chunks, and the template argument of the selecting kernels."""
 
-    chunks: int  # of a row
-    vectors: int  # 16-byte vectors of a chunk
+    chunks: int  # per row
+    vectors: int  # 16-byte vectors per chunk
     groups: int
     why: str
 
@@ -118,7 +120,7 @@ def _outputs(out: Any, first: Array, first_name: str, results: list[Result], nam
 
 
 def _select(log_probs: Array, scores: Array | None, k: int, selection: _Selection, rate: float) -> dict[str, Any]:
-    """Launch the kernels that find the best keys of chunks or beams. Return the fields that describe their lists."""
+    """Launch the kernels that find the best keys of each chunk or each beam. Return the fields with these lists."""
     (batch, beams, vocab), threads, chunks = log_probs.shape, _constant(_chunks, "THREADS"), selection.chunks
     rows = batch * beams
     keys = empty((rows * chunks * k,), "int64")
@@ -161,16 +163,16 @@ def beam_topk(
         log_probs: [batch, beams, vocab], float32, float16 or bfloat16, contiguous: the values that order the
             candidates, such as log-probabilities plus the score of their beam. beams * vocab < 2**31.
         k: the number of continuations, at most 128 and beams * vocab.
-        diversity_rate: if not 0, the r-th best candidate of a beam (r from 0, among its k best) gets diversity_rate * r
-            added, in float32, before the beams are compared. The term is added, as in FasterTransformer, so the penalty
-            of Li, Monroe and Jurafsky (arXiv:1611.08562) is a negative rate.
+        diversity_rate: if not 0, diversity_rate * r is added, in float32, to the r-th best candidate of each beam (r
+            from 0, among the k best of the beam) before the beams are compared. As in FasterTransformer the term is
+            added, so the penalty of Li, Monroe and Jurafsky (arXiv:1611.08562) is a negative rate.
         out: a pair (values, ids) to write into.
         variant: "narrow" for k up to 16, "wide" for any k; "auto" chooses.
 
-    Returns (values, ids), best first, ties to the lower id. values are float32 [batch, k], with the diversity term
-    added; without a diversity term they are exact for every dtype. ids are int32 [batch, k], positions in beams * vocab
-    (beam = id // vocab, token = id % vocab). NaN counts as -inf and is returned as -inf; -0 is 0. If all remaining
-    candidates are -inf, the lowest ids follow.
+    Returns (values, ids), best first. Ties go to the lower id. values are float32 [batch, k] and include the diversity
+    term; without that term they are exact for every dtype. ids are int32 [batch, k], indices into beams * vocab
+    (beam = id // vocab, token = id % vocab). NaN counts as -inf and is returned as -inf; -0 counts as 0. If all
+    remaining candidates are -inf, the lowest of their ids follow.
 
     Raises ValueError or TypeError for arguments that do not fit. The two stages are FasterTransformer's
     `topk_stage_1_opt3` and `topk_stage_2_opt3`. No array of `out` may overlap `log_probs`.
@@ -275,31 +277,31 @@ def beam_search_step(
     The search keeps `beams` running beams and a pool of the `beams` best finished hypotheses per batch entry, as
     transformers' `generate(num_beams=...)` does, and agrees with it token for token. (With one beam pass
     `early_stopping=True`: transformers then searches greedily and stops at the first end token.) The step finds the
-    max(2, 1 + number of end tokens) * beams best continuations. Those of the best `beams` continuations that end with
-    an end token enter the pool, with the score log-probability / length ** length_penalty. The best `beams`
-    continuations that do not end become the running beams. In the last step all continuations end.
+    max(2, 1 + number of end tokens) * beams best continuations. If one of the best `beams` continuations ends with an
+    end token, it enters the pool, with the score log-probability / length ** length_penalty. The best `beams`
+    continuations without an end token become the running beams. In the last step all continuations count as ended.
 
     Args:
         log_probs: [batch, beams, vocab], float32, float16 or bfloat16, contiguous: the log-probabilities of the next
             token after each running beam, without the score of the beam.
-        scores: float32 [batch, beams], the log-probabilities of the running beams. Before the first step: 0 for the
-            first beam and -inf (or very low) for the others, which are equal to it then.
+        scores: float32 [batch, beams], the log-probabilities of the running beams. Before the first step all beams are
+            equal, so pass 0 for the first beam and -inf (or a very low number) for the others.
         finished_scores: float32 [batch, beams], the pool, best first; -inf before the first step.
         finished_lengths: int32 [batch, beams], the number of tokens of each finished hypothesis, the end token
             included; 0 for an empty entry of the pool. Before the first step all entries are empty.
         finished_ids: int32 [batch, beams], the last token of each finished hypothesis.
         finished_parents: int32 [batch, beams], the beam to which that last token was added.
         done: bool [batch], whether the pool can no longer change; False before the first step.
-        step: from 0 on, below max_steps; the number of tokens that the beams have. An int, or an int32 array [1] or []
-            beside `log_probs`. An array in host memory is checked. On a GPU the kernel reads it and clamps it to
-            [0, max_steps - 1], so that a CUDA graph of one launch serves all steps.
+        step: the number of tokens that the beams have, from 0 on and below max_steps. An int, or an int32 array [1] or
+            [] on the device of `log_probs`. An array in host memory is checked. On a GPU the kernel reads it and clamps
+            it to [0, max_steps - 1], so that one captured CUDA graph can run every step.
         max_steps: the largest number of tokens of a hypothesis.
         end_id: the token, or up to 8 tokens, that end a hypothesis; an id outside of the vocabulary for none.
         length_penalty: > 0 favors long hypotheses, because scores are negative.
-        early_stopping: when a batch entry is done. False: when the pool is full, and the best running beam's
-            log-probability, divided by the penalty of its present length, is no better than the worst score of the
-            pool. True: when the pool is full. "never" (or None): as False, but if length_penalty > 0, with the penalty
-            of max_steps tokens instead of the present length.
+        early_stopping: decides when a batch entry is done. True: when the pool is full. False: when the pool is full
+            and the best running beam would not enter it, that is, its log-probability divided by
+            length ** length_penalty is at most the worst score of the pool. "never" (or None): as False, but if
+            length_penalty > 0 with max_steps instead of the present length.
         diversity_rate: as in `beam_topk`; it affects the choice, not the scores.
         out: eight arrays for the results. They may be the arrays of the state, which is then updated in place, and rows
             of the [max_steps, batch, beams] arrays that `gather_tree` reads.
@@ -311,8 +313,9 @@ def beam_search_step(
     GPU. Read `done` now and then to stop early. At the end `gather_tree(ids, parents, finished_lengths, end_id,
     last_ids=finished_ids, last_parents=finished_parents)` returns the tokens of the pool.
 
-    A NaN counts as -inf, and candidates of -inf never enter the pool. At most 64 beams and 128 candidates; more tokens
-    in the vocabulary than end ids. Raises ValueError or TypeError for arguments that do not fit.
+    A NaN counts as -inf, and candidates of -inf never enter the pool. There may be at most 64 beams and 128 candidates,
+    and the vocabulary must have more tokens than there are end ids. Raises ValueError or TypeError for arguments that
+    do not fit.
     """
     _check_log_probs(log_probs)
     batch, beams, vocab = log_probs.shape
@@ -453,9 +456,9 @@ def update_kv_cache(
             bfloat16, an 8-bit float, or uint8.
         value_cache: the same shape and dtype.
         parents: int32 [batch, beams], the beam of the same batch entry that each beam continues; clamped to the beams.
-        step: the number of entries to reorder, from the first on; at most max_steps. An int, or an int32 array [1] or
-            [] beside the caches. An array in host memory is checked. On a GPU the kernel reads it and clamps it to
-            [0, max_steps], so that a CUDA graph of one launch serves all steps.
+        step: how many of the first entries are reordered; at most max_steps. An int, or an int32 array [1] or [] on the
+            device of the caches. An array in host memory is checked. On a GPU the kernel reads it and clamps it to
+            [0, max_steps], so that one captured CUDA graph can run every step.
         out: a pair like the caches whose first `step` entries are written: either other arrays (FasterTransformer keeps
             two pairs and swaps them) or the caches themselves. In place, a beam that is its own parent is not copied.
         variant: "vector" moves 16 bytes at a time, "scalar" single elements; "auto" the widest that the sizes allow.

@@ -26,8 +26,8 @@ __all__ = ["cross_attention", "masked_attention"]
 
 DTYPES = ("float32", "float16", "bfloat16")
 VARIANTS = ("auto", "specialized", "dynamic")
-#: The template argument MODE. LATE_STEP: the kernel reads the step from device memory. SHARED_MEMORY: several query
-#: rows attend to the same encoder memory.
+#: The values of the template argument MODE. LATE_STEP: the kernel reads the step from device memory. SHARED_MEMORY:
+#: several query rows attend to the same encoder memory (this is not CUDA's shared memory).
 MODES = ("PLAIN", "LATE_STEP", "SHARED_MEMORY")
 MAX_DIM = 256
 #: Rows are (sequence, head) pairs.
@@ -139,13 +139,14 @@ class _Grid(NamedTuple):
 def _most_unsplit(warps: int, steps: int, new: int) -> int:
     """Return the largest number of tokens of a sequence that is not split among blocks.
 
-    In a round a warp processes `steps` entries. With two splits, a warp would have fewer than two rounds.
+    A warp processes `steps` cache entries at a time. A longer sequence is split among two blocks, because then each
+    warp still does this at least twice.
     """
     return (4 * warps - 1) * steps + new
 
 
 def _full_warps(columns: int, multiprocessors: int) -> int:
-    """Return the number of warps of a block, if there are enough tokens to give every warp work."""
+    """Return the number of warps per block for sequences that are long enough to give every warp work."""
     most = template.constants("decoder_attention/decoder_attention")["MAX_WARPS"]
     return most if columns * most <= _RESIDENT_WARPS * multiprocessors else most // 2
 
@@ -166,9 +167,9 @@ def _why_grid(grid: _Grid, tokens: Any, new: int, steps: int, multiprocessors: i
 def _grid(rows: int, tokens: Any, new: int, lanes: int, steps: int, multiprocessors: int) -> _Grid:
     """Return the grid for `tokens` tokens per sequence. The last `new` tokens are not in the cache yet.
 
-    A block has fewer warps if not all full blocks would be resident, or if there are too few tokens to give every warp
-    work. If one block for each column of rows leaves multiprocessors idle, the sequence is split among several blocks,
-    as long as each warp has at least two rounds. In a round a warp processes `steps` entries.
+    A block has fewer warps if otherwise not all blocks would be resident, or if there are too few tokens to give every
+    warp work. If one block for each column of rows leaves multiprocessors idle, the sequence is split among several
+    blocks, as long as each warp has at least two rounds. In a round a warp processes `steps` entries.
     """
     columns = -(-rows // (32 // lanes))
     resident = _RESIDENT_WARPS * multiprocessors
@@ -295,7 +296,7 @@ def masked_attention(
     out: AnyArray | None = None,
     variant: str = "auto",
 ) -> AnyArray:
-    """Append a token to each sequence's keys and values, and attend over all of them: the decoder's self-attention.
+    """Compute the decoder's self-attention: append a token to each sequence's keys and values, and attend over them.
 
     The biases are added in float32. k + bias_k and v + bias_v are rounded to the caches' dtype and written at index
     `step - 1`. The attention uses the rounded numbers. With the entries s = 0 ... step - 1 of head h of sequence b,
@@ -306,14 +307,14 @@ def masked_attention(
     are -inf, the result is zeros. A NaN among a head's scores makes its result NaN.
 
     Args:
-        q, k, v: the new token [batch, heads * dim], float32, float16 or bfloat16, contiguous along the last dimension;
-            rows may be strided, as in a fused projection. A head's dim is at most 256.
+        q, k, v: the new token [batch, heads * dim], float32, float16 or bfloat16, contiguous along the last dimension.
+            Rows may be strided, so q, k and v may be slices of the output of one QKV projection. dim is at most 256.
         bias_q, bias_k, bias_v: [heads * dim], float32 or the dtype of `q`, all of one dtype; None adds nothing.
         key_cache, value_cache: [max_steps, batch, heads, dim], of the dtype of `q`, contiguous, written at step - 1.
             Their shape sets the number of heads.
-        step: the number of tokens, the new one included, in [1, max_steps]: an int, or an int32 array [1] or [] beside
-            `q`. An array in host memory is checked. On a GPU the kernel reads it and clamps it to that range, so that a
-            CUDA graph of one launch serves all steps. With such an array, the grid, the split among blocks and the
+        step: the number of tokens, the new one included, in [1, max_steps]: an int, or an int32 array [1] or [] on the
+            device of `q`. An array in host memory is checked. On a GPU the kernel reads it and clamps it to that range,
+            so that one captured CUDA graph can run every step. With an array, the grid, the split among blocks and the
             order of the sums are chosen for max_steps.
         scale: a factor of the scores; 1 / sqrt(dim) if None.
         out: [batch, heads * dim], written and returned.
@@ -325,7 +326,7 @@ def masked_attention(
         partial results in memory from the caller's allocator.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
     The layout and the count of steps are from FasterTransformer's decoder (v2.1), the online softmax from Milakov and

@@ -205,7 +205,7 @@ def embedding_lookup(
     the whole row becomes zeros instead.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices, ids or sizes that do not fit; the message names the argument.
     """
     return _lookup(embedding_table, word_ids, "position_table", position_table, step, position_ids, False, out, variant)
@@ -226,7 +226,7 @@ def embedding_lookup_sine_position_encoding(
     out: AnyArray | None = None,
     variant: str = "auto",
 ) -> AnyArray:
-    """Look up the embeddings of a decoder's input tokens, scale them, and add the encoding of their position.
+    """Look up the embeddings of a decoder's input tokens, scale them, and add the encodings of their positions.
 
         out[i] = embedding_table[word_ids[i]] * sqrt(hidden) + position_encoding[position[i]]
 

@@ -1,4 +1,4 @@
-"""The activation between the two products of a feed-forward layer: gated, or with a bias."""
+"""The activation between the two GEMMs of a feed-forward layer: gated, or with a bias."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _kernel = Kernel("moe_activation/moe_activation", "moe_activation")
 _bias_kernel = Kernel("moe_activation/add_bias_act", "add_bias_act")
 _ITEMS = 2
-_ROWS = 2  # rows of a thread; both use the same units of the bias
+_ROWS = 2  # rows per thread; a thread loads the bias once for both rows
 
 
 def _variant(
@@ -113,7 +113,7 @@ def moe_activation(
         expert_num_tokens: int32 [experts], for x of [experts, max_tokens, 2 * inter]: the number of tokens of each
             expert, in its first rows. Rows after them are neither read nor written.
         out: an array to write into and return.
-        variant: "auto", or a kernel by name: "vector" (16 bytes at a time, from aligned rows) or "scalar". Both give
+        variant: "auto", or a kernel by name: "vector" (16 bytes at a time; needs aligned rows) or "scalar". Both give
             the same bits.
 
     Returns:
@@ -121,7 +121,7 @@ def moe_activation(
         host memory go through the NumPy reference.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
     """
     return _gated(x, activation, expert_num_tokens, out, variant, form=(alpha, limit, interleaved))
@@ -136,9 +136,9 @@ def _gated(
     gate_last: bool = False,
     form: tuple[float, float, bool] = (activations.ALPHA, activations.LIMIT, False),
 ) -> Any:
-    """Check and launch `moe_activation`. `gate_last`: the second half of a row is the gate.
+    """Check and launch `moe_activation`. With `gate_last` the second half of a row is the gate.
 
-    `form` is alpha, limit and interleaved.
+    `form` is the tuple (alpha, limit, interleaved).
     """
     number = activations.number(activation)
     alpha, limit = activations.check_bounds(*form[:2])
@@ -212,8 +212,8 @@ def swigluoai_and_mul(
 ) -> AnyArray:
     """`moe_activation` with "swigluoai", the activation of gpt-oss.
 
-    The two projections are halves of a row unless `interleaved`. vLLM's operator of the same name takes `out` first,
-    and always interleaved projections.
+    Without `interleaved` the gate and the up projection are the two halves of a row. vLLM's operator of the same name
+    takes `out` first, and its projections are always interleaved.
     """
     return moe_activation(x, "swigluoai", alpha=alpha, limit=limit, interleaved=interleaved, out=out)
 
@@ -259,7 +259,7 @@ def add_bias_act(
         bias: [inter], in the dtype of `x`; None: 0.
         activation: one of the names above.
         out: an array to write into and return; may be `x` itself.
-        variant: "auto", or a kernel by name: "vector" (16 bytes at a time, from aligned rows) or "scalar". Both give
+        variant: "auto", or a kernel by name: "vector" (16 bytes at a time; needs aligned rows) or "scalar". Both give
             the same bits.
 
     Returns:
@@ -268,7 +268,7 @@ def add_bias_act(
         through the NumPy reference.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
     FasterTransformer's kernel has the same name.

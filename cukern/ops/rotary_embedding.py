@@ -154,7 +154,7 @@ def rotary_embedding(
         query and key, computed in float32 and rounded once. transformers rounds each product as well.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or options that do not fit; the message names the argument.
 
     Rotary embedding is from Su et al. (arXiv:2104.09864). The positional arguments are as in transformers'
@@ -249,7 +249,7 @@ _fused.specialized = [
 
 
 def _check_weights(query: Array, weights: dict[str, Any], epsilon: float | None, width: int) -> tuple[str, float]:
-    """Check the weights of the norms. Return their dtype, and epsilon; 0 without norms."""
+    """Check the weights of the norms. Return their dtype, and epsilon (0 without norms)."""
     given = {name: x for name, x in weights.items() if x is not None}
     for name, array in given.items():
         if epsilon is None:
@@ -324,15 +324,15 @@ def fused_qk_norm_rope_and_cache(
 
     Args:
         query: [tokens, heads, head_dim], float32, float16 or bfloat16; normalized and rotated in place. Tokens and
-            heads may be strided by multiples of 16 bytes, as in a fused projection of queries, keys and values.
-            head_dim is a multiple of 16, at most 512.
+            heads may be strided by multiples of 16 bytes, so query, key and value may be slices of the output of one
+            QKV projection. head_dim is a multiple of 16, at most 512.
         key, value: [tokens, kv_heads, head_dim], with the same dtype and rules for strides. They are not changed.
         cos, sin: [tokens, rotary_dim] or [tokens, rotary_dim / 2], as in `rotary_embedding`.
         key_cache, value_cache: [blocks, block_size, kv_heads, head_dim] in the dtype of `query`, as in
             `reshape_and_cache_flash`. Written.
         slot_mapping: int64 [tokens]: the slot of each token. A slot outside of the cache, such as -1, is skipped.
-        q_weight, k_weight: [head_dim], of the norms, in the dtype of `query` or float32; None: 1.
-        epsilon: of the norms; None: there are no norms.
+        q_weight, k_weight: [head_dim], the weights of the norms, in the dtype of `query` or float32; None: 1.
+        epsilon: the epsilon of the norms; None: do not normalize.
         weight_offset: 1 for models that store the weights minus 1.
         layout: "half", "interleaved" or "deinterleaved", as in `rotary_embedding`.
         rotary_dim: a multiple of 16, at most head_dim; None: the columns of `cos`.
@@ -341,7 +341,7 @@ def fused_qk_norm_rope_and_cache(
         query.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or numbers that do not fit; the message names the argument.
 
     vLLM and SGLang fuse norms and rotation as `fused_qk_norm_rope`, over one array of queries, keys and values.

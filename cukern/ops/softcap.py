@@ -1,4 +1,4 @@
-"""`softcap_logits`: soft caps of logits."""
+"""`softcap_logits`: limit logits to a range by a soft cap."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ DTYPES = ("float32", "float16", "bfloat16")
 VARIANTS = ("auto", "vector", "scalar")
 
 _kernel = Kernel("softcap", "softcap")
-#: Units per thread, for few and for many logits. With one unit per thread there are more blocks, so that a few logits
-#: occupy more multiprocessors.
+#: The number of units per thread: (for few logits, for many logits). With one unit per thread there are more blocks, so
+#: few logits use more multiprocessors.
 _ITEMS = (1, 4)
-#: From this many logits on, a thread has four units (between softcap_logits, tokens 1 and 64; neither is near).
+#: From this many logits on, a thread has four units. The limit is between the benchmark cases softcap_logits, tokens 1
+#: and 64, and not close to either.
 _MANY = 2**21
 #: The smallest normal and the largest finite float32.
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -70,7 +71,7 @@ def softcap_logits(logits: AnyArray, cap: float, *, out: AnyArray | None = None,
         cap: a positive number, such as 30 (the logits of Gemma 2) or 50 (its attention scores).
         out: an array to write into and return; its rows may be strided as the rows of `logits`. `logits` itself gives
             the result in place.
-        variant: "auto", or a kernel by name: "vector" (16 bytes at a time, from aligned rows) or "scalar". Both give
+        variant: "auto", or a kernel by name: "vector" (16 bytes at a time; needs aligned rows) or "scalar". Both give
             the same bits.
 
     Returns:
@@ -78,7 +79,7 @@ def softcap_logits(logits: AnyArray, cap: float, *, out: AnyArray | None = None,
         infinity becomes -cap or cap; NaN stays NaN. Arrays in host memory go through the NumPy reference.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or numbers that do not fit; the message names the argument.
 
     Example:

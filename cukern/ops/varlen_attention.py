@@ -32,7 +32,7 @@ DIMS = (
 #: Head dimensions of the instances of "wgmma".
 WGMMA_DIMS = (64, 128)
 _LOG2_E = 1.4426950408889634
-#: "wgmma" takes the maximum of a query's products before it multiplies by the scale, so the scale must be positive.
+#: "wgmma" takes the maximum of a query's dot products before it multiplies by the scale, so the scale must be positive.
 _SMALLEST_WGMMA_SCALE = 1e-30
 _LARGEST_STRIDE = 2**40  # in bytes, of a tensor map
 
@@ -225,7 +225,8 @@ def varlen_attention(
 
     Args:
         q: [tokens, heads, dim], float32, float16 or bfloat16, dim at most 256, contiguous along the last dimension.
-            Tokens and heads may be strided, as in a fused product: qkv.view(tokens, 3, heads, dim)[:, 0].
+            Tokens and heads may be strided, so q, k and v may be slices of the output of one QKV projection, such as
+            qkv.view(tokens, 3, heads, dim)[:, 0].
         k, v: [memory_tokens, kv_heads, dim], of the dtype of `q`, with strides as `q` may have them; kv_heads divides
             heads.
         cu_seqlens_q: int32 [sequences + 1], the start of each sequence: 0, then sums of lengths, which may be 0. The
@@ -234,8 +235,8 @@ def varlen_attention(
         cu_seqlens_k: the same for the sequences of keys and values, for cross-attention. None: cu_seqlens_q is used,
             and memory_tokens must equal tokens.
         scale: a factor of the scores; 1 / sqrt(dim) if None.
-        causal: the last query of a sequence sees all of its keys, and each query sees one key less than the next query.
-            Infinities and NaN in values may reach queries that do not see these values.
+        causal: True: the last query of a sequence sees all of its keys, and each query sees one key less than the next
+            query. Infinities and NaN in values may affect queries that do not see these values.
         out: [tokens, heads, dim], contiguous, to write into and return; it shares no memory with q, k and v.
         variant: "auto", or a kernel by name: "wgmma" (Hopper's tensor cores; like "mma", with dim at most 128 and a
             positive scale), "mma" (tensor cores; 16 bits, aligned rows of a multiple of 8) or "fma" (products in
@@ -247,7 +248,7 @@ def varlen_attention(
         query makes its result NaN. Arrays in host memory go through the NumPy reference.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
     The semantics are as in FlashAttention's `flash_attn_varlen_func`, without the largest lengths, which the grid does

@@ -42,7 +42,7 @@ def function_number(activation: Any, *, optional: bool = False) -> int:
 def check_bounds(alpha: Any, limit: Any) -> tuple[float, float]:
     """Check `alpha` and `limit` of swigluoai, and return them as floats.
 
-    Raises TypeError for a value that is no number, ValueError for an infinity, NaN or a negative limit.
+    Raises TypeError for a value that is not a number, ValueError for an infinity, NaN or a negative limit.
     """
     alpha, limit = check.number("alpha", alpha), check.number("limit", limit)
     if not limit >= 0:

@@ -56,7 +56,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 _NUMPY_NAMES = {numpy_dtype(name): name for name in ITEM_SIZE}
-#: CuPy has no FP8 dtypes: its arrays hold the bytes.
+#: CuPy does not have FP8 dtypes. Its arrays are uint8 with the same bytes.
 _CUPY_DTYPES = {name: numpy_dtype("uint8" if name.startswith("float8") else name) for name in ITEM_SIZE}
 
 
@@ -69,12 +69,12 @@ def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-_PART_ALIGNMENT = 256  # of the parts of a workspace, in bytes
+_PART_ALIGNMENT = 256  # alignment of the arrays in a workspace, in bytes
 
 
 @functools.lru_cache(maxsize=1024)
 def lay_out(sizes: tuple[int, ...]) -> tuple[int, list[int]]:
-    """Return the bytes of a workspace that holds parts of these sizes, and the start of each part."""
+    """Return the bytes of a workspace that holds arrays of these sizes in bytes, and the start of each array."""
     starts, end = [], 0
     for size in sizes:
         starts.append(end)
@@ -83,7 +83,7 @@ def lay_out(sizes: tuple[int, ...]) -> tuple[int, list[int]]:
 
 
 class View(NamedTuple):
-    """The properties of an array that a call reads. `strides` are in elements; `device` is None for host memory."""
+    """The properties of an array that a call needs. `strides` are in elements; `device` is None for host memory."""
 
     address: int
     dtype: str
@@ -110,7 +110,10 @@ class Library:
         raise NotImplementedError
 
     def alike(self, arrays: Sequence[Any]) -> Callable[..., bool]:
-        """Return a function that tells whether other arrays differ from `arrays` in their addresses only."""
+        """Return a function that takes other arrays, and returns whether they equal `arrays` except for the addresses.
+
+        Equal means the same dtypes, shapes, strides and devices; the elements are not compared.
+        """
         known = [*map(self._layout, arrays)]
         return lambda *others: [*map(self._layout, others)] == known
 
@@ -350,12 +353,12 @@ class _Torch(Library):
 
 NUMPY = _NumPy()
 CUPY = _CuPy()
-#: The library of each type seen so far; None if the type is no array type, or only known by DLPack.
+#: The library of each type seen so far; None for types that are not arrays, or are only known by DLPack.
 KNOWN: dict[type, Library | None] = {np.ndarray: NUMPY}
 
 
 def _find(kind: type) -> Library | None:
-    """Find the library of a type that is seen for the first time. None as in `KNOWN`."""
+    """Find the library of a type that is not in `KNOWN` yet. Return None in the same cases as `KNOWN`."""
     if issubclass(kind, np.ndarray):
         return NUMPY
     if cupy is not None and issubclass(kind, cupy.ndarray):
@@ -368,7 +371,7 @@ def _find(kind: type) -> Library | None:
 
 
 def library_of(array: Any) -> Library | None:
-    """Return the library of an array; None for a value that is no array, or an array that is only known by DLPack."""
+    """Return the library of an array. Return None for other values, and for arrays that are only known by DLPack."""
     kind = type(array)
     try:
         return KNOWN[kind]
@@ -388,7 +391,7 @@ _DLPACK_CPU, _DLPACK_CUDA = 1, (2, 13)  # kDLCPU; kDLCUDA and kDLCUDAManaged
 def enter(name: str, array: Any) -> Any:
     """Return an array of a known library that shares the memory of `array`.
 
-    Raises TypeError for a value that is no array, ValueError for an array on another kind of device.
+    Raises TypeError for a value that is not an array, ValueError for an array on another kind of device.
     """
     if library_of(array) is not None:
         return array

@@ -1,4 +1,4 @@
-"""Descriptions of arrays, and checks of them. The body of an op gets a description instead of each array of a call.
+"""Descriptions of arrays, and checks of them. The body of an op gets descriptions instead of the arrays of a call.
 
 Each error names the argument, the expected value and the actual one.
 """
@@ -33,7 +33,7 @@ class NoNumbers(TypeError):
 
 
 class Array:
-    """The description of an array: its properties that a plan may use. In a launch it stands for the array's address.
+    """The description of an array, without its elements. As the field of a launch it stands for the array's address.
 
     `strides` are in elements. `alignment` is a power of two of at most 16 that divides the address.
     """
@@ -159,7 +159,7 @@ def type_name(value: Any) -> str:
 def expect_array(name: str, array: Any, dtypes: Collection[str] = (), symbols: tuple[str, ...] | None = None) -> Array:
     """Check that `array`, the first of a call, is an array of one of these dtypes with the dimensions `symbols`.
 
-    Raises TypeError for a value that is no array and for another dtype, ValueError for other dimensions.
+    Raises TypeError for a value that is not an array and for another dtype, ValueError for other dimensions.
     """
     if not isinstance(array, Array):
         wanted = "an array (NumPy, CuPy, torch, or any with __dlpack__)"
@@ -234,7 +234,10 @@ def is_transposed(weights: Array) -> bool:
 
 
 def expect_weights(name: str, weights: Array) -> None:
-    """Raise ValueError unless k of weights [experts, n, k], or in 16 and 32 bits n, is contiguous. No stride is < 0."""
+    """Raise ValueError unless k is contiguous in weights [experts, n, k], or n if the weights have 16 or 32 bits.
+
+    Negative strides are refused, too.
+    """
     if weights.item_size == 1 or not is_transposed(weights):
         expect_lines(name, weights)
     elif (weights.strides[1] != 1 and weights.shape[1] > 1) or min(weights.strides) < 0:

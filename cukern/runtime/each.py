@@ -9,8 +9,8 @@ from typing import Any
 class Each:
     """A value that may differ at each call of a plan. `value` is its value in the call that makes the plan.
 
-    For an argument, `place` is its index among the numbers of a call. A computed value has a `function` and `operands`:
-    arguments, arrays (whose addresses are passed), other computed values, and constants.
+    If the value is an argument, `place` is its index among the numbers of a call. If it is computed, it has a
+    `function` and its `operands`: arguments, arrays (their addresses are passed), computed values, and constants.
     """
 
     __slots__ = ("function", "operands", "place", "value")

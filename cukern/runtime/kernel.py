@@ -25,18 +25,18 @@ from cukern.runtime.template import TemplateError
 #: Every kernel of the library, by stem. The imports of the op modules add them.
 KERNELS: dict[str, list[Kernel]] = {}
 
-#: A lock for each device, not one for all: loading a module may wait for a kernel that runs on the device, and that
-#: kernel may wait for another device.
+#: A lock for each device. One lock for all devices could cause a deadlock: loading a module may wait for a kernel on
+#: that device, and the kernel may wait for another device.
 _load_locks: dict[int, threading.Lock] = {}
 _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # a function attribute of the driver
 
 
 class Launched(NamedTuple):
-    """The launch configuration that the host uses for a block.
+    """The launch configuration of a block, as the host computes it.
 
     If the shared memory differs between calls, `shared_bytes` is the value for the example sizes `at`, and `most` is
-    the largest value. The compiler asserts that `<kernel>_launch` in the template returns the same numbers
-    (cuda_src/common/launch.cuh).
+    the largest possible value. The function `<kernel>_launch` in the template (see cuda_src/common/launch.cuh) computes
+    the same numbers, and a static assertion compares them.
     """
 
     threads: int = 0  # the largest number, if it differs between calls; 0: not asserted
@@ -102,9 +102,9 @@ class Variant:
 
 
 class _Ready(dict[Any, tuple[Callable[..., None], int]]):
-    """For each device, the launch function of a variant and the driver's handle. They are added at the first launch.
+    """Maps a device to the launch function of a variant and the driver's handle, which are added at the first launch.
 
-    At its first launch the device must be the current device.
+    At the first launch on a device, the device must be the current device.
     """
 
     def __init__(self, variant: Variant) -> None:
@@ -273,8 +273,8 @@ def load_all(
 ) -> None:
     """Load the requested variants of the kernels of `stems` on a device.
 
-    Loading a module may wait for running kernels, so it must not happen while a kernel waits for another rank. `wanted`
-    selects instances. Without `compiles`, variants that are not in the cache are skipped.
+    Loading a module may wait for running kernels, so do not call this function while a kernel waits for another rank.
+    `wanted` selects instances. If `compiles` is false, variants that are not in the cache are skipped.
     """
     arch = arch_of_device(device)
     found = [

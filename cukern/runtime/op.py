@@ -1,13 +1,14 @@
-"""From a declaration to a call: how every function with a plan runs.
+"""Ops: the declaration of the public functions, and how their calls run.
 
-An op is a function of its public arguments. Its body makes the plan of a call. The body gets an `Array`, a description,
-for each array. The body checks the arguments against each other, chooses the kernel, and calls `outputs`, `empty` and
-`launch` to record allocations and launches. The body uses no GPU, and all its numbers are plain ints and floats.
+An op is a public function. Its Python body does not compute the result, but makes a plan for the call. For each array
+the body gets an `Array`, a description without the elements. The body checks the arguments against each other, chooses
+the kernel, and calls `outputs`, `empty` and `launch` to record allocations and launches. The body does not use the GPU,
+and all its numbers are plain ints and floats.
 
-A later call with equal arguments, whose arrays differ in their addresses only, repeats the plan: it allocates, packs
-the structs and launches. Any other call runs the body again. Arrays in host memory go to the NumPy reference (called
-the twin) after the body has checked them. If the body of an op calls another op with descriptions, that op's steps
-become a part of the same plan.
+A later call with equal arguments, whose arrays differ only in their addresses, runs the plan again: it allocates, packs
+the structs of parameters and launches. Any other call runs the body again. For arrays in host memory, the NumPy
+reference (called the twin) computes the result after the body has checked them. If the body of an op calls another op
+with descriptions, the steps of that op become part of the same plan.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ class Operator(NamedTuple):
 OPS: dict[str, Op] = {}
 #: Every torch operator, by the name of its function.
 OPERATORS: dict[str, Operator] = {}
-#: The largest number of plans that an op keeps, and the largest number that it keeps under one key (equal facts, and an
-#: equal shape of the first array).
+#: The largest number of plans that an op keeps, and the largest number that it keeps under one key. Calls have the same
+#: key if their facts (the argument values that select a plan) and the shape of their first array are equal.
 _MAX_PLANS, _MAX_LAYOUTS = 1024, 16
 
 
 class _Kept(NamedTuple):
-    """A kept plan, and the conditions of the calls that it serves."""
+    """A kept plan, and the conditions that a later call must meet to use it."""
 
     plan: Plan
     is_alike: Callable[..., bool]
@@ -56,7 +57,7 @@ class _Kept(NamedTuple):
 
 
 class _Signature:
-    """Calls with the same number of positional arguments, the same keywords, and arguments of the same types."""
+    """The kept plans for calls of one form: equal positional arguments in number, equal keywords, and equal types."""
 
     def __init__(self, names: Sequence[str], values: Sequence[Any], numbers: Collection[str]) -> None:
         self.names = names  # of the arguments, in order
@@ -68,11 +69,11 @@ class _Signature:
         own = [i for i, x in enumerate(flat) if libraries[i] is None and x is not None]
         differs = [i for i in own if names[named[i]] in numbers]
         self.arrays = _getter(given)
-        #: Functions that pick, from a call's values, the numbers that may differ at each call, and the facts. A fact is
-        #: a value that selects the plan.
+        #: Two functions of a call's values. The first returns the numbers that may differ at each call, the second the
+        #: facts, which are the values that select the plan.
         self.numbers, self.facts = _getter(differs), _getter([i for i in own if i not in differs])
-        #: Whether plans are kept. They are kept only if all arrays are of one known library, because the key of a plan
-        #: would keep an array of an unknown (DLPack) library alive.
+        #: Whether plans are kept: only if all arrays are of one known library. An array of another library (DLPack)
+        #: would be part of a plan's key, which would keep the array alive.
         self.keeps = len({*libraries} - {None}) == 1 and not any(hasattr(flat[i], "__dlpack__") for i in own)
 
 
@@ -83,7 +84,7 @@ def _getter(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 
 
 def _flatten(values: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]]:
-    """Return the values with tuples and lists expanded, and for each element the position of its original value."""
+    """Return the values with tuples and lists expanded, and for each element the index of the value it is from."""
     flat: list[Any] = []
     positions: list[int] = []
     for i, value in enumerate(values):
@@ -142,7 +143,7 @@ class Op:
         return ", ".join([*positional, *(["*", *keywords] if keywords else [])])
 
     def miss(self, form: _Signature, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a call that fits no kept plan: make its plan, and keep the plan if there is a key."""
+        """Run a call for which there is no kept plan: make a plan and run it. Keep the plan if there is a key."""
         if self.instead is not None:
             answer = self.instead(*args, **kwargs)
             if answer is not NotImplemented:
@@ -173,9 +174,9 @@ class Op:
         return plan.run(values, given, [*reader.addresses, *(x.value for x in reader.numbers)])
 
     def _run_twin(self, trace: Trace, returned: Any, reader: _Reader, form: _Signature, values: Sequence[Any]) -> Any:
-        """Run the NumPy reference for arrays in host memory. Its results become arrays of the caller's library, or out.
+        """Run the NumPy reference for arrays in host memory. Return its results in `out`, or in the caller's library.
 
-        The reference gets views of the caller's memory, so that the caller sees the elements that it writes.
+        The reference gets views of the caller's memory, so that what it writes is visible to the caller.
         """
         assert self.twin is not None
         library = trace.place.library
@@ -253,7 +254,7 @@ class Op:
         self._count = 0
 
     def say(self, form: _Signature, values: Sequence[Any], on: gpu.Gpu | None = None) -> tuple[Trace, Any, _Reader]:
-        """Run the body for these arguments. Return its trace, its result and the reader. `on`: a GPU to plan for."""
+        """Run the body for these arguments. Return its trace, its result and the reader. `on` is a GPU to plan for."""
         reader = _Reader(self, form, on)
         given = {
             name: reader.read(i, name, value) for i, (name, value) in enumerate(zip(form.names, values, strict=True))
@@ -266,9 +267,10 @@ class Op:
 
 
 def _memory(addresses: Sequence[int], compares: bool) -> tuple[tuple[int, int], ...] | None:
-    """Return the properties of addresses that a plan may depend on: alignments and, if it compares, equal addresses.
+    """Return the properties of the addresses on which a plan may depend: their alignments, and which are equal.
 
-    Return None in the usual case: all addresses are aligned to 16 bytes, and no two that are compared are equal.
+    Equal addresses matter only if `compares` is true. Return None in the usual case: all addresses are aligned to 16
+    bytes, and if they matter all are different.
     """
     if functools.reduce(operators.or_, addresses) & 15 or (compares and len({*addresses}) < len(addresses)):
         return tuple([(address & 15, addresses.index(address) if compares else 0) for address in addresses])
@@ -336,17 +338,18 @@ def op(
     leader: str = "",
     instead: Callable[..., Any] | None = None,
 ) -> Callable[[_F], _F]:
-    """Declare an op by a function with its public signature and docstring. The body of the function is the plan.
+    """Declare an op by a function that has the public signature and docstring, and whose body makes the plan.
 
     Args:
         twin: the NumPy function that defines the op, with the same arguments except `variant`. It takes `out` only if
             the previous content of `out` matters.
-        names: the names of the results, such as "weights, ids". The rest of the torch operator's schema comes from the
-            signature, see `cukern.runtime.schema`. An op has a torch operator if it has names or a `WrittenArray`.
+        names: the names of the results for the schema of the torch operator, such as "weights, ids". The rest of the
+            schema comes from the signature, see `cukern.runtime.schema`. An op has a torch operator only if it has
+            names or a `WrittenArray`.
         results: a function of the operator's arguments that returns a `Result` for each name, or a number, which is
             returned unchanged.
         numbers: arguments that differ at each call, such as a seed. The body gets an `Each`, for `each_call`.
-        leader: the array that decides the library and the device of a call; by default the first one.
+        leader: the name of the array that decides the library and the device of a call; by default the first array.
         instead: a function of a call's arguments that returns the result, or NotImplemented to let the op run. The
             function is called if no kept plan fits. No plan fits if an argument cannot be hashed, or if the arguments
             do not fit the signature.
@@ -394,7 +397,7 @@ def _call_of(op: Op, function: _F) -> _F:
             try:
                 key = form.facts(flat), given[0].shape
                 kept = form.plans.get(key, ())
-            except TypeError:  # no plan is kept for a value that cannot be hashed: the body's checks name the argument
+            except TypeError:  # a value cannot be hashed: run the body, whose checks name the argument
                 key, kept = None, ()
             for plan, is_alike, memory, requires_grad in kept:
                 if is_alike(*given) and not (requires_grad and plan.library.wants_gradients()):

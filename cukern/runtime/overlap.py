@@ -1,8 +1,7 @@
-"""Launches that may overlap: blocks of a kernel may start before the previous kernel on the stream has ended.
+"""Programmatic dependent launch: blocks of a kernel may start before the previous kernel on the stream has ended.
 
-The method is programmatic dependent launch, through the driver's `cuLaunchKernelEx`. A kernel may be launched in this
-way only if the kernel itself waits for the earlier kernels (`cuda_src/common/overlap.cuh`). A captured CUDA graph
-records such a launch as a programmatic edge.
+The driver's `cuLaunchKernelEx` makes such launches. They are correct only if the kernel itself waits for the results of
+earlier kernels (`cuda_src/common/overlap.cuh`). A captured CUDA graph records such a launch as a programmatic edge.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from cukern.runtime.cuda import driver, libcuda
 
 _FIRST_ARCH = 90
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # a value of CUlaunchAttributeID
-#: A CUlaunchAttribute: its id, and 1 in a union of 64 bytes.
+#: A packed CUlaunchAttribute: its id, and the value 1 in a union of 64 bytes.
 _ATTRIBUTE = struct.pack("<i4xi60x", _PROGRAMMATIC_STREAM_SERIALIZATION, 1)
-#: A CUlaunchConfig: grid, block, dynamic shared bytes, stream, pointer to the attributes, and their number.
+#: The layout of a CUlaunchConfig: grid, block, dynamic shared bytes, stream, pointer to the attributes, their number.
 _CONFIG = struct.Struct("<7I4xQQI4x")
 #: The header that a template includes if its kernel waits for earlier kernels.
 _HEADER = "common/overlap.cuh"

@@ -42,7 +42,7 @@ class _Step(NamedTuple):
 
 
 class Trace:
-    """The record of an op's body so far."""
+    """The record of what an op's body has requested so far: allocations, launches and notes."""
 
     def __init__(self, place: Place, addresses: Sequence[int], numbers: int) -> None:
         self.place = place
@@ -50,9 +50,9 @@ class Trace:
         self.steps: list[_Step] = []
         self.computed: list[Each] = []  # the values that each call computes, in order
         self.compares = False  # whether the body has compared the addresses of arrays
-        self.first_made = len(addresses) + numbers  # index of the first made array's address in the environment
+        self.first_made = len(addresses) + numbers  # index in the environment of the first allocated array's address
         self.made: list[tuple[tuple[int, ...], str]] = []  # shapes and dtypes of the arrays to allocate
-        self.transposed: set[int] = set()  # sources of made arrays that are returned transposed
+        self.transposed: set[int] = set()  # `source` of allocated arrays that are returned transposed
         self.is_host_call = False
         self.for_twin: Callable[[], dict[str, Any]] = dict
         self.outputs: list[Array | None] = []
@@ -83,7 +83,7 @@ def follow(trace: Trace, plan: Callable[[], Any]) -> Any:
 
 
 def follow_part(plan: Callable[[], Any]) -> Any:
-    """Run the body of an op that another op's body calls, with its own notes, and return its result."""
+    """Run the body of an op that the body of another op calls, and return its result. Its notes are separate."""
     trace = current()
     outer, trace.notes = trace.notes, {}
     try:
@@ -95,11 +95,12 @@ def follow_part(plan: Callable[[], Any]) -> Any:
 def outputs(
     out: Any, first: Array, first_name: str, *results: Result | Array | None, names: str | Sequence[str] = ""
 ) -> Any:
-    """Return the arrays for the results of an op: an array or a tuple. They are from `out`, or new where `out` is None.
+    """Return the arrays for the results of an op, one array or a tuple: the arrays of `out`, or new arrays if None.
 
-    `names` describes an `out` of several arrays in messages, such as "a pair (weights, ids)". If each array has its own
-    argument, `names` has the names of the arguments. A result that is no `Result`, such as a written argument or None,
-    is returned unchanged.
+    `names` describes an `out` of several arrays in error messages, such as "a pair (weights, ids)". If each array has
+    its own argument, `names` is the list of these arguments' names. A result that is not a `Result`, such as a written
+    argument or None, is returned unchanged.
+
     Raises TypeError and ValueError for an `out` that does not fit.
     """
     trace, single = current(), len(results) == 1
@@ -133,7 +134,7 @@ def outputs(
 
 
 def write_into(*results: Array) -> None:
-    """Tell the NumPy reference which arguments get its results, in an op that checks `out` itself."""
+    """Record to which arguments the NumPy reference writes its results. For ops that check `out` themselves."""
     current().outputs = list(results)
 
 
@@ -152,7 +153,10 @@ def run_twin(
 
 
 def empty(shape: Sequence[Any], dtype: str) -> Array:
-    """Return an array that passes data from one launch to the next. All such arrays of a plan share one workspace."""
+    """Return an uninitialized array for data that one launch writes and a later launch of the same plan reads.
+
+    All such arrays of a plan share one allocation, the workspace.
+    """
     return current().make(tuple(shape), dtype)
 
 
@@ -161,14 +165,14 @@ def launch(
 ) -> None:
     """Launch a kernel, with the fields of its struct of parameters by name.
 
-    `why` is the reason for the kernel and its instance that `cukern.explain` shows: the rule, with the constants that
-    the choice compares.
+    `why` is the reason for the kernel and its instance, which `cukern.explain` shows: the rule, with the constants that
+    it compares.
 
-    A field is a number, an `Each`, an Array for its address, or None for a null pointer. A field for an array in the
-    struct is a sequence, a field for an inner struct a mapping or a tuple; None or 0 means zeros. `grid` and `block`
-    are numbers or tuples of up to three. `block` and `shared_bytes` may be left out if they are the same for all calls;
-    they then come from the variant's `launched`. Raises TemplateError for a missing or an unknown field, and for
-    dynamic shared memory without `launched`.
+    The value of a field is a number, an `Each`, an Array (for its address), or None (for a null pointer). If the field
+    is an array in the struct, its value is a sequence. If the field is an inner struct, its value is a mapping or a
+    tuple. For both, None or 0 means zeros. `grid` and `block` are numbers or tuples of up to three numbers. `block` and
+    `shared_bytes` may be left out if they are the same for all calls; they then come from the variant's `launched`.
+    Raises TemplateError for a missing or an unknown field, and for dynamic shared memory without `launched`.
     """
     file, function, launched = variant.instance.file, variant.instance.function, variant.launched
     if block is None and not launched.at:
@@ -193,7 +197,7 @@ def tensor_map(
     promotion: int = 256,
     swizzled: bool = True,
 ) -> Each:
-    """Return a field with a tensor map of an array. The arguments are as in `tensor_map.encode`."""
+    """Return the value of a field that is a tensor map of an array. The arguments are as in `tensor_map.encode`."""
     encoded: dict[int, bytes] = {}
 
     def find(address: int) -> bytes:
@@ -215,17 +219,17 @@ def note(**facts: Any) -> None:
 
 
 def begin_together(first: Array, second: Array) -> bool:
-    """Return whether two arrays begin at the same address. The plan is then used only if the answer is the same."""
+    """Return whether two arrays begin at the same address. Later calls use the plan only if theirs do likewise."""
     trace = current()
     trace.compares = True
     return (first.address or (first.source, first.offset)) == (second.address or (second.source, second.offset))
 
 
 def each_call(function: Callable[..., Any], like: Any, *operands: Any) -> Each:
-    """Let each call of the plan compute a value as `function(*operands)`, such as a random number.
+    """Return a value that each call of the plan computes as `function(*operands)`, such as a random number.
 
-    An operand is an argument that differs at each call, an array for its address, an earlier result of `each_call`, or
-    a constant. Each call calls `function` once, before its launches. While the plan is made, the value is `like`.
+    An operand is an argument that differs at each call, an array (for its address), an earlier result of `each_call`,
+    or a constant. Each call runs `function` once, before its launches. While the plan is made, the value is `like`.
     """
     made = Each(like, function, operands)
     current().computed.append(made)
@@ -233,7 +237,7 @@ def each_call(function: Callable[..., Any], like: Any, *operands: Any) -> Each:
 
 
 def check_each_call(function: Callable[..., Any], *operands: Any) -> Each:
-    """Call `each_call` with a function that raises for invalid values. Also call the function now."""
+    """Let each call of the plan run `function`, which raises for invalid values. Also run it now."""
     given = [x.value if isinstance(x, Each) else x.address if isinstance(x, Array) else x for x in operands]
     return each_call(function, function(*given), *operands)
 
@@ -255,7 +259,8 @@ def asked(variant: str) -> str:
 # --- a plan, ready to run -----------------------------------------------------------------------------
 
 
-#: `state` of each thread: its buffer for parameters, the address of the pointer to it, and the devices with a context.
+#: The attribute `state` is a tuple for each thread: its buffer for kernel parameters, the address of the pointer to
+#: this buffer, and the set of devices on which the thread has a context.
 _THREAD = threading.local()
 
 
@@ -272,15 +277,15 @@ def thread_state() -> tuple[Any, int, set[int]]:
 
 
 class Workspace:
-    """One allocation for all arrays that a plan makes and does not return. Each of these arrays is a part of it."""
+    """The single allocation that contains all arrays that a plan allocates and does not return."""
 
     def __init__(self, trace: Trace, returned: Any) -> None:
         kept = {x.source - trace.first_made for x in _arrays_in(returned)}
-        #: Indices of the made arrays that are returned, and of the others.
+        #: Indices of the allocated arrays: `kept` are returned, and `parts` are in the workspace.
         self.kept = [i for i in range(len(trace.made)) if i in kept]
         self.parts = [i for i in range(len(trace.made)) if i not in kept]
         made = [trace.made[i] for i in self.parts]
-        #: The size in bytes, and the start of each part.
+        #: The size of the workspace in bytes, and the start of each array in it.
         self.bytes, self.starts = arrays.lay_out(tuple(math.prod(shape) * arrays.ITEM_SIZE[x] for shape, x in made))
 
 
@@ -291,10 +296,11 @@ def _arrays_in(returned: Any) -> list[Array]:
 
 
 class Plan:
-    """The steps of all calls with equal facts: allocate, compute what differs at each call, launch, return.
+    """The steps of a call: allocate arrays, compute the values that differ at each call, launch, and return results.
 
-    The environment of a call holds, in this order: the addresses of its arrays, its numbers, the addresses of the
-    arrays that it makes, addresses inside of arrays, the values that all calls share, and the computed values.
+    All calls with equal facts (the argument values that select a plan) use the same plan. The environment is a list
+    with the values that a call needs, in this order: the addresses of its arrays, its numbers, the addresses of the
+    arrays that it allocates, addresses inside of arrays, the constants of the plan, and the computed values.
     """
 
     def __init__(self, trace: Trace, returned: Any, paths: Sequence[tuple[int, int | None]] = ()) -> None:
@@ -306,7 +312,7 @@ class Plan:
             for i in workspace.kept
         ]
         self._make_workspace = make((workspace.bytes,), "uint8", device) if workspace.parts else None  # type: ignore[arg-type]
-        #: For each made array: (its index among the returned arrays, 0), or (None, its start in the workspace).
+        #: For each allocated array: (its index among the returned arrays, 0), or (None, its start in the workspace).
         self._made = [
             (workspace.kept.index(i), 0) if i in workspace.kept else (None, workspace.starts[workspace.parts.index(i)])
             for i in range(len(trace.made))
@@ -321,7 +327,7 @@ class Plan:
         computed = {id(x): first_computed + i for i, x in enumerate(trace.computed)}
 
         def place_of(value: Any) -> int:
-            """Return the index of an operand or of a field's value in the environment."""
+            """Return the index in the environment of `value`, which is an operand or the value of a field."""
             if isinstance(value, Array):
                 return begin + self._inside.index((value.source, value.offset)) if value.offset else value.source
             if isinstance(value, Each):
@@ -341,7 +347,7 @@ class Plan:
         given = len(trace.addresses)
 
         def place(array: Array) -> int:
-            """Return the index of a returned array among the call's arrays followed by the made arrays."""
+            """Return the index of a returned array in the list of the call's arrays and then the allocated arrays."""
             made = array.source - trace.first_made
             return array.source if made < 0 else given + workspace.kept.index(made)
 
@@ -397,7 +403,7 @@ class Plan:
 def _returning(
     returned: Any, place_of: Callable[[Array], int], paths: Sequence[tuple[int, int | None]]
 ) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
-    """Return a function that builds the result of a call from the call's arguments, its arrays and the made arrays."""
+    """Return a function that builds the result of a call from its arguments and a list of its and allocated arrays."""
     if not isinstance(returned, (tuple, list)):
         return lambda values, arrays: returned
     places = [place_of(x) if isinstance(x, Array) else None for x in returned]

@@ -1,4 +1,4 @@
-"""Rows of equal length with one stride, and tiles of such rows for kernels that handle each element by itself."""
+"""Rows of equal length with one stride, and tiles of such rows for elementwise kernels."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def rows_of(name: str, array: Array, expert_num_tokens: Any = None) -> Rows:
 
 
 class Tile(NamedTuple):
-    """The elements that one block handles: `rows` whole rows, or one of the `chunks` parts of a long row."""
+    """The elements that one block processes: `rows` whole rows, or one of the `chunks` chunks of a long row."""
 
     threads: int
     rows: int
@@ -88,7 +88,10 @@ class Tile(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def tile(columns: int, items: int, lanes: int = 1, most_threads: int = 256) -> Tile:
-    """Return the tile for rows of `columns` units. A thread has `items` units, a row a multiple of `lanes` threads."""
+    """Return the tile for rows of `columns` units, with `items` units per thread.
+
+    The number of threads per row is a multiple of `lanes`.
+    """
     chunks = max(1, -(-columns // (most_threads * items)))
     row_threads = max(1, -(-columns // (chunks * items * lanes))) * lanes
     rows = most_threads // row_threads if chunks == 1 else 1

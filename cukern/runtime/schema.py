@@ -4,9 +4,9 @@ The annotation of an argument decides its type in the operator. `AnyArray` becom
 that the function writes, `Size` a SymInt. Other types keep their names. A union becomes its first type; None in the
 union makes the type optional.
 
-An argument `step: int | AnyArray` adds the overload `.step`, in which `step` is a Tensor. A flag `return_lse` is no
-argument of the operator; it adds the overload `.lse`, which also returns `lse`. The overload `.out` takes the results
-as arguments.
+An argument `step: int | AnyArray` adds the overload `.step`, in which `step` is a Tensor. A flag such as `return_lse`
+is not an argument of the operator. Instead it adds the overload `.lse`, which also returns `lse`. The overload `.out`
+takes the results as arguments.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Schema(NamedTuple):
         return Schema(self.operator, overload, [*self.arguments, *written], [])
 
     def functional(self) -> Schema | None:
-        """The default overload without its written arguments; None unless it has some and all of them are optional."""
+        """The default overload without its written arguments; None if it has none, or if one of them is required."""
         written = [x for x in self.arguments if x.is_written]
         if self.overload or not written or not all(x.default for x in written):
             return None
@@ -114,7 +114,7 @@ def _argument(operator: str, parameter: inspect.Parameter) -> Argument:
 
 
 def _results(operator: str, annotation: Any, names: Sequence[str]) -> list[Argument]:
-    """Return the results with these names. Several results have the types of a tuple."""
+    """Return the results with these names. If there are several, the annotation is a tuple of their types."""
     if not names:
         return []
     found = str(annotation)

@@ -1,8 +1,8 @@
-"""The declarations in a template that the host uses, too: each kernel's struct of parameters, and constants.
+"""Read declarations from a CUDA template: each kernel's struct of parameters, and constants.
 
-This module reads the declarations from the text of the `.cu` file and of the files that it includes, so that a launch
-can name the fields of the struct. `assertions` returns static assertions that are compiled with every instance. With
-these the compiler confirms each offset that this module has computed.
+This module parses the text of the `.cu` file and of the files that it includes, so that a launch can name the fields of
+the struct. `assertions` returns static assertions that are compiled with every instance. With them the compiler checks
+each offset that this module has computed.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ _Leaf = tuple[int, str, Any, str]
 
 
 def _add_leaves(leaves: list[_Leaf], kind: Scalar | Array | Struct, value: Any, offset: int, path: str) -> None:
-    """Append offset, format character, value and name of every number of a field. Bytes fill a whole field."""
+    """Append (offset, format character, value, name) of every number of a field. A value of bytes fills the field."""
     if isinstance(kind, Scalar):
         leaves.append((offset, kind.code, 0 if value is None else value, path))
         return
@@ -282,10 +282,11 @@ def _add_leaves(leaves: list[_Leaf], kind: Scalar | Array | Struct, value: Any, 
 
 
 def named_leaves(layout: Struct, values: Mapping[str, Any], offset: int = 0, prefix: str = "") -> list[_Leaf]:
-    """Return offset, format character, value and name of every number of a struct, in order.
+    """Return a list of (offset, format character, value, name) for all numbers of a struct, in order.
 
-    `values` has every field by name: a number; for a struct a mapping, a tuple in the order of its fields, or its
-    bytes; for an array a sequence; None or 0 for zeros. Raises TemplateError for a missing or an unknown name.
+    `values` maps the name of each field to its value. The value of a scalar is a number, of an array a sequence, and of
+    an inner struct a mapping, a tuple in the order of its fields, or bytes. None or 0 means zeros. Raises TemplateError
+    for a missing or an unknown name.
     """
     if values.keys() != layout.fields.keys():
         wrong = [f"no {name}" for name in layout.fields if name not in values]
@@ -302,9 +303,10 @@ def named_leaves(layout: Struct, values: Mapping[str, Any], offset: int = 0, pre
 
 
 def packing(layout: Struct, leaves: list[_Leaf], is_open: Any) -> tuple[struct.Struct, list[Any]]:
-    """Return how a struct is packed, and the values to pack in order: known bytes, and open values.
+    """Return the `struct.Struct` that packs a struct of parameters, and the list of values to pack.
 
-    An open value is known only at a call, such as an address. The bytes between open values are packed in advance.
+    The list has bytes, which are packed in advance, and open values, which are known only at a call, such as addresses.
+    `is_open` tells whether a value is open.
 
     Raises TemplateError, with the name of the field, for a number that does not fit its field.
     """
@@ -330,7 +332,7 @@ def refuse_number(layout: Struct, leaves: Iterable[_Leaf]) -> None:
 
 
 class _Format(NamedTuple):
-    """How the structs of one layout are packed. An open value is known only at a call, a fixed number in advance."""
+    """How the structs of one layout are packed. Fixed numbers are known in advance, open values only at a call."""
 
     fixed: struct.Struct  # packs the fixed numbers only, into a struct of the full size
     whole: struct.Struct  # packs the bytes and the open values in `parts`

@@ -14,7 +14,7 @@ def ceil_div(number: int, divisor: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def divisor(number: int) -> tuple[int, int]:
-    """Return the fields of a Divisor: `n * multiplier >> shift` is n // number for n below 2**31.
+    """Return the fields (multiplier, shift) of a Divisor: `n * multiplier >> shift` is `n // number` for n below 2**31.
 
     The method is from Granlund and Montgomery (1994).
     """

@@ -71,8 +71,8 @@ def unmap(device: int, address: int) -> None:
 def why_no_access(device: int, peer: int) -> str | None:
     """Return why the kernels of `device` cannot use the memory of `peer`, a GPU of this process; None if they can.
 
-    The kernels also add atomically to signals in that memory. That needs a link with atomics, such as NVLink; PCIe has
-    none.
+    The kernels also use atomic additions on signals in that memory. These need a link that supports atomics, such as
+    NVLink. PCIe does not.
     """
     if device == peer:
         return None

@@ -1,4 +1,4 @@
-"""All-to-all by stores into peers' memory: send tokens to the ranks of their experts, and the results back."""
+"""All-to-all by stores into the memory of other GPUs: send tokens to the ranks of their experts, and results back."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _ID_TYPE = {"int32": "unsigned", "int64": "unsigned long long"}
 _BOTH = SEND | RECEIVE
 _DISPATCH, _COMBINE = (template.constants(f"all_to_all/{name}") for name in ("dispatch", "combine"))
 _THREADS = _DISPATCH["THREADS"]
-#: The share of a combine's blocks that send, for few tokens and for many. The other blocks receive. More blocks receive
-#: than send, because the receiving blocks also read this rank's own contribution.
+#: The fraction of a combine's blocks that send: (for few tokens, for many tokens). The other blocks receive. More
+#: blocks receive than send, because the receiving blocks also read this rank's own contribution.
 _SENDERS = {"SUMMED": (0.34, 0.34), "BY_SLOT": (0.34, 0.42), "APART": (0.42, 0.42)}
 _MODES = {
     "SUMMED": "rows that are added up already",
@@ -45,7 +45,7 @@ def _flag(value: Any) -> str:
 
 
 def _dispatch_variant(dtype: str, id_dtype: str, quantize: bool, phases: int) -> Variant:
-    # Rows that are not quantized are copied as bytes, so one instance serves all dtypes.
+    # Rows that are not quantized are copied as bytes, so all dtypes use the same instance.
     own = CUDA_TYPE[dtype] if quantize else "unsigned char"
     return _dispatch_kernel.variant(own, _ID_TYPE[id_dtype], _flag(quantize), phases)
 
@@ -55,7 +55,7 @@ def _combine_variant(dtype: str, id_dtype: str, mode: str, units: int, phases: i
 
 
 def resident(mode: str, units: int) -> int:
-    """Return how many blocks of a combine are resident on a multiprocessor."""
+    """Return how many blocks of a combine are resident per multiprocessor."""
     return _COMBINE["RESIDENT_LARGE" if mode == "BY_SLOT" or units > FEW_UNITS else "RESIDENT"]
 
 
@@ -74,7 +74,7 @@ _combine_kernel.specialized = [
     for units in (FEW_UNITS, MANY_UNITS)
     for phases in (_BOTH, SEND, RECEIVE)
 ]
-# The most used instances. When a state is created, it compiles all other instances that it may need.
+# The most used instances are compiled at import. The creation of a state compiles all other instances that it may need.
 _dispatch_kernel.at_import = [_dispatch_variant(DTYPES[0], ID_DTYPES[0], x, _BOTH).instance for x in (False, True)]
 _combine_kernel.at_import = [_combine_variant(DTYPES[0], ID_DTYPES[0], "BY_SLOT", FEW_UNITS, _BOTH).instance]
 
@@ -90,7 +90,7 @@ def _expect_rank(name: str, array: Array, link: Link) -> None:
 
 
 def _expect_routing(weights: Any, ids: Any, first: Array, name: str, tokens: Any, link: Link) -> None:
-    """Check that the top-k ids, and the weights if there are any, fit the state."""
+    """Check that the top-k ids and weights fit the state. The weights may be None."""
     shape, symbols = (tokens, link.sizes.topk), "[tokens, topk]"
     expect("topk_ids", ids, first, name, ID_DTYPES, shape, symbols)
     if weights is not None:
@@ -123,7 +123,7 @@ def _dispatch(
     scales: Any = None,
     expert_load: Any = None,
 ) -> Any:
-    """Launch a dispatch, or one phase of it. Return the received weights and ids."""
+    """Launch a dispatch, or only its sending or receiving phase. Return the received weights and ids."""
     name = "hidden_states"
     x = expect_array(name, hidden_states, (*DTYPES, *FP8), ("tokens", "hidden"))
     _expect_rank(name, x, link)
@@ -202,7 +202,7 @@ def _combine(
     inverse: Any = None,
     out: Any = None,
 ) -> Any:
-    """Launch a combine, or one phase of it. Return the result of the receiving phase."""
+    """Launch a combine, or only its sending or receiving phase. Return the result of the receiving phase."""
     name, sizes = "expert_output", link.sizes
     x = expect_array(name, expert_output, DTYPES)
     _expect_rank(name, x, link)
@@ -272,7 +272,7 @@ def _expect_state(state: Any) -> AllToAllState:
 
 
 def _entered(**given: Any) -> dict[str, Any]:
-    """Return the arguments that are not None. Arrays with DLPack alone become arrays of a known library."""
+    """Return the arguments that are not None. Arrays of other libraries (DLPack) become arrays of a known library."""
     return {name: arrays.enter(name, value) for name, value in given.items() if value is not None}
 
 
@@ -302,30 +302,33 @@ def all_to_all_dispatch(
 ) -> Any:
     """Send each token to the ranks of its experts, and receive the tokens of the other ranks.
 
-    Every rank calls the function, with any number of tokens. A token is sent once to each rank that has at least one of
-    its experts, with its ids and weights. Its row on the receiving rank is source rank * max_tokens + token, so no
-    counting is needed. The call is one launch, which ends when the rows of all sources have arrived. The host does not
-    wait, and a CUDA graph can capture the call.
+    Every rank calls the function, with any number of tokens up to max_tokens. A token is sent once to each rank that
+    has at least one of its experts, with its ids and weights. Its row on the receiving rank is
+    `source_rank * max_tokens + token`, so the ranks need not exchange counts first. The call is one launch, which ends
+    when the rows of all source ranks have arrived. The host does not wait, and a CUDA graph can capture the call.
 
     Args:
-        state: this rank's part of the exchange.
+        state: the `AllToAllState` of this rank.
         hidden_states: [tokens, hidden], float16, bfloat16 or FP8 (e4m3), on the device of the state.
         topk_weights: float32 [tokens, topk].
         topk_ids: int32 or int64 [tokens, topk]; ids out of range are skipped.
-        scales: float32 [tokens, columns], of FP8 rows, at most one for 128 elements; sent along.
-        quantize: send rows of 16 bits as FP8 with a scale for 128 elements, as `per_token_group_quant_fp8` makes them.
-        expert_load: int32 [num_experts]. For each expert of this rank, the number of received slots is added.
-        return_receiver: only send, and return a function. Call the function to receive, and to get the result. Kernels
-            that this rank launches between the two calls overlap with the arrival of rows.
+        scales: float32 [tokens, columns], the scales of FP8 rows, at most one for 128 elements. They are sent with the
+            rows.
+        quantize: convert 16-bit rows to FP8 with a scale for each 128 elements, as `per_token_group_quant_fp8` does,
+            and send these.
+        expert_load: int32 [num_experts]. For each expert of this rank, the number of received slots is added to its
+            element.
+        return_receiver: only send, and return a function (the receiver). Call the receiver to receive the rows and get
+            the result. Kernels that this rank launches between the two calls overlap with the arrival of rows.
 
     Returns:
         A named tuple (hidden_states, scales, topk_weights, topk_ids), of ranks * max_tokens rows each; see
-        `AllToAllState`. The rows are in the state's window, and valid until its next dispatch begins, because other
-        ranks may send from then on. Rows of tokens without an expert of this rank are undefined. scales is None if the
-        rows have none.
+        `AllToAllState`. The rows are in the state's window (memory that other ranks write). They are valid until the
+        next dispatch of this state begins, because other ranks may overwrite them from then on. Rows of tokens without
+        an expert of this rank are undefined. scales is None if the rows do not have scales.
 
     Raises:
-        AllToAllError: an earlier call of this state failed. The result of a failed call has ids of -1, or NaN.
+        AllToAllError: an earlier call of this state failed. A failed call itself returns ids of -1.
         RuntimeError: an earlier call has not been received, or this call has been received before.
         TypeError, ValueError: arguments that do not fit; the message names the argument.
 
@@ -372,29 +375,30 @@ def all_to_all_combine(
     out: AnyArray | None = None,
     return_receiver: bool = False,
 ) -> Any:
-    """Bring the experts' results back to the ranks of their tokens, and add them up.
+    """Send the experts' results back to the ranks of their tokens, and add them up.
 
-    Every rank calls it once after each `all_to_all_dispatch`. A rank adds up its experts' rows of a token in float32,
-    in the order of the slots, and sends one row of the dtype of `expert_output`. The source adds the rows in the order
-    of the ranks, so the bits do not depend on the order of arrival. The call is one launch, which a CUDA graph can
-    capture.
+    Every rank calls the function once after each `all_to_all_dispatch`. Each rank adds up the rows that its experts
+    computed for a token, in float32 and in the order of the slots, and sends the sum as one row of the dtype of
+    `expert_output`. The token's own rank adds these rows in the order of the ranks, so the bits do not depend on the
+    order of arrival. The call is one launch, which a CUDA graph can capture.
 
     Args:
-        state: this rank's part of the exchange.
+        state: the `AllToAllState` of this rank.
         expert_output: the rows of this rank's experts, float16 or bfloat16 [rows, hidden], or [experts, rows, hidden].
             Without `inverse`: one sum for each token, [ranks * max_tokens, hidden], in the rows of the dispatch.
-        topk_weights: float32 [tokens, topk], the dispatched weights, which multiply the rows; None: 1.
+        topk_weights: float32 [tokens, topk], the dispatched weights, by which the rows are multiplied; None: 1.
         topk_ids: int32 or int64 [tokens, topk], the dispatched ids.
         inverse: int32 [ranks * max_tokens, topk], the row of each received slot, as `moe_sort` and `moe_sort_batched`
             return it. A slot whose expert is on this rank must have a row.
-        apart: send the row of each slot by itself, and add the rows in the order of the slots at the source. The
-            result then has the same bits for any number of ranks. This takes up to topk times the bytes.
+        apart: send the row of each slot separately, and add the rows on the token's own rank in the order of the slots.
+            The result then has the same bits for any number of ranks. This sends up to topk times as many bytes.
         out: [tokens, hidden], written and returned.
-        return_receiver: only send, and return a function. Call the function to receive, and to get the result. Until
-            then no argument may change, because the function adds up this rank's own contribution.
+        return_receiver: only send, and return a function (the receiver). Call the receiver to receive the rows and get
+            the result. Do not change any argument before that, because the receiver reads this rank's own contribution.
 
     Returns:
-        [tokens, hidden], in the dtype of `expert_output`; 0 for a token without experts, NaN if the call failed.
+        [tokens, hidden], in the dtype of `expert_output`. The row of a token without experts is 0. If the call failed,
+        the result is NaN.
 
     Raises:
         AllToAllError: an earlier call of this state failed.
@@ -429,7 +433,7 @@ def all_to_all_combine(
 
 
 def _link_on(state: Any, on: Any) -> Link:
-    """Return the link of a state. If `on` requests a GPU, ranks in host memory are treated as one rank per GPU."""
+    """Return the link of a state. If `on` is a GPU, the link of a rank in host memory becomes one rank per GPU."""
     link = _expect_state(state).link
     return link if on is None or link.device is not None else replace(link, device=0, host=None, sharing=1)
 

@@ -26,9 +26,9 @@ MAX_TOKENS = 2**24
 MAX_EXPERTS = 2**24
 MAX_DEADLINE_S = 10**9
 ALIGNMENT = 256  # alignment of each buffer in a window, in bytes
-#: If a source rank sent at most this many tokens, the sums are sent back to it as lines of 128 bytes: 7 units of 16
-#: bytes of data, and one unit with the number (epoch) of the call. An eighth of the bytes is the epoch, but lines need
-#: no separate flags.
+#: If a source rank sent at most this many tokens, the sums are sent back to it as lines of 128 bytes. A line has 7
+#: units of 16 bytes of data, and one unit with the number (epoch) of the call. An eighth of the bytes is the epoch, but
+#: the receiver does not need separate flags.
 _LINE_TOKENS = 256
 STRUCTS = "all_to_all/dispatch"
 
@@ -79,17 +79,17 @@ class Sizes(NamedTuple):
         return self.hidden // 8
 
     def chunks(self, units: int) -> int:
-        """Return the chunks of a row if a thread handles `units` units of a chunk. A combine sends a row by chunks."""
+        """Return into how many chunks a combine divides a row, if a thread handles `units` units of a chunk."""
         return -(-self.units // (units * UNITS_AT_ONCE))
 
     @property
     def flags(self) -> int:
-        """Flags of a row: one per chunk, rounded up to an even number because a thread may write two at once."""
+        """The number of flags per row: one per chunk, rounded up to an even number, because a thread may write two."""
         return -(-self.chunks(FLAG_UNITS) // 2) * 2
 
     @property
     def lines(self) -> int:
-        """Lines of 128 bytes of a row, for sums that are sent as lines."""
+        """The number of 128-byte lines per row, for sums that are sent as lines (see `_LINE_TOKENS`)."""
         return -(-self.units // UNITS_OF_LINE)
 
     @property
@@ -112,7 +112,7 @@ class Sizes(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Byte offsets of the buffers in a window. A pair has the offsets for the two alternating receive buffers."""
+    """Byte offsets of the buffers in a window. A pair is for the two receive buffers, which dispatches alternate."""
 
     rows: tuple[int, int]
     scales: tuple[int, int]

@@ -27,12 +27,12 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class AllToAllError(RuntimeError):
-    """An exchange between ranks that failed. All further calls with the state fail too.
+    """The error of an exchange between ranks that failed. All further calls with the state fail, too.
 
     Attributes:
         rank: the rank that did not send in time, or that gave up.
         phase: "dispatch" or "combine".
-        step: the number of the failed call among the calls of its phase, from 0 on.
+        step: the index of the failed call among all calls of its phase, from 0 on.
     """
 
     def __init__(self, message: str, rank: int, phase: str, step: int) -> None:
@@ -95,9 +95,9 @@ class Link:
 class _Memory:
     """The memory of one rank: its window, its private memory, and its mappings of other windows.
 
-    `release` frees the memory. The garbage collector frees it, too, once neither a state nor an array in the window
-    refers to it. If another rank of this process has memory at that time, the next constructor or the next `release`
-    frees it. No kernel of this process may wait for another rank during a constructor or a `release`.
+    `release` frees the memory. It is also freed by garbage collection, once neither a state nor an array in the window
+    refers to it. But if another rank of this process has memory at that time, the next constructor or `release` frees
+    it instead. While a constructor or `release` runs, no kernel of this process may wait for another rank.
     """
 
     def __init__(self, device: int, sizes: Sizes, layout: Layout, ranks: int) -> None:
@@ -152,7 +152,7 @@ class _Memory:
 
 @contextlib.contextmanager
 def _in_any_capture() -> Iterator[None]:
-    """Let this thread free memory while it captures a CUDA graph. Otherwise the free would invalidate the capture."""
+    """Allow this thread to free memory while a CUDA graph is captured. Otherwise the free would break the capture."""
     mode = ctypes.c_int(_RELAXED)
     libcuda().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     try:
@@ -167,11 +167,11 @@ _abandoned: list[contextlib.ExitStack] = []
 
 
 def _abandon(taken: contextlib.ExitStack) -> None:
-    """Free the resources of a collected `_Memory`; if another rank of this process has memory, free them later.
+    """Free the resources of a garbage-collected `_Memory`, or later if another rank of this process has memory.
 
-    The garbage collector may run at any time, even between the launches of two ranks. cudaFree waits for the running
-    kernels of its device. If the kernel of the first rank is waiting for the second rank, a cudaFree in the thread that
-    is about to launch the second rank would never return.
+    The garbage collector may run at any time, even between the launches of two ranks. cudaFree waits for all running
+    kernels of its device. The kernel of the first rank may be waiting for the second rank. Then a cudaFree in the
+    thread that is about to launch the second rank would never return.
     """
     _in_use.discard(taken)
     _abandoned.append(taken)
@@ -189,16 +189,16 @@ def _free_abandoned() -> None:
 
 
 class AllToAllState:
-    """One rank's part of an exchange: the windows that all ranks map, and the rank's progress.
+    """The state of one rank in an exchange between ranks: the windows that it maps, and its progress.
 
-    `local` and `connect` create states. A window has two buffers for received tokens, with room for `max_tokens` tokens
-    of each rank, and one buffer for the results of a combine. Successive dispatches alternate between the two buffers.
-    A replayed CUDA graph uses the buffers that its capture used. All ranks must make the same calls and replays in the
-    same order.
+    A window is the memory of a rank into which all other ranks write. `local` and `connect` create states. A window has
+    two buffers for received tokens, each with room for `max_tokens` tokens of each rank, and one buffer for the results
+    of a combine. Successive dispatches alternate between the two buffers. A replayed CUDA graph uses the buffers that
+    its capture used. All ranks must make the same calls and replays in the same order.
 
     Attributes:
         rank, ranks: the index of this rank, and the number of ranks.
-        device: the CUDA device; None for ranks in host memory, which the NumPy twin simulates.
+        device: the CUDA device; None for ranks in host memory, which the NumPy reference simulates.
         max_tokens, hidden, topk, num_experts: the largest number of tokens of a rank in a call, the elements of a row,
             the experts of a token, and the experts of all ranks.
     """
@@ -232,8 +232,9 @@ class AllToAllState:
     ) -> list[AllToAllState]:
         """Create the states of all ranks in this process.
 
-        If ranks share a stream (or in host memory a thread), all of them must send (`return_receiver`) before one of
-        them receives. Otherwise the first rank would wait until its deadline for ranks whose launches come after it.
+        If several ranks share a stream (or in host memory a thread), all of them must send (with `return_receiver`)
+        before one of them receives. Otherwise the first rank would wait until its deadline for the other ranks, whose
+        launches come after it.
 
         Args:
             devices: the CUDA device of each rank. Several ranks may share a device. All None: ranks in host memory.
@@ -241,7 +242,8 @@ class AllToAllState:
             hidden: the elements of a row, a multiple of 16.
             topk: the experts of a token, at most 32.
             num_experts: the experts of all ranks.
-            expert_rank: the rank of each expert, [num_experts]. None: an equal number for each rank, in order.
+            expert_rank: the rank of each expert, [num_experts]. None: each rank has the same number of consecutive
+                experts.
             apart: make room for the rows of a combine that is called with `apart`.
             deadline_s: seconds until a wait for another rank fails.
 
@@ -287,7 +289,7 @@ class AllToAllState:
         apart: bool = False,
         deadline_s: float = 30.0,
     ) -> AllToAllState:
-        """Create the state of this process's rank. Every rank calls it, in a process of its own on the same host.
+        """Create the state of this process's rank. Each rank is a process on the same host, and calls this function.
 
         Args:
             rank, ranks: the index of this rank, and the number of ranks.
@@ -332,7 +334,7 @@ class AllToAllState:
 
         try:
             handles = _gather(all_gather, window)
-            # A rank may begin only after all ranks have mapped its window. If one rank cannot map a window, all stop.
+            # A rank may begin only after all ranks have mapped its window. If one rank cannot map it, all ranks raise.
             mapped = _gather(all_gather, addresses)[rank]
         except Exception:
             if memory is not None:
@@ -345,9 +347,10 @@ class AllToAllState:
     # --- the order of calls ---------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise the failure of an earlier call. Calls do not wait for the GPU, and a CUDA graph cannot raise.
+        """Raise an error if an earlier call has failed.
 
-        Call this now and then in a loop of replays. Every call of an op does it.
+        A call returns before the GPU has finished it, so a later call must report its failure. Every dispatch and
+        combine calls `check` first. A replayed CUDA graph does not, so call `check` now and then in a loop of replays.
 
         Raises AllToAllError, which names the rank, the phase and the step; ValueError if the state is closed.
         """
@@ -369,7 +372,7 @@ class AllToAllState:
         raise AllToAllError(f"{name} {step} of rank {self.rank} failed: {why}", rank, name, step)
 
     def _failed_wait(self) -> twin.Failure | None:
-        """Return the first wait that failed, or None."""
+        """Return a description of the first wait that failed, or None."""
         if self._failure is None:
             return self.host.failures[self.rank]
         return twin.Failure(*self._failure) if self._failure[0] else None
@@ -380,7 +383,10 @@ class AllToAllState:
             check.fail("state", "open", "a closed one")
 
     def begin_dispatch(self) -> int:
-        """Begin a dispatch, and return its buffer. Raises RuntimeError if an earlier call has not been received."""
+        """Begin a dispatch, and return the index of its buffer.
+
+        Raises RuntimeError if an earlier call has not been received.
+        """
         self.check()
         if self._open is not None:
             raise RuntimeError(f"the {self._open} before must be received first: call its receiver")
@@ -391,9 +397,9 @@ class AllToAllState:
         self._open, self._dispatched = None, tokens
 
     def begin_combine(self, topk_ids: Any) -> int:
-        """Begin a combine, and return the buffer of its dispatch.
+        """Begin a combine, and return the buffer index of its dispatch.
 
-        Raises RuntimeError if no dispatch has been received, ValueError if the dispatch had other tokens.
+        Raises RuntimeError if no dispatch has been received, ValueError if it had another number of tokens.
         """
         self.check()
         if self._open is not None or self._dispatched is None:
@@ -416,9 +422,10 @@ class AllToAllState:
     # --- arrays ---------------------------------------------------------------------------------------
 
     def received(self, like: Any, buffer: int, dtype: str, columns: int, weights: Any, ids: Any) -> Dispatched:
-        """Return the result of a dispatch into `buffer`, with its `weights` and `ids`.
+        """Return the result of a dispatch into `buffer`, with the received `weights` and `ids`.
 
-        The rows, of dtype `dtype`, and their `columns` scales are in the window, as arrays of `like`'s library.
+        The rows of dtype `dtype`, and their scales (`columns` per row), are arrays in the window, in the library of
+        `like`.
         """
         library = arrays.library_of(like)
         key = library, buffer, dtype, columns
@@ -441,7 +448,7 @@ class AllToAllState:
         return library.from_bytes(windows.array_at(self.device, address, size, self._memory), shape, dtype)
 
     def expert_map(self, like: Any) -> Any:
-        """Return each expert's index among this rank's experts, -1 for others: int32 [num_experts], beside `like`."""
+        """Return int32 [num_experts] on the device of `like`: each expert's index among this rank's experts, or -1."""
         library = arrays.library_of(like)
         if library is None:
             check.fail("like", "an array", type(like).__name__, TypeError)
@@ -460,7 +467,7 @@ class AllToAllState:
     # --- the end --------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """Give up: all waits of all ranks fail at once, and the next calls raise AllToAllError."""
+        """Abort the exchange: all waits of all ranks fail at once, and the next calls raise AllToAllError."""
         self._gave_up = True
         if self.host is not None:
             self.host.abort(self.rank)
@@ -470,7 +477,7 @@ class AllToAllState:
             self._memory.write_word([x + offset for x in self.link.windows], 1 + self.rank)
 
     def close(self) -> None:
-        """Free the windows. All ranks must have ended their calls before any of them closes."""
+        """Free this rank's memory. The calls of all ranks must have ended before any rank closes."""
         self._closed = True
         self._views.clear()
         if self._memory is not None:
@@ -510,7 +517,7 @@ def _link(memory: _Memory, rank: int, addresses: tuple[int, ...], sharing: int, 
 
 
 def _check_offers(offers: Sequence[Any]) -> None:
-    """Raise ValueError if ranks differ in their host or sizes. All ranks compare the same offers, so all raise it."""
+    """Raise ValueError if ranks differ in their host or sizes. All ranks compare the same offers, so all raise."""
     _, ranks, host, sizes = offers[0]
     for other, (its_rank, its_ranks, its_host, its_sizes) in enumerate(offers):
         names = ("ranks", *sizes._fields)

@@ -1,4 +1,4 @@
-"""The parts of a decoding step around the choice of a token, after FasterTransformer."""
+"""The steps of decoding before and after the choice of a token, as in FasterTransformer."""
 
 from cukern.ops.decoding.logits import apply_penalties, update_logits
 from cukern.ops.decoding.state import decoding_init, stop_words_criterion, topp_init, update_finished

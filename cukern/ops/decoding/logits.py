@@ -19,7 +19,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 VARIANTS = ("auto", "wide", "narrow")
 _LARGEST_FLOAT = 3.4028234663852886e38
 _SMALLEST_FLOAT = 2.0**-126  # the smallest normal float32: its reciprocal is finite
-_MOST_COUNTED = 2**29 - 1  # largest count of a token: the kernel packs the count and flags into 32 bits
+_MOST_COUNTED = 2**29 - 1  # largest count of a token, because the kernel packs the count and flags into 32 bits
 # Template arguments, by the names of the parameters.
 _THREADS = 256
 _PACKS = 4
@@ -30,7 +30,7 @@ _apply_penalties = Kernel("decoding/apply_penalties", "apply_penalties")
 
 
 def _wide(dtype: str) -> int:
-    """Return the tokens in 16 bytes."""
+    """Return how many logits fit in 16 bytes."""
     return 16 // arrays.ITEM_SIZE[dtype]
 
 
@@ -65,7 +65,7 @@ def _check_logits(logits: Any) -> tuple[Any, int]:
 
 
 def _logits_out(out: Any, logits: Array) -> Array:
-    """Return the array for the new logits: a new array, or `out`, whose rows may be strided."""
+    """Return the array for the new logits: `out` if it is given, else a new array. The rows of `out` may be strided."""
     if out is None:
         return outputs(None, logits, "logits", _like_logits(logits))
     expect_place("out", out, logits, "logits")
@@ -80,7 +80,7 @@ def _logits_out(out: Any, logits: Array) -> Array:
 
 
 def _width(variant: str, logits: Array, out: Array, *others: Array) -> int:
-    """Return the tokens per load and store."""
+    """Return the number of logits per load and store: as many as fit in 16 bytes, or 1."""
     if variant == "narrow":
         return 1
     width, (batch, vocab) = _wide(logits.dtype), logits.shape
@@ -123,7 +123,7 @@ def update_logits(
         through the NumPy reference.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or sizes that do not fit.
 
     The function is FasterTransformer's `update_logits_without_softmax`.
@@ -156,7 +156,10 @@ def update_logits(
 
 
 def _why_penalties(variant: str, width: int, whole: bool) -> str:
-    """Return the reason for a kernel of `apply_penalties`. `whole`: it writes whole rows, not single tokens."""
+    """Return the reason for the kernel that `apply_penalties` launches.
+
+    `whole`: the kernel writes whole rows. Otherwise it writes only the tokens that a penalty changes.
+    """
     blocks = f"a block for each {_TOKENS} tokens of a row"
     if not whole:
         asks = f"{asked(variant)}; " if variant != "auto" else ""
@@ -193,7 +196,7 @@ def _per_row(
 def _check_sequences(
     logits: Array, output_ids: Any, sequence_length: Any, prompt_length: Any, need_ids: str, need_length: bool
 ) -> tuple[int, int]:
-    """Check the arguments that describe the sequences. Return columns and row stride of output_ids; 0 without it.
+    """Check the arguments that describe the sequences. Return columns and row stride of `output_ids`; zeros without it.
 
     `need_ids` is a text that says why `output_ids` is required; it is empty if `output_ids` is optional.
     """
@@ -258,7 +261,8 @@ def apply_penalties(
 ) -> AnyArray:
     """Penalize logits by the tokens of the sequence so far, then divide them by the temperature, in one launch.
 
-    The steps, in vLLM's order, are in float32, and rounded to the dtype once at the end:
+    The steps are those of vLLM, in the same order. They are computed in float32, and rounded to the dtype once at the
+    end:
 
     1. tokens of the sequence, the prompt included: a positive logit is multiplied by 1 / repetition_penalty, any other
        logit by repetition_penalty (CTRL, arXiv:1909.05858);
@@ -268,9 +272,9 @@ def apply_penalties(
     4. all tokens: logit * (1 / temperature). This step is skipped if the temperature is 0 (in an array: 0, negative or
        subnormal), because the caller then wants the largest logit.
 
-    A quotient too large for the dtype becomes an infinity. In float16 a temperature of 1e-5 turns every logit from 0.66
-    on into an infinity, and their order is lost. `sample` divides by its temperature in float32 after it subtracts the
-    largest logit, and keeps the order.
+    A quotient too large for the dtype becomes an infinity. In float16 a temperature of 1e-5 turns every logit of at
+    least 0.66 into an infinity, and the order of these logits is lost. `sample` first subtracts the largest logit, and
+    then divides by its temperature in float32, so it keeps the order.
 
     In place (`out=logits`) and without a temperature, only the affected tokens are read and written. Counts are exact
     and each token is penalized once, so that the same input gives the same bits.
@@ -278,16 +282,17 @@ def apply_penalties(
     Args:
         logits: [batch, vocab], float32, float16 or bfloat16, contiguous along vocab; rows may be strided. The
             vocabulary has at most 2**20 tokens.
-        temperature: at least 0. This and the next three are finite numbers, or float32 arrays [batch] or [] on the
-            device of `logits`.
-        repetition_penalty: positive; 1 is none.
-        presence_penalty: 0 is none.
-        frequency_penalty: 0 is none.
+        temperature: at least 0. The temperature and the three penalties are finite numbers, or float32 arrays [batch]
+            or [] on the device of `logits`.
+        repetition_penalty: positive; 1 turns the penalty off.
+        presence_penalty: 0 turns the penalty off.
+        frequency_penalty: 0 turns the penalty off.
         output_ids: the sequences, int32 [batch, max_length], contiguous along max_length; rows may be strided. Ids
             outside of [0, vocab) are padding: they get no penalty, but count as positions of the sequence.
         sequence_length: the length of each sequence, int32 [batch]; clamped to [0, max_length].
         prompt_length: the length of each prompt within the sequence, int32 [batch], or None for none.
-        min_length: tokens that must be generated before `end_id`; an int, or an int32 array [batch] or [].
+        min_length: the number of tokens that must be generated before `end_id`; an int, or an int32 array [batch] or
+            [].
         end_id: the token that ends a sequence; needed with `min_length`.
         bad_words: words (of one or more tokens each) that must not be generated, int32 [2, size] for all rows or
             [batch, 2, size], in FasterTransformer's layout: first the tokens of all words one after the other, then the
@@ -305,7 +310,8 @@ def apply_penalties(
         through the NumPy reference.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries; an argument without the arguments that it needs.
+        TypeError: an unsupported dtype, arrays of different libraries, or an argument without the arguments that it
+            needs.
         ValueError: shapes, strides, devices or sizes that do not fit.
     """
     batch, vocab = _check_logits(logits)

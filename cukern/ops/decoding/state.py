@@ -51,13 +51,13 @@ def check_batch(name: str, batch: Any) -> Any:
 
 
 def _check_ids(name: str, ids: Any) -> Any:
-    """Check the first argument, int32 [batch], and return the batch."""
+    """Check the first argument, an int32 array [batch], and return the batch size."""
     expect_contiguous(name, expect_array(name, ids, ("int32",), ("batch",)))
     return check_batch(name, ids.shape[0])
 
 
 def check_words(name: str, words: Any, like: Array, like_name: str) -> int:
-    """Check lists of words. Return the distance between the lists of two rows; 0 if all rows share one list."""
+    """Check lists of words. Return the stride between the lists of two rows; 0 if all rows share one list."""
     expect_place(name, words, like, like_name)
     check.dtype(name, words.dtype, ("int32",))
     shape, batch = words.shape, like.shape[0]
@@ -70,7 +70,7 @@ def check_words(name: str, words: Any, like: Array, like_name: str) -> int:
 
 
 def check_output_ids(output_ids: Any, like: Array, like_name: str) -> tuple[int, int]:
-    """Check the sequences. Return their columns and row stride."""
+    """Check `output_ids`. Return its number of columns and its row stride."""
     expect_place("output_ids", output_ids, like, like_name)
     check.dtype("output_ids", output_ids.dtype, ("int32",))
     shape, batch = output_ids.shape, like.shape[0]
@@ -95,7 +95,7 @@ def _sort_state(start_ids: Any, vocab: int) -> list[Result]:
 
 
 def _init(start_ids: Array, vocab: int | None, out: Any) -> Any:
-    """Check and launch `decoding_init` or, with a vocabulary, `topp_init`."""
+    """Check and launch `topp_init`, or `decoding_init` if `vocab` is None."""
     batch, names = start_ids.shape[0], [name for name, _ in _STATE]
     results = _state(start_ids)
     if vocab is not None:
@@ -136,7 +136,7 @@ def decoding_init(
         cum_log_probs float32 [batch] = 0, in the library and on the device of `start_ids`.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides or devices that do not fit.
 
     FasterTransformer's decoding starts with the same state (`init_kernel`), with one `start_id` for all sequences.
@@ -170,7 +170,7 @@ def topp_init(
         [batch + 1] with offsets[b] = b * vocab and id_vals int32 [batch, vocab] with id_vals[b, i] = i.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or sizes that do not fit.
 
     The function is FasterTransformer's `topp_initialization_kernel`.
@@ -199,7 +199,7 @@ def stop_words_criterion(
         `finished`.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides or devices that do not fit.
 
     The function is FasterTransformer's stop-words criterion.
@@ -243,11 +243,11 @@ def update_finished(
         `finished` and `sequence_length`.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides or devices that do not fit.
 
-    FasterTransformer does this at the end of its sampling kernels. In FasterTransformer a finished sequence continues
-    if it gets another token than `end_id`. In cukern a finished sequence stays finished.
+    FasterTransformer does the same at the end of its sampling kernels, with one difference: there, a finished sequence
+    continues if its new token is not `end_id`. In cukern a finished sequence stays finished.
     """
     batch = _check_ids("word_ids", word_ids)
     expect("finished", finished, word_ids, "word_ids", ("bool",), (batch,), "[batch]")

@@ -69,32 +69,32 @@ def reshape_and_cache(
 
     For slot = slot_mapping[token], block = slot // block_size and place = slot % block_size:
     key_cache[block, head, d // x, place, d % x] = key[token, head, d] and
-    value_cache[block, head, d, place] = value[token, head, d]. In an FP8 cache they are divided by their scales.
+    value_cache[block, head, d, place] = value[token, head, d]. An FP8 cache stores key / k_scale and value / v_scale.
 
     Args:
-        key, value: [tokens, kv_heads, head_dim], float32, float16 or bfloat16; tokens may be strided, as in slices of a
-            fused projection. Rows past the end of slot_mapping are ignored.
-        key_cache: [blocks, kv_heads, head_dim / x, block_size, x], where x elements are 16 bytes. Blocks and heads may
-            be strided. Of the dtype of `key`, or FP8: torch.float8_e4m3fn, torch.float8_e5m2, the same dtypes of
-            ml_dtypes, or uint8.
+        key, value: [tokens, kv_heads, head_dim], float32, float16 or bfloat16. Tokens may be strided, so key and value
+            may be slices of the output of one QKV projection. Rows past the end of slot_mapping are ignored.
+        key_cache: [blocks, kv_heads, head_dim / x, block_size, x], where x is the number of elements in 16 bytes.
+            Blocks and heads may be strided. Of the dtype of `key`, or FP8: torch.float8_e4m3fn, torch.float8_e5m2, the
+            same dtypes of ml_dtypes, or uint8.
         value_cache: [blocks, kv_heads, head_dim, block_size], of the dtype of key_cache; blocks and heads may be
             strided.
         slot_mapping: int64 [tokens]. A token with a negative slot, or a slot beyond the cache, is ignored. If two
             tokens have the same slot, the slot may hold a mixture of them.
         kv_cache_dtype: "auto" (the dtype of the cache), "fp8_e4m3" (or "fp8") or "fp8_e5m2". A uint8 cache needs one of
             the last two.
-        k_scale, v_scale: float32 arrays of one element on the device of `key`, read by the kernel, or floats, or None
-            for 1. An FP8 cache holds key / k_scale, computed in float32, rounded to the nearest number of the format
-            (ties to even), and saturated. Not used for other caches.
+        k_scale, v_scale: float32 arrays of one element on the device of `key` (the kernel reads them), or floats, or
+            None for 1. The quotients in an FP8 cache are computed in float32, rounded to nearest (ties to even), and
+            saturated. Other caches do not use the scales.
 
     Arrays in host memory go through the NumPy reference.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
-    The function is vLLM's `reshape_and_cache`. vLLM's kernel writes element by element. This kernel transposes 8 tokens
-    with consecutive slots in registers, and writes whole vectors of values.
+    The function is vLLM's `reshape_and_cache`. vLLM's kernel writes one element at a time. This kernel transposes 8
+    tokens with consecutive slots in registers, and stores vectors of values.
     """
     strides, cache_format = check_keys_and_values(key, value, key_cache, kv_cache_dtype)
     _, heads, head_dim = key.shape
@@ -118,7 +118,7 @@ def reshape_and_cache(
     columns = heads * head_dim
     if slots.is_empty or columns == 0:
         return
-    # Rows are always whole 16-byte units, because head_dim is a multiple of x.
+    # Every row is a whole number of 16-byte units, because head_dim is a multiple of x.
     steps = (*strides, *key_steps, *value_steps)
     alignment = min(array.alignment for array in (key, value, key_cache, value_cache))
     aligned = alignment == 16 and not any(step % 16 for step in steps)
@@ -154,15 +154,15 @@ def reshape_and_cache_flash(
 ) -> None:
     """Store new keys and values in their slots of a paged cache in FlashAttention's layout.
 
-    For slot = slot_mapping[token], cache[slot // block_size, slot % block_size] becomes key[token] or value[token],
-    which an FP8 cache divides by k_scale or v_scale.
+    For slot = slot_mapping[token], key_cache[slot // block_size, slot % block_size] = key[token], and the same for
+    values. An FP8 cache stores key / k_scale and value / v_scale.
 
     Args:
         key_cache, value_cache: [blocks, block_size, kv_heads, head_dim], of one dtype as in `reshape_and_cache`.
-            Blocks, tokens and heads may be strided. Slices of one array [blocks, 2, ...] are taken, and heads may come
-            before tokens in memory.
-        key, value, slot_mapping, kv_cache_dtype, k_scale, v_scale: as in `reshape_and_cache`, with any head_dim; and so
-            are the errors.
+            Blocks, tokens and heads may be strided. So the caches may be slices of one array [blocks, 2, ...], and
+            heads may come before tokens in memory.
+        key, value, slot_mapping, kv_cache_dtype, k_scale, v_scale: as in `reshape_and_cache`, with any head_dim.
+            The errors are also as in that function.
 
     The function is vLLM's `reshape_and_cache_flash`.
     """
@@ -251,28 +251,28 @@ def concat_and_cache_mla(
     kv_cache_dtype: str,
     scale: AnyArray | float | None,
 ) -> None:
-    """Store the latents and the rotary parts of new tokens, side by side, in their slots of an MLA cache.
+    """Store the latent and the rotary key of each new token, side by side, in the token's slot of an MLA cache.
 
-    For slot = slot_mapping[token]: kv_cache[slot // block_size, slot % block_size] = [kv_c[token], k_pe[token]],
-    divided by the scale in an FP8 cache.
+    For slot = slot_mapping[token]: kv_cache[slot // block_size, slot % block_size] = [kv_c[token], k_pe[token]]. An FP8
+    cache stores these elements divided by `scale`.
 
     Args:
         kv_c: [tokens, kv_lora_rank], float32, float16 or bfloat16; tokens may be strided.
         k_pe: [tokens, rope_dim] or [tokens, 1, rope_dim], of the same dtype; tokens may be strided.
         kv_cache: [blocks, block_size, kv_lora_rank + rope_dim], of a dtype as in `reshape_and_cache`; blocks and tokens
             may be strided. For "fp8_ds_mla" it is [blocks, block_size, 656] of bytes, uint8 or float8_e4m3fn.
-        slot_mapping, scale: as in `reshape_and_cache`, and so are the errors.
+        slot_mapping, scale: as in `reshape_and_cache`. The errors are also as in that function.
         kv_cache_dtype: as in `reshape_and_cache`, or "fp8_ds_mla" for FlashMLA's FP8 cache. That cache needs a
             kv_lora_rank of 512 and a rope_dim of 64 (or 0: zeros are stored). It computes its own scales, and `scale`
             is not used.
 
-    In FlashMLA's FP8 cache, which `flash_mla_with_kvcache` reads with is_fp8_kvcache, a token takes 656 bytes: 512 of
-    float8_e4m3fn, 4 float32 scales of 128 numbers each, and 64 bfloat16. For each 128 numbers x of kv_c, in float32,
-    the scale is the smallest power of two that is at least max(max(abs(x)) / 448, 1e-4), and x / scale is stored,
-    rounded to nearest (ties to even). k_pe is rounded to bfloat16. Thus scales are at least 2**-13, and zeros stay
-    zeros. NaN is left out of the maximum and stored as NaN. An infinity makes the scale infinite, and all 128 numbers
-    with this scale are read as NaN. FlashMLA's tests, and vLLM from 0.33 on, compute the same scales. Caches with other
-    scales can be read, too.
+    `flash_mla_with_kvcache` reads FlashMLA's FP8 cache with is_fp8_kvcache=True. In this cache a token takes 656 bytes:
+    512 float8_e4m3fn elements, 4 float32 scales (one for each 128 elements), and 64 bfloat16 elements. For each group x
+    of 128 elements of kv_c, in float32, the scale is the smallest power of two that is at least
+    max(max(abs(x)) / 448, 1e-4). x / scale is stored, rounded to nearest (ties to even). k_pe is rounded to bfloat16.
+    Thus scales are at least 2**-13, and zeros stay zeros. The maximum ignores NaN, and a NaN element is stored as NaN.
+    An infinity makes the scale infinite, and all 128 elements with this scale are read as NaN. FlashMLA's tests, and
+    vLLM from 0.33 on, compute the same scales. The attention kernels also read caches with other scales.
 
     The function is vLLM's `concat_and_cache_mla`.
     """
@@ -331,7 +331,7 @@ _FIRST_CACHE = "key_caches[0]"
 
 
 def _check_caches(key_caches: Sequence[Any], value_caches: Sequence[Any]) -> int:
-    """Check the caches, and return the bytes between blocks, which must be equal in all caches."""
+    """Check the caches. Return their block stride in bytes, which must be equal in all caches."""
     first, like = key_caches[0], _FIRST_CACHE
     expect_array(like, first, CACHE_DTYPES)
     if not first.shape:
@@ -361,22 +361,23 @@ def copy_blocks(
 
     Args:
         key_caches, value_caches: lists of arrays [blocks, ...], one per layer, all of one dtype that a cache may have,
-            with the same number of blocks and of elements in a block, in any layout. A block must be contiguous, and
-            the distance between blocks must be the same in all caches. value_caches is an empty list for caches without
-            values, such as MLA caches.
+            with the same number of blocks and the same number of elements in a block, in any layout. A block must be
+            contiguous, and the block stride must be the same in all caches. value_caches is an empty list if there are
+            no separate values, as in MLA caches.
         block_mapping: int64 [pairs, 2], on the device of the caches. A pair with a block that is not in the cache is
             skipped. The pairs are copied at the same time: the result is undefined for a block that one pair writes
             and another pair reads or writes.
 
-    One launch copies up to 64 caches (the keys and values of 32 layers). block_mapping must be on the device; a list of
-    the caches' addresses on the device is not needed. Arrays in host memory go through the NumPy reference.
+    One launch copies up to 64 caches (the keys and values of 32 layers). The kernel's parameters hold the addresses of
+    the caches, so the call does not copy a list of addresses to the device. Arrays in host memory go through the NumPy
+    reference.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
-    The function is vLLM's `copy_blocks`, which waits for a copy of the caches' addresses to the device. With an empty
-    list it is vLLM's `copy_blocks_mla`.
+    The function is vLLM's `copy_blocks`, and with an empty value_caches vLLM's `copy_blocks_mla`. vLLM's functions copy
+    the addresses of the caches to the device, and wait for this copy.
     """
     for name, caches in (("key_caches", key_caches), ("value_caches", value_caches)):
         if not isinstance(caches, (tuple, list)):
@@ -428,7 +429,10 @@ def copy_blocks(
 
 
 def _batch(batch_size: Any, rows: int, lengths: int, starts: int | None) -> int:
-    """Check batch_size, and return it. `rows`, `lengths`, `starts`: sizes of block_table, cu_seq_lens, seq_starts."""
+    """Check batch_size, and return it.
+
+    `rows` is the number of rows of block_table. `lengths` and `starts` are the sizes of cu_seq_lens and seq_starts.
+    """
     batch = check.integer("batch_size", batch_size, 0, rows, "the rows of block_table")
     for name, least, found in (("cu_seq_lens", batch + 1, lengths), ("seq_starts", batch, starts)):
         if found is not None and found < least:
@@ -437,7 +441,7 @@ def _batch(batch_size: Any, rows: int, lengths: int, starts: int | None) -> int:
 
 
 def _check_gathered(src_cache: Any, dst: Any, kv_cache_dtype: str) -> str:
-    """Check the cache and `dst`. Return FORMAT of the cache, or SAME if the bits are copied without a conversion."""
+    """Check the cache and `dst`. Return the template argument FORMAT: SAME if bits are copied without a conversion."""
     expect_array("src_cache", src_cache, CACHE_DTYPES)
     if len(src_cache.shape) < 2:
         check.dimensions("src_cache", src_cache.shape, ("blocks", "block_size", "..."))
@@ -492,33 +496,34 @@ def gather_cache(
     kv_cache_dtype: str = "auto",
     scale: AnyArray | float | None = None,
 ) -> None:
-    """Gather the tokens of sequences, one after the other, out of a paged cache.
+    """Gather the cached tokens of several sequences into one array, sequence after sequence.
 
-    Token t of sequence b, with t < cu_seq_lens[b + 1] - cu_seq_lens[b], is at position u = seq_starts[b] + t:
+    Sequence b has cu_seq_lens[b + 1] - cu_seq_lens[b] tokens. Its token t is at position u = seq_starts[b] + t:
 
         dst[cu_seq_lens[b] + t] = src_cache[block_table[b, u // block_size], u % block_size]
 
     Args:
         src_cache: [blocks, block_size, ...], of any dtype that a cache may have; blocks and tokens may be strided.
         dst: [tokens, ...], with the last dimensions of src_cache; tokens may be strided. Of the same dtype, or for an
-            FP8 cache float32, float16 or bfloat16: dst then gets scale * stored, computed in float32 and rounded once.
-            For FlashMLA's FP8 cache, rows of dst have 576 numbers. The last 64 are rounded from bfloat16.
+            FP8 cache float32, float16 or bfloat16: each stored element is then multiplied by `scale` in float32 and
+            rounded once. For FlashMLA's FP8 cache, rows of dst have 576 elements; the last 64 are converted from
+            bfloat16.
         block_table: int32 [batch, max_blocks], with at least batch_size rows; rows may be strided.
-        cu_seq_lens: int32 [batch + 1], the number of tokens before each sequence, then the number of all tokens. Not
-            descending.
+        cu_seq_lens: int32 [batch + 1], the number of tokens before each sequence, then the number of all tokens. The
+            elements must not decrease.
         batch_size: the number of sequences to gather.
         seq_starts: int32 [batch], the number of tokens to skip at the start of each sequence. Not negative.
         kv_cache_dtype: as in `concat_and_cache_mla`; it matters only if an FP8 cache is converted.
-        scale: as in `reshape_and_cache`; not used for copies of bits, nor for FlashMLA's FP8 cache.
+        scale: as in `reshape_and_cache`. Copies without a conversion, and FlashMLA's FP8 cache, do not use it.
 
     A row of dst is not written if it belongs to no sequence, if its position is outside of the block table, or if its
     block is outside of the cache. Arrays in host memory go through the NumPy reference.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
-    The function is vLLM's `gather_cache`, today `cp_gather_cache`, with the conversions of
+    The function is vLLM's `gather_cache` (`cp_gather_cache` in later releases). It also does the conversions of vLLM's
     `gather_and_maybe_dequant_cache` and `cp_gather_and_upconvert_fp8_kv_cache`.
     """
     cache_format = _check_gathered(src_cache, dst, kv_cache_dtype)

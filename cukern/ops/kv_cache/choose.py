@@ -24,10 +24,10 @@ DS_MLA_DTYPES = ("uint8", "float8_e4m3fn")
 #: The template argument T for a copy without conversion. The key is the size of an element in bytes.
 _BITS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned"}
 
-#: The largest number of tokens, of slots, and of units in a row or a block. The kernels count in 31 bits, and round up
-#: to whole tiles.
+#: The largest number of tokens, of slots, and of units in a row or a block. The kernels use signed 32-bit indices, and
+#: round them up to whole tiles.
 MAX_COUNT = 2**31 - 2**12
-WIDTHS = (16, 8, 4, 2, 1)  # bytes of a unit: a call takes the widest that its alignment allows
+WIDTHS = (16, 8, 4, 2, 1)  # bytes of a unit (one load or store): a call uses the widest that its alignment allows
 
 _store_rows = Kernel("kv_cache/store_rows", "store_rows")
 _store_blocks = Kernel("kv_cache/store_blocks", "store_blocks")
@@ -36,11 +36,12 @@ _gather_rows = Kernel("kv_cache/gather_rows", "gather_rows")
 _store_latents = Kernel("kv_cache/store_latents", "store_latents")
 _gather_latents = Kernel("kv_cache/gather_latents", "gather_latents")
 
-#: (threads of a block, units of a thread).
+#: For each kernel: threads per block, and units per thread.
 THREADS_ITEMS = {"store_rows": (192, 3), "copy_blocks": (256, 4), "gather_rows": (256, 2)}
-WARPS = 2  # of a block of store_blocks
-LATENTS_WARPS = 4  # of a block of store_latents
-#: Up to FEW_TOKENS tokens, PARTS blocks share a window of tokens, so that each thread handles one token only.
+WARPS = 2  # per block of store_blocks
+LATENTS_WARPS = 4  # per block of store_latents
+#: store_blocks divides the tokens into windows of WINDOW tokens. Up to FEW_TOKENS tokens, PARTS thread blocks share a
+#: window, so that each thread copies one token only. With more tokens each window has one block.
 FEW_TOKENS, PARTS = 512, 8
 
 
@@ -85,11 +86,11 @@ for _kernel, _variants in (
 
 
 class Tile(NamedTuple):
-    """The tile that one block handles: several rows, or a part of a long row."""
+    """The rows that one thread block processes: several whole rows, or one chunk of a long row."""
 
     threads: int
     rows: int
-    chunks: int  # tiles side by side in a row
+    chunks: int  # how many chunks a row is divided into; 1 if a tile has whole rows
     fields: dict[str, Any]  # fields of the kernel's parameters
 
 
@@ -104,7 +105,7 @@ def tile_of(kernel: str, columns: int) -> Tile:
 
 
 def format_of(dtype: str, name: str, cache: Array, kv_cache_dtype: str) -> str:
-    """Return the template argument FORMAT for elements of `dtype` in `cache`, which messages call `name`."""
+    """Return the template argument FORMAT for elements of `dtype` in `cache`. Error messages call the cache `name`."""
     if kv_cache_dtype == "auto":
         check.dtype(name, cache.dtype, (dtype, *fp8.DTYPES))
         return SAME if cache.dtype == dtype else FORMAT[cache.dtype]
@@ -150,7 +151,7 @@ class Slots(NamedTuple):
 
 
 def check_slots(slot_mapping: Any, like: Array, like_name: str, name: str, blocks: int, block_size: int) -> Slots:
-    """Check slot_mapping: slots of the cache `name` for the first tokens of `like`, which may have more tokens."""
+    """Check slot_mapping, the cache slots of the first tokens of `like`. Error messages call the cache `name`."""
     slots = blocks * block_size
     if slots > MAX_COUNT:
         check.fail(name, f"of at most {MAX_COUNT} slots", f"{blocks} blocks of {block_size}")
@@ -166,7 +167,7 @@ def check_slots(slot_mapping: Any, like: Array, like_name: str, name: str, block
 
 
 def check_keys_and_values(key: Any, value: Any, key_cache: Any, kv_cache_dtype: str) -> tuple[tuple[int, ...], str]:
-    """Check keys and values. Return the bytes between tokens of keys and of values, and FORMAT of the key cache."""
+    """Check keys and values. Return their token strides in bytes, and the template argument FORMAT of the key cache."""
     symbols = ("tokens", "kv_heads", "head_dim")
     expect_array("key", key, DTYPES, symbols)
     expect_dimensions("value", value, key, "key", (key.dtype,), symbols)

@@ -1,4 +1,4 @@
-"""`swap_blocks`: copy cache blocks between host and device memory by the driver, without a kernel."""
+"""`swap_blocks`: copy cache blocks between host and device memory with the driver's copies, without a kernel."""
 
 from __future__ import annotations
 
@@ -67,25 +67,25 @@ def runs_of(pairs: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def swap_blocks(src: Array, dst: Array, block_size_in_bytes: int, block_mapping: Array) -> None:
-    """Copy blocks of one cache to another, between the memories of the host and of a GPU or within one of them.
+    """Copy blocks of one cache to another. Each cache is in host memory or on a GPU.
 
     For each pair (from, to) of block_mapping: block `to` of dst = block `from` of src.
 
     Args:
-        src, dst: contiguous arrays of any dtype that a cache may have, of blocks one after the other. Each is in host
-            memory or on a GPU; both may be on one GPU, but not on two. They may be of different libraries.
+        src, dst: contiguous arrays of any dtype that a cache may have, of blocks one after the other. Both may be on
+            one GPU, but not on two GPUs. They may be of different libraries.
         block_size_in_bytes: the bytes of a block, a divisor of the bytes of src and of dst.
         block_mapping: int64 [pairs, 2], in host memory. The result is undefined for a block that one pair writes and
             another pair reads or writes.
 
-    The call starts the copies on the current stream of the library of the array on the GPU. Blocks that are consecutive
-    in both caches are copied together. With pinned memory the copies are asynchronous: the host must wait for the
-    stream before it reads dst or changes src. With other host memory some copies end before the call returns, and a
-    CUDA graph cannot capture the call.
-    No kernel is launched and there is no torch operator. If both arrays are in host memory, the NumPy reference runs.
+    The copies run on the current stream of the library that owns the GPU array. Blocks that are consecutive in both
+    caches are copied together. With pinned memory the copies are asynchronous: the host must wait for the stream before
+    it reads dst or changes src. With other host memory some copies end before the call returns, and a CUDA graph cannot
+    capture the call. The function does not launch a kernel, and has no torch operator. If both arrays are in host
+    memory, the NumPy reference runs.
 
     Raises:
-        TypeError: an unsupported dtype, or a value that is no array.
+        TypeError: an unsupported dtype, or a value that is not an array.
         ValueError: sizes, strides, devices or blocks that do not fit; the message names the argument.
 
     The function is vLLM's `swap_blocks`.

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA) in decoding: the last tokens of each sequence over a paged cache of latents."""
+"""Multi-head latent attention (MLA) for decoding: the last tokens of each sequence attend over a paged latent cache."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ DTYPES = ("bfloat16", "float16")
 #: The dtypes that an 8-bit cache may have. The kernels read the cache as bytes.
 FP8_DTYPES = ("uint8", "int8", "float8_e4m3fn")
 MAX_PAGE_SIZE = 2**16
-#: The largest number of query rows, sequences or slots. The kernels count in 31 bits, and round up to whole tiles.
+#: The largest number of query rows, sequences or slots. The kernels use signed 32-bit indices, and round them up to
+#: whole tiles.
 MAX_COUNT = 2**31 - 2**12
 MAX_GRID = 2**16 - 1  # blocks along y or z
 _LARGEST_SCALE = 1e30
@@ -149,7 +150,7 @@ def _check_alignments(
     q: Array, q_strides: tuple[int, ...], cache: Array, strides: tuple[int, ...], extra: _Extra | None, is_paged: bool
 ) -> None:
     """Check the alignment of the inputs and their rows on a GPU."""
-    aligned = slice(0, 1 if is_paged else 3)  # with slots of 584 bytes a page is contiguous, so only pages are checked
+    aligned = slice(0, 1 if is_paged else 3)  # pages with slots of 584 bytes are contiguous: check only the page stride
     _check_alignment("q", q, q_strides)
     _check_alignment("k_cache", cache, strides[aligned])
     if extra is not None:
@@ -157,7 +158,7 @@ def _check_alignments(
 
 
 class _Tokens(NamedTuple):
-    """The arrays that give the cache slots of the tokens of each query."""
+    """The arrays that say in which cache slots the tokens of each query are."""
 
     block_table: Array | None  # None with indices
     lengths: Array | None
@@ -170,7 +171,7 @@ class _Tokens(NamedTuple):
 
 
 def _check_extra(cache: Any, indices: Any, length: Any, q: Array, k_cache: Array, is_fp8: bool) -> _Extra | None:
-    """Check the second cache and its indices against each other and the first cache. Return None without a cache."""
+    """Check the second cache and its indices against each other and the first cache. Return None if there is none."""
     if cache is None:
         for name, array in (("extra_indices_in_kvcache", indices), ("extra_topk_length", length)):
             if array is not None:
@@ -189,7 +190,7 @@ def _check_extra(cache: Any, indices: Any, length: Any, q: Array, k_cache: Array
 def _check_chosen(
     q: Array, k_cache: Array, is_fp8: bool, indices: Any, topk_length: Any, extra: tuple[Any, Any, Any]
 ) -> _Tokens | None:
-    """Check indices and the arguments that need them: topk_length and all arguments of the second cache."""
+    """Check indices, and the arguments that are only valid with indices: topk_length and the second cache."""
     named = {"topk_length": topk_length, "extra_k_cache": extra[0]}
     named |= {"extra_indices_in_kvcache": extra[1], "extra_topk_length": extra[2]}
     if indices is None:
@@ -224,7 +225,7 @@ def _check_tokens(
     batch = q.shape[0]
     max_pages, stride = expect_table("block_table", block_table, q, "q", batch, ("batch", "max_pages"))
     expect("cache_seqlens", cache_seqlens, q, "q", ("int32",), (batch,), "[batch]")
-    # A cache without pages has room for no token.
+    # A cache without pages does not hold any token.
     return _Tokens(block_table, cache_seqlens, None, max_pages if pages else 0, stride, Counts(1, 0), (0, 0))
 
 
@@ -237,7 +238,7 @@ def _check_scale(softmax_scale: Any, head_dim: int) -> float:
 
 
 def _check_plan(metadata: Any, num_splits: Any, sequences: int, q: Array) -> int:
-    """Check the caller's plan, and return its number of parts (see `get_mla_metadata`)."""
+    """Check the caller's plan, and return its number of parts (`get_mla_metadata` explains parts)."""
     if metadata is None or num_splits is None:
         given, missing = ("num_splits", "tile_scheduler_metadata")[:: 1 if metadata is None else -1]
         check.fail(missing, f"given, like {given} (or neither)", None, TypeError)
@@ -267,7 +268,7 @@ def _outputs(out: Any, q: Array, results: list[Result]) -> tuple[Array, Array]:
 
 
 def _multiprocessors(array: Any) -> int:
-    """Return the number of multiprocessors of an array's GPU; for host memory, the NumPy reference's number."""
+    """Return the number of multiprocessors of an array's GPU. For host memory, return the NumPy reference's default."""
     if isinstance(array, Array):
         return twin.MULTIPROCESSORS if array.on_host else array.gpu.multiprocessors
     return gpu.of_device(array.get_device()).multiprocessors if array.is_cuda else twin.MULTIPROCESSORS
@@ -314,28 +315,28 @@ def get_mla_metadata(
 ) -> tuple[AnyArray, AnyArray]:
     """Divide the tokens of all sequences among the multiprocessors, for `flash_mla_with_kvcache`.
 
-    The tokens of a sequence are cut into blocks of 64. A part is the work of one thread block, for one kv head and up
-    to 64 query rows of this head. A part is a range of consecutive token blocks, and may continue from one sequence
-    into the next. Each sequence that a part works on is a visit, and adds the cost of 5 token blocks to the part. The
-    plan finds the smallest cost limit that lets the parts hold all sequences, and fills the parts in order up to this
-    limit. Sequences without tokens are visited, too, because their results must be written.
+    The tokens of a sequence are cut into token blocks of 64. A part is the work of one thread block, for one kv head
+    and up to 64 query rows of this head: a range of consecutive token blocks, which may continue from one sequence into
+    the next. Each pair of a part and a sequence in it is a visit. A visit adds a fixed cost, equal to 5 token blocks,
+    to the part. The plan finds the smallest cost limit with which the parts have room for all sequences, and fills the
+    parts in order up to this limit. Sequences without tokens are visited, too, because their results must be written.
 
-    The plan is made on the device, and the function does not wait for it. If a CUDA graph has captured the call, each
-    replay makes the plan again, from the current lengths. One plan serves all layers of a decoding step.
+    A kernel makes the plan, and the function does not wait for it. If a CUDA graph has captured the call, each replay
+    makes the plan again, from the current lengths. One plan serves all layers of a decoding step.
 
-    Without arguments the function returns (FlashMLASchedMeta(), None): a plan that is made later. Pass it to
-    `flash_mla_with_kvcache` as tile_scheduler_metadata, with num_splits None. The first such call makes the plan for
-    its sizes and lengths. Later calls use the plan, and are refused unless their sizes are equal. Their lengths are not
-    compared: with other lengths the plan leaves tokens out. A FlashMLASchedMeta is no array, so torch.compile cannot
-    have it in a graph.
+    Without arguments the function returns (FlashMLASchedMeta(), None), a placeholder for a plan that is made later.
+    Pass it to `flash_mla_with_kvcache` as tile_scheduler_metadata, with num_splits None. The first such call makes the
+    plan for its sizes and lengths. Later calls use the plan, and raise an error if their sizes differ. Their lengths
+    are not compared: with other lengths the plan leaves tokens out. A FlashMLASchedMeta is not an array, so
+    torch.compile cannot put it into a graph.
 
     Args:
         cache_seqlens: int32 [batch], tokens in the cache; negative numbers count as 0.
         num_heads_per_head_k: query rows that share a kv head: query tokens * query heads // kv heads.
         num_heads_k: kv heads.
         num_heads_q: query heads; needed with `topk`.
-        topk: plan for `indices` with this many slots for each query token. Each query token is then a sequence of topk
-            tokens, and only the size of cache_seqlens matters.
+        topk: make a plan for calls with `indices`, with this many slots for each query token. For the plan, each query
+            token is then a sequence of topk tokens, and only the size of cache_seqlens matters.
         topk_length: int32 [batch], with `topk`: the number of valid indices, as in `flash_mla_with_kvcache`.
         extra_topk: with `topk`: the number of indices of a second cache.
         extra_topk_length: int32 [batch], with `topk`: the number of valid indices of the second cache.
@@ -343,14 +344,14 @@ def get_mla_metadata(
 
     Returns:
         tile_scheduler_metadata, int32 [parts, 8], with parts = max(1, multiprocessors // (num_heads_k *
-        ceil(num_heads_per_head_k / 64))). Each row describes a part: the first sequence, the first block in the first
-        sequence, the last sequence, the end of the blocks in the last sequence, the number of earlier parts that visit
-        the first sequence, and zeros. If a part has no work, its first sequence is the number of sequences. The second
-        result is num_splits, int32 [sequences + 1]: the number of visits of all sequences before each sequence. Arrays
-        in host memory get the plan of a GPU with 132 multiprocessors.
+        ceil(num_heads_per_head_k / 64))). Each row describes a part by 8 numbers: the first sequence, the first token
+        block in it, the last sequence, the end of the token blocks in that sequence, the number of earlier parts that
+        visit the first sequence, and three zeros. If a part does not have work, its first sequence is the number of
+        sequences. The second result is num_splits, int32 [sequences + 1]: for each sequence, the total number of visits
+        to all earlier sequences. For arrays in host memory the plan is made as for a GPU with 132 multiprocessors.
 
     Raises:
-        TypeError: a value that is no array, or has the wrong dtype or library.
+        TypeError: a value that is not an array, or has the wrong dtype or library.
         ValueError: sizes that do not fit each other.
 
     The function and its results are FlashMLA's (DeepSeek, 2025). The call without arguments is from FlashMLA's later
@@ -384,7 +385,7 @@ def get_mla_metadata(
 
 
 def _check_counts(lengths: Array, query_tokens: int, topk: Any, length: Any, extra: Any, extra_length: Any) -> Counts:
-    """Check the arguments of `get_mla_metadata` that count indices, and return them."""
+    """Check the arguments of `get_mla_metadata` that are numbers of indices, and return them."""
     extra = check.integer("extra_topk", extra, 0, MAX_COUNT - (topk or 0))
     for name, given, array in (
         ("topk_length", topk is not None, length),
@@ -411,7 +412,7 @@ def _attention_results(
 def _work(
     q: Array, k_cache: Array, head_dim_v: int, is_fp8: bool, tokens: _Tokens, metadata: Any, num_splits: Any
 ) -> Work:
-    """Return the work of the call. Its parts are the caller's, or without a plan enough to keep the GPU busy."""
+    """Return the sizes of the call. The number of parts is from the caller's plan, or else enough to occupy the GPU."""
     batch, query_tokens, heads, head_dim = q.shape
     kv_heads, is_sparse = k_cache.shape[2], tokens.indices is not None
     rows, sequences = heads // kv_heads * query_tokens, batch
@@ -464,14 +465,14 @@ def _fields(q: Array, k_cache: Array, tokens: _Tokens, work: Work) -> dict[str, 
 
 
 def _results(work: Work, attended: Array, lse: Array) -> dict[str, Any]:
-    """Return the fields of struct Params for the results and for the partial results of the parts."""
+    """Return the fields of struct Params for the results, and for the partial results that the parts write."""
     slots = 2 * work.parts, work.kv_heads, work.rows
     partial = empty((*slots, work.dims[1]), "float32"), empty(slots, "float32")
     return {"out": attended, "lse": lse, "partial_out": partial[0], "partial_lse": partial[1]}
 
 
 def _own_plan(work: Work, tokens: _Tokens) -> tuple[Array, Array]:
-    """Make a plan for a call whose caller passes none."""
+    """Make the plan for a call without one."""
     plan = empty((work.parts, 8), "int32"), empty((work.sequences + 1,), "int32")
     why = "no plan is given (get_mla_metadata makes one for all layers of a step); "
     launch_plan(tokens.lengths, *plan, tokens.counts, why)
@@ -500,9 +501,9 @@ def flash_mla_with_kvcache(
     out: tuple[AnyArray, AnyArray] | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
-    """Attend from the last tokens of each sequence over its latents in a paged cache, which are both keys and values.
+    """Attend from the last tokens of each sequence over its latents in a paged cache. A latent is both key and value.
 
-    A value is the first head_dim_v numbers of a key. With g = heads / kv_heads,
+    The value of a token is the first head_dim_v elements of its key. With g = heads / kv_heads,
 
         score[t]  = softmax_scale * q[b, i, h] . key[t, h // g]
         out[i, h] = sum of softmax(score)[t] * key[t, h // g, :head_dim_v]
@@ -510,10 +511,10 @@ def flash_mla_with_kvcache(
 
     over all tokens t of the sequence. If `causal`, query token i of s query tokens has position cache_seqlens[b] - s +
     i and sees the tokens up to this position. Token t is in slot t % page_size of page block_table[b, t // page_size].
-    Sums are in float32.
-    The kernels round the probabilities to the query's dtype before the product with the values. With an 8-bit cache the
-    kernels multiply the probabilities by the scale of a value and round them to float16. Variant "wgmma", and every
-    variant with slots of 584 bytes, rounds the values to the query's dtype instead.
+    Sums are accumulated in float32. The kernels round the probabilities to the query's dtype before they multiply them
+    by the values. With an 8-bit cache the kernels multiply each probability by the scale of the value, and round the
+    product to float16. Variant "wgmma", and all variants with slots of 584 bytes, instead convert the values to the
+    query's dtype.
 
     Args:
         q: [batch, query_tokens, heads, head_dim], bfloat16 or float16, contiguous along the last dimension, which is a
@@ -522,12 +523,12 @@ def flash_mla_with_kvcache(
             tokens and heads may be strided, on a GPU by multiples of 16 bytes. page_size is a multiple of 16, or with
             `indices` any number. With `is_fp8_kvcache` [pages, page_size, kv_heads, slot_bytes], of bytes (uint8, int8,
             or the bytes of float8_e4m3fn), and head_dim_v is 512.
-            For a head_dim of 576 a slot has 656 bytes: 512 numbers in float8_e4m3fn, 4 float32 scales of 128 numbers
-            each (value = number * scale), and 64 rotary numbers in bfloat16, which are rounded to q's dtype.
-            For a head_dim of 512 a slot has 584 bytes, and each page is contiguous and has two parts. The first part
-            has, for each slot, 448 numbers in float8_e4m3fn and 64 rotary numbers in bfloat16. All 512 numbers are
-            used for the key and for the value. The second part has, for each slot, 7 scales in float8_e8m0fnu (one for
-            64 numbers) and an unused byte. Such a cache needs `indices` and one kv head.
+            For a head_dim of 576 a slot has 656 bytes: 512 elements in float8_e4m3fn, 4 float32 scales (each a factor
+            for 128 elements), and 64 rotary elements in bfloat16, which are rounded to q's dtype.
+            For a head_dim of 512 a slot has 584 bytes, and each page is contiguous. First come, for each slot of the
+            page, 448 elements in float8_e4m3fn and 64 rotary elements in bfloat16. All 512 elements are key and value.
+            Then come, for each slot, 7 scales in float8_e8m0fnu (each for 64 elements) and an unused byte. Such a cache
+            needs `indices` and one kv head.
         block_table: int32 [batch, max_pages]; rows may be strided. Entries beyond the tokens of a sequence are not
             used. May be None with `indices`.
         cache_seqlens: int32 [batch], tokens in the cache, including the tokens of q; negative numbers count as 0. May
@@ -537,29 +538,29 @@ def flash_mla_with_kvcache(
             `get_mla_metadata` without arguments. None for both: the call makes a plan by itself.
         softmax_scale: head_dim ** -0.5 by default; variant "wgmma" needs at least 1e-30.
         causal: not with `indices`.
-        indices: int32 [batch, query_tokens, topk]: the slots (page * page_size + place in the page) that a query token
-            attends to. Negative numbers are skipped. block_table and cache_seqlens are not used.
-        attn_sink: float32 [heads], logits of a token without value: out is multiplied by exp(lse) / (exp(lse) +
-            exp(attn_sink)), lse is not changed.
+        indices: int32 [batch, query_tokens, topk]: the slots (page * page_size + position in the page) that a query
+            token attends to. Negative numbers are skipped. block_table and cache_seqlens are then not used.
+        attn_sink: float32 [heads], the score of an additional token whose value is 0: out is multiplied by exp(lse) /
+            (exp(lse) + exp(attn_sink)). lse does not change.
         extra_k_cache: a second cache like k_cache, with its own number of pages and page_size.
-        extra_indices_in_kvcache: int32 [batch, query_tokens, extra_topk], slots of the second cache. A query token
-            attends to these tokens too, in one softmax with the others. With `indices`.
+        extra_indices_in_kvcache: int32 [batch, query_tokens, extra_topk], slots of the second cache. The softmax of a
+            query token is over the tokens of both caches. Only with `indices`.
         topk_length: int32 [batch]: only the first topk_length[b] indices of a sequence are used. The number is clamped
-            to [0, topk]. None: all. With `indices`.
+            to [0, topk]. None: all. Only with `indices`.
         extra_topk_length: the same for extra_indices_in_kvcache.
         out: an array like the (contiguous) result to write into, at a multiple of 16 bytes, or a pair of such an array
             and one for lse (under torch.compile a pair).
         variant: "auto", "wgmma" (sm_90a, heads of 576 and 512), "mma" (heads of 576 and 512) or "dynamic" (everything).
 
     Returns:
-        out [batch, query_tokens, heads, head_dim_v] of q's dtype and lse float32 [batch, heads, query_tokens]. A row
-        without tokens to attend to is 0, and its lse +inf, as in FlashMLA. On a GPU lengths, pages and slots cannot be
-        checked ahead. If one points outside the table or the cache, nothing is read there, and the rows of that
-        sequence (with `indices`: of that query token) are NaN. A NaN or infinite token may reach all rows that share
-        its kv head, even rows that do not see it. Slots without a token reach no row.
+        out [batch, query_tokens, heads, head_dim_v] of q's dtype and lse float32 [batch, heads, query_tokens]. If a row
+        does not have tokens to attend to, its out is 0 and its lse is +inf, as in FlashMLA. On a GPU lengths, pages and
+        slots cannot be checked before the launch. If one points outside the table or the cache, nothing is read there,
+        and the rows of that sequence (with `indices`: of that query token) are NaN. A token with NaN or infinities may
+        affect all rows that share its kv head, even rows that do not see the token. Unused slots do not affect any row.
 
     Raises:
-        TypeError: a value that is no array, or has the wrong dtype or library.
+        TypeError: a value that is not an array, or has the wrong dtype or library.
         ValueError: a shape, stride, device or option that does not fit.
 
     Sources: latent attention is from DeepSeek-V2 (2024), the functions and the cache of 656 bytes from FlashMLA

@@ -1,8 +1,8 @@
 """Latent attention: the kernels and their configurations, how a call chooses among them, and the launches.
 
-A plan divides the tokens of all sequences into parts. A part is the work of one thread block per kv head and per tile
-of query rows. `plan_parts` makes the plan. It tests candidates for the cost of a part with a chain of dependent steps:
-one step per sequence or one step per part.
+A plan divides the tokens of all sequences into parts. A part is a range of tokens that one thread block processes, for
+each kv head and each tile of query rows. The kernel `plan_parts` makes the plan. It searches for the smallest cost
+limit of a part. To test a limit it needs a chain of dependent steps: one step per sequence, or one step per part.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from cukern.runtime.plan import asked, launch, tensor_map
 
 VARIANTS = ("auto", "wgmma", "mma", "dynamic")
 MAX_DIM = 576
-THREADS = 256  # of a block of attend_mma, and of plan_parts with a chain over the sequences
-_BY_PARTS_THREADS = 384, 768  # of a block of plan_parts with a chain over the parts
-#: plan_parts: up to _FEW_SEQUENCES sequences the chain over the sequences is faster than the chain over the parts.
-#: Above _MOST_LINED_UP sequences the table for the chain over the parts does not fit in shared memory.
+THREADS = 256  # threads per block of attend_mma, and of plan_parts with one step per sequence
+_BY_PARTS_THREADS = 384, 768  # threads per block of plan_parts with one step per part
+#: Up to _FEW_SEQUENCES sequences, plan_parts is faster with one step per sequence than with one step per part. Above
+#: _MOST_LINED_UP sequences, the table that one step per part needs does not fit in shared memory.
 _FEW_SEQUENCES, _MOST_LINED_UP = 48, 4096
 _SPAN = f"from {_FEW_SEQUENCES + 1} to {_MOST_LINED_UP} sequences"
-_PLAN_SHARED_BYTES = 99 << 10  # the shared memory that a block of `plan_parts` can have on every GPU
-_TABLE_BYTES = 24 << 10, 640  # table for the chain over the parts: the minimum bytes, and the bytes for each sequence
+_PLAN_SHARED_BYTES = 99 << 10  # shared memory that a block can have on every GPU
+_TABLE_BYTES = 24 << 10, 640  # table of plan_parts for one step per part: minimum bytes, and bytes per sequence
 
-#: Pairs (head_dim, head_dim_v) with variants of their own.
+#: Pairs (head_dim, head_dim_v) with specialized variants.
 SPECIALIZED = [
     (576, 512),  # DeepSeek-V2, V3 and R1, Kimi-K2
 ]
-#: ROWS of `attend_mma`: query rows of a block. 64 rows need specialized dimensions.
+#: The template argument ROWS of `attend_mma`: query rows per block. 64 is for specialized dimensions only.
 _ROWS = (16, 32, 64)
 _MOST_STAGES = 4
-#: TILE of `attend_mma`: tokens of a tile, the fastest size first. For an 8-bit cache the sizes depend on ROWS: with 64
-#: rows, tiles of more than 32 tokens would need too many registers.
+#: The template argument TILE of `attend_mma`: tokens per tile, the fastest size first. For an 8-bit cache the sizes
+#: depend on ROWS: with 64 rows, tiles of more than 32 tokens would need too many registers.
 _TILES, _FP8_TILES = (64, 32), {16: (64, 32, 16), 32: (64, 32), 64: (32,)}
 
-#: Up to this many query rows per kv head `attend_mma` is faster than `attend_wgmma` (H200): with a 16-bit cache, and
-#: with an 8-bit cache.
+#: Up to this many query rows per kv head `attend_mma` is faster than `attend_wgmma` on an H200. The first number is for
+#: a 16-bit cache, the second for an 8-bit cache.
 _FEW_ROWS, _FEW_ROWS_FP8 = 16, 32
 #: `attend_wgmma` takes the maximum of a row before it multiplies by the scale, so the scale must be positive.
 _SMALLEST_WGMMA_SCALE = 1e-30
 _LARGEST_STRIDE = 2**40  # in bytes, of a tensor map
 
-#: (TEAM, EACH) of `combine_parts`, which combines the partial results of a row: by several blocks, one block or one
-#: warp per row.
+#: The template arguments (TEAM, EACH) of `combine_parts`, which combines the partial results of each query row: with
+#: several blocks per row, one block per row, or one warp per row.
 MANY_BLOCKS, ONE_BLOCK, ONE_WARP = (8, 1), (8, 4), (1, 4)
-#: Up to the first number of rows, several blocks combine each row, so that the GPU is busy. Up to the second number,
-#: one block combines a row. With more rows, one warp does.
+#: Up to the first number of rows, several blocks combine each row, so that all multiprocessors have work. Up to the
+#: second number one block combines a row, and with more rows one warp.
 _FEW_COMBINED_ROWS = 64, 512
 _COMBINED_COLUMNS = 128  # with several blocks per row, the columns that one block combines
 _COMBINING_BLOCKS = 2  # resident blocks of a multiprocessor
@@ -78,7 +78,7 @@ class MmaConfig(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """Return the shared memory of a block in bytes. The struct `Form` of the template computes the same number."""
+        """The shared memory of a block in bytes. The struct `Form` of the template computes the same number."""
         dims = self.head_dim or MAX_DIM
         is_fp8 = self.is_fp8 and dims == MAX_DIM  # with another head_dim, tiles are converted to 16 bits first
         groups = 2 if is_fp8 or self.rows == 64 else 1
@@ -102,15 +102,15 @@ class MmaConfig(NamedTuple):
 def best_mma_config(
     dtype: str, is_fp8: bool, group_rows: int, dims: tuple[int, int], most_shared_bytes: int, has_extra: bool = False
 ) -> MmaConfig:
-    """Return the fastest configuration for `group_rows` rows of a kv head, within `most_shared_bytes` a block.
+    """Return the fastest configuration for `group_rows` query rows per kv head that fits in `most_shared_bytes`.
 
-    `dims` are (0, 0) if the dimensions are dynamic.
+    `dims` is (head_dim, head_dim_v), or (0, 0) if the dimensions are dynamic.
     """
     wanted = next((rows for rows in _ROWS if rows >= group_rows), _ROWS[-1])
     most = _ROWS[-1] if dims[0] else _ROWS[-2]
     for rows in (rows for rows in reversed(_ROWS) if rows <= min(wanted, most)):
         for tile in _FP8_TILES[rows] if is_fp8 and dims[0] == MAX_DIM else _TILES:
-            # There are at least two stages, because one stage is loaded while the other is in use.
+            # At least two stages are needed, because one stage is loaded while the other is in use.
             for stages in range(_MOST_STAGES, 1, -1):
                 config = MmaConfig(dtype, is_fp8, rows, tile, stages, *dims, has_extra)
                 if config.shared_bytes <= most_shared_bytes:
@@ -126,12 +126,15 @@ def mma_variant(config: MmaConfig) -> Variant:
 
 
 def _alone(kernel: Kernel, threads: str) -> Launched:
-    """Return the launch configuration of a block that takes all shared memory: a multiprocessor holds only one."""
+    """Return the launch configuration of a block that uses all shared memory of its multiprocessor."""
     return Launched(template.constants(kernel.file)[threads], gpu.BY_ARCH["90a"].shared_per_block)
 
 
 def wgmma_variant(dtype: str, is_fp8: bool, is_sparse: bool, extra_bytes: int = 0) -> Variant:
-    """Return the variant of `attend_wgmma`. `extra_bytes`: bytes of an 8-bit token; 0 sets EXTRA to false."""
+    """Return the variant of `attend_wgmma`.
+
+    `extra_bytes` is the number of bytes per token of an 8-bit cache. If it is 0, the template argument EXTRA is false.
+    """
     flags: list[str | int] = [str(is_fp8).lower(), str(is_sparse).lower()]
     if extra_bytes:
         flags += ["true"] + [extra_bytes] * (extra_bytes != twin.SLOT_BYTES)
@@ -144,7 +147,7 @@ def two_loaders_variant(dtype: str, is_fp8: bool, is_sparse: bool) -> Variant:
 
 
 def plan_threads(sequences: int, parts: int) -> int:
-    """Return the threads of `plan_parts`: 256 for a chain over the sequences, more for a chain over the parts."""
+    """Return the threads of `plan_parts`: 256 for one step per sequence, more for one step per part."""
     if parts > template.constants(plan_kernel.file)["MOST_PARTS"] or not _FEW_SEQUENCES < sequences <= _MOST_LINED_UP:
         return THREADS
     return next(n for n in _BY_PARTS_THREADS if sequences <= n or n == _BY_PARTS_THREADS[-1])
@@ -152,14 +155,14 @@ def plan_threads(sequences: int, parts: int) -> int:
 
 def plan_variant(has_extra: bool, threads: int = THREADS) -> Variant:
     flags: list[str | int] = ["true"] if has_extra else []
-    sequences = 1000  # the compiler asserts the shared memory for this example
+    sequences = 1000  # example size for the compiler's check of the shared memory
     shared_bytes, table = plan_shared_bytes(sequences, threads)
     launched = Launched(threads, shared_bytes, (sequences, table), _PLAN_SHARED_BYTES)
     return plan_kernel.variant(threads, *flags, launched=launched)
 
 
 def plan_shared_bytes(sequences: int, threads: int) -> tuple[int, int]:
-    """Return the shared memory of `plan_parts`, and the bytes of its table (0 for a chain over the sequences)."""
+    """Return the shared memory of `plan_parts` in bytes, and how many of them are its table (0 without a table)."""
     constants = template.constants(plan_kernel.file)
     by_sequences, by_parts = constants["BY_SEQUENCES_BYTES"], constants["BY_PARTS_BYTES"]
     if threads == THREADS:
@@ -173,17 +176,17 @@ def plan_shared_bytes(sequences: int, threads: int) -> tuple[int, int]:
 def combine_variant(dtype: str, head_dim_v: int, team_each: tuple[int, int]) -> Variant:
     """Return the variant of `combine_parts`. `head_dim_v` is 0 if it is dynamic."""
     team, each = team_each
-    # If one block or warp combines a whole row, EACH must be large enough for the row; 5 covers every head_dim_v.
+    # If one block or one warp combines a whole row, EACH must be large enough for the row. 5 is enough for any row.
     return combine.variant(arrays.CUDA_TYPE[dtype], head_dim_v, team, each if head_dim_v or each == 1 else 5)
 
 
 def mma_shared_bytes(of: gpu.Gpu) -> int:
-    """Return the largest shared memory of a block of `attend_mma`."""
-    # One configuration takes more than 220 KiB. It spills registers on sm_100, but not on sm_90.
+    """Return the maximum shared memory of a block of `attend_mma`, in bytes."""
+    # One configuration needs more than 220 KiB. It is excluded on sm_100, because it spills registers there.
     return min(of.shared_per_block, 220 << 10) if of.arch.startswith("10") else of.shared_per_block
 
 
-# Only bfloat16 is listed. float16 compiles to the same instructions with other constants.
+# Only bfloat16 is listed, because float16 compiles to the same instructions with other constants.
 attend_mma.specialize_by_arch(
     {
         arch: [
@@ -224,11 +227,11 @@ plan_kernel.at_import = plan_kernel.specialized[:1]
 
 
 class Work(NamedTuple):
-    """The sizes of a call that decide how it runs. The lengths are not among them; only the device knows these."""
+    """The sizes of a call that decide how it runs. The lengths do not, because only the device knows them."""
 
     dtype: str
     is_fp8: bool
-    is_sparse: bool  # with indices, where each query token is a sequence of its own
+    is_sparse: bool  # whether there are indices; each query token is then a sequence of its own
     dims: tuple[int, int]  # (head_dim, head_dim_v)
     kv_heads: int
     rows: int  # query rows of a sequence that share a kv head
@@ -263,8 +266,8 @@ def no_wgmma(work: Work, k_cache: Array, strides: tuple[int, ...], scale: float,
 
 
 def takes_two_loaders(work: Work) -> bool:
-    """Return whether `attend_two_loaders` replaces `attend_wgmma`. It does where TMA cannot copy the tokens."""
-    # The kernel copies the bfloat16 rotary numbers of an 8-bit cache unconverted, so q must be bfloat16.
+    """Return whether `attend_two_loaders` is used instead of `attend_wgmma`, because TMA cannot copy the tokens."""
+    # The kernel copies the bfloat16 rotary elements of an 8-bit cache without a conversion, so q must be bfloat16.
     return not work.has_extra and (work.dtype == "bfloat16" if work.is_fp8 else work.is_sparse)
 
 
@@ -279,13 +282,14 @@ def takes_wgmma(work: Work, variant: str, reason: str) -> bool:
     if variant == "mma" and work.dims not in SPECIALIZED and not work.is_fp8:
         got = f"'mma': there is none for heads of {work.dims[0]} and {work.dims[1]}"
         check.fail("variant", "'auto' or 'dynamic' here", got)
-    # With few rows, most of the 64 rows of a WGMMA are unused, and memory bandwidth is the limit. With slots of 584
-    # bytes `attend_mma` waits for the conversion of the tokens, so `attend_wgmma` is used for any number of rows.
+    # With few rows, memory bandwidth is the limit and most of the 64 rows of a WGMMA would be unused, so `attend_mma`
+    # is used. With slots of 584 bytes `attend_mma` is limited by the conversion of the tokens, so `attend_wgmma` is
+    # used for any number of rows.
     return variant == "wgmma" or (variant == "auto" and not reason and (work.is_paged or work.rows > work.few_rows))
 
 
 def why_parts(work: Work, is_given: bool, multiprocessors: int) -> str:
-    """Return the reason for the number of parts. `is_given`: the caller's plan sets the number."""
+    """Return the reason for the number of parts. `is_given` says that the number is from the caller's plan."""
     if is_given:
         return f"{work.parts} parts of the tokens, by the given plan"
     blocks = f"a part is a block for each kv head ({work.kv_heads}) and each {twin.ROWS} rows"
@@ -322,7 +326,7 @@ class Counts(NamedTuple):
 
 
 def launch_plan(lengths: Array | None, metadata: Array, splits: Array, counts: Counts, why: str = "") -> None:
-    """Launch `plan_parts`, which plans from lengths or from numbers of indices. `why` begins the reason."""
+    """Launch `plan_parts`, which makes a plan from lengths or from numbers of indices. `why` begins the reason."""
     fields: dict[str, Any] = {"lengths": lengths, "metadata": metadata, "splits": splits}
     fields |= {"sequences": splits.shape[0] - 1, "parts": metadata.shape[0]}
     if counts.vary:
@@ -370,7 +374,8 @@ def _launch_wgmma(work: Work, k_cache: Array, why: str, fields: dict[str, Any]) 
     constants = template.constants(attend_wgmma.file)
     pages, page_size, kv_heads, head_dim = k_cache.shape
     tiles, box_tokens = None, 0
-    # TMA copies neither tokens that need a conversion nor tokens in arbitrary slots, so these have no tensor map.
+    # TMA can copy neither tokens that need a conversion nor tokens in arbitrary slots, so for these calls there is no
+    # tensor map.
     if not (work.is_fp8 or work.is_sparse):
         box_tokens = math.gcd(page_size, twin.BLOCK_TOKENS)
         # A dimension of size 1 may have any stride except 0.
@@ -398,8 +403,8 @@ def _combining(work: Work, multiprocessors: int) -> tuple[tuple[int, int], tuple
         return MANY_BLOCKS, grid, f"{what}, {each}"
     if rows * work.kv_heads <= _FEW_COMBINED_ROWS[1]:
         return ONE_BLOCK, (rows, work.kv_heads, 1), f"{what}, a block for each (up to {_FEW_COMBINED_ROWS[1]} rows)"
-    # If there are about as many sequences as parts, few sequences are split among parts, and most blocks would have no
-    # partial results to combine. The grid is then smaller.
+    # If there are about as many sequences as parts, few sequences are divided among several parts. Most blocks would
+    # then not have partial results to combine, so the grid is smaller.
     most = -(-work.rows // 8)
     if 2 * work.sequences > work.parts:
         most = min(most, _COMBINING_BLOCKS * multiprocessors // (work.parts * work.kv_heads))

@@ -1,4 +1,4 @@
-"""Plans for latent attention (`get_mla_metadata` without arguments) that the first attention call makes."""
+"""Plans that the first attention call makes, for `get_mla_metadata` without arguments."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plan_of_the_first_call(*args: Any, **kwargs: Any) -> Any:
 
 
 def _sizes(given: Mapping[str, Any], name: str, dimensions: int) -> tuple[Any, ...] | None:
-    """Return the shape of an argument; None if it is no array of `dimensions` dimensions."""
+    """Return the shape of an argument; None if it is not an array of `dimensions` dimensions."""
     shape = tuple(getattr(given.get(name), "shape", ()))
     return shape if len(shape) == dimensions else None
 

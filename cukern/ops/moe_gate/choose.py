@@ -1,4 +1,4 @@
-"""The gates: their kernels, and the choice of a kernel for a call."""
+"""The MoE gates: their kernels, and the choice of a kernel for a call."""
 
 from __future__ import annotations
 
@@ -12,35 +12,36 @@ from cukern.runtime.compile import Instance
 from cukern.runtime.kernel import Kernel, Launched, Variant
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: The dtypes of a bias. Every instance takes a bias in float32 or in the dtype of the logits. A call with a bias of
-#: another dtype compiles an instance of its own.
+#: The dtypes of a bias. Every instance takes a bias in float32 or in the dtype of the logits. For another dtype of the
+#: bias, an additional instance is compiled at the first call.
 BIAS_DTYPES = (*DTYPES, "float64")
 _BIAS_TYPE = arrays.CUDA_TYPE | {"float64": "double"}
 SCORING = ("sigmoid", "softmax", "sqrtsoftplus")
 VARIANTS = ("auto", "specialized", "dynamic")
-#: The largest number of experts: a token has at most 32 lanes, and a lane keeps one bit per expert in a 32-bit mask.
+#: The largest number of experts: 32 lanes per token times 32 experts per lane. A lane has a 32-bit mask of its experts.
 MAX_EXPERTS = 1024
 MAX_TOPK = 512
 MAX_TOKENS = 2**30
-# The shared memory that a block can have on every GPU from sm_80 on. The largest sizes of the dynamic variant need
-# nearly all of it.
+# Every GPU from sm_80 on allows this much shared memory per block. The dynamic variant needs nearly all of it for the
+# largest sizes.
 _MAX_SHARED_BYTES = 99 * 1024
-#: For each number of lanes per token: it is the fastest up to this many tokens (H200). The bits of the results do not
-#: depend on the number of lanes.
+#: Maps a number of lanes per token to the largest number of tokens for which it is the fastest (H200). The number of
+#: lanes does not affect the bits of the results.
 UP_TO_TOKENS = {32: 4096, 16: 16384, 8: MAX_TOKENS, 4: MAX_TOKENS}
-#: The largest topk of gate_by_warp, which fills the slots of a token one by one. With exactly _BY_THREAD_EXPERTS
-#: experts, one thread per token is used.
+#: The largest topk for gate_by_warp, because it fills the slots of a token one by one. With exactly _BY_THREAD_EXPERTS
+#: experts, without groups and bias, the gate uses one thread per token.
 _BY_WARP_TOPK, _BY_THREAD_EXPERTS = 12, 8
-#: Up to _BY_WARP_TOKENS tokens gate_by_warp is faster than moe_gate with 32 lanes per token (H200). In gate_by_warp
-#: each lane sorts its own experts, so the time grows with the number of experts. With at most _BY_WARP_EXPERTS experts
-#: gate_by_warp is always faster.
+#: gate_by_warp is faster than moe_gate with 32 lanes per token up to _BY_WARP_TOKENS tokens, or with at most
+#: _BY_WARP_EXPERTS experts for any number of tokens (H200). In gate_by_warp each lane sorts its own experts, so the
+#: time grows with the number of experts.
 _BY_WARP_TOKENS, _BY_WARP_EXPERTS = 512, 128
-#: (lanes per token, experts per lane) of the dynamic variants. A call uses the first variant with room for its experts.
+#: Pairs (lanes per token, experts per lane) of the dynamic variants. A call uses the first variant with room for its
+#: experts.
 _DYNAMIC = ((16, 16), (16, 32), (32, 32))
-#: (lanes per token, experts per lane) of the dynamic variant WHOLE_LANES, whose lanes exchange the experts that they
-#: choose. WHOLE_LANES is faster than the other dynamic variants only if every lane is full. On an H200, 256 experts in
-#: 8 groups and 65536 tokens take 39 us with WHOLE_LANES and 56 us without. But 160 experts (10 per lane) and 8192
-#: tokens take 16 us with WHOLE_LANES and 9.7 us without.
+#: The pair (lanes per token, experts per lane) of the dynamic variant WHOLE_LANES, in which the lanes exchange the
+#: experts that they have chosen. WHOLE_LANES is faster than the other dynamic variants only if every lane has all 16
+#: experts. On an H200, 65536 tokens with 256 experts in 8 groups take 39 us with WHOLE_LANES and 56 us without. But
+#: 8192 tokens with 160 experts (10 per lane) take 16 us with WHOLE_LANES and 9.7 us without.
 _DYNAMIC_BY_LANES = (16, 16)
 
 
@@ -49,7 +50,7 @@ PADDED = "a view [:, :experts] of rows that are padded to a multiple of 16 bytes
 
 
 class Config(NamedTuple):
-    """Sizes that have a variant of their own. With a bias the order depends on the scoring, so it is fixed, too."""
+    """The sizes of a specialized variant. With a bias they include the scoring function, which affects the ranking."""
 
     experts: int
     groups: int
@@ -89,7 +90,7 @@ def _threads() -> int:
 
 
 def _shared_bytes(lanes: int, capacity: int, row_units: int, block_units: int = 0) -> int:
-    """Return the shared memory of a block of moe_gate, which the template counts in units of 16 bytes."""
+    """Return the shared memory of a block of moe_gate in bytes. The arguments are in units of 16 bytes."""
     list_units = capacity + capacity // 4 + 2
     return (block_units + (list_units + row_units) * (_threads() // lanes)) * 16
 
@@ -115,17 +116,17 @@ def _dynamic_sizes(lanes: int, values: int, experts: int, groups: int, routed: i
 
 
 def _fits(config: Config, lanes: int) -> bool:
-    """Return whether the experts can be divided among `lanes` lanes per token so that a group is whole lanes."""
+    """Return whether the experts can be divided among `lanes` lanes such that no lane has experts of two groups."""
     return config.experts % lanes == 0 and lanes % config.groups == 0 and config.experts // lanes <= 32
 
 
 def lanes_of(config: Config) -> tuple[int, ...]:
     """Return the numbers of lanes per token to choose from, for few tokens to many; empty if none fits the experts.
 
-    With 32 lanes a token takes the fewest steps. If several tokens share a warp, they share the instructions of all
-    phases except the pass over the experts. Without groups, the best experts of the lanes give the threshold for
-    candidates. Fewer than 16 lanes would then let too many candidates through, and more than 16 experts per lane would
-    take too many registers.
+    A single token is fastest with 32 lanes. With fewer lanes several tokens share a warp, and the warp executes the
+    instructions of most phases once for all of them, which is faster for many tokens. Without groups, each lane's best
+    expert contributes to the threshold for candidates. With fewer than 16 lanes the threshold would let too many
+    candidates through, and with more than 16 experts per lane a thread would need too many registers.
     """
     fewest, most_experts = (8, 32) if config.groups > 1 else (16, 16)
     fitting = [n for n in (32, 16, 8, 4) if _fits(config, n)]
@@ -138,7 +139,7 @@ def _variant(dtype: str, config: Config, lanes: int, bias_types: tuple[str, ...]
     row = bias = 0
     if lanes <= of_template("STAGED_LANES") and values > 1 and values * item_size % 16 == 0:
         bias = _staged_units(values, lanes, 4) if biased else 0
-        # With a bias, float32 scores replace the logits.
+        # With a bias, the row in shared memory holds float32 scores, which replace the logits.
         row = _staged_units(values, lanes, 4 if biased and values <= of_template("KEPT_SCORES") else item_size)
     shared_bytes = _shared_bytes(lanes, of_template("CAPACITY"), row, bias)
     arguments = arrays.CUDA_TYPE[dtype], experts, groups, scoring.upper(), lanes, values, "true" if biased else "false"
@@ -146,7 +147,7 @@ def _variant(dtype: str, config: Config, lanes: int, bias_types: tuple[str, ...]
 
 
 def _is_by_thread(config: Config) -> bool:
-    """Return whether one thread per token can choose the experts: 8 experts, no groups and no bias."""
+    """Return whether one thread per token chooses the experts: with 8 experts, without groups and without a bias."""
     return config.groups == 1 and not config.biased and config.experts == _BY_THREAD_EXPERTS
 
 
@@ -178,7 +179,7 @@ def _dynamic(
     if by_lanes:
         shared_bytes = _shared_bytes(lanes, of_template("CAPACITY"), lanes * (values + 4) // 4)
         return _kernel.variant(*arguments, launched=Launched(_threads(), shared_bytes))
-    experts, groups, routed = lanes * values - 24, 8, 70  # the compiler asserts the shared memory for this example
+    experts, groups, routed = lanes * values - 24, 8, 70  # example sizes for the compiler's check of the shared memory
     fields, shared_bytes = _dynamic_sizes(lanes, values, experts, groups, routed)
     at = fields["capacity"], groups, fields["group_magic"], fields["log2_lanes_per_group"]
     return _kernel.variant(*arguments, launched=Launched(_threads(), shared_bytes, at, _MAX_SHARED_BYTES))
@@ -195,9 +196,9 @@ registered = set(SPECIALIZED)
 
 
 class Choice(NamedTuple):
-    """A variant and its launch: lanes per token, dynamic shared memory of a block, threads of a block.
+    """A variant and its launch configuration: lanes per token, and shared memory and threads per block.
 
-    `fields` has the fields of moe_gate's Params that only the dynamic variant reads.
+    `fields` maps names to values of those fields of moe_gate's Params that only the dynamic variant reads.
     """
 
     variant: Variant
@@ -209,27 +210,27 @@ class Choice(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """The variants for the scalar arguments of a call."""
+    """The variants that can compute a call. They depend on its scalar arguments only."""
 
     dynamic: Choice
     specialized: list[Choice]  # for few tokens to many
-    why: str  # the sizes of the specialized variants, or why there are none
+    why: str  # the sizes of the specialized variants, or the reason why there are none
 
 
-#: groups, topk_group, topk including shared experts, shared experts.
+#: A tuple (groups, topk_group, topk including shared experts, number of shared experts).
 Sizes = tuple[int, int, int, int]
 
 
 def _dynamic_choice(
     dtype: str, experts: int, groups: int, routed: int, form: tuple[int, int], bias_types: tuple[str, ...]
 ) -> Choice:
-    """Return the dynamic kernel for these sizes. `form`: lanes per token, and experts per lane."""
+    """Return the dynamic kernel for these sizes. `form` is a pair (lanes per token, experts per lane)."""
     fields, shared_bytes = _dynamic_sizes(*form, experts, groups, routed)
     return Choice(_dynamic(dtype, *form, bias_types), form[0], shared_bytes, _threads(), fields)
 
 
 def _dynamic_by_lanes(dtype: str, experts: int, groups: int, routed: int, bias_types: tuple[str, ...]) -> Choice | None:
-    """Return the dynamic kernel WHOLE_LANES; None unless all lanes are full and groups are whole lanes."""
+    """Return the dynamic kernel WHOLE_LANES; None unless all lanes are full and no lane has experts of two groups."""
     lanes, values = _DYNAMIC_BY_LANES
     if groups == 1 or lanes % groups or experts != lanes * values or routed > lanes:
         return None
@@ -246,7 +247,7 @@ def _dynamic_by_lanes(dtype: str, experts: int, groups: int, routed: int, bias_t
 def _all_specialized(
     dtype: str, config: Config, scoring: str, routed: int, bias_types: tuple[str, ...]
 ) -> list[Choice]:
-    """Return the specialized kernels, for few tokens to many. `routed`: topk without the slots of shared experts."""
+    """Return the specialized kernels, for few tokens to many. `routed` is topk without the slots of shared experts."""
     if _is_by_thread(config):
         threads = template.constants(_by_thread.file)["THREADS"]
         return [Choice(_by_thread_variant(dtype, config, scoring), 1, 0, threads)]
@@ -260,7 +261,8 @@ def _all_specialized(
                 found.append(by_warp._replace(most_tokens=most))
                 continue
             found.append(by_warp._replace(most_tokens=_BY_WARP_TOKENS))
-        # A lane has at most two of the chosen experts, so all lane counts sum the weights in the same order.
+        # With at most 2 * lanes slots, a lane holds at most two slots. The weights are then summed in the same order
+        # for every number of lanes.
         if routed <= min(of_template("CAPACITY"), 2 * lanes):
             variant = _variant(dtype, config, lanes, bias_types)
             found.append(Choice(variant, lanes, variant.launched.shared_bytes, _threads(), most_tokens=most))
@@ -287,8 +289,8 @@ def choose(dtype: str, experts: int, sizes: Sizes, scoring: str, bias_dtype: str
     check.integer("topk", topk, 1 + shared, reachable + shared, why)
 
     routed = topk - shared
-    # There must be at least as many lanes as routed slots. Otherwise there is no threshold for candidates, and the
-    # candidate lists of most rows overflow.
+    # Use at least as many lanes as routed slots. With fewer lanes there is no threshold for candidates, and the list of
+    # candidates overflows for most rows.
     form = next((n, v) for n, v in _DYNAMIC if n * v >= experts and (routed <= n or n == 32))
     by_lanes = _dynamic_by_lanes(dtype, experts, groups, routed, bias_types)
     dynamic = by_lanes or _dynamic_choice(dtype, experts, groups, routed, form, bias_types)
@@ -312,7 +314,7 @@ def _specialized_for(config: Config) -> str:
 
 
 def _why_dynamic(dtype: str, config: Config, routed: int, softcap: bool) -> str:
-    """Return why no specialized instance serves a call, and the call of `cukern.specialize` that would compile one."""
+    """Return why a call has no specialized instance, and the call of `cukern.specialize` that would compile one."""
     if softcap:
         return "only the dynamic kernel has a softcap"
     if not lanes_of(config):

@@ -1,4 +1,4 @@
-"""Grouped GEMMs of a mixture of experts: the rows routed to each expert times that expert's weights."""
+"""Grouped GEMMs of a mixture of experts (MoE): multiply the rows routed to each expert by that expert's weights."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ from cukern.runtime.plan import asked, note, outputs, run_twin
 __all__ = ["moe_gemm", "moe_gemm_batched", "prepare_weights", "restore_weights"]
 
 HALF_DTYPES = ("bfloat16", "float16")
-#: float32 is meant for models on a CPU and for comparisons, because its products do not use tensor cores.
+#: float32 is meant for models on a CPU and for comparisons, because its GEMMs do not use tensor cores.
 DTYPES = (*HALF_DTYPES, "float32")
 #: The dtypes of e4m3 arrays. CuPy has no e4m3 dtype, so CuPy passes the bytes as uint8.
 FP8_DTYPES = ("float8_e4m3fn", "uint8")
 E8M0_DTYPES = ("float8_e8m0fnu", "uint8")
 VARIANTS = ("auto", "wgmma", "mma", "stream", "fma")
-#: Architectures without an instruction that converts FP8. "auto" does not use "stream" for FP8 weights there, because
-#: converting a weight takes too long.
+#: Architectures without an instruction that converts FP8. On these, "auto" does not use "stream" for FP8 weights,
+#: because converting a weight takes too long.
 _NO_FP8_ARCHS = ("80", "86", "87")
-#: A description of each variant, for the reasons that `cukern.explain` shows.
+#: A description of each variant. `cukern.explain` shows it as part of the reason for a kernel.
 _WORDS = {
     "stream": "which reads the weights once for a few rows",
     "wgmma": "Hopper's tensor cores",
     "mma": "tensor cores of every GPU",
     "fma": "the slow general kernel, without tensor cores",
 }
-#: Measured with MXFP4 and bfloat16 rows: 8 experts of 1024 rows and 256 experts of 8 rows (moe_gemm, n 4096, k 7168,
-#: prepared weights with "auto" against unprepared weights with "mma").
+#: The factor was measured with MXFP4 weights and bfloat16 rows, n 4096 and k 7168, for 8 experts of 1024 rows and for
+#: 256 experts of 8 rows (moe_gemm). It compares prepared weights with "auto" and unprepared weights with "mma".
 PREPARE = (
     "weights of 4 bits that are not prepared take up to 3 times as long on Hopper: call "
     "cukern.prepare_weights(weights, scales) once, and pass its result as the weights, without their scales"
@@ -68,7 +68,7 @@ PREPARE = (
 
 
 def _why_not(variant: str, x: Product) -> str:
-    """Return why a variant cannot compute the product; empty if it can."""
+    """Return why a variant cannot compute the grouped GEMM; empty if it can."""
     if variant == "fma":
         return ""
     if x.a.dtype == "float32":
@@ -103,7 +103,7 @@ def _best(x: Product) -> tuple[str, str]:
 
 
 def _fast(x: Product) -> str:
-    """Say what the product would need to run on tensor cores. `_best` adds the text to the reason for "fma"."""
+    """Say what the grouped GEMM would need to run on tensor cores. `_best` adds the text to the reason for "fma"."""
     if x.a.dtype == "float32":
         return f"tensor cores take {' and '.join(HALF_DTYPES)}"
     if not x.is_of_units:
@@ -113,7 +113,10 @@ def _fast(x: Product) -> str:
 
 
 def _kernel(variant: str, x: Product) -> tuple[Callable[[Product], None], str]:
-    """Return the function that launches the variant, and the reason. The choice does not depend on the offsets."""
+    """Return the function that launches `variant`, and the reason for it.
+
+    The choice does not depend on the sizes of the groups, because only the device knows these.
+    """
     if x.is_prepared:
         for name, array in (("a", x.a), ("b", x.b), ("out", x.out)):
             if array.alignment < 16:
@@ -146,12 +149,12 @@ def _kernel(variant: str, x: Product) -> tuple[Callable[[Product], None], str]:
 
 
 def _is_better_prepared(variant: str, x: Product) -> bool:
-    """Return whether a faster kernel would run if the caller had prepared these 4-bit weights."""
+    """Return whether a faster kernel would run if the caller had called `prepare_weights` on these 4-bit weights."""
     return variant == "mma" and x.weights in ("MXFP4", "NVFP4") and not kernels.why_not_prepared("auto", x)
 
 
 def _quantizing(x: Product, out_scale: Array, dtype: str) -> tuple[Callable[[Product], None], str]:
-    """Return the function that launches the product with a quantized activation, and the reason."""
+    """Return the function that launches the GEMM with a fused activation and quantization, and the reason."""
     if reason := _why_not("wgmma", x):
         check.fail("a", "of a call that Hopper's kernel can do", reason)
     ranges = f"up to {fp8.FP8_QUANTIZED_ROWS} an expert and above {fp8.FP8_TAIL_ROWS}"
@@ -185,7 +188,7 @@ def _check_sizes(a: Array, b: Array, offsets: Array, row_token: Array | None, ga
     experts, n = b.shape[0], rows_of_weights(b)
     if not 1 <= experts <= MAX_EXPERTS:
         check.fail("b", f"of at least one and at most {MAX_EXPERTS} experts", experts)
-    # With a gated activation, prepared weights must consist of whole units of 8 gate rows and 8 up rows.
+    # With a gated activation, prepared weights consist of units of 8 gate rows and 8 up rows, so n is a multiple of 16.
     multiple = 1 if not gated else 16 if is_prepared(b) else 2
     if n % multiple or not 0 < n <= MAX_COUNT:
         why = f" multiple of {multiple} (with a gate)" if gated else " number"
@@ -212,7 +215,7 @@ def _check_sizes(a: Array, b: Array, offsets: Array, row_token: Array | None, ga
 def _check_strides(b: Array) -> None:
     """Check the strides of `b`. Prepared weights must be contiguous. Other weights need contiguous rows.
 
-    Weights of 16 and 32 bits may have contiguous columns instead.
+    Instead of contiguous rows, 16-bit and 32-bit weights may have contiguous columns.
     """
     if is_prepared(b):
         expect_contiguous("b", b)
@@ -227,7 +230,7 @@ def _check_bias(bias: Array, experts: int, n: int, a: Array, dtype: str) -> None
 def _formats(
     a: Array, b: Array, a_scale: Array | None, b_scale: Array | None, b_global_scale: Array | None
 ) -> tuple[str, str, str]:
-    """Return the fields `weights`, `a_scales` and `b_scales` of `Product`: a format and two kinds of scales."""
+    """Return three fields of `Product`: the format of the weights, the kind of `a`'s scales, and the kind of `b`'s."""
     is_fp8 = a.dtype not in DTYPES
     if is_fp8 and is_prepared(b):
         _check_folded_scales(a, a_scale, b_scale, b_global_scale)
@@ -246,7 +249,7 @@ def _formats(
 
 
 def _fp8_scales(a: Array, b: Array, a_scale: Array | None, b_scale: Array | None) -> tuple[str, str]:
-    """Return the fields `a_scales` and `b_scales` of `Product`: the kinds of the FP8 scales of `a` and `b`."""
+    """Check the FP8 scales. Return the fields `a_scales` and `b_scales` of `Product`, the kinds of these scales."""
     for name, array in (("a_scale", a_scale), ("b_scale", b_scale)):
         if array is None:
             check.fail(name, "an array with FP8", None, TypeError)
@@ -262,7 +265,7 @@ def _fp8_scales(a: Array, b: Array, a_scale: Array | None, b_scale: Array | None
     if b_scale.shape not in ((experts,), (experts, n)):
         wanted = f"of shape [experts] = {[experts]}, [experts, n] = {[experts, n]} or by blocks"
         check.fail("b_scale", wanted, list(b_scale.shape))
-    # With one expert, an a_scale of shape [1] counts as one scale for all rows, not as one scale per expert.
+    # An a_scale of shape [experts] is one scale per expert. With one expert, shape [1] means one scale for all rows.
     if len(rows) == 2 and len(shape) == 1 and shape[0] == experts != 1:
         return "expert", "one" if len(b_scale.shape) == 1 else "column"
     flat = shape[:-1] if len(shape) > len(rows) and shape[-1] == 1 else shape
@@ -343,7 +346,10 @@ def _product(
 def _quantized_outputs(
     a: Array, b_scales: str, activation: str | None, activated: Result, out: Any, out_scale: Any
 ) -> Any:
-    """Return the arrays for a quantized result and its scales. `activated` describes the result before quantization."""
+    """Check and return the arrays for the quantized result and its scales.
+
+    `activated` describes the result of the activation before it is quantized.
+    """
     rows, columns = activated.shape
     if b_scales != "block":
         check.fail("b_scale", "by blocks, with a result that is quantized", f"one by {b_scales}")
@@ -372,10 +378,10 @@ def _multiply(
     variant: str,
     out_scale: Any = None,
 ) -> Any:
-    """Check the arguments of a product and launch it. The caller has checked the dtype and the dimensions of `a`.
+    """Check the arguments of a grouped GEMM and launch it. The caller has checked the dtype and dimensions of `a`.
 
-    `scales` are a_scale, b_scale and b_global_scale. `form` is activation, alpha, limit and interleaved. `out_scale` is
-    the second result of `moe_gemm_quantized`.
+    `scales` is the tuple (a_scale, b_scale, b_global_scale). `form` is the tuple (activation, alpha, limit,
+    interleaved). `out_scale` is the array for the second result of `moe_gemm_quantized`, else None.
     """
     (a_scale, b_scale, b_global_scale), (activation, alpha, limit, interleaved) = scales, form
     expect_contiguous("a", a)
@@ -410,7 +416,7 @@ def _multiply(
     rows, experts, n, k = result.shape[-2], b.shape[0], rows_of_weights(b), a.shape[-1]
     if rows == 0:
         return out if out_scale is None else (out, out_scale)
-    if len(a.shape) == 2:  # batched: only the GPU knows the number of rows
+    if len(a.shape) == 2:  # not for batched calls, where only the GPU knows the number of used rows
         note(flops=2 * rows * n * k // (2 if is_fp8 else 1))  # FP8 runs at twice the rate
     sizes = len(a.shape) == 3, rows, experts, n, k
     is_bounded = activation == "swigluoai" and (alpha, limit) != (activations.ALPHA, activations.LIMIT)
@@ -452,69 +458,73 @@ def moe_gemm(
     expected_m: int | None = None,
     variant: str = "auto",
 ) -> AnyArray:
-    """Multiply the rows of each expert by its weights: out[r] = a[r] b[e]^T for the rows r of expert e.
+    """Multiply the rows of each expert by its weights: `out[r] = a[r] @ b[e].T` for the rows r of expert e.
 
-    The rows of an expert are a group. Groups may have any sizes and are not padded. Only the device needs to know the
-    sizes. Sums are formed in float32 and rounded once. The same arguments give the same bits.
+    The rows of an expert are a group. Groups may have any size and are not padded. Only the device needs to know the
+    sizes. Sums are accumulated in float32 and rounded once. The same arguments give the same bits.
 
     Args:
-        a: [rows, k] bfloat16, float16, float32 (always by "fma") or FP8 (e4m3; CuPy, which has no such dtype, passes
-            the bytes as uint8).
-        b: weights [experts, n, k] of the dtype of `a`. If `a` has 16 bits, `b` may also be uint8 [experts, n, k / 2]:
-            e2m1 numbers of 4 bits, two in a byte, the low half first. On Hopper `b` may be weights prepared by
-            `cukern.prepare_weights`. FP8 rows also take MXFP4 weights prepared for them (a_dtype="float8_e4m3fn").
-            Rows are contiguous, and may have any stride. In 16 and 32 bits `b` may be the view `w.transpose(1, 2)` of
-            a contiguous array [experts, k, n]; the array is not copied. n and k may have any size; with 4 bits k must
-            be a multiple of the group that shares a scale. The fast kernels need n a multiple of 8 (gated: 16), k a
-            multiple of 8 (16 bits), 16 (8 bits) or 32 (4 bits), and addresses that are multiples of 16 bytes. They
-            take no row strides, except on Hopper in 16 and 8 bits, where strides must be multiples of 16 bytes.
+        a: [rows, k] bfloat16, float16, float32 (always by "fma") or FP8 (e4m3; CuPy does not have this dtype, so CuPy
+            arrays are uint8 with the same bytes).
+        b: weights [experts, n, k] of the dtype of `a`. With a 16-bit `a`, `b` may also be uint8 [experts, n, k / 2]:
+            4-bit e2m1 elements, two per byte, the first one in the low 4 bits. On Hopper `b` may be weights prepared by
+            `cukern.prepare_weights`. An FP8 `a` also works with MXFP4 weights that were prepared with
+            a_dtype="float8_e4m3fn".
+            Each row of `b` is contiguous; the stride between rows is free. 16-bit and 32-bit weights may be the view
+            `w.transpose(1, 2)` of a contiguous array [experts, k, n], which is not copied. n and k may have any size,
+            but with 4-bit weights k must be a multiple of the number of elements that share a scale.
+            The fast kernels need n to be a multiple of 8 (gated: 16), k a multiple of 8 (16-bit weights), 16 (8-bit) or
+            32 (4-bit), and addresses that are multiples of 16 bytes. They need rows without gaps, except on Hopper with
+            16-bit and 8-bit weights, where strides must be multiples of 16 bytes.
         expert_offsets: int32 or int64 [experts + 1], ascending from 0: expert e has rows expert_offsets[e] to
             expert_offsets[e + 1] - 1. Offsets are clamped to the number of rows.
         a_scale: with FP8, float32: [rows, ceil(k / 128)], or [rows], [rows, 1] or [1].
         b_scale: with FP8, float32: [experts, ceil(n / 128), ceil(k / 128)], a scale for each block of 128 x 128
-            weights, together with the first shape of a_scale; the sum of every 128 elements along k is then scaled
-            and added up in float32. With the other shapes of a_scale: [experts] or [experts, n]. With 4 bits, bytes:
-            [experts, n, k / 32] for MXFP4, powers of two (E8M0, 2^-100 to 2^33), or [experts, n, k / 16] for NVFP4,
-            e4m3. None with prepared weights, which contain their scales (MXFP4 with float16 rows: 2^-17 to 2^7).
-        b_global_scale: with NVFP4, float32 [experts], a factor of all weights of an expert: the inverse of the divisor
-            of `dequantize_nvfp4`.
-        row_token: int32 [rows]; row r is a[row_token[r]], `a` is [tokens, k], and `a_scale` has a row per token.
-            Numbers out of range are clamped.
+            weights, together with the first shape of a_scale. The sum over each 128 elements along k is then multiplied
+            by its two scales, and added in float32. With the other shapes of a_scale: [experts] or [experts, n].
+            With 4-bit weights, one byte per scale: [experts, n, k / 32] for MXFP4, powers of two (E8M0, 2^-100 to
+            2^33), or [experts, n, k / 16] for NVFP4, e4m3. None with prepared weights, which contain their scales. For
+            prepared MXFP4 weights with a float16 `a`, the scales must be in 2^-17 to 2^7.
+        b_global_scale: with NVFP4, float32 [experts], a factor for all weights of an expert. It is the inverse of the
+            global_scale of `dequantize_nvfp4`, which is a divisor.
+        row_token: int32 [rows]. If it is given, `a` is [tokens, k], row r of the GEMM is a[row_token[r]], and `a_scale`
+            has a row per token. Numbers out of range are clamped.
         bias: float32 or of the result's dtype, [experts, n], added to the sums in float32.
         activation: with a gate: "silu", "gelu", "gelu_tanh", "swigluoai" or "relu2", see `cukern.moe_activation`. The
-            result has n / 2 columns, activate(gate, up) of the float32 sums; n must be even. Without a gate, by vLLM's
-            names: "silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul" or "relu2_no_mul", applied to each sum.
+            result then has n / 2 columns: activate(gate, up) of the float32 sums. n must be even. Without a gate, in
+            vLLM's names: "silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul" or "relu2_no_mul", applied to each sum.
         alpha, limit: the constants of "swigluoai".
-        interleaved: rows 2 j and 2 j + 1 of an expert's weights (and bias) are gate j and up j, as in gpt-oss. False:
-            the first half of n are gates.
+        interleaved: True: rows 2 j and 2 j + 1 of an expert's weights (and bias) are gate j and up j, as in gpt-oss.
+            False: the first n / 2 rows are gates, the others are ups.
         out_dtype: with FP8 "bfloat16", the default, or "float16"; otherwise the dtype of `a`.
         out: [rows, n] or [rows, n / 2], to write into. Rows from expert_offsets[experts] on are not written.
         expected_m: a hint, as in DeepGEMM: the largest number of rows expected for an expert. "auto" and the tile
-            sizes depend on it. None: they depend on the mean.
-        variant: "wgmma" (Hopper; 16 bits, 8 bits without row_token, prepared 4 bits), "mma", "stream" (16 and 8 bits;
-            reads the weights again for every few rows), "fma" (all sizes, strides and addresses; no tensor cores) or
-            "auto". "auto" takes "stream" if expected_m is at most 4, or without expected_m if the mean is at most 2
-            rows per expert; otherwise the first of "wgmma", "mma" and "fma" that can compute the product. "stream"
-            does not take a view of [experts, k, n]. For such a view the other variants give the same bits as for
-            contiguous weights. With many rows, `moe_permute` is faster than row_token if the rows have 8 bits or n is
-            above about 8000.
+            sizes depend on it. None: they depend on the mean number of rows per expert.
+        variant: "wgmma" (Hopper; 16-bit weights, 8-bit weights without row_token, prepared 4-bit weights), "mma",
+            "stream" (16-bit and 8-bit weights; for a few rows, because it reads the weights again for every few rows),
+            "fma" (all sizes, strides and addresses; no tensor cores) or "auto". "auto" uses "stream" if expected_m is
+            at most 4, or without expected_m if the mean is at most 2 rows per expert. Otherwise it uses the first of
+            "wgmma", "mma" and "fma" that can compute the call. "stream" does not take a view of [experts, k, n]. For
+            such a view the other variants give the same bits as for contiguous weights. With many rows, calling
+            `moe_permute` first is faster than row_token if the rows have 8-bit elements or n is above about 8000.
 
     Returns:
-        `out`, or an array like `a`. Rows of no expert have undefined values.
+        `out`, or a new array in the library and on the device of `a`. Rows that belong to no expert are undefined.
 
     Raises:
-        TypeError: a value that is no array, or an array of another library or a wrong dtype.
+        TypeError: a value that is not an array, or an array of another library or a wrong dtype.
         ValueError: another device, a wrong shape, strides, an unknown name, or a variant that cannot compute the
-            product; with prepared weights also an address that is no multiple of 16.
+            product; with prepared weights also an address that is not a multiple of 16.
 
     FP8 rows and MXFP4 weights are multiplied in e4m3. Sums over 128 elements along k are multiplied by the row's
     a_scale and added up in float32. If the scales of a row of weights differ by a factor of at most 2^14, the weights
-    are converted exactly (`prepare_weights`), and the only error relative to bfloat16 rows is the FP8 rounding of the
-    rows. In the NumPy reference, with normally distributed rows, normally distributed weights quantized to MXFP4 and
-    k = 4096, that error is 2.6% of the results' root mean square. Relative to products without any quantization, the
-    error is 11.7% with FP8 rows and 11.4% with bfloat16 rows.
+    are converted to e4m3 exactly (`prepare_weights`). The only error compared with a bfloat16 `a` is then the rounding
+    of `a` to FP8. This error is 2.6% of the results' root mean square in the NumPy reference, for normally distributed
+    rows, normally distributed weights quantized to MXFP4, and k = 4096. Compared with a GEMM without any quantization,
+    the error is 11.7% with FP8 rows and 11.4% with bfloat16 rows.
 
-    The groups have DeepGEMM's contiguous layout, without its alignment, and the layout of `torch._grouped_mm`.
+    The layout of the groups is DeepGEMM's contiguous layout without its alignment. `torch._grouped_mm` has the same
+    layout.
     """
     expect_array("a", a, (*DTYPES, *FP8_DTYPES), ("tokens", "k"))
     scales = a_scale, b_scale, b_global_scale
@@ -541,7 +551,7 @@ def moe_gemm_batched(
     expected_m: int | None = None,
     variant: str = "auto",
 ) -> AnyArray:
-    """Multiply the rows of each expert by its weights, with max_tokens rows for every expert: out[e] = a[e] b[e]^T.
+    """Multiply the rows of each expert by its weights, with max_tokens rows for every expert: `out[e] = a[e] @ b[e].T`.
 
     Args:
         a: [experts, max_tokens, k], as in `moe_gemm`.
@@ -549,12 +559,13 @@ def moe_gemm_batched(
         expert_num_tokens: int32 [experts], the number of rows of each expert. Other rows are not read.
         a_scale: with FP8, float32: [experts, max_tokens, ceil(k / 128)], or [experts, max_tokens], the same with a last
             dimension of 1, [experts] or [1].
-        out: [experts, max_tokens, n] or, with a gate, [experts, max_tokens, n / 2], to write into. Rows past the count
-            are not written.
+        out: [experts, max_tokens, n] or, with a gate, [experts, max_tokens, n / 2], to write into. Rows from
+            expert_num_tokens[e] on are not written.
         expected_m: as in `moe_gemm`. None: max_tokens.
 
     Returns:
-        `out`, or an array like `a`. Rows past the count have undefined values.
+        `out`, or a new array in the library and on the device of `a`. Its rows from expert_num_tokens[e] on are
+        undefined.
 
     Raises:
         TypeError, ValueError: as `moe_gemm` does.
@@ -581,17 +592,17 @@ def moe_gemm_quantized(
     out_s: WrittenArray,
     expected_m: int | None = None,
 ) -> tuple[AnyArray, AnyArray]:
-    """Compute the first product of a gated layer in FP8 by blocks, its activation, and its quantization.
+    """Compute the first GEMM of a gated FP8 layer with scales by blocks, its activation, and the quantization to FP8.
 
-    `fused_experts` calls this. The results equal, bit for bit, `moe_gemm` followed by `silu_and_mul_quant`: sums are
-    rounded to `out_dtype`, and every 128 neighbouring values v = activate(gate, up) are divided by their scale,
-    max(max |v|, 1e-10) / 448.
+    `fused_experts` calls this function. The results equal, bit for bit, `moe_gemm` followed by `silu_and_mul_quant`:
+    sums are rounded to `out_dtype`, and each group of 128 neighbouring values v = activate(gate, up) is divided by its
+    scale, max(max |v|, 1e-10) / 448.
 
     Args:
         a, b, expert_offsets, a_scale, b_scale, out_dtype, expected_m: as in `moe_gemm` with scales by blocks. n must be
             a multiple of 256.
         activation: one with a gate, as in `moe_gemm`.
-        out_q: e4m3 [rows, n / 2], in CuPy uint8, to write into. Rows of no expert are not written.
+        out_q: e4m3 [rows, n / 2] (uint8 in CuPy), to write into. Rows that belong to no expert are not written.
         out_s: float32 [rows, n / 256], to write the scales into.
 
     Raises:

@@ -18,7 +18,7 @@ def fma_variant(out_dtype: str, weights: str, is_by_blocks: bool, epilogue: int,
     return _fma.variant(arrays.CUDA_TYPE[out_dtype], weights, _flag(is_by_blocks), epilogue, tokens)
 
 
-# These instances are compiled at their first use, because few models have such sizes.
+# These instances are not compiled at import but at their first use, because few models need this kernel.
 _fma.specialized = [fma_variant("bfloat16", "PLAIN", False, 0, tokens).instance for tokens in FMA_TOKENS]
 
 

@@ -1,4 +1,4 @@
-"""The product of FP8 rows and MXFP4 weights on Hopper: its tile configurations, and its launches."""
+"""The grouped GEMM of FP8 rows and MXFP4 weights on Hopper: its tile configurations, and its launches."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _restore = Kernel("moe_gemm/restore_folded", "restore_folded")
 class FoldedWgmma(NamedTuple):
     """The template arguments of `gemm_folded_wgmma` except the type, the activation and the stages (see `stages`)."""
 
-    tokens: int  # of a tile: 8, 16, 32, 128 or 256
-    cluster: int = 1  # blocks of a cluster: 1 or 2
-    blocks: int = 1  # resident blocks of a multiprocessor
+    tokens: int  # per tile: 8, 16, 32, 128 or 256
+    cluster: int = 1  # blocks per cluster: 1 or 2
+    blocks: int = 1  # resident blocks per multiprocessor
     is_streamed: bool = False
 
     @property
@@ -47,7 +47,10 @@ class FoldedWgmma(NamedTuple):
         return constant(_folded_wgmma, "WARPGROUPS") * 64
 
     def _sizes(self) -> tuple[int, int]:
-        """Return the bytes of one stage with its barriers, and of all other shared memory, as in `FoldedLayout`."""
+        """Return the bytes of one stage with its barriers, and the bytes of all other shared memory.
+
+        The struct `FoldedLayout` of the template computes the same numbers.
+        """
         scaled = min(self.tokens, 128)
         scales = self.tokens // scaled * 4 * (scaled + 16)
         rows = self.tokens * constant(_folded_wgmma, "FOLDED_K")
@@ -57,8 +60,8 @@ class FoldedWgmma(NamedTuple):
             constant(_folded_wgmma, "WARPGROUPS") * 2 * staged_rows(self.tokens) * constant(_folded_wgmma, "ROW_BYTES")
         )
         kept = 16 * constant(_folded_wgmma, "WARPGROUPS") * constant(_folded_wgmma, "WARPGROUP") // 32
-        # Alignment: the stages begin at a multiple of 1024 bytes, the results at a multiple of 128, and the table of
-        # 256 bytes at a multiple of 256.
+        # 1024, 128 and 256 are reserved for alignment: the stages begin at a multiple of 1024 bytes, the results at a
+        # multiple of 128, and the table of 256 bytes at a multiple of 256.
         return stage, 1024 + staging + 128 + 256 + 256 + kept
 
     @property
@@ -88,7 +91,8 @@ class FoldedWgmma(NamedTuple):
         return _folded_wgmma.variant(arrays.CUDA_TYPE[out_dtype], epilogue, *arguments, launched=launched)
 
 
-#: The tile configurations, from few rows per group to many. Tiles of 64 rows are left out: they are slower than 128.
+#: The tile configurations, from few rows per group to many. There is none with 64 rows, because tiles of 128 rows are
+#: faster.
 FOLDED_FORMS = (
     FoldedWgmma(8, blocks=3, is_streamed=True),
     FoldedWgmma(16, blocks=2, is_streamed=True),

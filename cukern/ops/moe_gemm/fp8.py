@@ -1,4 +1,4 @@
-"""The products of FP8 rows and FP8 weights on Hopper: their tile configurations, and their launches."""
+"""The grouped GEMMs of FP8 rows and FP8 weights on Hopper: their tile configurations, and their launches."""
 
 from __future__ import annotations
 
@@ -22,33 +22,34 @@ from cukern.runtime.plan import launch
 _fp8_wgmma = Kernel("moe_gemm/fp8_wgmma", "gemm_fp8_wgmma")
 _fp8_blocks = Kernel("moe_gemm/fp8_blocks", "gemm_fp8_blocks", compile_s=1)
 
-#: Stages for each tile size (rows): together 192 KiB of rows and weights, or 208 KiB for tiles with a tail.
+#: For each tile size in rows, the number of stages. All stages together take 192 KiB of shared memory, or 208 KiB for
+#: tiles of 288 rows (256 rows and a tail of 32).
 _FP8_STAGES = {288: 4, 256: 4, 128: 6}
-#: Up to this many expected rows per group, large tiles have 288 rows: 256 and a tail of 32 (only with scales by blocks
-#: and no activation). With random routing of 256 rows per group on average, half of the groups have up to 32 rows more
-#: than 256, and a second tile for those rows would read all weights again. On an H200 tails save 6% to 13% at 256 rows
-#: and nothing at 1024 rows. If all tiles are full, tails cost 1% to 3%.
+#: Up to this many expected rows per group, large tiles have 288 rows: 256 rows and a tail of 32 (only with scales by
+#: blocks and without an activation). With random routing of 256 rows per group on average, half of the groups have up
+#: to 32 rows more than 256. Without the tail these rows would need a second tile, which reads all weights again. On an
+#: H200 tails save 6% to 13% of the time at 256 rows and nothing at 1024. If all tiles are full, tails cost 1% to 3%.
 FP8_TAIL_ROWS = 600
-#: The tile sizes without a tail, in rows. Small tiles are chosen if their estimated cost is below _LESS times the cost
-#: of large tiles.
+#: The tile sizes without a tail, in rows. Small tiles are used if their estimated cost is below _LESS times the
+#: estimated cost of large tiles.
 _SMALL, _LARGE, _LESS = 128, 256, 0.9
-#: A strip is the columns of one tile. A cluster of two blocks computes two strips. From this many strips on, clusters
-#: of two are also used for an odd number of strips; one block of the last cluster then has no strip.
+#: A strip is a range of result columns as wide as a tile. A cluster of two blocks computes two strips. From this many
+#: strips on, clusters of two are used for an odd number of strips, too. One block of the last cluster is then idle.
 _MANY_STRIPS = 16
 #: The minimum cost of a tile, in boxes of 64 rows. A tile of few rows still has to read all its weights.
 _FP8_LEAST_BOXES = 1.2
 
 
 def _alone(box: int = 0) -> Launched:
-    """Return the launch configuration of a block that takes all shared memory: a multiprocessor holds only one."""
+    """Return the launch configuration of a block that uses all shared memory of its multiprocessor."""
     return Launched(constant(_fp8_wgmma, "FP8_THREADS"), _HOPPER_BYTES, box=box)
 
 
 class Fp8Wgmma(NamedTuple):
     """The template arguments of `gemm_fp8_wgmma` except the type, the stages, the scales and the activation."""
 
-    tokens: int  # 128, 256, or 288 (256 and a tail)
-    cluster: int  # 1 or 2
+    tokens: int  # per tile: 128, 256, or 288 (256 and a tail of 32)
+    cluster: int  # blocks per cluster: 1 or 2
 
     @property
     def box(self) -> int:
@@ -67,7 +68,7 @@ _fp8_wgmma.specialized = [
 
 
 def _fp8_wgmma_cost(rows: int, form: Fp8Wgmma, experts: int, strips: int, multiprocessors: int) -> float:
-    """Estimate the cost for groups of `rows` rows: the boxes of rows that one multiprocessor multiplies in sequence."""
+    """Estimate the cost for groups of `rows` rows: how many boxes of rows one multiprocessor multiplies in sequence."""
     tiles = -(-rows // form.tokens) * experts * -(-strips // form.cluster)
     boxes = -(-min(rows, form.tokens) // constant(_fp8_wgmma, "FP8_BOX"))
     return -(-tiles // max(multiprocessors // form.cluster, 1)) * max(boxes, _FP8_LEAST_BOXES)
@@ -101,7 +102,7 @@ def _fp8_wgmma_form(x: Product, strips: int, multiprocessors: int) -> tuple[Fp8W
 
 
 def why_not_fp8_wgmma(x: Product) -> str:
-    """Return why `gemm_fp8_wgmma` cannot compute the product; empty if it can."""
+    """Return why `gemm_fp8_wgmma` cannot compute the grouped GEMM; empty if it can."""
     if reason := why_not_wgmma(x):
         return reason
     if x.is_gated and x.interleaved:
@@ -132,13 +133,13 @@ def fp8_wgmma(x: Product) -> None:
 
 # --- with a fused activation and quantization -----------------------------------------------------------
 
-#: Up to this many rows per group, and above FP8_TAIL_ROWS, a layer's first product (`gemm_fp8_blocks`) also applies and
-#: quantizes its activation. Between the two bounds two kernels are faster, because `gemm_fp8_blocks` has no tail tiles:
-#: 429 us for a product with tail tiles and about 20 us for the activation kernel, against 508 us for `gemm_fp8_blocks`
-#: (32 experts of 256 rows on average, random routing, H200).
+#: `gemm_fp8_blocks` computes a layer's first GEMM, its activation and the quantization in one kernel. It is used up to
+#: FP8_QUANTIZED_ROWS rows per group, and above FP8_TAIL_ROWS. Between the two limits separate kernels are faster,
+#: because `gemm_fp8_blocks` has no tail tiles. For 32 experts of 256 rows on average with random routing, an H200 takes
+#: 429 us for the GEMM with tail tiles plus about 20 us for the activation kernel, and 508 us for `gemm_fp8_blocks`.
 FP8_QUANTIZED_ROWS = 128
-#: Up to this many rows per group, `gemm_fp8_blocks` runs without clusters. With random routing of 256 rows per group on
-#: average, half of the groups have a second tile with few rows.
+#: Up to this many rows per group, `gemm_fp8_blocks` runs without clusters. A tile of a cluster has 256 rows. With
+#: random routing of 256 rows per group on average, half of the groups would have a second tile with few rows.
 _FP8_ALONE = 256
 
 
@@ -151,7 +152,10 @@ _fp8_blocks.specialized = [fp8_blocks_variant("bfloat16", x, _ACTIVATIONS_AHEAD[
 
 @functools.lru_cache(1 << 12)
 def _is_wide_cheaper(rows: int, experts: int, n: int, multiprocessors: int) -> bool:
-    """Return whether `gemm_fp8_blocks` should be no slower than `gemm_fp8_wgmma`, by the cost of the products alone."""
+    """Return whether the estimated cost of `gemm_fp8_blocks` is at most the cost of `gemm_fp8_wgmma`.
+
+    Both costs are the costs of the GEMM alone, without the activation and the quantization.
+    """
     if FP8_QUANTIZED_ROWS < rows <= FP8_TAIL_ROWS:
         return False
     box, columns = constant(_fp8_blocks, "FP8_BOX"), constant(_fp8_blocks, "FP8_COLUMNS")
@@ -168,9 +172,10 @@ def _is_wide_cheaper(rows: int, experts: int, n: int, multiprocessors: int) -> b
 
 
 def quantizes(expected_rows: int, experts: int, n: int, gpu: gpu.Gpu | None) -> bool:
-    """Return whether a product with scales by blocks and `expected_rows` rows a group should quantize its activation.
+    """Return whether a GEMM with scales by blocks should also apply and quantize its activation.
 
-    That needs Hopper, and result columns in whole groups of 128 that share a scale.
+    The fused kernel needs Hopper, and a number of result columns that is a multiple of 128 (the group of a scale).
+    `expected_rows` are the rows per group.
     """
     if gpu is None or gpu.arch != "90a" or n % (2 * BLOCK) or expected_rows <= STREAM_ROWS:
         return False
@@ -178,7 +183,10 @@ def quantizes(expected_rows: int, experts: int, n: int, gpu: gpu.Gpu | None) -> 
 
 
 def fp8_quantized(x: Product, out_scale: Array, dtype: str, smallest: float) -> None:
-    """Launch the product with a quantized activation. The kernel rounds the sums to `dtype` before the activation."""
+    """Launch `gemm_fp8_blocks`: the GEMM with its activation and quantization.
+
+    The kernel rounds the sums to `dtype` before the activation.
+    """
     cluster = 1 if x.expects(_FP8_ALONE) else 2
     columns, box = constant(_fp8_blocks, "FP8_COLUMNS"), constant(_fp8_blocks, "FP8_BOX")
     blocks = x.tiles(128 * cluster, x.out.shape[-1] // columns * cluster)

@@ -1,4 +1,4 @@
-"""The kernels of a grouped product: their tile configurations ("forms"), how one is chosen, and the launches."""
+"""The kernels of a grouped GEMM: their tile configurations (called forms), the choice of a form, and the launches."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def _flag(value: bool) -> str:
 
 # --- 16-bit weights, with WGMMA ---------------------------------------------------------------------------
 
-_TOGETHER = 8  # in the order of the tiles, this many token tiles use one weight tile before the next weight tile
+_TOGETHER = 8  # in the order of the tiles, this many consecutive token tiles use the same tile of weights
 _DEVIATIONS = 2.5  # with random routing, few groups have more rows than the mean plus this many standard deviations
-_TOKENS_OF_TILES = 256  # tokens of a full tile of the largest configuration, if a group has several tiles
+_TOKENS_OF_TILES = 256  # tokens per full tile of the largest form, if a group has several tiles
 
 
 def box_of(tokens: int) -> int:
@@ -81,10 +81,10 @@ def _wgmma_weights() -> int:
 class Wgmma(NamedTuple):
     """The template arguments of `gemm_wgmma` except the type and the activation."""
 
-    tokens: int  # of a tile: 8, 16, 32, 64, 96, 128 or 288
+    tokens: int  # per tile: 8, 16, 32, 64, 96, 128 or 288
     stages: int  # the largest number that fits in shared memory
-    cluster: int = 1  # blocks of a cluster: 1 or 2
-    blocks: int = 1  # resident blocks of a multiprocessor
+    cluster: int = 1  # blocks per cluster: 1 or 2
+    blocks: int = 1  # resident blocks per multiprocessor
     is_streamed: bool = False
 
     @property
@@ -97,16 +97,16 @@ class Wgmma(NamedTuple):
             self.tokens
         )
         barriers = -(-(16 * self.stages + 8) // 16) * 16 + 16 * self.stages
-        # With the largest tiles each producer warp has a sorted list of experts. With gathered rows, the block also
-        # keeps the index of each row's source row.
+        # With the largest tiles the block keeps sorted lists of experts: one, or with gathered rows one per producer
+        # warp. With gathered rows it also keeps the index of each row's source row.
         orders = (4 if gathers else 1) * constant(_wgmma, "MAX_SORTED") if self.tokens > 128 else 0
         sources = self.tokens // self.cluster * 4 if gathers else 0
         # Alignment: the tiles begin at a multiple of 1024 bytes.
         return 1024 + rows * constant(_wgmma, "ROW_BYTES") + barriers + orders + sources
 
     def threads(self, gathers: bool) -> int:
-        """Return the threads of a block: the same numbers as `gather_threads` and `gemm_threads` of the templates."""
-        whole = 64 if gathers else 129  # from this many tokens on, the producer is a warpgroup, below it a warp
+        """Return the threads per block, as `gather_threads` and `gemm_threads` of the templates do."""
+        whole = 64 if gathers else 129  # from this many tokens on the producer is a warpgroup, otherwise one warp
         loading = constant(_wgmma, "WARPGROUP") if self.tokens >= whole else 32
         return constant(_wgmma, "WARPGROUPS") * constant(_wgmma, "WARPGROUP") + loading
 
@@ -117,7 +117,7 @@ class Wgmma(NamedTuple):
         return _wgmma.variant(*arguments, launched=launched)
 
 
-#: The tile configurations, from few rows per group to many. The first five (is_streamed) read each weight once.
+#: The tile configurations, from few rows per group to many. The forms with `is_streamed` read each weight once.
 WGMMA_FORMS = (
     Wgmma(8, 4, blocks=3, is_streamed=True),
     Wgmma(16, 5, blocks=2, is_streamed=True),
@@ -127,8 +127,8 @@ WGMMA_FORMS = (
     Wgmma(128, 6, cluster=2),
     Wgmma(288, 4, cluster=2),
 )
-#: The configurations for weights [experts, k, n] whose first half of n is gates and second half ups. The warpgroups of
-#: a block divide the tokens of a tile, not its weights.
+#: The configurations for weights [experts, k, n] with gates in the first half of n and ups in the second half. The
+#: warpgroups of a block divide the tokens of a tile among them, not its weights.
 _WGMMA_BY_TOKENS = *WGMMA_FORMS[1:-1], WGMMA_FORMS[-1]._replace(tokens=256)
 _wgmma.specialized = [
     *(form.variant("bfloat16", x).instance for x in _ACTIVATIONS_AHEAD for form in WGMMA_FORMS),
@@ -140,18 +140,19 @@ _wgmma.at_import = [WGMMA_FORMS[-1].variant("bfloat16", x).instance for x in _AC
 
 @functools.cache
 def _mean_for(most: int) -> int:
-    """Return the largest mean group size for which, with random routing, few groups have more than `most` rows."""
+    """Return the largest mean group size such that with random routing few groups have more than `most` rows."""
     return max(rows for rows in range(1, most + 1) if rows + _DEVIATIONS * rows**0.5 <= most)
 
 
 def _form_of(forms: Sequence[Any], x: Product, multiprocessors: int) -> tuple[Any, str]:
-    """Choose a tile configuration for a product from `forms`, which ascend by tokens. Return it and the reason."""
+    """Choose a tile configuration from `forms`, which are in ascending order of tokens. Return it and the reason."""
     most = 0
     for form in forms[:-1]:
         most = form.tokens if x.is_batched else _mean_for(form.tokens)
         if x.expects(most):
             return form, f"tiles of {form.tokens} rows (up to {x.most(most)} an expert)"
-    # Large tiles read the fewest bytes. Smaller tiles are used if there are fewer large tiles than multiprocessors.
+    # Large tiles read the fewest bytes. Smaller tiles are better if there would be fewer large tiles than
+    # multiprocessors.
     tiles = multiprocessors // (2 * x.experts * -(-x.n // 128))
     if tiles and x.expects(tiles * _TOKENS_OF_TILES):
         few = f"larger ones would not be enough for {multiprocessors} multiprocessors"
@@ -162,7 +163,7 @@ def _form_of(forms: Sequence[Any], x: Product, multiprocessors: int) -> tuple[An
 def _wgmma_forms(x: Product, multiprocessors: int) -> Sequence[Wgmma]:
     """Return the tile configurations to choose from. Leave out 96 tokens if a multiprocessor would have only one block.
 
-    A single resident block with tiles of 96 tokens has half as many bytes in flight as a block with tiles of 128.
+    One resident block with tiles of 96 tokens has only half as many bytes in flight as one with tiles of 128 tokens.
     """
     forms = _WGMMA_BY_TOKENS if x.is_transposed and x.has_halves else WGMMA_FORMS
     if x.experts * -(-x.n // _wgmma_weights()) >= 2 * multiprocessors:
@@ -171,7 +172,7 @@ def _wgmma_forms(x: Product, multiprocessors: int) -> Sequence[Wgmma]:
 
 
 def why_not_wgmma(x: Product) -> str:
-    """Return why neither `gemm_wgmma` nor, for FP8, `gemm_fp8_wgmma` can compute the product; empty if one can."""
+    """Return why `gemm_wgmma` (with FP8 weights `gemm_fp8_wgmma`) cannot compute the grouped GEMM; empty if it can."""
     if x.a.gpu.arch != "90a":
         return f"this GPU is of sm_{x.a.gpu.arch}, not sm_90a"
     if x.weights in ("MXFP4", "NVFP4"):
@@ -189,7 +190,7 @@ def wgmma(x: Product) -> None:
     (form, why), weights = _form_of(_wgmma_forms(x, count), x, count), _wgmma_weights()
     strips = -(-x.n // (form.cluster * weights))
     blocks = x.tiles(min(form.tokens, _TOKENS_OF_TILES), strips * form.cluster)
-    # L2 promotion of 128 bytes is 3% faster than 256 for weights that are read once (H200).
+    # For weights that are read once, an L2 promotion of 128 bytes is 3% faster than 256 bytes (H200).
     promotion = 128 if form.is_streamed and not x.is_transposed else 256
     maps: dict[str, Any] = x.maps(weights, form.box, promotion, is_gated=x.is_gated)
     if gathers:
@@ -209,12 +210,12 @@ def wgmma(x: Product) -> None:
 class Fp4Wgmma(NamedTuple):
     """The template arguments of `gemm_fp4_wgmma` except the type, the format and the stages (see `stages`)."""
 
-    tokens: int  # of a tile: 8, 16, 32, 64, 96, 128 or 288
+    tokens: int  # per tile: 8, 16, 32, 64, 96, 128 or 288
     units: int  # units of 64 elements along k in a stage
-    cluster: int = 1  # blocks of a cluster: 1 or 2
-    blocks: int = 1  # resident blocks of a multiprocessor
-    sides: int = 2  # warpgroups along n of a tile, 64 rows of weights each: 1 or 2
-    split: int = 1  # warpgroups that divide the k range of a tile (split-K): 1, 2 or 4
+    cluster: int = 1  # blocks per cluster: 1 or 2
+    blocks: int = 1  # resident blocks per multiprocessor
+    sides: int = 2  # warpgroups along n in a tile: 1 or 2; each has 64 rows of weights
+    split: int = 1  # warpgroups among which the k range of a tile is divided (split-K): 1, 2 or 4
     halves: int = 1  # halves of a unit that a warpgroup converts at once: 1 or 2
     is_streamed: bool = False
 
@@ -234,7 +235,10 @@ class Fp4Wgmma(NamedTuple):
         return 8 if self.units > 1 else box_of(self.tokens)
 
     def _sizes(self, weights: str) -> tuple[int, int]:
-        """Return the bytes of one stage with its barriers, and of all other shared memory, as in `Fp4Layout`."""
+        """Return the bytes of one stage with its barriers, and the bytes of all other shared memory.
+
+        The struct `Fp4Layout` of the template computes the same numbers.
+        """
         row_bytes, warpgroup = constant(_fp4_wgmma, "ROW_BYTES"), constant(_fp4_wgmma, "WARPGROUP")
         unit = constant(_fp4_wgmma, f"UNIT_{weights}") * self.weights // UNIT_ROWS
         stage = self.units * (self.tokens * row_bytes + unit) + 16
@@ -269,10 +273,10 @@ FP4_FORMS = (
     Fp4Wgmma(128, 1, cluster=2, halves=2),
     Fp4Wgmma(288, 1, cluster=2, halves=2),
 )
-#: The configuration that replaces FP4_FORMS[0] if there are few tiles. One block is resident on a multiprocessor, and
-#: its four warpgroups divide the k range of a tile.
+#: The configuration that replaces FP4_FORMS[0] if there are few tiles. One block is resident per multiprocessor, and
+#: the k range of its tile is divided among four warpgroups (split-K).
 FP4_FEW_TILES = Fp4Wgmma(8, 4, sides=1, split=4, halves=2, is_streamed=True)
-#: FP4_FEW_TILES replaces FP4_FORMS[0] up to this many tiles of FP4_FORMS[0] per multiprocessor.
+#: Up to this many tiles per multiprocessor, FP4_FEW_TILES replaces FP4_FORMS[0] (both have the same tiles).
 _FEW_TILES = 12
 _FP4_ALL = FP4_FEW_TILES, *FP4_FORMS
 _fp4_ahead = [form.variant("bfloat16", x, 0, False).instance for x in ("MXFP4", "NVFP4") for form in _FP4_ALL]
@@ -286,7 +290,7 @@ _fp4_wgmma.specialize_by_arch({arch: _fp4_ahead if arch == "90a" else [] for arc
 
 
 def why_not_prepared(variant: str, x: Product) -> str:
-    """Return why no kernel can use prepared weights on this GPU with this `variant`; empty if one can."""
+    """Return why prepared weights cannot be used on this GPU with this `variant`; empty if they can."""
     if x.a.gpu.arch != "90a":
         return f"this GPU is of sm_{x.a.gpu.arch}, not sm_90a"
     return "" if variant in ("auto", "wgmma") else f"variant {variant!r} takes others"
@@ -317,7 +321,7 @@ def fp4_wgmma(x: Product) -> None:
 def _token_map(x: Product, form: Fp4Wgmma, promotion: int) -> Each:
     """Return the tensor map of the tokens.
 
-    A unit is 128 bytes along k. If k is a multiple of a unit, one box holds all units of a stage.
+    A unit is 128 bytes along k. If k is a multiple of a unit, one TMA box holds all units of a stage.
     """
     unit = 128 // x.a.item_size
     if form.units == 1 or x.k % unit:
@@ -328,9 +332,10 @@ def _token_map(x: Product, form: Fp4Wgmma, promotion: int) -> Each:
 
 
 def _prepared_map(x: Product, form: Any, promotion: int) -> Each:
-    """Return the tensor map of prepared weights. A box is one stage.
+    """Return the tensor map of prepared weights. A TMA box holds the weights of one stage.
 
-    If the gates are the first half of the rows and the ups the second half, a box alternates 8 gates and their 8 ups.
+    If the gates are the first half of the rows and the ups the second half, a box has 8 gates, then their 8 ups, then
+    the next 8 gates, and so on.
     """
     _, eights, units, unit = x.b.shape
     words, line, eight = unit // 8, form.units * (unit // 8), units * unit
@@ -372,16 +377,16 @@ def _of_scales(weights: str) -> str:
 class Mma(NamedTuple):
     """The sizes among the template arguments of `gemm_mma`."""
 
-    tokens: int  # of a tile
-    weights: int  # of a tile
+    tokens: int  # per tile
+    weights: int  # rows of weights per tile
     token_warps: int
     weight_warps: int
     step: int  # elements along k in a stage
-    stages: int  # an upper bound
-    blocks: int  # resident blocks of a multiprocessor
+    stages: int  # an upper bound; `fit` reduces it
+    blocks: int  # resident blocks per multiprocessor
 
     def stage_bytes(self, weights: str, is_by_blocks: bool) -> int:
-        """Return the bytes of a stage: the constant BYTES of the templates `LdmatrixLayout` and `Fp4Layout`."""
+        """Return the bytes of a stage, which the templates `LdmatrixLayout` and `Fp4Layout` call BYTES."""
         a_line = b_line = self.step if weights == "FP8" else self.step * 2
         scales = (self.tokens + self.weights // 8) * 4 if is_by_blocks else 0
         if weights in ("MXFP4", "NVFP4"):
@@ -390,14 +395,14 @@ class Mma(NamedTuple):
         return -(-(self.tokens * a_line + self.weights * b_line + scales) // 128) * 128
 
     def fit(self, weights: str, is_by_blocks: bool, most: int) -> Mma:
-        """Return this configuration with the largest number of stages that fits `most` bytes of shared memory a block.
+        """Return this configuration with the largest number of stages that fits in `most` bytes of shared memory.
 
-        If too few stages fit, reduce the resident blocks and, for 16-bit weights, halve the stage.
+        If too few stages fit, reduce the number of resident blocks, and for 16-bit weights also halve the stage.
         """
         form, each = self, self.stage_bytes(weights, is_by_blocks)
 
         def room(blocks: int) -> int:
-            # CUDA reserves 1 KiB of each block. The kernel's static memory and the 1 KiB alignment take another 1 KiB.
+            # CUDA reserves 1 KiB per block. The kernel's static shared memory and the alignment take another 1 KiB.
             return (most + _RESERVED_BYTES) // blocks - 2 * _RESERVED_BYTES
 
         blocks = form.blocks
@@ -420,7 +425,7 @@ _MMA_4 = (
     Mma(64, 256, 1, 8, 128, 5, 1),
     Mma(128, 128, 2, 4, 128, 5, 1),
 )
-#: The tile configurations for each format of the weights, from few tokens to many.
+#: The tile configurations for each format of the weights, in ascending order of tokens.
 MMA_FORMS = {
     "PLAIN": (
         Mma(16, 128, 1, 4, 64, 4, 3),
@@ -438,8 +443,8 @@ MMA_FORMS = {
     "NVFP4": _MMA_4,
 }
 MMA_FORMS["TRANSPOSED"] = MMA_FORMS["PLAIN"]
-#: With MXFP4 and float16 the kernel also keeps sums over 32 elements in registers. The largest tile is therefore
-#: divided among 4 x 2 warps, not 2 x 4.
+#: With MXFP4 weights and float16 rows the kernel also keeps sums over 32 elements in registers. Therefore the largest
+#: tile is divided among 4 x 2 warps (tokens x weights), not 2 x 4.
 _MMA_MXFP4_FLOAT16 = (*_MMA_4[:3], Mma(128, 128, 4, 2, 128, 5, 1))
 
 
@@ -461,14 +466,14 @@ def mma(x: Product) -> None:
 
 
 def tiles_of(sizes: Sequence[int], tokens: int, x: Product) -> str:
-    """Return the reason for tiles of `tokens` rows. `sizes` are all tile sizes; a size suits groups up to that size."""
+    """Return the reason for tiles of `tokens` rows. `sizes` are all tile sizes; each suits groups of up to its size."""
     if tokens == sizes[-1]:
         return f"tiles of {tokens} rows (from {x.most(sizes[-2]) + 1} an expert on)"
     return f"tiles of {tokens} rows (up to {x.most(tokens)} an expert)"
 
 
 def why_not_mma(x: Product) -> str:
-    """Return why `gemm_mma` cannot compute the product; empty if it can."""
+    """Return why `gemm_mma` cannot compute the grouped GEMM; empty if it can."""
     return "rows of b have a stride" if x.is_strided else ""
 
 
@@ -478,17 +483,17 @@ def why_not_mma(x: Product) -> str:
 class _Stream(NamedTuple):
     """The sizes among the template arguments of `gemm_stream`, except the tokens."""
 
-    pairs: int  # pairs of rows of weights that a warp multiplies
+    pairs: int  # pairs of weight rows that a warp processes at a time
     warps: int
     loads: int  # 16-byte loads of each row in flight
-    blocks: int  # resident blocks of a multiprocessor
+    blocks: int  # resident blocks per multiprocessor
 
 
-#: Rows of a tile. A tile reads the weights once.
+#: The tile sizes in rows of `a`. For each tile the kernel reads the weights of the expert once.
 _STREAM_TOKENS = (1, 2, 4, 8)
 STREAM_FORMS = {"PLAIN": _Stream(2, 4, 4, 3), "FP8": _Stream(1, 8, 2, 2)}
-#: The FP8 configuration for tiles of one row. It is 6% to 13% faster than STREAM_FORMS["FP8"] on an H200. With more
-#: rows per tile it would need too many registers.
+#: The FP8 configuration for tiles of one row. On an H200 it is 6% to 13% faster than STREAM_FORMS["FP8"]. For tiles of
+#: more rows it would need too many registers.
 _STREAM_FP8_ONE = _Stream(2, 4, 2, 4)
 _MAX_GRID_Y = 2**16 - 1
 
@@ -497,7 +502,7 @@ def _stream_form(tokens: int, weights: str) -> _Stream:
     if weights == "FP8" and tokens == 1:
         return _STREAM_FP8_ONE
     form = STREAM_FORMS[weights]
-    # The largest tiles need more registers per thread, so one block fewer is resident.
+    # The largest tiles need more registers per thread, so one resident block fewer fits.
     return form._replace(blocks=form.blocks - 1) if tokens == _STREAM_TOKENS[-1] else form
 
 
@@ -524,7 +529,7 @@ def _stream_tokens(x: Product) -> int:
 
 
 def why_not_stream(x: Product) -> str:
-    """Return why `gemm_stream` cannot compute the product; empty if it can."""
+    """Return why `gemm_stream` cannot compute the grouped GEMM; empty if it can."""
     if x.is_transposed:
         return "b lies as [experts, k, n]"
     if x.weights not in STREAM_FORMS:
@@ -532,7 +537,7 @@ def why_not_stream(x: Product) -> str:
     if x.is_strided:
         return "rows of b have a stride"
     tokens, groups = _stream_tokens(x), x.experts if x.is_batched else 1
-    # The tiles lie along the y dimension of the grid. `most` is the largest number of rows whose tiles fit.
+    # The y dimension of the grid counts the tiles. `most` is the largest number of rows whose tiles fit in it.
     most = _MAX_GRID_Y // groups * tokens if x.is_batched else (_MAX_GRID_Y + 1) * tokens - 1 - x.experts * (tokens - 1)
     if x.rows > most:
         return "there may be too many groups of rows"

@@ -57,43 +57,49 @@ def _prepared(b: Any, b_scale: Any, *_: Any, a_dtype: Any = None, **__: Any) -> 
 def prepare_weights(
     b: AnyArray, b_scale: AnyArray, *, a_dtype: str | None = None, out: AnyArray | None = None
 ) -> AnyArray:
-    """Convert 4-bit weights and their scales, once, to the memory layout of Hopper's kernel for them.
+    """Convert 4-bit weights and their scales to the memory layout that Hopper's kernel for 4-bit weights reads.
 
-    Pass the result to `moe_gemm`, `moe_gemm_batched` and the layers as the weights, and no scales except
-    b_global_scale. These functions recognize prepared weights by their four dimensions. Only Hopper takes prepared
-    weights. Unprepared MXFP4 weights take 1.8 times as long on an H200 with 256 experts of 8 rows, and 3.1 times as
-    long with 8 experts of 1024 rows. The first call with unprepared weights warns (`cukern.PerformanceWarning`).
+    Call this function once per model. Pass the result to `moe_gemm`, `moe_gemm_batched` and the layers as the weights,
+    without the scales (only b_global_scale is still passed). These functions recognize prepared weights by their four
+    dimensions. Prepared weights work on Hopper only. On an H200, a GEMM with unprepared MXFP4 weights takes 1.8 times
+    as long for 256 experts of 8 rows, and 3.1 times as long for 8 experts of 1024 rows. The first call with unprepared
+    weights warns (`cukern.PerformanceWarning`).
 
     Args:
-        b: uint8 [experts, n, k / 2], contiguous: e2m1 numbers, two in a byte, the low half first. n must be a multiple
-            of 8, and k a multiple of 32.
-        b_scale: bytes [experts, n, k / 32] for MXFP4, powers of two (E8M0); or [experts, n, k / 16] for NVFP4, e4m3
-            numbers without NaN. Contiguous.
-        a_dtype: the dtype of the rows of later products. None: bfloat16 or float16. "float8_e4m3fn": FP8 rows, for
-            which the weights must be MXFP4. A product whose rows have another dtype refuses the weights.
+        b: uint8 [experts, n, k / 2], contiguous: 4-bit e2m1 elements, two per byte, the first one in the low 4 bits. n
+            must be a multiple of 8, and k a multiple of 32.
+        b_scale: one byte per scale, contiguous: [experts, n, k / 32] for MXFP4, powers of two (E8M0); or [experts, n,
+            k / 16] for NVFP4, e4m3 numbers without NaN.
+        a_dtype: the dtype that `a` will have in the later calls. None: bfloat16 or float16. "float8_e4m3fn": FP8, which
+            needs MXFP4 weights. A later call with an `a` of another dtype raises an error.
         out: uint8 [experts, n / 8, ceil(k / 64), 272 or 288], to write into; [experts, n / 8, ceil(k / 128), 544] with
             `a_dtype`.
 
     Returns:
-        `out`, or a new array of units. A unit has 8 rows and 64 elements along k, in 272 bytes (MXFP4) or 288 (NVFP4).
-        The four bytes from byte 8 l + 4 h on are a 32-bit word for lane l (0 to 31) and half h (0 or 1) of the unit's
-        elements. The word has four pairs of neighbouring elements of row l / 4: pair i begins at element
-        32 h + 16 (i / 2) + 8 (i % 2) + 2 (l % 4). `cuda_src/moe_gemm/fp4_prepared.cuh` describes the bits.
-        The scales of rows 0, 1, ... follow from byte 256 on. MXFP4 has 2 scales per row, in E8M0; the largest is 2^34,
+        `out`, or a new array of units. A unit holds 8 rows and 64 elements along k, in 272 bytes (MXFP4) or 288 bytes
+        (NVFP4).
+
+        The first 256 bytes of a unit are the elements. The four bytes that begin at byte `8 * l + 4 * h` are a 32-bit
+        integer for lane l (0 to 31) and half h (0 or 1) of the unit. The integer has four pairs of neighbouring
+        elements of row l / 4. Pair i begins at element `32 * h + 16 * (i / 2) + 8 * (i % 2) + 2 * (l % 4)` (integer
+        divisions). `cuda_src/moe_gemm/fp4_prepared.cuh` describes the order of the bits.
+
+        The scales of the 8 rows follow from byte 256 on. MXFP4 has 2 scales per row, in E8M0; the largest is 2^34,
         which stands for infinity. NVFP4 has 4 scales per row: e4m3 converted to 5 bits of exponent (bias 16) and 3 bits
         of mantissa. Weights with a scale of 0 become 0. A negative scale becomes positive, and its weights change their
         sign. Elements past k are 0.
 
-        For FP8 rows, a unit has 8 rows and 128 elements along k, in 544 bytes: 512 bytes of elements, then a 32-bit
-        word for each row. A scale 2^e belongs to 32 elements. The word has the largest exponent E of the row's scales,
-        and for each scale the difference E - e, at most 19. `cuda_src/moe_gemm/folded_prepared.cuh` describes the bits.
-        For an element x, a product uses the e4m3 number nearest to x 2^(6 + e - E), ties to even, times 2^(E - 6). The
-        result is exact if E - e is at most 14. Otherwise the error is at most 2^(E - 16), and from E - e = 19 on the
-        result is 0. A row with a NaN scale is NaN. A row with E below -120 is 0.
+        With a_dtype="float8_e4m3fn", a unit holds 8 rows and 128 elements along k, in 544 bytes: 512 bytes of elements,
+        then a 32-bit integer for each row. Each scale 2^e belongs to 32 elements. The integer has the largest exponent
+        E of the row's scales, and for each scale the difference E - e, clamped to 19.
+        `cuda_src/moe_gemm/folded_prepared.cuh` describes the order of the bits. For an element x, a GEMM uses the e4m3
+        number nearest to x * 2^(6 + e - E) (ties to even), times 2^(E - 6). This value is exact if E - e is at most 14.
+        Otherwise its error is at most 2^(E - 16), and from E - e = 19 on the value is 0. A row with a NaN scale is NaN.
+        A row with E below -120 is 0.
 
     Raises:
-        TypeError: a value that is no array, or an array of another library or a wrong dtype.
-        ValueError: another device, a wrong shape, strides, or an address that is no multiple of 16.
+        TypeError: a value that is not an array, or an array of another library or a wrong dtype.
+        ValueError: another device, a wrong shape, strides, or an address that is not a multiple of 16.
     """
     expect_array("b", b, ("uint8",), ("experts", "n", "k / 2"))
     expect_contiguous("b", b)
@@ -141,7 +147,7 @@ def _restored(prepared: Any, k: int | None = None, *_: Any, **__: Any) -> list[R
 def restore_weights(
     prepared: AnyArray, k: int | None = None, *, out: tuple[AnyArray | None, AnyArray | None] | None = None
 ) -> tuple[AnyArray, AnyArray]:
-    """Convert prepared weights back to the 4-bit weights and scales that `cukern.prepare_weights` was given.
+    """Convert the result of `cukern.prepare_weights` back to its arguments: the 4-bit weights and their scales.
 
     Args:
         prepared: uint8 [experts, n / 8, ceil(k / 64), 272 or 288] or [experts, n / 8, ceil(k / 128), 544], contiguous.
@@ -156,8 +162,8 @@ def restore_weights(
         rows, a scale below 2^-19 times the largest scale of its row becomes 2^-19 times the largest scale.
 
     Raises:
-        TypeError: a value that is no array, or an array of a wrong dtype.
-        ValueError: a wrong shape, strides, or an address that is no multiple of 16.
+        TypeError: a value that is not an array, or an array of a wrong dtype.
+        ValueError: a wrong shape, strides, or an address that is not a multiple of 16.
     """
     expect_array("prepared", prepared, ("uint8",), ("experts", "n / 8", "ceil(k / 64)", "bytes"))
     expect_contiguous("prepared", prepared)

@@ -1,4 +1,4 @@
-"""`Product`: the checked arguments of a grouped product, and what the kernels' launches derive from them."""
+"""`Product`: the checked arguments of a grouped GEMM, and the values that the launches derive from them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from cukern.runtime.describe import Array
 from cukern.runtime.each import Each
 from cukern.runtime.plan import tensor_map
 
-#: "auto" chooses "stream" if expected_m is at most STREAM_ROWS, or without expected_m if the mean rows per group are at
-#: most STREAM_MEAN. "stream" is the fastest variant if all groups have two rows. It is also the fastest if the largest
+#: "auto" chooses "stream" if expected_m is at most STREAM_ROWS, or without expected_m if the mean number of rows per
+#: group is at most STREAM_MEAN. "stream" is the fastest variant if all groups have two rows, and also if the largest
 #: group has four rows and most groups have fewer.
 STREAM_ROWS, STREAM_MEAN = 4, 2
-#: Columns of a result in 16 bytes (a result has 16-bit elements).
+#: The number of result columns in 16 bytes. A result has 16-bit elements.
 UNIT_COLUMNS = 8
 
 
 class Product(NamedTuple):
-    """The checked arguments of a call."""
+    """The checked arguments of a grouped GEMM."""
 
     a: Array
     b: Array
@@ -28,7 +28,7 @@ class Product(NamedTuple):
     b_global_scale: Array | None
     row_token: Array | None
     is_batched: bool
-    rows: int  # of the result; batched: max_tokens, the rows reserved for each expert
+    rows: int  # rows of the result; if is_batched, max_tokens (the rows that each expert has room for)
     experts: int
     n: int
     k: int
@@ -39,7 +39,7 @@ class Product(NamedTuple):
     is_gated: bool
     expected_m: int | None  # the largest number of rows that the caller expects in a group, or None
     is_prepared: bool  # whether `prepare_weights` made the 4-bit weights
-    interleaved: bool  # gated: rows 2 j and 2 j + 1 of the weights are gate j and up j; else gates are the first half
+    interleaved: bool  # gated: rows 2 j and 2 j + 1 of the weights are gate j and up j; False: the first half is gates
     bias: Array | None
     alpha: float
     limit: float
@@ -61,14 +61,14 @@ class Product(NamedTuple):
 
     @property
     def is_strided(self) -> bool:
-        """Whether there are gaps between rows of the weights (transposed: between steps along k)."""
+        """Whether there are gaps between rows of the weights in memory. Transposed weights have a row for each k."""
         return not self.in_memory.is_contiguous
 
     @property
     def b_strides(self) -> tuple[int, int]:
-        """The distances in elements between experts, and between rows (transposed: between steps along k), of `b`.
+        """The stride between experts and the stride between rows of the weights in memory, in elements.
 
-        A dimension of size one may have any stride.
+        Transposed weights have a row in memory for each k. A dimension of size one may have any stride.
         """
         b = self.in_memory
         if self.is_strided:
@@ -78,12 +78,12 @@ class Product(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Elements along k in 16 bytes: elements of the weights if they have 4 bits, otherwise of `a`."""
+        """The number of elements along k in 16 bytes: 32 with 4-bit weights, otherwise the elements of `a`."""
         return 32 if self.weights in ("MXFP4", "NVFP4") else 16 // self.a.item_size
 
     @property
     def is_of_units(self) -> bool:
-        """Whether all addresses and rows are multiples of 16 bytes. Strides of the weights are not considered."""
+        """Whether all addresses and row sizes are multiples of 16 bytes. Strides of the weights are not considered."""
         is_whole = self.k % self.unit == 0 == self.out.shape[-1] % UNIT_COLUMNS
         return is_whole and all(x.alignment >= 16 for x in (self.a, self.b, self.out))
 
@@ -96,19 +96,19 @@ class Product(NamedTuple):
         return self.rows * self.experts if self.is_batched else self.rows
 
     def tiles(self, tokens: int, strips: int = 1) -> int:
-        """Return the largest possible number of tiles of `tokens` rows in all groups, times `strips`.
+        """Return an upper bound for the number of tiles of `tokens` rows in all groups, times `strips` (tiles along n).
 
-        The last tile of each group may be partial.
+        The sizes of the groups are unknown, and the last tile of each group may be partial.
         """
         if self.is_batched:
             return self.experts * -(-self.rows // tokens) * strips
         return (self.rows + min(self.experts, self.rows) * (tokens - 1)) // tokens * strips
 
     def most(self, rows: int) -> int:
-        """Return the row count that `expects` compares with: usually `rows`.
+        """Return the number of rows that `expects` compares with: usually `rows`.
 
-        If `expected_m` is not given, only the mean is known, and some groups have more rows than the mean. STREAM_MEAN
-        then replaces a `rows` between STREAM_MEAN and STREAM_ROWS.
+        Without `expected_m` only the mean is known, and some groups have more rows than the mean. If `rows` is then
+        above STREAM_MEAN and at most STREAM_ROWS, return STREAM_MEAN.
         """
         return STREAM_MEAN if self.expected_m is None and STREAM_MEAN < rows <= STREAM_ROWS else rows
 
@@ -124,7 +124,7 @@ class Product(NamedTuple):
 
     @property
     def expected(self) -> str:
-        """Describe the number of rows that `expects` uses, for `cukern.explain`."""
+        """Describe the expected number of rows, for `cukern.explain`."""
         if self.expected_m is not None:
             return f"{self.expected_m} rows an expert by expected_m"
         if self.is_batched:
@@ -132,7 +132,7 @@ class Product(NamedTuple):
         return f"{self.rows} rows for {self.experts} experts, {self.rows / self.experts:.4g} an expert"
 
     def by_expected_rows(self, function: Any) -> Any:
-        """Call `function` with the expected rows of a group. Valid for more than STREAM_ROWS rows."""
+        """Call `function` with the expected rows of a group. Use it only if more than STREAM_ROWS rows are expected."""
         if self.expected_m is not None:
             return function(self.expected_m)
         return function(-(-self.rows // (1 if self.is_batched else self.experts)))
@@ -157,16 +157,16 @@ class Product(NamedTuple):
         }
 
     def maps(self, weights: int, rows: int, promotion: int = 256, is_gated: bool = False) -> dict[str, Each]:
-        """Return the tensor maps for MappedGemmParams: a box of `b` has `weights` rows, a box of `a` has `rows` rows.
+        """Return the tensor maps of `b` and `a` for the struct MappedGemmParams.
 
-        A row of a box has 128 bytes. With `is_gated`, a box of weights holds 8 gates, their 8 ups, the next 8 gates,
-        and so on.
+        A box of `b` has `weights` rows, a box of `a` has `rows` rows, and a row of a box has 128 bytes. With `is_gated`
+        a box of weights holds 8 gates, their 8 ups, the next 8 gates, and so on.
         """
         size = self.a.item_size
         dtype, line = "uint8" if size == 1 else self.a.dtype, 128 // size
         of_expert, between = (stride * size for stride in self.b_strides)
         if self.is_transposed:
-            # A box has 64 steps along k, each with `line` neighbouring weights along n: the tile of one warpgroup.
+            # A box is the tile of one warpgroup: 64 elements along k, and for each of them `line` elements along n.
             turned = (self.n, self.k, self.experts, 1), (between, of_expert, self.experts * of_expert)
             b_map = tensor_map(self.b, dtype, *turned, (line, 64, 1, 1), promotion)
             return {"b_map": b_map, "a_map": self.a_map(rows, promotion)}
@@ -174,7 +174,7 @@ class Product(NamedTuple):
         strides: tuple[int, ...] = (between, of_expert, self.experts * of_expert)
         box: tuple[int, ...] = (line, weights, 1, 1)
         if is_gated:
-            # The distances from a gate to the next gate, from a gate to its up, and from a gate to the gate 8 later.
+            # Distances in rows from a gate: to the next gate, to its up, and to the 8th gate after it.
             rows_apart = (2, 1, 16) if self.interleaved else (1, self.n // 2, 8)
             dims = self.k, 8, 2, self.n // 16, self.experts
             strides = (*(apart * between for apart in rows_apart), of_expert)

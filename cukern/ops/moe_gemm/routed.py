@@ -1,6 +1,6 @@
-"""The experts of a single token in two products, without a sort: both kernels read the router's ids themselves.
+"""An MoE layer for a single token: two GEMM kernels that read the router's expert ids, so the tokens are not sorted.
 
-A slot is one of the topk experts of the token. The second product adds up the results of the slots.
+A slot is one of the topk experts of the token. The second kernel also adds up the results of the slots.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _routed = Kernel("moe_gemm/stream_routed", "gemm_stream_routed")
 _summed = Kernel("moe_gemm/stream_summed", "gemm_stream_summed")
 
 DTYPES = ("bfloat16", "float16")
-#: Up to this many tokens a layer uses these kernels. Every row reads all weights of its expert, so with more tokens the
-#: weights of an expert would be read several times.
+#: Up to this many tokens a layer uses these kernels. They read all weights of an expert again for each (token, slot)
+#: row, so with more tokens the weights of an expert would be read several times.
 MOST_TOKENS = 1
 #: The largest number of (token, slot) rows, because a warp has one lane for each row.
 MOST_ROWS = 32
@@ -35,14 +35,14 @@ _MOST_SLOTS = 4
 class RoutedTile(NamedTuple):
     """The sizes among the template arguments of both kernels, except the slots."""
 
-    pairs: int  # pairs of rows of weights in a strip
+    pairs: int  # pairs of weight rows that a warp processes at a time
     loads: int  # 16-byte loads of each row that a lane has in flight
     warps: int
-    blocks: int  # resident blocks of a multiprocessor
+    blocks: int  # resident blocks per multiprocessor
 
 
 def tile_for(k: int) -> RoutedTile:
-    """Return the tile for rows of k elements. A row is loaded in parts of equal size, one after the other."""
+    """Return the tile for rows of k elements. A row is loaded in one or more chunks of equal size."""
     lines = -(-k // (32 * _UNIT))
     loads = -(-lines // -(-lines // _MOST_LOADS))
     pairs = 1 if loads > 4 else 2 if loads > 2 else 4
@@ -56,7 +56,7 @@ def _words(tile: RoutedTile, k: int) -> str:
 
 
 def slots_for(topk: int, experts: int, all_experts: int) -> int:
-    """Return how many warps compute one output together: about one per slot whose expert is expected on this rank."""
+    """Return how many warps share one output: about one for each slot whose expert is likely to be on this rank."""
     expected = max(topk * experts // all_experts, 1)
     return min(1 << (expected.bit_length() - 1), _MOST_SLOTS)
 
@@ -80,7 +80,7 @@ _routed.at_import, _summed.at_import = _routed.specialized, _summed.specialized[
 
 def fits(tokens: Any, topk: int, w1: Any, w2: Any, all_experts: int) -> bool:
     """Return whether `routed_experts` can compute a layer of these sizes, with 16-bit weights."""
-    # The kernels count strips, and the 16-byte units of an expert's weights, in 32 bits.
+    # The kernels use 32-bit indices for pairs of weight rows, and for the 16-byte units of an expert's weights.
     small = all(x.shape[1] * MOST_ROWS < 2**31 and x.shape[1] * (x.shape[2] // _UNIT) < 2**32 for x in (w1, w2))
     units = w1.shape[2] % _UNIT == 0 == w2.shape[2] % _UNIT
     # A layer with a single expert uses `moe_gemm`, which divides the weights among more blocks.
@@ -160,10 +160,10 @@ def routed_experts(
     limit: float = activations.LIMIT,
     interleaved: bool = False,
 ) -> AnyArray:
-    """Compute the experts of one token in 16 bits, in two launches on a GPU.
+    """Compute the experts of one token, with 16-bit weights, in two launches on a GPU.
 
-    `fused_experts` calls this; the NumPy reference of `fused_experts` defines the result. The result equals, bit for
-    bit, the result of `moe_sort`, two calls of `moe_gemm` with variant "stream", and `moe_unpermute`.
+    `fused_experts` calls this function, and the NumPy reference of `fused_experts` defines the result. The result is
+    bit-identical to `moe_sort`, two calls of `moe_gemm` with variant "stream", and `moe_unpermute`.
 
     Args:
         output: [tokens, hidden], written.

@@ -1,4 +1,4 @@
-"""`gemm_stream_one`: few rows and one expert (or a layer without experts), so no row has to look up its expert."""
+"""`gemm_stream_one`: a GEMM of few rows with one expert (or a layer without experts), without a lookup of experts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.plan import launch
 
 _kernel = Kernel("moe_gemm/stream_one", "gemm_stream_one")
-#: The tile sizes in rows, and for each the resident blocks per multiprocessor. With one more block, registers would
-#: spill.
+#: For each tile size in rows, the number of resident blocks per multiprocessor. With one more block the registers per
+#: thread would not suffice, and would spill.
 TOKENS = {1: 5, 2: 4}
 _UNIT_NUMBERS = 8
 
@@ -21,9 +21,9 @@ _UNIT_NUMBERS = 8
 class StreamTile(NamedTuple):
     """The template arguments that say how warps read the rows of weights."""
 
-    pairs: int  # pairs of rows of weights that a warp multiplies
+    pairs: int  # pairs of weight rows that a warp processes at a time
     loads: int  # 16-byte loads of each row in flight
-    split: int  # warps that share a row
+    split: int  # warps that share a row of weights
 
     @property
     def numbers(self) -> int:
@@ -31,8 +31,8 @@ class StreamTile(NamedTuple):
         return self.split * self.loads * 32 * _UNIT_NUMBERS
 
 
-#: The tiles, in ascending order of the elements in flight. On an H200 the first tile that has a whole row in flight is
-#: the fastest.
+#: The tiles, in ascending order of elements in flight. On an H200 the fastest is the first tile that has a whole row in
+#: flight at once.
 TILES = StreamTile(2, 4, 1), StreamTile(2, 4, 2), StreamTile(1, 8, 2)
 
 
@@ -56,13 +56,13 @@ _kernel.specialized = [
 
 
 def _is_one(x: Product) -> bool:
-    """Return whether `gemm_stream_one` can compute the product: few rows of one expert, in 16 bits."""
+    """Return whether `gemm_stream_one` can compute the GEMM: few rows of one expert, and 16-bit weights."""
     is_plain = x.weights == "PLAIN" and x.experts == 1 and not x.is_batched and x.row_token is None
     return is_plain and x.expects(max(TOKENS))
 
 
 def stream(x: Product) -> None:
-    """Launch the variant "stream": `gemm_stream_one` if it can compute the product, else `gemm_stream`."""
+    """Launch the variant "stream": `gemm_stream_one` if it can compute the GEMM, else `gemm_stream`."""
     if not _is_one(x):
         kernels.stream(x)
         return

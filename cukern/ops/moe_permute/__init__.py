@@ -1,4 +1,4 @@
-"""Permute the rows of tokens to the order of their experts, for the grouped GEMMs of an MoE layer, and back."""
+"""Permute the rows of tokens into the order of their experts, for the grouped GEMMs of an MoE layer, and back."""
 
 from cukern.ops.moe_permute.rows import moe_permute, moe_sum, moe_unpermute, permute_rows
 from cukern.ops.moe_permute.rows import permute_quantized as permute_quantized

@@ -1,6 +1,7 @@
-"""`moe_permute`: its kernels, how their work is split over blocks and warps, and the launches.
+"""`moe_permute`: its kernels, how their work is divided among blocks and warps, and the launches.
 
-A pair is (token, slot): a token and one of its topk experts. Sorting the pairs by expert gives each pair a row.
+A pair (token, slot) stands for a token and one of its topk experts. The sort of the pairs by expert assigns each pair a
+row of the permuted array. To rank a pair means to compute its row.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SORT_VARIANTS = ("auto", "one_block", "many_blocks", "counted", "chunks", "clust
 SUM_VARIANTS = ("auto", "specialized", "dynamic")
 MAX_PAIRS = 2**30
 
-#: topk with unpermute kernels of their own, and the models that have it.
+#: The values of topk that have a specialized unpermute kernel, and models with this topk.
 SPECIALIZED = {
     2: "Mixtral",
     4: "gpt-oss, Qwen1.5-MoE",
@@ -38,19 +39,19 @@ _unpermute = Kernel("moe_permute/unpermute_rows", "unpermute_rows")
 
 _MAX_SHARED_BYTES = 96 * 2**10
 _MAX_CHUNKED_BYTES = 99 * 2**10
-_STAGED_ROWS = 2**13  # the largest number of rows of the result that a block collects in shared memory
+_STAGED_ROWS = 2**13  # up to this many rows of the result, a block collects them in shared memory
 # Parameters to tune on a GPU.
-_ONE_BLOCK_PAIRS = 2048  # up to this many pairs, one block sorts
-_COUNT_AGAIN_PAIRS = 2**15  # up to this many pairs, every block counts all pairs; above, a first kernel counts
+_ONE_BLOCK_PAIRS = 2048  # up to this many pairs, a single block sorts
+_COUNT_AGAIN_PAIRS = 2**15  # up to this many pairs, every block counts all pairs; above, a separate kernel counts first
 _PAIRS_PER_BLOCK = 1024
 _TURNS = 2  # a warp ranks this many groups of 32 pairs one after the other; more if there are not enough warps
 _MAX_BLOCKS = 128
 _CHUNKS = (16, 64)  # template arguments of sort_chunks: how many chunks of 32 pairs a block ranks
-_CLUSTER, _CLUSTER_CHUNKS = 8, 16  # blocks of a cluster, and the chunks that each block ranks
-_CLUSTERED_PAIRS = 2**16  # up to this many pairs, clusters sort
-_ROWS_PER_BLOCK = 1024  # rows that a block of sort_chunks collects at once
+_CLUSTER, _CLUSTER_CHUNKS = 8, 16  # blocks per cluster, and chunks that each block ranks
+_CLUSTERED_PAIRS = 2**16  # up to this many pairs, sort_chunks sorts with clusters
+_ROWS_PER_BLOCK = 1024  # rows of the result that a block of sort_chunks collects at once
 _PERMUTE_ITEMS = 4  # units per thread of permute_rows
-_FEW_UNITS = 2**19  # below this many units in all, one unit per thread
+_FEW_UNITS = 2**19  # below this many units in all rows, a thread of permute_rows has one unit
 _UNPERMUTE_THREADS = 128
 
 _ID_TYPE = {4: "unsigned", 8: "unsigned long long"}
@@ -62,7 +63,7 @@ registered = set(SPECIALIZED)
 MAX_SPECIALIZED_TOPK = 64
 
 
-#: (experts, size of the expert map). The compiler asserts the shared memory for this example.
+#: The pair (experts, size of the expert map) for which the compiler checks the shared memory.
 _EXAMPLE = 20, 30
 
 
@@ -86,7 +87,7 @@ def count_variant(id_bytes: int) -> Variant:
     return _count.variant(_ID_TYPE[id_bytes], launched=launched)
 
 
-# --- shared memory of a block, in bytes; `mapped`: size of the expert map, 0 without an expert map ------
+# --- shared memory per block in bytes; `mapped` is the size of the expert map, or 0 without one ---------
 
 
 def _sort_bytes(experts: int, mapped: int, warps: int, staged: int) -> int:
@@ -139,24 +140,24 @@ _list_instances()
 
 
 class Split(NamedTuple):
-    """How the pairs of a sort are split over blocks and warps."""
+    """How the pairs of a sort are divided among blocks and warps."""
 
     blocks: int
     threads: int
     shared_bytes: int
     pairs_per_block: int
     pairs_per_warp: int
-    warps: int  # warps of a block that rank pairs
+    warps: int  # warps per block that rank pairs
     capacity: int
-    staged: int  # 1: the only block collects the result `rows` in shared memory; 0: it does not
+    staged: int  # 1 if there is one block, which collects the result `rows` in shared memory; else 0
 
 
 @functools.lru_cache(maxsize=4096)
 def split_pairs(experts: int, mapped: int, one_block: bool, most_threads: int, pairs: int, capacity: int) -> Split:
-    """Return how `pairs` pairs are split over blocks and warps.
+    """Return how `pairs` pairs are divided among blocks and warps.
 
-    `mapped` is the size of the expert map, 0 without an expert map. `capacity` is the size of the result `rows`, 0 if
-    the kernel does not write `rows`.
+    `mapped` is the size of the expert map, or 0 without one. `capacity` is the size of the result `rows`, or 0 if the
+    kernel does not write `rows`.
     """
     fixed = _sort_bytes(experts, mapped, 0, 0)
     most_warps = min(most_threads // 32, (_MAX_SHARED_BYTES - fixed) // (4 * (experts + 1)))
@@ -187,9 +188,10 @@ class Chunked(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def split_chunks(experts: int, mapped: int, chunks: int, cluster: int, pairs: int, capacity: int) -> Chunked:
-    """Return the launch configuration for `pairs` pairs. `cluster`: blocks of a cluster, 1 for no clusters.
+    """Return the launch configuration for `pairs` pairs.
 
-    `mapped` and `capacity` are as in `split_pairs`.
+    `chunks` is the number of chunks that a block ranks. `cluster` is the number of blocks per cluster, or 1 without
+    clusters. `mapped` and `capacity` are as in `split_pairs`.
     """
     of_pairs = -(-pairs // 32)
     if cluster > 1:
@@ -200,7 +202,7 @@ def split_chunks(experts: int, mapped: int, chunks: int, cluster: int, pairs: in
     return Chunked(blocks, 32 * warps, _shared_bytes_of_chunks(experts, mapped, chunks, cluster), capacity)
 
 
-#: Defaults of those fields of sort_pairs' Params that not every function sets.
+#: Default values of the fields of sort_pairs' Params that only some functions set.
 _NO_RESULTS = {
     **dict.fromkeys(("id_of", "offsets", "offsets_long", "rows", "inverse", "group_ids", "end_of_rows")),
     **dict.fromkeys(("fill", "groups", "group_fill", "max_tokens"), 0),
@@ -213,14 +215,14 @@ _NO_RESULTS = {
 def _form_of_chunks(
     topk_ids: Array, experts: int, mapped: int, variant: str, pairs: Any, results: dict[str, Any]
 ) -> tuple[int, int] | None:
-    """Return the chunks that a block of sort_chunks ranks, and the blocks of a cluster; None if sort_pairs sorts.
+    """Return a pair: the chunks that a block of sort_chunks ranks, and the blocks per cluster; None for sort_pairs.
 
     Raises ValueError if the caller asks for sort_chunks (variant "chunks" or "clusters") but it cannot sort the pairs.
     """
     if variant not in ("auto", "chunks", "clusters"):
         return None
-    # sort_chunks writes group_ids only for rows with a pair. In a permutation a group is one row, and group_ids of
-    # padding rows are needed, too, so sort_pairs is used.
+    # sort_chunks writes group_ids only for groups that have a pair. In a permutation a group is a single row, and the
+    # group_ids of padding rows are needed, too. Then sort_pairs is used.
     fits = experts <= _CHUNKED_EXPERTS and (
         results.get("group_ids") is None or results.get("group_rows", 1) == results["block_size"]
     )
@@ -251,7 +253,7 @@ def _launch_chunks(
     results: dict[str, Any],
     asks: str,
 ) -> None:
-    """Launch sort_chunks. `form`: the chunks that a block ranks, and the blocks of a cluster. See `launch_sort`."""
+    """Launch sort_chunks. `form` is the pair from `_form_of_chunks`. The other arguments are as in `launch_sort`."""
     pairs = topk_ids.shape[0] * topk_ids.shape[1]
     mapped = 0 if expert_map is None else global_experts
     split = Chunked(*split_chunks(experts, mapped, *form, pairs, capacity))
@@ -333,9 +335,7 @@ def launch_sort(
 
 
 def aligned_outputs(out: Any, topk_ids: Array, results: Sequence[Result]) -> tuple[Array, ...]:
-    """Check `out` for the results of `moe_align_block_size`, and return its arrays.
-
-    The first two arrays may be longer than the results.
+    """Check the argument `out` of `moe_align_block_size`, and return its arrays. The first two may be longer.
 
     Raises TypeError and ValueError for arrays that do not fit.
     """
@@ -361,7 +361,7 @@ def aligned_outputs(out: Any, topk_ids: Array, results: Sequence[Result]) -> tup
 
 
 class Tiles(NamedTuple):
-    """How rows are split over blocks, and the fields of the template's struct Tiling."""
+    """How rows are divided among blocks, and the fields of the template's struct Tiling."""
 
     blocks: Any
     threads: tuple[int, Any]
@@ -369,7 +369,7 @@ class Tiles(NamedTuple):
 
 
 def tile_rows(tokens: Any, columns: int, threads: int, items: int) -> Tiles:
-    """Split rows of `columns` units over blocks of at most `threads` threads. A thread has `items` units of a row."""
+    """Divide rows of `columns` units among blocks of at most `threads` threads. A thread has `items` units of a row."""
     chunks = max(1, -(-columns // (threads * items)))
     tile_columns = max(1, -(-columns // chunks))
     x = -(-tile_columns // items)
@@ -384,7 +384,7 @@ def tile_rows(tokens: Any, columns: int, threads: int, items: int) -> Tiles:
 def _width(name: str, one: Array, other: Array, hidden: int, row_stride: int) -> int:
     """Return the bytes of the widest unit that divides the addresses and row strides of both arrays.
 
-    The rows of `one` are `row_stride` elements apart.
+    `row_stride` is the row stride of `one` in elements. `other` is contiguous.
     """
     mask = one.alignment | other.alignment | (hidden | row_stride) * one.item_size
     return unit_width(name, mask, one.item_size)
@@ -399,7 +399,10 @@ def launch_permute(
     scale: Array | None = None,
     out_scale: Array | None = None,
 ) -> None:
-    """Copy the row of each token to the rows that `inverse` lists. There must be at least one token and one slot."""
+    """Copy the row of each token to the result rows that `inverse` lists for the token.
+
+    There must be at least one token and one slot.
+    """
     tokens, hidden = x.shape
     if not hidden and scale is None:
         return
@@ -430,11 +433,11 @@ def launch_permute(
 def launch_permute_quantized(
     x: Array, row_stride: int, inverse: Array, topk: int, out: Array, out_scale: Array, smallest: float
 ) -> None:
-    """Quantize the row of each token, and write it to the rows that `inverse` lists.
+    """Quantize the row of each token, and write it to the result rows that `inverse` lists for the token.
 
     There must be at least one token and one slot.
     """
-    groups, lanes = out_scale.shape[1], 8  # 8 lanes quantize a group
+    groups, lanes = out_scale.shape[1], 8  # 8 lanes quantize a group of elements with one scale
     tiles = tile_rows(x.shape[0], groups, template.constants(_permute_quantized.file)["ROW_THREADS"] // lanes, 1)
     launch(
         permute_quantized_variant(x.dtype),
@@ -463,7 +466,7 @@ def sum_variant(dtype: str, topk: int, width: int, variant: str) -> Variant:
 
 
 def _why_sum(dtype: str, topk: int, width: int, variant: str) -> str:
-    """Return why `sum_variant` chooses an instance."""
+    """Return the reason for the instance that `sum_variant` chooses."""
     if topk in registered and width == 16 and variant != "dynamic":
         asks = f"{asked(variant)}; " if variant != "auto" else ""
         return f"{asks}specialized for topk {topk} ({SPECIALIZED.get(topk, 'by cukern.specialize')})"
@@ -480,7 +483,10 @@ def _why_sum(dtype: str, topk: int, width: int, variant: str) -> str:
 def launch_sum(
     name: str, src: Array, rows: Any, row_stride: int, out: Array, topk: int, variant: str, **arrays: Any
 ) -> None:
-    """Sum up the rows of each token. Rows are `row_stride` elements apart. `arrays` are other fields of the struct."""
+    """Launch the sum over the rows of each token.
+
+    `row_stride` is the row stride of `src` in elements. `arrays` are further fields of the kernel's parameters.
+    """
     check.one_of("variant", variant, SUM_VARIANTS)
     tokens, hidden = out.shape
     if not hidden or tokens == 0:

@@ -1,4 +1,4 @@
-"""Permute the rows of tokens to the order of their experts, and sum the rows of each token afterwards."""
+"""Permute the rows of tokens into the order of their experts, and sum the rows of each token afterwards."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MAX_HIDDEN = 2**24
 
 
 def specialize(*, topk: int, dtype: str = "bfloat16") -> list[Instance]:
-    """Give this topk an unpermute kernel of its own in this process, and return it; see `cukern.specialize`."""
+    """Register an unpermute kernel for this topk in this process, and return its instance; see `cukern.specialize`."""
     check.one_of("dtype", dtype, SUM_DTYPES)
     check.integer("topk", topk, 1, kernels.MAX_SPECIALIZED_TOPK)
     kernels.registered.add(topk)
@@ -48,12 +48,12 @@ def _check_hidden(name: str, hidden: int) -> None:
 
 
 def _slots(pairs: int, tokens: int) -> int:
-    """Return the number of slots of each token; -1 if `pairs` is no multiple of `tokens`."""
+    """Return the number of slots of each token; -1 if `pairs` is not a multiple of `tokens`."""
     return pairs // tokens if tokens and pairs % tokens == 0 else -1
 
 
 def _topk_of(name: str, inverse: Any, like: Array, like_name: str) -> int:
-    """Check an inverse permutation, [tokens, topk] or flat, and return topk. `like` has the tokens."""
+    """Check an inverse permutation, [tokens, topk] or flat, and return topk. `like` has a row for each token."""
     expect_place(name, inverse, like, like_name)
     shape, tokens = inverse.shape, like.shape[0]
     topk = shape[1] if len(shape) == 2 else 1
@@ -81,9 +81,9 @@ def _permuted_rows(hidden_states: Any, inverse: Any, rows: Any = None) -> Result
 def permute_rows(
     hidden_states: AnyArray, inverse: AnyArray, rows: Size | None = None, *, out: AnyArray | None = None
 ) -> AnyArray:
-    """Copy the row of each token to the rows of its pairs: out[inverse[t, s]] = hidden_states[t].
+    """Copy the row of each token to the rows of its (token, slot) pairs: out[inverse[t, s]] = hidden_states[t].
 
-    Each row is read once for any topk. Rows of `out` without a pair are not written.
+    Each row of `hidden_states` is read once, for any topk. Rows of `out` without a pair are not written.
 
     Args:
         hidden_states: [tokens, hidden] of any dtype, such as activations, or the scales of quantized ones; rows may
@@ -97,7 +97,7 @@ def permute_rows(
         pair are 0 if `out` is not given.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
     """
     tokens, hidden = expect_array("hidden_states", hidden_states, ROW_DTYPES, ("tokens", "hidden")).shape
@@ -120,14 +120,14 @@ def permute_quantized(
 ) -> tuple[AnyArray, AnyArray]:
     """Quantize rows in groups of 128 as `per_token_group_quant_fp8` does, and permute them, in one launch.
 
-    The layers of cukern call this; it is no public function.
+    The layers of cukern call this function. It is not public.
 
     Args:
         hidden_states: float16 or bfloat16 [tokens, hidden], with rows at multiples of 16 bytes; hidden is a multiple of
             128.
         inverse: int32 [tokens, topk], as in `permute_rows`.
-        out_q: e4m3 [rows, hidden], in CuPy uint8, at a multiple of 16 bytes, to write into. Rows without a pair are
-            not written.
+        out_q: e4m3 [rows, hidden] (uint8 in CuPy), at an address that is a multiple of 16, to write into. Rows without
+            a pair are not written.
         out_s: float32 [rows, hidden / 128], to write the scales into.
 
     Raises:
@@ -218,7 +218,7 @@ def moe_permute(
     *,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray, AnyArray, AnyArray, AnyArray]:
-    """Group the rows of all pairs (token, slot) by expert: a sort, and one launch that copies rows and scales.
+    """Group the rows of all pairs (token, slot) by expert: sort the pairs, then copy rows and scales in one launch.
 
     Args:
         hidden_states: [tokens, hidden] of any dtype; rows may be strided.
@@ -229,8 +229,8 @@ def moe_permute(
             row.
         n_expert: the number of experts that the ids name, at most 4096.
         n_local_expert: the number of experts on this rank; -1: n_expert.
-        expert_map: int32 [n_expert]: the local number of each expert. An expert with a number outside of
-            [0, n_local_expert), such as -1, is not on this rank.
+        expert_map: int32 [n_expert]: the index of each expert among the experts of this rank. An index outside of
+            [0, n_local_expert), such as -1, means that the expert is not on this rank.
         align_block_size: pad the rows of each expert to a multiple of this, as DeepGEMM's contiguous layout requires.
         fill_invalid_expert: the value of m_indices for rows past the last expert's rows.
         permuted_hidden_states: [rows, hidden] to write into and return.
@@ -241,16 +241,16 @@ def moe_permute(
             tokens * topk + n_expert * (align_block_size - 1) rounded up to its next multiple. Rows of padding, and
             rows past the last expert's rows, are not written.
         a1q_scale [rows, groups], permuted in the same way; None if it was None.
-        expert_first_token_offset int64 [n_local_expert + 1]: the first row of each expert, then the end of all rows.
+        expert_first_token_offset int64 [n_local_expert + 1]: the first row of each expert, then the number of all rows.
         inv_permuted_idx int32 [tokens * topk]: the row of each pair; -1 if its expert is not on this rank.
         m_indices int32 [rows]: the expert of each row, padding included; None without align_block_size.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
-    The function is vLLM's `moe_permute`. vLLM, unlike cukern, also gives rows to pairs whose expert is not on this
-    rank; these rows follow the last expert's rows.
+    The function is vLLM's `moe_permute`, with one difference: in vLLM, pairs whose expert is not on this rank also get
+    rows, after the last expert's rows.
     """
     tokens, hidden = expect_array("hidden_states", hidden_states, ROW_DTYPES, ("tokens", "hidden")).shape
     _check_hidden("hidden_states", hidden)
@@ -304,7 +304,7 @@ def _check_slots(topk_weights: Any, inv_permuted_idx: Any, out: Array) -> Any:
         topk = _topk_of("inv_permuted_idx", inv_permuted_idx, out, "out")
     if topk_weights is not None:
         shape: tuple[Any, ...] = getattr(topk_weights, "shape", ())
-        # If there are no tokens, a flat inv_permuted_idx has no elements, so topk is taken from topk_weights.
+        # Without tokens, a flat inv_permuted_idx is empty and does not determine topk. topk_weights does.
         if len(shape) == 2 and shape[1] != topk and not tokens:
             topk = shape[1]
         expect("topk_weights", topk_weights, out, "out", ("float32",), (tokens, topk), "[tokens, topk]")
@@ -312,13 +312,13 @@ def _check_slots(topk_weights: Any, inv_permuted_idx: Any, out: Array) -> Any:
 
 
 def _end_of_rows(offsets: Any, out: Array) -> Array:
-    """Check expert_first_token_offset, and return its last number as an array [1]."""
+    """Check expert_first_token_offset, and return its last element as an array [1]."""
     name = "expert_first_token_offset"
     expect_place(name, offsets, out, "out")
     if len(offsets.shape) != 1 or not offsets.shape[0]:
         check.fail(name, "of shape [experts + 1]", list(offsets.shape))
     expect(name, offsets, out, "out", ("int64", "int32"), offsets.shape, "[experts + 1]")
-    # The kernel reads an int32. Of an int64 it reads the low four bytes.
+    # The kernel reads an int32. If the element is an int64, the kernel reads its low four bytes.
     return offsets[offsets.shape[0] - 1 :]
 
 
@@ -334,27 +334,27 @@ def moe_unpermute(
     *,
     variant: str = "auto",
 ) -> AnyArray:
-    """Sum up the rows of each token, with weights: out[t] = sum over s of topk_weights[t, s] * row[inv[t, s]].
+    """Add up the weighted rows of each token: out[t] = sum over s of topk_weights[t, s] * row[inv[t, s]].
 
-    Each product and each sum is rounded to float32, from the first slot to the last, and the result to the dtype. The
-    bits do not depend on the variant.
+    The slots are added from the first to the last. Each multiplication and each addition is rounded to float32, and the
+    sum is rounded to the dtype at the end. All variants give the same bits.
 
     Args:
         out: [tokens, hidden], written: float32, float16 or bfloat16.
         permuted_hidden_states: [rows, hidden], of the same dtype; rows may be strided.
         topk_weights: float32 [tokens, topk]; None: all are 1.
         inv_permuted_idx: int32 [tokens, topk] or [tokens * topk], from `moe_permute` or `moe_sort`. A slot whose row is
-            outside of [0, rows), such as -1, adds nothing, even if its weight is NaN. None, with topk_weights: token t
-            has the rows from t * topk on.
-        expert_first_token_offset: int64 or int32 [experts + 1], from the same function. Rows from the last element on
-            belong to no expert and add nothing.
+            outside of [0, rows), such as -1, adds nothing, even if its weight is NaN. None (then topk_weights is
+            required): the rows of token t are the topk rows from t * topk on.
+        expert_first_token_offset: int64 or int32 [experts + 1], from the same function. Its last element is the number
+            of rows that belong to an expert. Rows after them add nothing.
         variant: "auto", or a kernel by name: "specialized" (topk fixed at compile time) or "dynamic".
 
     Returns:
         out.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
     The function is vLLM's `moe_unpermute`.
@@ -376,7 +376,7 @@ def moe_unpermute(
     if out.on_host:
         run_twin(variant, SUM_VARIANTS)
         return out
-    # Without slots the kernel reads nothing, and the sum is 0.
+    # If topk is 0, the kernel reads nothing, and the sums are 0.
     weights, inverse = (topk_weights, inv_permuted_idx) if topk else (None, None)
     kernels.launch_sum("out", src, rows, row_stride, out, topk, variant, weights=weights, inverse=inverse, offsets=end)
     return out
@@ -388,12 +388,12 @@ def _summed(input: Any, output: Any = None, **_: Any) -> Any:
 
 @op(twin.moe_sum, "sum", _summed)
 def moe_sum(input: AnyArray, output: WrittenArray | None = None, *, variant: str = "auto") -> AnyArray:
-    """Sum up the slots of each token: output[t] = sum over s of input[t, s], in float32, then rounded to the dtype.
+    """Add up the slots of each token: output[t] = sum over s of input[t, s], in float32, then rounded to the dtype.
 
     Args:
         input: [tokens, topk, hidden], float32, float16 or bfloat16, contiguous.
         output: [tokens, hidden], of the same dtype, to write into and return.
-        variant: as in `moe_unpermute`, and so are the errors.
+        variant: as in `moe_unpermute`. The errors are also as in that function.
 
     Returns:
         output, or a new array.

@@ -17,13 +17,13 @@ from cukern.runtime.units import ceil_div, divisor
 __all__ = ["moe_align_block_size", "moe_sort", "moe_sort_batched"]
 
 ID_DTYPES = ("int32", "int64", "uint32")
-#: A limit, because the counts of each warp of a block and the expert map must fit into shared memory.
+#: The largest number of experts, because the expert map and a count per warp and expert must fit into shared memory.
 MAX_EXPERTS = 4096
 MAX_BLOCK_SIZE = 2**15
 
 
 def check_ids(topk_ids: Any) -> tuple[Any, int]:
-    """Check topk_ids, and return its tokens and topk."""
+    """Check topk_ids, and return the number of tokens and topk."""
     tokens, topk = expect_array("topk_ids", topk_ids, ID_DTYPES, ("tokens", "topk")).shape
     if not topk:
         check.fail("topk_ids", "of at least one expert for each token", f"shape {list(topk_ids.shape)}")
@@ -39,7 +39,7 @@ def check_map(expert_map: Any, topk_ids: Array, num_experts: int, name: str = "n
 
 
 def _check_experts(topk_ids: Array, num_experts: Any, expert_map: Any, num_local_experts: Any) -> tuple[int, int]:
-    """Check the numbers of experts. Return the number of all experts, and the number of experts on this rank."""
+    """Check the arguments about experts. Return the number of all experts, and the number of experts on this rank."""
     num_experts = check.integer("num_experts", num_experts, 1, MAX_EXPERTS)
     check_map(expert_map, topk_ids, num_experts)
     if num_local_experts is not None:
@@ -69,30 +69,31 @@ def moe_sort(
     out: tuple[AnyArray, AnyArray, AnyArray] | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray, AnyArray]:
-    """Sort the pairs (token, slot) by expert, stably: pairs of one expert keep their order.
+    """Sort the pairs (token, slot) by expert. The sort is stable: pairs of the same expert keep their order.
 
-    The sort is one launch of a parallel counting sort. With many pairs, another launch counts first.
+    The method is a parallel counting sort in one launch. With many pairs, a separate launch counts first.
 
     Args:
         topk_ids: int32, int64 or uint32 [tokens, topk], contiguous. An id outside of [0, num_experts), such as -1, has
             no expert.
         num_experts: the number of experts that the ids name, at most 4096.
-        expert_map: int32 [num_experts]: the local number of each expert. An expert with a number outside of
-            [0, num_local_experts), such as -1, is not on this rank.
+        expert_map: int32 [num_experts]: the index of each expert among the experts of this rank. An index outside of
+            [0, num_local_experts), such as -1, means that the expert is not on this rank.
         num_local_experts: the number of experts on this rank; required with expert_map, else num_experts.
         out: a triple to write into and return.
         variant: "auto", or a variant by name: "one_block", "many_blocks" (each block counts all pairs itself),
-            "counted" (a first launch counts), "chunks" (each block ranks all pairs, at most 2048) or "clusters" (the
-            blocks of a cluster exchange their counts; at most 65536 pairs, on a data-center GPU from Hopper on). The
-            last two take at most 512 experts. All variants give the same results.
+            "counted" (a separate launch counts first), "chunks" (each block computes the rows of all pairs; at most
+            2048 pairs) or "clusters" (the blocks of a cluster exchange their counts; at most 65536 pairs, on a
+            data-center GPU from Hopper on). "chunks" and "clusters" take at most 512 experts. All variants give the
+            same results.
 
     Returns:
-        expert_offsets int32 [experts + 1]: the first row of each expert, then the end of all rows.
+        expert_offsets int32 [experts + 1]: the first row of each expert, then the number of all rows.
         row_token int32 [tokens * topk]: the token of each row; 0 from row expert_offsets[-1] on.
         inverse int32 [tokens, topk]: the row of each pair; -1 if its expert is not on this rank.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
     """
     tokens, topk = check_ids(topk_ids)
@@ -129,20 +130,20 @@ def moe_sort_batched(
     out: tuple[AnyArray, AnyArray] | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
-    """Sort the pairs (token, slot) by expert, stably, into batches: every expert has `max_tokens` rows.
+    """Sort the pairs (token, slot) by expert (stably) into batches, in which every expert has `max_tokens` rows.
 
     Args:
         topk_ids, num_experts, expert_map, num_local_experts, variant: as in `moe_sort`.
-        max_tokens: the rows of each expert. If an expert has more pairs, its last pairs get no row.
+        max_tokens: the number of rows of each expert. If an expert has more pairs, its last pairs do not get a row.
         out: a pair to write into and return.
 
     Returns:
-        expert_num_tokens int32 [experts]: the number of rows with a pair, for each expert.
-        positions int32 [tokens, topk]: the row of each pair in [0, experts * max_tokens), -1 if it has none. Pass it as
-            `inverse` to `permute_rows` and `moe_unpermute`.
+        expert_num_tokens int32 [experts]: for each expert, the number of rows that have a pair.
+        positions int32 [tokens, topk]: the row of each pair in [0, experts * max_tokens), or -1 if it does not have
+            one. Pass the array to `permute_rows` as `inverse`, and to `moe_unpermute` as `inv_permuted_idx`.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
     """
     check_ids(topk_ids)
@@ -181,34 +182,35 @@ def moe_align_block_size(
     out: tuple[AnyArray, AnyArray, AnyArray] | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray, AnyArray]:
-    """Sort the pairs by expert, stably, and pad the pairs of each expert to whole blocks of block_size rows.
+    """Sort the pairs (token, slot) by expert (stably), and pad the pairs of each expert to whole blocks of rows.
 
     Args:
         topk_ids: int32, int64 or uint32 [tokens, topk], contiguous. An id outside of [0, num_experts), such as -1, has
             no expert and is left out.
-        block_size: rows of a block, at most 32768.
+        block_size: rows per block, at most 32768.
         num_experts: the number of experts that the ids name, at most 4096.
-        expert_map: int32 [num_experts]: the number that expert_ids holds for each expert, such as -1 for an expert that
-            is not on this rank.
-        pad_sorted_ids: make sorted_token_ids a whole number of blocks.
-        ignore_invalid_experts: with expert_map, leave out the pairs of experts that it maps outside of
-            [0, num_experts), and order the blocks by mapped number. If False, these pairs get blocks, too.
-        out: a triple to write into and return. The first two may be longer than the results and are filled to their
-            ends. The second may also have rows // block_size elements, as in SGLang.
+        expert_map: int32 [num_experts]: maps each expert to the number that is written to expert_ids, such as -1 for an
+            expert that is not on this rank.
+        pad_sorted_ids: round the size of sorted_token_ids up to a multiple of block_size.
+        ignore_invalid_experts: with expert_map, leave out the pairs of experts that it maps to a number outside of
+            [0, num_experts), and order the blocks by the mapped number. If False, these pairs get blocks, too.
+        out: a triple of arrays to write into and return. The first two may be longer than the results; they are filled
+            to their ends. The second may also have rows // block_size elements, as in SGLang.
         variant: as in `moe_sort`. All variants give the same results.
 
     Returns:
         sorted_token_ids int32 [rows]: the pair token * topk + slot of each row; tokens * topk for padding.
-            rows is tokens * topk + num_experts * (block_size - 1), which is enough for any ids; with fewer pairs than
+            rows is tokens * topk + num_experts * (block_size - 1), which is enough for any ids. With fewer pairs than
             experts, rows is tokens * topk * block_size if that is less.
-        expert_ids int32 [ceil(rows / block_size)]: the expert of each block, -1 past the last used block.
-        num_tokens_post_pad int32 [1]: the rows of all blocks.
+        expert_ids int32 [ceil(rows / block_size)]: the expert of each block; -1 after the last used block.
+        num_tokens_post_pad int32 [1]: the number of rows in all used blocks.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
-    The function is vLLM's `moe_align_block_size`, with -1 for the experts of unused blocks, and in a stable order.
+    The function is vLLM's `moe_align_block_size`, with two differences: unused blocks have the expert -1, and the sort
+    is stable.
     """
     tokens, topk = check_ids(topk_ids)
     num_experts = check.integer("num_experts", num_experts, 1, MAX_EXPERTS)
@@ -221,7 +223,7 @@ def moe_align_block_size(
     if out is None:
         found = outputs(None, topk_ids, "topk_ids", *results)
     else:
-        # rows // block_size elements are enough for expert_ids, because the sorted rows end with a whole block.
+        # `rows // block_size` elements are enough for expert_ids, because only whole blocks are used.
         fewest = Result((rows // block_size,), "int32")
         found = kernels.aligned_outputs(out, topk_ids, [results[0], fewest, results[2]])
     (rows,), (groups,), _ = (array.shape for array in found)

@@ -1,4 +1,4 @@
-"""RMS norm and layer norm of rows, also with a residual added first; RMS norm with FP8 quantization."""
+"""RMS norm and layer norm of rows, with or without the addition of a residual; RMS norm with FP8 quantization."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ __all__ = [
 ]
 
 FP8 = "float8_e4m3fn"
-#: The group sizes for quantization: columns that share a scale. A few lanes of a warp hold a group.
+#: The group sizes for quantization: the number of columns that share a scale. A few lanes of a warp hold a group.
 GROUPS = (32, 64, 128)
 
-#: Widths of RMS norm with variants of their own, and the models that have them. Norms of heads and latents add no
-#: residual.
+#: Widths with specialized variants of RMS norm: first the widths of heads and latents, whose norms do not add a
+#: residual, then the hidden sizes of models.
 SPECIALIZED_HEADS = {
     128: "the heads of q and k in Qwen3",
     512: "DeepSeek-V3's kv_a",
@@ -46,7 +46,7 @@ SPECIALIZED = {
     7168: "DeepSeek-V3, Kimi-K2",
     8192: "Llama-3-70B",
 }
-#: Widths of layer norm with variants of their own, and their models.
+#: Widths with specialized variants of layer norm, and models that have them.
 SPECIALIZED_LAYER_NORM = {
     384: "all-MiniLM-L6, BGE-small, E5-small",
     512: "Marian (opus-mt), T5-small's sizes",
@@ -59,7 +59,7 @@ _layer_kernel = Kernel("norm/layer_norm", "layer_norm")
 
 
 class _Operation(NamedTuple):
-    """The operation of a kernel: dtypes, residual and quantization."""
+    """What a kernel computes: its dtypes, whether it adds a residual, and how it quantizes."""
 
     dtype: str
     weight_dtype: str
@@ -184,7 +184,7 @@ class _Norm(NamedTuple):
     def launch(
         self, out: Array, result: str = "PLAIN", group: int = 0, scales: Array | None = None, scale: Any = (None, 0.0)
     ) -> None:
-        """Launch the norm into `out`. If it is quantized, write its scales to `scales`, or use the given `scale`."""
+        """Launch the norm into `out`. A quantized norm writes its scales to `scales`, or uses the given `scale`."""
         weight_dtype = self.input.dtype if self.weight is None else self.weight.dtype
         operation = _Operation(self.input.dtype, weight_dtype, self.residual is not None, result, group, self.round_sum)
         layout = parts.layout(self.width, (self.weight,), input=self.input, residual=self.residual, out=out)
@@ -222,7 +222,7 @@ def _check(
     if weight is not None:
         expect("weight", weight, input, "input", dict.fromkeys((input.dtype, "float32")), (width,), "[width]")
     epsilon, offset = parts.expect_epsilon(epsilon), check.number("weight_offset", weight_offset)
-    # With float32 input the sum is never rounded, so the kernel for round_sum True serves False, too.
+    # A float32 sum is never rounded, so for float32 input round_sum makes no difference. One kernel serves both.
     round_sum = bool(round_sum) or input.dtype == "float32"
     return _Norm(input, residual if adds else None, weight, epsilon, offset, width, variant, round_sum)
 
@@ -247,23 +247,23 @@ def rms_norm(
 
     Args:
         input: [..., width], float32, float16 or bfloat16. Each row is contiguous. Rows may have two strides, such as
-            the strides of tokens and heads if q is a part of the product for q, k and v.
+            those of tokens and heads, so q may be a slice of the output of one QKV projection.
         weight: [width], in the dtype of `input` or float32; None: 1.
         epsilon: at least 0.
         weight_offset: 1 for models that store the weight minus 1, as Gemma does.
-        out: an array to write into and return, with strides as `input` may have them; may be `input` itself.
+        out: an array to write into and return; may be strided like `input`, and may be `input` itself.
         variant: "auto", or a kernel by name: "specialized" (a width of `cukern.ops.norm.SPECIALIZED` or added by
-            `cukern.specialize`), "dynamic" (any multiple of 8, from aligned rows) or "scalar". All give the same bits.
+            `cukern.specialize`), "dynamic" (any multiple of 8; needs aligned rows) or "scalar". All give the same bits.
 
     Returns:
         [..., width], in the dtype and library and on the device of `input`. The result is computed in float32 and
-        rounded once, at the end, as by FlashInfer and PyTorch. vLLM, and Llama in transformers, also round before the
-        multiplication by the weight. The bits of a row do not depend on the other rows. A row with NaN becomes NaN. In
-        a row with an infinity, the infinity becomes NaN and all other elements 0. If the sum of squares overflows
-        float32, all elements become 0. Arrays in host memory go through the NumPy reference.
+        rounded once at the end, as in FlashInfer and PyTorch. (vLLM, and Llama in transformers, also round before the
+        multiplication by the weight.) The bits of a row do not depend on the other rows. A row with NaN becomes NaN. In
+        a row with an infinity, the infinity becomes NaN and all other elements become 0. If the sum of squares
+        overflows float32, all elements become 0. Arrays in host memory go through the NumPy reference.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or numbers that do not fit; the message names the argument.
 
     vLLM's function of the same name takes `out` first.
@@ -294,24 +294,24 @@ def fused_add_rms_norm(
     round_sum: bool = True,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
-    """`rms_norm` of a sum, in place: `residual` becomes input + residual, and `input` becomes the norm of the sum.
+    """Compute `rms_norm` of a sum in place: `residual` becomes input + residual, and `input` the norm of this sum.
 
     The kernel normalizes the rounded sum, as vLLM and transformers do. The result has the same bits as an addition
     followed by `rms_norm`.
 
     Args:
-        input, residual: [..., width], float32, float16 or bfloat16, of one dtype; rows as `rms_norm` takes them. Both
-            are written.
+        input, residual: [..., width], float32, float16 or bfloat16, both of the same dtype. Rows may be strided as in
+            `rms_norm`. Both arrays are written.
         weight, epsilon, weight_offset, variant: as in `rms_norm`.
-        round_sum: False: normalize the float32 sum, as FlashInfer and SGLang do. The norm is then closer to the exact
-            norm, because the rounding error of the sum (up to half a step of the dtype) is absent. `residual` becomes
-            the rounded sum in any case.
+        round_sum: True: normalize the rounded sum. False: normalize the float32 sum, as FlashInfer and SGLang do. The
+            norm is then closer to the exact norm, because the sum does not have the rounding error of up to half a unit
+            in the last place. `residual` becomes the rounded sum in both cases.
 
     Returns:
         input and residual.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or numbers that do not fit; the message names the argument.
 
     The function, its arguments and their order are vLLM's `fused_add_rms_norm`.
@@ -371,26 +371,26 @@ def rms_norm_quant(
     out_s: WrittenArray | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
-    """Quantize `rms_norm` to FP8 (e4m3), without rounding the norm to the dtype in between.
+    """Compute `rms_norm` and quantize it to FP8 (e4m3), without rounding the norm to the dtype in between.
 
     The float32 norm is quantized with the scales of `cukern.silu_and_mul_quant`:
 
         scale = max(max |norm|, 1e-10) / 448 over a group, or max(max |norm|, 1 / 512) / 448 over a row, or `scale`
-        q     = e4m3(norm / scale), to nearest, ties to even, 448 at most; NaN stays NaN
+        q     = e4m3(norm / scale), rounded to nearest (ties to even), saturated to +-448; NaN stays NaN
 
     Args:
         input, weight, epsilon, weight_offset, variant: as in `rms_norm`.
         group_size: 32, 64 or 128, a divisor of the width; None: one scale per row.
-        scale: a given scale for all elements, which replaces the computed ones: a number, or a float32 array of one
-            element on the device of `input`.
+        scale: one given scale for all elements, instead of computed scales: a number, or a float32 array of one element
+            on the device of `input`.
         out_q, out_s: arrays to write into and return; out_q is float8_e4m3fn, or uint8 for its bytes.
 
     Returns:
-        q [..., width] in float8_e4m3fn, in CuPy uint8, and scales float32 [..., width / group_size], [..., 1] or [1].
+        q [..., width] in float8_e4m3fn (uint8 in CuPy), and scales float32 [..., width / group_size], [..., 1] or [1].
         Arrays in host memory go through the NumPy reference.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or numbers that do not fit; the message names the argument.
     """
     return _quantize(
@@ -417,7 +417,7 @@ def fused_add_rms_norm_quant(
     out_s: WrittenArray | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
-    """`rms_norm_quant` of a sum: `residual` becomes input + residual, rounded to the dtype, and q the norm of the sum.
+    """Compute `rms_norm_quant` of input + residual. `residual` becomes the sum, rounded to the dtype.
 
     Arguments, results and errors are as in `rms_norm_quant`. `residual` and `round_sum` are as in
     `fused_add_rms_norm`. `input` is only read.
@@ -437,7 +437,11 @@ def fused_add_rms_norm_quant(
 def _layer_norm(
     input: Any, vectors: dict[str, Any], epsilon: float, out: Any, variant: str, residual: Any = None, kept: Any = None
 ) -> Any:
-    """Check the arguments and launch. `vectors` are weight, bias and input_bias. `kept` receives the sum."""
+    """Check the arguments of a layer norm and launch it.
+
+    `vectors` maps the names weight, bias and, if a residual is added, input_bias to the arguments. The kernel writes
+    the sum to `kept`.
+    """
     expect_array("input", input, DTYPES)
     width = parts.width_of("input", input)
     adds = "input_bias" in vectors
@@ -502,17 +506,18 @@ def layer_norm(
 
         out = (input - mean(input)) / sqrt(var(input) + epsilon) * weight + bias
 
-    Layer Normalization (Ba, Kiros and Hinton, 2016). Two passes over registers compute the mean and the population
-    variance, with Chan, Golub and LeVeque's correction of the mean's rounding (1983). A row whose mean is large
-    compared with its deviation keeps its digits, and a row of equal elements becomes the bias.
+    The method is Layer Normalization (Ba, Kiros and Hinton, 2016). The kernel keeps a row in registers, and computes
+    its mean and population variance in two passes, with the correction of the mean's rounding error by Chan, Golub and
+    LeVeque (1983). So the result is accurate even if the mean of a row is large compared with its standard deviation. A
+    row of equal elements becomes the bias.
 
     Args:
-        input: [..., width], float32, float16 or bfloat16; rows as `rms_norm` takes them.
+        input: [..., width], float32, float16 or bfloat16; rows may be strided as in `rms_norm`.
         weight, bias: [width], both in the dtype of `input` or both in float32; None: 1 and 0.
         epsilon: at least 0. BERT has 1e-12, most other models 1e-5.
-        out: an array to write into and return, with strides as `input` may have them; may be `input` itself.
+        out: an array to write into and return; may be strided like `input`, and may be `input` itself.
         variant: "auto", or a kernel by name: "specialized" (a width of `cukern.ops.norm.SPECIALIZED_LAYER_NORM` or
-            added by `cukern.specialize`), "dynamic" (any multiple of 8, from aligned rows) or "scalar". All give the
+            added by `cukern.specialize`), "dynamic" (any multiple of 8; needs aligned rows) or "scalar". All give the
             same bits.
 
     Returns:
@@ -522,7 +527,7 @@ def layer_norm(
         memory go through the NumPy reference.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or numbers that do not fit; the message names the argument.
 
     The arguments are as in `torch.nn.functional.layer_norm`, with [width] as `normalized_shape`.
@@ -543,7 +548,7 @@ def fused_add_layer_norm(
     out: AnyArray | None = None,
     variant: str = "auto",
 ) -> AnyArray:
-    """`layer_norm` of a sum: the end of a layer's product, with its bias and its residual, in one kernel.
+    """Add a bias and a residual to a layer's GEMM output, and compute `layer_norm` of the sum, in one kernel.
 
         sum          = input + input_bias + residual, added up in float32 from the left and rounded to the dtype
         residual_out = sum, if it is given
@@ -552,15 +557,15 @@ def fused_add_layer_norm(
     The kernel normalizes the rounded sum, with or without `residual_out`. The result has the same bits as an addition
     followed by `layer_norm`.
 
-    Models with their norms after the sums (BERT, BART, Marian) need only the result: `out` is the input of the next
-    product and the residual of the next sum. Models with their norms before the products (GPT-2, ViT) continue with the
-    sum: `residual_out` is the residual of the next sum.
+    Post-norm models (BERT, BART, Marian) need only `out`: it is the input of the next GEMM and the residual of the next
+    sum. Pre-norm models (GPT-2, ViT) also need the sum: `residual_out` is the residual of the next sum.
 
     Args:
-        input, residual: [..., width], float32, float16 or bfloat16, of one dtype; rows as `rms_norm` takes them.
+        input, residual: [..., width], float32, float16 or bfloat16, both of the same dtype. Rows may be strided as in
+            `rms_norm`.
         weight, bias, epsilon, variant: as in `layer_norm`.
-        input_bias: [width], in the dtype of `input`, such as the bias of the product that computed `input`; None adds
-            nothing.
+        input_bias: [width], in the dtype of `input`, such as the bias of the linear layer that computed `input`; None
+            adds nothing.
         residual_out: an array to write the sum into; may be `input` or `residual` itself. None: the sum is not kept.
         out: an array to write into and return; may be `input` or `residual` itself, but not `residual_out`.
 
@@ -568,7 +573,7 @@ def fused_add_layer_norm(
         [..., width], as `layer_norm` does.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or numbers that do not fit; the message names the argument.
 
     FasterTransformer's `add_bias_input_layernorm` is this function with `input` as `out`.

@@ -1,4 +1,4 @@
-"""Code that the norms share: how threads are assigned to rows, and rows of strided arrays."""
+"""Code that all norms share: the assignment of threads to rows, and the rows of strided arrays."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from cukern.runtime.rows import MAX_ROW, MAX_ROWS
 from cukern.runtime.units import divisor
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: "specialized" has a fixed width, "dynamic" takes any; both load 16 bytes at a time. "scalar" loads one element.
+#: "specialized" is compiled for one width, and "dynamic" takes any width. Both load 16 bytes at a time. "scalar" loads
+#: one element at a time.
 VARIANTS = ("auto", "specialized", "dynamic", "scalar")
 
 _WARP = 32
-_NARROW_THREADS = 256  # threads of a block, if a row has at most one warp of threads
-_ITEMS = 4  # units of `twin.EACH` elements per thread, if a row has more than one warp
+_NARROW_THREADS = 256  # threads per block if a row has at most one warp; the block then has several rows
+_ITEMS = 4  # units of `twin.EACH` elements per thread if a row has more than one warp
 
 
 class Tile(NamedTuple):
-    """The number of threads of a variant, and the elements of a thread."""
+    """How many threads a variant uses, and how many elements each thread keeps."""
 
     threads: int  # per row
     items: int  # units of `twin.EACH` elements that a thread keeps in registers
@@ -31,10 +32,10 @@ class Tile(NamedTuple):
 
 
 def tile(dtype: str, width: int, fixed: bool, wide: bool, group: int = 0) -> Tile:
-    """Return the tile for rows of `width` elements. If elements share a scale, neighbouring threads hold a `group`."""
+    """Return the tile for rows of `width` elements. `group` is the number of elements that share a scale, or 0."""
     units = max(1, -(-width // twin.EACH))
     if units > twin.COLUMNS:
-        # With loads of 16 bytes two 16-bit elements share a register. An element that is loaded alone takes a register.
+        # 16-byte loads put two 16-bit elements into a register. An element that is loaded alone occupies a register.
         return Tile(twin.COLUMNS, 2 if wide and arrays.ITEM_SIZE[dtype] == 2 else 1, twin.COLUMNS)
     columns = 1 << (units - 1).bit_length()
     threads = columns // 2 if columns <= 2 * _WARP else max(columns // _ITEMS, _WARP)
@@ -46,7 +47,7 @@ def tile(dtype: str, width: int, fixed: bool, wide: bool, group: int = 0) -> Til
 
 
 class Rows(NamedTuple):
-    """Arrays [..., width], described as [outer, inner, width] with one outer and one inner stride each."""
+    """Arrays of one shape [..., width] as arrays [outer, inner, width], each with its outer and inner stride."""
 
     total: int  # outer * inner
     inner: int
@@ -68,7 +69,7 @@ def _common_stride(lengths: tuple[int, ...], strides: tuple[int, ...]) -> int | 
 
 
 def rows_of(**given: Array | None) -> Rows:
-    """Return the rows of arrays of one shape. Raises ValueError if two strides cannot describe an array."""
+    """Return the rows of arrays of one shape. Raises ValueError if two strides are not enough to describe an array."""
     first = next(array for array in given.values() if array is not None)
     lengths = first.shape[:-1]
     total = math.prod(lengths)
@@ -102,7 +103,7 @@ class Layout(NamedTuple):
 def layout(width: int, vectors: Collection[Array | None], **given: Array | None) -> Layout:
     """Return the memory layout of the rows of the arrays `given`, by field name. `vectors` are arrays [width] or None.
 
-    Raises ValueError if two strides cannot describe an array, or for too many rows.
+    Raises ValueError if two strides are not enough to describe an array, or if there are too many rows.
     """
     total, inner, strides = rows_of(**given)
     name = next(iter(given))
@@ -127,7 +128,7 @@ def blocks(rows: int, tile: Tile) -> int:
 
 
 def is_fixed(variant: str, width: int, wide: bool, registered: Collection[int]) -> bool:
-    """Return whether the variant has a fixed width. Raises ValueError for an unavailable variant."""
+    """Return whether a specialized variant is used. Raises ValueError if the requested `variant` is not available."""
     known = wide and width in registered
     if variant == "specialized" and not known:
         why = f"there is none for width {width}, or rows are not 16-byte aligned (cukern.specialize adds one)"
@@ -139,7 +140,7 @@ def is_fixed(variant: str, width: int, wide: bool, registered: Collection[int]) 
 
 
 def reason(variant: str, dtype: str, width: int, wide: bool, fixed: bool, models: Mapping[int, str]) -> str:
-    """Return why a launch uses its instance. `fixed` is the result of `is_fixed`; `models` are the models by width."""
+    """Return why a launch uses its instance. `fixed` is the result of `is_fixed`. `models` maps widths to models."""
     if fixed:
         asks = f"{asked(variant)}; " if variant != "auto" else ""
         return f"{asks}specialized for width {width} ({models.get(width, 'by cukern.specialize')})"

@@ -1,4 +1,4 @@
-"""Padding: remove it before layers that treat each word alone, restore it before layers that need whole sequences."""
+"""Remove padding before layers that process each word alone, and restore it before layers that need whole sequences."""
 
 from __future__ import annotations
 
@@ -150,33 +150,33 @@ def _built(sequence_length: Any, max_seq_len: Any, *, valid_word_num: Any = None
 def build_sequence_length_padding_offset(
     sequence_length: AnyArray, max_seq_len: Size, *, valid_word_num: Size | None = None
 ) -> tuple[AnyArray, AnyArray, Size]:
-    """Compute where each word of a padded batch is: word w is in row w + padding_offset[w].
+    """Compute where each word of a padded batch is: word w is in row `w + padding_offset[w]`.
 
-    With `valid_word_num` the call is one launch without host synchronization. Without it the host must learn the size
-    of `padding_offset`. The call then takes two launches, and waits between them for the stream to read one number, so
-    that it cannot be captured in a CUDA graph.
+    With `valid_word_num` the call is one launch without host synchronization. Without `valid_word_num` the host must
+    learn the size of `padding_offset` from the device. The call then takes two launches. Between them the host waits
+    for the stream and reads one number, so a CUDA graph cannot capture the call.
 
     Args:
         sequence_length: int32 [batch], the words of each sequence, in [0, max_seq_len]. The kernel clamps other
             lengths; in host memory they are an error.
         max_seq_len: rows per sequence of the padded batch.
-        valid_word_num: the sum of the lengths, if the caller knows it. In host memory another number is an error.
-            On a GPU it is the size of `padding_offset`. If it is above the sum, the additional words get an offset
-            beyond all rows: the other functions read zeros for these words, and do not write them. If it is below the
-            sum, the last words are missing.
+        valid_word_num: the sum of the lengths, if the caller knows it. In host memory another number is an error. On a
+            GPU any number is accepted, and becomes the size of `padding_offset`. If it is above the sum, the additional
+            words get an offset beyond all rows: the other functions read zeros for these words, and do not write them.
+            If it is below the sum, the last words are missing.
 
     Returns:
         padding_offset int32 [valid_word_num]: for word w of sequence b, b * max_seq_len - cu_seqlens[b].
-        cu_seqlens int32 [batch + 1]: the number of words before each sequence, then the number of all words. This is
-            the array that variable-length attention takes.
+        cu_seqlens int32 [batch + 1]: the number of words before each sequence, then the number of all words.
+            `varlen_attention` takes the same array.
         valid_word_num: an int.
 
     Raises:
         TypeError: an unsupported dtype or library.
         ValueError: shapes, strides, lengths or sizes that do not fit; the message names the argument.
 
-    The function is FasterTransformer's `build_sequence_length_padding_offset`, with the method of ByteDance's Effective
-    Transformer, here as a parallel scan.
+    The function is FasterTransformer's `build_sequence_length_padding_offset`. The method is from ByteDance's Effective
+    Transformer; cukern computes the sums by a parallel scan.
     """
     if valid_word_num is None:
         counted = _count_words(sequence_length, max_seq_len)
@@ -199,22 +199,23 @@ def _removed(src: Any, padding_offset: Any, **_: Any) -> Result:
 def remove_sequence_length_padding(
     src: AnyArray, padding_offset: AnyArray, *, out: AnyArray | None = None, variant: str = "auto"
 ) -> AnyArray:
-    """Copy the rows of a padded batch that hold words, one after the other: out[w] = src[w + padding_offset[w]].
+    """Copy the rows of a padded batch that hold words, without gaps: `out[w] = src[w + padding_offset[w]]`.
 
     Args:
-        src: [batch, seq, hidden], float32, float16 or bfloat16; rows may be strided, all by one distance. Its padding
-            is not read.
+        src: [batch, seq, hidden], float32, float16 or bfloat16; rows may be strided, with one stride for all. The
+            padding is not read.
         padding_offset: int32 [words], from `build_sequence_length_padding_offset`. A word whose row is outside of `src`
             becomes zeros.
         out: an array to write into and return.
-        variant: "auto", or a kernel by name: "specialized" (sizes fixed at compile time) or "dynamic". Both copy bits.
+        variant: "auto", or a kernel by name: "specialized" (sizes fixed at compile time) or "dynamic". Both give
+            equal bits.
 
     Returns:
         [words, hidden], in the dtype and library and on the device of `src`. Arrays in host memory go through the
         NumPy reference.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
     The function is FasterTransformer's `remove_sequence_length_padding`.
@@ -309,9 +310,9 @@ def rebuild_sequence_length_padding(
 
     Args:
         src: [words, hidden], float32, float16 or bfloat16; rows may be strided.
-        padding_offset: int32 [words], from `build_sequence_length_padding_offset` for the same batch and max_seq_len:
-            w + padding_offset[w] must strictly ascend, or the filled rows are undefined. A word whose row is outside of
-            the batch is skipped.
+        padding_offset: int32 [words], from `build_sequence_length_padding_offset` for the same batch and max_seq_len.
+            The rows w + padding_offset[w] must strictly ascend; otherwise the contents of the filled rows are
+            undefined. A word whose row is outside of the batch is skipped.
         batch, max_seq_len: sizes of the padded batch.
         fill: the value of rows without a word, rounded to the dtype; any float, infinities and NaN included.
         out, variant: as in `remove_sequence_length_padding`, and so are the errors.

@@ -1,4 +1,4 @@
-"""Attention of the last tokens of each sequence over a paged KV cache, and the merge of two such results."""
+"""Attention from the last tokens of each sequence over a paged KV cache, and the merge of two attention results."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ __all__ = ["merge_attention_states", "paged_attention", "paged_attention_v1", "p
 
 PARTITION = twin.PARTITION
 _merge = Kernel("paged_attention/merge_states", "merge_states")
-#: From this many elements on, a thread of `merge_states` merges two 16-byte vectors. Smaller arrays are bound by
-#: latency. With lse_heads_first a thread always merges one vector: two take 40% longer on an H200.
+#: From this many elements on, a thread of `merge_states` merges two 16-byte vectors. For smaller arrays latency is the
+#: limit, and one vector per thread is faster. With lse_heads_first a thread always merges one vector, because two take
+#: 40% longer on an H200.
 _MANY_MERGED = 2**24
 
 
@@ -64,16 +65,18 @@ def paged_attention(
     """Attend from the last tokens of each sequence over its keys and values in a paged cache.
 
     Query token i of a sequence has position = seq_len - query_tokens + i and sees the tokens t <= position, including
-    itself. With g = heads / kv_heads,
+    itself. With g = heads / kv_heads, all in float32,
 
         score[t] = scale * k_scale * query[i, h] . key[t, h // g]
-                   then softcap * tanh(score / softcap), then + alibi_slopes[h] * (t - position)
-        out[i, h] = v_scale * sum of softmax(score)[t] * value[t, h // g],     exp(sinks[h]) joining its denominator
-        lse[i, h] = log of that denominator
+                   with softcap:      score = softcap * tanh(score / softcap)
+                   with alibi_slopes: score = score + alibi_slopes[h] * (t - position)
+        denominator = sum over t of exp(score[t]);     with sinks: + exp(sinks[h])
+        out[i, h] = v_scale * sum over t of exp(score[t]) / denominator * value[t, h // g]
+        lse[i, h] = log(denominator)
 
-    in float32. Before the sum over values the softmax weights are rounded to the query's dtype (8-bit cache: to
-    float16), except by variant "scalar". Token t is in slot t % block_size of block block_tables[s, t // block_size].
-    The cache is read once for all heads and query tokens that share a kv head.
+    The tensor-core variants round the softmax weights to the query's dtype before the sum over values (with an 8-bit
+    cache to float16). Variant "scalar" does not round them. Token t is in slot t % block_size of block
+    block_tables[s, t // block_size]. The cache is read once for all heads and query tokens that share a kv head.
 
     Args:
         query: [seqs, heads, head_dim] or [seqs, query_tokens, heads, head_dim], float32, float16 or bfloat16,
@@ -82,42 +85,45 @@ def paged_attention(
         key_cache, value_cache: layout "vllm": [blocks, kv_heads, head_dim / x, block_size, x] with x elements in 16
             bytes, and [blocks, kv_heads, head_dim, block_size]; layout "flash": both [blocks, block_size, kv_heads,
             head_dim]. Of the query's dtype, float8_e4m3fn or float8_e5m2, or bytes (uint8) with a `kv_cache_dtype`.
-            block_size is a multiple of 8. Blocks and heads may have any stride, in "flash" tokens too, so slices of an
-            array [blocks, 2, ...] are taken.
-        block_tables: int32 [seqs, max_blocks]; rows may be strided. Entries of tokens past a sequence's length, or
+            block_size is a multiple of 8. The strides of blocks and heads are free, and in "flash" also the stride of
+            tokens. So the caches may be slices of an array [blocks, 2, ...].
+        block_tables: int32 [seqs, max_blocks]; rows may be strided. Entries for tokens after the end of a sequence, or
             before its window, are not used.
         seq_lens: int32 [seqs], tokens in the cache, including the tokens of the query. 0 or less: no tokens.
         layout: "vllm" or "flash".
         scale: head_dim ** -0.5 by default.
         alibi_slopes: float32 [heads].
-        window: the number of tokens that a query token sees at most, including itself.
+        window: the maximum number of tokens that a query token sees, including itself.
         softcap: limits the scores to the range from -softcap to softcap, by the formula above.
-        sinks: float32 [heads], logits of a token without value.
+        sinks: float32 [heads], the score of an additional token whose value is 0.
         k_scale, v_scale: a number, or float32 of one element on the device of `query`.
         kv_cache_dtype: "auto" (the dtype of the arrays), "fp8" or "fp8_e4m3", "fp8_e5m2".
-        return_lse: return lse too: float32, of the query's shape without head_dim.
-        split: None divides the tokens evenly among blocks, on the device, by the lengths. A multiple of 64 cuts each
-            sequence at multiples of this number, so that a row has the same bits in any batch. The workspace then has
-            one float32 head for each row and each possible cut: about seqs * query_tokens * heads * max_blocks *
-            block_size / split heads.
+        return_lse: also return lse: float32, of the query's shape without head_dim.
+        split: None: the device divides the tokens evenly among thread blocks, according to the lengths. A multiple of
+            64: each sequence is divided at multiples of this number, so that a row has the same bits in any batch. The
+            workspace then has head_dim float32 numbers for each query row and each possible range of tokens, about
+            seqs * query_tokens * heads * max_blocks * block_size / split of them.
         out: a contiguous array to write the result into, at a multiple of 16 bytes; with `return_lse` a pair.
         variant: "auto", "specialized", "dynamic" (tensor cores, for 16-bit queries and block sizes that are multiples
             of 16) or "scalar" (everything).
 
     Returns:
-        out, like `query`; with `return_lse` (out, lse). A row that sees no token is 0, and its lse is -inf or the sink,
-        if there is one. On a GPU lengths and block ids cannot be checked ahead. If one points outside the table or the
-        cache, or a length is above 2**30, nothing is read there, and the rows of that sequence are NaN. A NaN or
-        infinite value may reach all rows that share its kv head, even rows that do not see its token.
+        out, like `query`; with `return_lse` (out, lse). If a query token does not see any token, its rows of out are 0,
+        and its lse is the sink, or -inf without sinks. On a GPU the lengths and block ids cannot be checked before the
+        launch. If a length or id points outside the table or the cache, or a length is above 2**30, nothing is read
+        there, and the rows of that sequence are NaN. A NaN or infinite value may affect all rows that share its kv
+        head, even rows that do not see its token.
 
     Raises:
-        TypeError: a value that is no array, or has the wrong dtype or library.
+        TypeError: a value that is not an array, or has the wrong dtype or library.
         ValueError: a shape, stride, device or option that does not fit.
 
+    If a CuPy stream captures a CUDA graph, the workspace is returned to CuPy's pool after the capture, although replays
+    use it. Therefore allocate nothing from that pool between replays, or capture with torch, whose graphs have their
+    own memory pools.
+
     Sources: paged attention is from vLLM (Kwon et al., 2023), the division of the work into equal shares from Stream-K
-    (Osama et al., 2023), and sinks from Xiao et al. (2023). If a CuPy stream captures a graph, the workspace stays in
-    CuPy's pool: allocate nothing else from that pool between replays, or capture with torch, whose graphs have pools of
-    their own.
+    (Osama et al., 2023), and sinks from Xiao et al. (2023).
     """
     inputs = query, key_cache, value_cache, block_tables, seq_lens
     call = check_call(inputs, (scale, k_scale, v_scale), layout, kv_cache_dtype, True)
@@ -146,7 +152,7 @@ def paged_attention(
 
 
 def _check_length(longest: float, max_seq_len: Any) -> None:
-    """Raise ValueError if max_seq_len exceeds `longest`, the tokens that the partitions of exp_sums hold."""
+    """Raise ValueError if max_seq_len exceeds `longest`, the number of tokens in all partitions of exp_sums."""
     if check.integer("max_seq_len", max_seq_len, 0) > longest:
         least = f"of at least {ceil_div(max_seq_len, PARTITION)} partitions (of {PARTITION} of max_seq_len)"
         check.fail("exp_sums", least, int(longest) // PARTITION)
@@ -183,7 +189,7 @@ def _as_vllm(
         expect_place("exp_sums", exp_sums, query, "query")
         if len(exp_sums.shape) == 3:
             max_splits, longest = exp_sums.shape[-1], exp_sums.shape[-1] * PARTITION
-    if isinstance(max_seq_len, Array):  # refused here, because check_each_call passes the address of an array
+    if isinstance(max_seq_len, Array):  # raises here, because check_each_call would check the address of the array
         check.integer("max_seq_len", max_seq_len, 0)
     check_each_call(_check_length, longest, max_seq_len)
     if workspaces is not None:
@@ -228,11 +234,11 @@ def paged_attention_v1(
 
     Args:
         out: [seqs, heads, head_dim], like `query`.
-        query: [seqs, heads, head_dim], float32, float16 or bfloat16; its first stride is free.
+        query: [seqs, heads, head_dim], float32, float16 or bfloat16; sequences may be strided.
         key_cache, value_cache: [blocks, kv_heads, head_dim / x, block_size, x], [blocks, kv_heads, head_dim,
             block_size].
         num_kv_heads, block_size: must equal the sizes of the caches.
-        scale: a factor of the scores.
+        scale: the factor by which scores are multiplied.
         block_tables: int32 [seqs, max_blocks].
         seq_lens: int32 [seqs], none above `max_seq_len`.
         max_seq_len: an upper bound of the lengths.
@@ -240,16 +246,17 @@ def paged_attention_v1(
         kv_cache_dtype: "auto" (the dtype of the caches), "fp8" or "fp8_e4m3", "fp8_e5m2".
         k_scale, v_scale: float32 of one element, a number, or None.
         tp_rank, blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size,
-            blocksparse_head_sliding_step: with a vert_stride above 1 a head sees the tokens of a block b of
-            blocksparse_block_size tokens if b is among the last local_blocks, or if (b + offset) % vert_stride == 0.
-            For a head_sliding_step of at least 0 the offset is (tp_rank * heads + head) * step + 1, for a negative one
+            blocksparse_head_sliding_step: vLLM's block-sparse pattern, which is used if vert_stride is above 1. A head
+            then sees a block b of blocksparse_block_size tokens only if b is among the last local_blocks blocks, or if
+            (b + offset) % vert_stride == 0. If head_sliding_step is at least 0, the offset is
+            (tp_rank * heads + head) * step + 1. If it is negative, the offset is
             (tp_rank * kv_heads + kv_head) * -step + 1. Block ids must be valid even for blocks that no head sees.
 
     Raises:
-        TypeError: a value that is no array, or has the wrong dtype or library.
+        TypeError: a value that is not an array, or has the wrong dtype or library.
         ValueError: a shape, stride, device or number that does not fit.
 
-    Unlike vLLM's kernel, this function splits long sequences, so there is no need to choose between v1 and v2.
+    Unlike vLLM's v1 kernel, this function divides long sequences among blocks, so v2 is not needed for long sequences.
     """
     _as_vllm(
         out, None, (query, key_cache, value_cache, block_tables, seq_lens),
@@ -287,16 +294,18 @@ def paged_attention_v2(
     """`paged_attention_v1` in partitions of 512 tokens, with the arguments of vLLM's operator of the same name.
 
     Args:
-        out: as in `paged_attention_v1`, like all arguments that are not listed here.
+        out: as in `paged_attention_v1`. The same holds for all arguments that are not listed here.
         exp_sums, max_logits: float32 [seqs, heads, max_partitions] with at least ceil(max_seq_len / 512) partitions.
-            Written for the partitions of each sequence's length: the sum of exp(score - maximum), and the maximum
-            score.
-        tmp_out: [seqs, heads, max_partitions, head_dim], like `query`: written with the attention of each partition.
+            For each partition that a sequence has, the function writes the sum of exp(score - maximum) to exp_sums, and
+            the maximum score to max_logits.
+        tmp_out: [seqs, heads, max_partitions, head_dim], like `query`. The function writes the attention result of each
+            partition.
 
     Raises:
         TypeError, ValueError: as `paged_attention_v1`.
 
-    The sums of a row have the same order in any batch. If you do not need the workspaces, `paged_attention` is faster.
+    The sums of a row are computed in the same order in any batch. `paged_attention` is faster, and does not need
+    workspaces.
     """
     _as_vllm(
         out, (exp_sums, max_logits, tmp_out), (query, key_cache, value_cache, block_tables, seq_lens),
@@ -319,9 +328,10 @@ def _merge_blocks(rows: int, row_vectors: int, block_vectors: int) -> int:
 
 
 def merge_variant(dtype: str, vector: int, heads_first: bool, each: int = 1, has_power: bool = False) -> Variant:
-    """Return the variant of `merge_states`. `each`: the vectors that a thread merges.
+    """Return the variant of `merge_states`.
 
-    `has_power`: the number of vectors of a row is a power of two. `each` > 1 requires it.
+    `each` is the number of vectors that a thread merges. `has_power` says that the number of vectors per row is a power
+    of two, which `each` > 1 requires.
     """
     form: list[str | int] = [each, "true"]
     return _merge.variant(CUDA_TYPE[dtype], vector, str(heads_first).lower(), *form if has_power else [])
@@ -356,19 +366,19 @@ def merge_attention_states(
 
     Args:
         out_a, out_b: [..., heads, head_dim], float32, float16 or bfloat16, contiguous.
-        lse_a, lse_b: float32 [..., heads], natural logarithms. -inf or +inf means that this set has no tokens
-            (FlashAttention 2 and FlashMLA use +inf); the output for the set is ignored, even if it is NaN.
-        lse_heads_first: lse_a, lse_b and the returned lse are [..., heads, tokens], as vLLM and
-            `flash_mla_with_kvcache` have them, for out_a and out_b of [..., tokens, heads, head_dim].
-        out: a pair of arrays (out, lse) to write into. The first may be `out_a` or `out_b`; the second may be neither
-            lse_a nor lse_b.
+        lse_a, lse_b: float32 [..., heads], natural logarithms. -inf or +inf means that the set of tokens is empty
+            (FlashAttention 2 and FlashMLA use +inf). The output for an empty set is ignored, even if it is NaN.
+        lse_heads_first: lse_a, lse_b and the returned lse are [..., heads, tokens], as in vLLM and
+            `flash_mla_with_kvcache`, and out_a and out_b are [..., tokens, heads, head_dim].
+        out: a pair of arrays (out, lse) to write into. The first may be `out_a` or `out_b`. The second must not be
+            lse_a or lse_b.
         variant: "auto".
 
     Returns:
-        (out, lse), like `out_a` and `lse_a`. If both sets have no tokens: 0 and -inf.
+        (out, lse), like `out_a` and `lse_a`. If both sets are empty, out is 0 and lse is -inf.
 
     Raises:
-        TypeError: a value that is no array, or has the wrong dtype or library.
+        TypeError: a value that is not an array, or has the wrong dtype or library.
         ValueError: a shape, stride or device that does not fit.
 
     FlashAttention and FlashInfer merge by the same identity (Ye et al., 2024). vLLM's `merge_attn_states` and SGLang's

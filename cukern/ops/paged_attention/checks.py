@@ -41,7 +41,7 @@ class Call(NamedTuple):
     """The checked arguments of a call."""
 
     query: Array
-    cache: str  # dtype of the cached numbers
+    cache: str  # dtype of the cached elements; for a uint8 cache, the FP8 dtype
     layout: str
     sizes: Sizes
     aligned: bool  # whether all addresses and strides are multiples of 16 bytes
@@ -49,7 +49,7 @@ class Call(NamedTuple):
 
 
 def _check_cache_dtype(key_cache: Array, value_cache: Array, query: Array, kv_cache_dtype: str) -> str:
-    """Check the dtypes of the caches. Return the dtype of the cached numbers: for caches of bytes, `kv_cache_dtype`."""
+    """Check the dtypes of the caches. Return the dtype of the elements; for uint8 caches, kv_cache_dtype decides it."""
     expect_place("key_cache", key_cache, query, "query")
     expect_place("value_cache", value_cache, query, "query")
     found = key_cache.dtype
@@ -70,7 +70,7 @@ def _check_caches(
 ) -> tuple[int, int, int, dict[str, int]]:
     """Check the shapes and strides of the caches.
 
-    Return blocks, kv_heads, block_size, and a dict with the name of each stride field and the stride in bytes.
+    Return blocks, kv_heads, block_size, and the strides in bytes by the names of the kernels' parameters.
     """
     shape = key_cache.shape
     axes: dict[str, int | None]
@@ -130,7 +130,7 @@ def check_call(
 ) -> Call:
     """Check the first five arrays, and the scales of scores, keys and values.
 
-    `several`: the query may have several tokens per sequence, and the scale of the scores may be None.
+    If `several` is true, the query may have several tokens per sequence, and the scale of the scores may be None.
     """
     query, key_cache, value_cache, block_tables, seq_lens = inputs
     scale, k_scale, v_scale = scales

@@ -1,7 +1,8 @@
 """Paged attention: the kernels and their configurations, how work items are assigned to blocks, and the launch.
 
-An item is one sequence, one of its kv heads, and one block of the query rows that share this kv head. A piece is a
-range of the item's tokens.
+A work item is one sequence, one of its kv heads, and one tile of the query rows that share this kv head. A piece is a
+range of the cached tokens of an item. Different blocks may process the pieces of an item; their partial results are
+then combined.
 """
 
 from __future__ import annotations
@@ -18,31 +19,31 @@ from cukern.runtime.op import forget_plans
 from cukern.runtime.plan import asked, empty, launch
 
 VARIANTS = ("auto", "specialized", "dynamic", "scalar")
-_DIMS = 64, 128, 256  # capacities: instances of `attend` with a dynamic head_dim take heads of up to this size
-#: The largest number of pieces in a batch, and the largest number of query rows. The kernels count both in 32 bits.
+_DIMS = 64, 128, 256  # each instance of `attend` with a dynamic head_dim takes heads of up to one of these sizes
+#: The largest number of pieces in a batch, and the largest number of query rows. The kernels index both with 32 bits.
 MAX_UNITS = 2**31 - 2**16
-_MAX_BLOCKS = 2  # resident blocks per multiprocessor: of the scalar kernel, and the default of `attend` (`Dealt.fit`)
-_TILE_TOKENS, _UNIT_BYTES = 16, 16  # tensor cores need multiples of these: tokens of a cache block, bytes of a head
+_MAX_BLOCKS = 2  # resident blocks per multiprocessor for the scalar kernel, and by default for `attend` (`Dealt.fit`)
+_TILE_TOKENS, _UNIT_BYTES = 16, 16  # for tensor cores, tokens per cache block and bytes per head are multiples of these
 _RESERVED_SHARED = 1024  # bytes of shared memory that CUDA reserves for each block
-#: The smallest piece that blocks take from the queue, in units of UNIT_TOKENS tokens. Measured on an H200.
+#: The size of the smallest piece in the queue, in units of UNIT_TOKENS tokens. Measured on an H200.
 _MIN_UNITS = 4
-#: Blocks of the cluster that computes one item if the lengths of the sequences count as equal. Larger clusters are
-#: slower on an H200.
+#: The number of blocks in the cluster that computes one item if the lengths of the sequences count as equal. Larger
+#: clusters are slower on an H200.
 _EVEN_CLUSTER = 2
-#: If the block table has room for at most this many tokens per sequence, the lengths count as equal. A cluster then
-#: finishes even the longest sequence before a queue would.
+#: If the block table has room for at most this many tokens per sequence, the lengths count as equal. Then one cluster
+#: per item is faster than a queue of pieces, even for the longest possible sequence.
 _EVEN_TOKENS = 2048
 _ARE_EVEN = f"is even enough (up to {_EVEN_TOKENS})"
 #: If the block table has room for at most this many tokens per warp of an item, a warp multiplies one tile at a time.
-#: Two tiles at once would not be faster, and would be slower for short sequences.
+#: Two tiles at once are not faster for so few tokens, and slower for short sequences.
 _AT_ONCE_TOKENS = 64
 #: Up to this many query rows per kv head go to the N side of the MMA (N = 8).
 _FEW_ROWS = 8
-#: Up to this multiple of the number of resident blocks, each item gets a block of its own. With more items the items
-#: are short, and the time to start a block matters.
+#: Up to this multiple of the number of resident blocks, each item gets its own block. With more items a block finishes
+#: its item so soon that the time to start blocks matters.
 _BLOCK_ITEMS = 4
 
-#: The sizes of head_dim with variants of their own, and models that have them.
+#: The values of head_dim with specialized variants, and models that have them.
 MODELS = {
     64: "GPT-OSS, Qwen2-0.5B, Llama-3.2-1B",
     80: "Phi-2, Qwen2-VL's vision tower",
@@ -53,56 +54,57 @@ MODELS = {
     192: "Nemotron",
     256: "Gemma",
 }
-#: Pairs (head_dim, block_size) with variants of their own.
+#: Pairs (head_dim, block_size) with specialized variants.
 SPECIALIZED = [(head_dim, block_size) for head_dim in MODELS for block_size in (16, 32, 64)]
 CUDA_TYPE = {**arrays.CUDA_TYPE, "float8_e4m3fn": "__nv_fp8_e4m3", "float8_e5m2": "__nv_fp8_e5m2"}
 
 _attend = Kernel("paged_attention/attend", "attend", compile_s=1.1)
 scalar = Kernel("paged_attention/attend_scalar", "attend_scalar")
 _clear_counters = Kernel("paged_attention/clear_counters", "clear_counters")
-_CLEARING = 256  # threads of a block of `clear_counters`
+_CLEARING = 256  # threads per block of `clear_counters`
 _clear_counters.at_import = [_clear_counters.variant(_CLEARING).instance]
 
 
 def unit_tokens() -> int:
-    """Return the tokens of a unit. A piece of an item's tokens consists of whole units."""
+    """Return the number of tokens in a unit. A piece (a range of an item's tokens) is a whole number of units."""
     return template.constants("paged_attention/attend")["UNIT_TOKENS"]
 
 
 class Dealt(NamedTuple):
     """How work items are assigned to blocks, and the size of these blocks."""
 
-    cluster: int = 1
-    dealing: str = "QUEUE"
-    wide: bool = False  # whether a block has a multiprocessor to itself, with the warps of two narrow blocks
-    # Shared memory of a block's stages. A multiprocessor has room for two narrow blocks of 100 KiB, 3 of 68 or 4 of 50.
+    cluster: int = 1  # blocks per cluster
+    dealing: str = "QUEUE"  # the template argument: QUEUE, CLUSTERS or EITHER
+    wide: bool = False  # whether one block with the warps of two narrow blocks fills a multiprocessor
+    # Shared memory for a block's stages. A multiprocessor fits 2 narrow blocks with 100 KiB, 3 with 68 or 4 with 50.
     stage_kib: int = 100
     at_once: int = 1  # tiles that a team (the warps that share the rows of a kv head) multiplies at once
     fit: int = _MAX_BLOCKS  # narrow blocks per multiprocessor that the registers allow
 
 
 _QUEUE = Dealt()
-#: The assignment of few items, measured on an H200. A key is the largest number of items for its assignment. All
-#: clusters are resident at once: an H200 holds 15 clusters of 8 wide blocks, 30 of 4 or 66 of 2, and at least twice as
-#: many clusters of narrow blocks. Clusters of 16 start sooner with 68 KiB of stages than with more.
+#: The assignment for few items, measured on an H200. Each key is the largest number of items for which its value is
+#: used. All clusters must be resident at once. An H200 holds 15 clusters of 8 wide blocks, 30 of 4 or 66 of 2, and at
+#: least twice as many clusters of narrow blocks. Clusters of 16 blocks start sooner with 68 KiB of stages than with
+#: more.
 _FEW = {
     7: Dealt(16, "CLUSTERS", False, 68),
     15: Dealt(8, "CLUSTERS", True, 200),
     30: Dealt(4, "CLUSTERS", True, 200),
     32: Dealt(2, "CLUSTERS", True, 200),
 }
-#: The same for an 8-bit cache. An 8-bit tile is also converted, so its chain of dependent instructions takes longer
-#: than the load of its bytes. With two tiles at once the two chains overlap.
+#: The assignment for few items with an 8-bit cache. An 8-bit tile must also be converted, so its chain of dependent
+#: instructions takes longer than the load of its bytes. With two tiles at once the two chains overlap.
 _FEW_IN_FP8 = {
     7: Dealt(16, "CLUSTERS", False, 68, 2),
     15: Dealt(8, "CLUSTERS", True, 200, 2),
     16: Dealt(8, "CLUSTERS", False, 68, 2),
     32: Dealt(4, "CLUSTERS", False, 68, 2),
 }
-#: One block per item, for an 8-bit cache and up to 8 rows per kv head. Four blocks are resident per multiprocessor, so
-#: their dependent instructions overlap, and each team multiplies one tile at a time.
+#: The assignment of one block per item, for an 8-bit cache and up to 8 rows per kv head. Four blocks are resident per
+#: multiprocessor, and their chains of dependent instructions overlap. So each team multiplies one tile at a time.
 _ALONE_IN_FP8 = Dealt(1, "EITHER", False, 50, fit=4)
-#: The assignment of few items for a head_dim above 128. There are no wide blocks for such heads.
+#: The assignment for few items with a head_dim above 128. Wide blocks do not exist for such heads.
 _FEW_OF_LARGE_HEADS = {n: Dealt(128 // n, "CLUSTERS", False, 68) for n in (8, 16, 32)}
 
 
@@ -113,12 +115,12 @@ class AttendConfig(NamedTuple):
     cache: str
     layout: str
     head_dim: int  # 0: dynamic
-    dims: int  # capacity: head_dim rounded up to a multiple of 16; if dynamic, rounded up to one of _DIMS
+    dims: int  # room for a head: head_dim rounded up to a multiple of 16, or if it is dynamic to one of _DIMS
     block_size: int  # 0: dynamic
     team: int
     extras: bool
     dealt: Dealt = _QUEUE
-    rows: int = 16  # query rows of a warp: 8 go to the N side of its MMA, 16 to the M side
+    rows: int = 16  # query rows per warp: 8 are the N side of the MMA, 16 the M side
 
     @property
     def warps(self) -> int:
@@ -144,9 +146,9 @@ class AttendConfig(NamedTuple):
         return min(max((kib << 10) // self._stage_bytes, 2), 4)
 
     def shared_bytes(self, rows: int) -> int:
-        """Return the dynamic shared memory: the stages, and the partial results that a cluster exchanges.
+        """Return the bytes of dynamic shared memory: the stages, and the partial results that a cluster exchanges.
 
-        The memory of the last stage is reused for the results of `rows` rows, so it is at least as large as these.
+        The memory of the last stage is reused for the results of `rows` rows, so it must have room for them.
         """
         results = self.warps // self.team * rows * (self.dims + self.rows // 2) * 4
         found = (self.stages - 1) * self._stage_bytes + max(self._stage_bytes, results)
@@ -158,7 +160,7 @@ class AttendConfig(NamedTuple):
 
     @property
     def static_bytes(self) -> int:
-        """An upper bound of the static shared memory of the template."""
+        """An upper bound for the static shared memory of the kernel, in bytes."""
         query = self.dims // 16 * 512 * self.warps if self.dims * self.rows > 128 * 16 else 0
         return 128 + 8 * self.rows * self.warps + query
 
@@ -210,8 +212,8 @@ def _of_own_dtype(head_dim: int, block_size: int) -> list[Instance]:
     ]
 
 
-# These instances must not spill registers. They have one block size and one 16-bit dtype only, because instances for
-# other block sizes and for float16 differ in constants only.
+# A test checks that these instances do not spill registers. The list has one block size and one 16-bit dtype, because
+# instances for other block sizes and for float16 differ only in constants.
 _of_many_rows = [
     specialized_config("bfloat16", cache, layout, head_dim, 16, team).variant.instance
     for layout in LAYOUTS
@@ -239,10 +241,10 @@ _registered = set(SPECIALIZED)
 
 
 def specialize(*, head_dim: int, block_size: int) -> list[Instance]:
-    """Give these sizes variants of their own in this process, and return them; see `cukern.specialize`.
+    """Register variants for these sizes in this process, and return their instances; see `cukern.specialize`.
 
-    The variants are for up to 16 rows per kv head, without softcap, slopes or a block-sparse pattern, over a cache of
-    the query's dtype. All other variants of these sizes are compiled at their first use.
+    The returned variants are for up to 16 query rows per kv head, a cache of the query's dtype, and calls without
+    softcap, slopes and block-sparse pattern. All other variants of these sizes are compiled at their first use.
 
     Raises ValueError unless head_dim is a multiple of 8 of at most 256 and block_size a multiple of 16.
     """
@@ -264,11 +266,11 @@ class Request(NamedTuple):
     """The properties of a call that decide how it runs."""
 
     dtype: str
-    cache: str  # dtype of the cached numbers
+    cache: str  # dtype of the cached elements
     layout: str
     sizes: Sizes
     extras: bool  # whether there is a softcap, slopes or a block-sparse pattern
-    split: int  # tokens of a piece; 0: the device decides
+    split: int  # tokens per piece of an item; 0: the device decides
     vllm_workspace: bool
     aligned: bool  # whether all addresses and strides are multiples of 16 bytes
     variant: str
@@ -280,7 +282,7 @@ class Request(NamedTuple):
 
     @property
     def few_rows(self) -> bool:
-        """Whether the query rows of a kv head fit the N side of the MMA."""
+        """Whether all query rows of a kv head fit into the N side of one MMA."""
         return self.group_rows <= _FEW_ROWS
 
 
@@ -290,8 +292,8 @@ class _Choice(NamedTuple):
     variant: Variant
     threads: int
     shared_bytes: int
-    rows: int  # of an item
-    blocks: int  # resident blocks of a multiprocessor
+    rows: int  # query rows per work item
+    blocks: int  # resident blocks per multiprocessor
     why: str
     dealt: Dealt = _QUEUE
 
@@ -303,12 +305,12 @@ class Deal(NamedTuple):
     blocks: int
     threads: int
     shared_bytes: int
-    rows: int  # of a partial result
+    rows: int  # query rows per partial result
     row_blocks: int
-    slots: int  # rows of all partial results
+    slots: int  # rows of all partial results together
     counters: int
     why: str
-    shares: int = 0  # blocks that take pieces from the queue
+    shares: int = 0  # blocks that take pieces (ranges of tokens) from the queue
 
 
 def _why_scalar(x: Request) -> str:
@@ -360,8 +362,8 @@ def _choose_attend(gpu: Gpu, x: Request) -> _Choice:
     team = next(n for n in (1, 2, 4) if 16 * n >= x.group_rows or n == most_warps)
     items = max(1, sizes.seqs) * sizes.kv_heads * -(-x.group_rows // (16 * team))
     dealt, dealing = _dealt(gpu, x, items)
-    # With QUEUE a warp always has 16 rows. `split` always uses QUEUE, so the batch size does not change the order in
-    # which the scores of a row are summed.
+    # With QUEUE a warp always has 16 rows. Calls with `split` always use QUEUE, so the order in which the sums of a row
+    # are computed does not depend on the batch size.
     rows = _FEW_ROWS if x.few_rows and dealt.dealing != "QUEUE" else 16
     of_sizes = f"heads of {sizes.head_dim} and blocks of {sizes.block_size} tokens"
     is_own = (sizes.head_dim, sizes.block_size) in SPECIALIZED
@@ -419,9 +421,9 @@ def _dealt(gpu: Gpu, x: Request, items: int) -> tuple[Dealt, str]:
     if room <= _EVEN_TOKENS:
         even = f"{why}, as room for {room} tokens {_ARE_EVEN}"
         return Dealt(_EVEN_CLUSTER, "CLUSTERS", wide, 100 << wide, at_once), even
-    # Wide blocks have two stages of 64 KiB, which are faster here than three, for equal and unequal lengths (H200).
-    # With an 8-bit cache, 8 sequences of 8192 tokens each take 39.8 us with clusters of two blocks and 45.4 us with the
-    # queue. Unequal lengths take at most 6% longer than with the queue.
+    # 136 KiB give wide blocks two stages of 64 KiB. Here two are faster than three, for equal and unequal lengths
+    # (H200). With an 8-bit cache, 8 sequences of 8192 tokens each take 39.8 us with clusters of two blocks and 45.4 us
+    # with the queue. For unequal lengths clusters take at most 6% longer than the queue.
     why += ", or a queue where the lengths are uneven"
     return Dealt(_EVEN_CLUSTER, "EITHER", wide, 136 if wide else 100, at_once), why
 
@@ -450,7 +452,7 @@ def deal(gpu: Gpu, x: Request) -> Deal:
         # multiprocessors have a block if the kernel chooses the queue.
         blocks = shares = max(items, blocks // cluster) * cluster
     if not x.split:
-        # There are at most `shares` pieces, plus fewer than one per item, because the pieces of an item are rounded up.
+        # Without `split` there is at most one piece per share, plus one per item because of rounding.
         all_pieces = min(all_pieces, shares + items)
     slots = 0 if x.vllm_workspace or max_pieces == 1 else all_pieces * rows
     return Deal(variant, blocks, threads, shared_bytes, rows, row_blocks, slots, 1 + items, choice.why, shares)
@@ -484,7 +486,8 @@ def attend(
     if workspaces is not None:
         sums, maxima, partial = workspaces
     if not sizes.blocks:
-        # The kernel reads block 0 if an id is out of range. Without blocks, no token may be read at all.
+        # If an id is out of range, the kernel reads block 0. A cache without blocks does not have a block 0, so
+        # max_blocks is set to 0, and the kernel does not read any token.
         sizes = sizes._replace(max_blocks=0)
     launch(
         plan.variant,

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 FP8 = "float8_e4m3fn"
-#: The smallest allowed eps. With a smaller scale, a quotient by the scale might not be rounded exactly.
+#: The smallest allowed eps. With a smaller scale, the division by the scale might not be rounded correctly.
 MIN_EPS = 1e-20
 _ONE = "a number or a float32 array of one element"
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -68,15 +68,15 @@ def scaled_fp8_quant(
     expert_num_tokens: AnyArray | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
-    """Quantize to FP8 (e4m3) with one scale, given or computed, or with a scale for each token.
+    """Quantize to FP8 (e4m3) with one given scale, one computed scale, or a computed scale for each token.
 
         largest = min(max |input|, scale_ub), over the whole input or over a token; NaN is left out
         scale   = max(largest, 1 / 512) / 448
-        out     = e4m3(input / scale), to nearest, ties to even, 448 at most; NaN stays NaN
+        out     = e4m3(input / scale), rounded to nearest (ties to even), saturated to +-448; NaN stays NaN
 
     Args:
-        input: [tokens, ..., hidden], float32, float16 or bfloat16; rows may be strided, all by one distance.
-        scale: a number, or a float32 array of one element on the device of `input`, which replaces the scale above.
+        input: [tokens, ..., hidden], float32, float16 or bfloat16; rows may be strided, with one stride for all.
+        scale: a number, or a float32 array of one element on the device of `input`. It replaces the computed scale.
         num_token_padding: the minimum number of rows of `out`, and of the scales if each token has one. Rows past the
             tokens are undefined.
         scale_ub: a number, or a float32 array of one element: an upper bound for `largest`.
@@ -84,16 +84,16 @@ def scaled_fp8_quant(
         output: an array to write into and return, float8_e4m3fn, or uint8 for its bytes.
         expert_num_tokens: int32 [experts], for input of [experts, max_tokens, hidden]: the tokens of each expert. Rows
             past them are neither read nor written, and do not affect the scale.
-        variant: "auto", or a kernel by name: "vector" (8 numbers at a time, from aligned rows) or "scalar". Both give
+        variant: "auto", or a kernel by name: "vector" (8 elements at a time; needs aligned rows) or "scalar". Both give
             the same bits.
 
     Returns:
-        out [tokens, ..., hidden] in float8_e4m3fn, in CuPy uint8, and the scale, float32 [1] or [tokens, ..., 1]. A
-        scale that the caller gives is returned as a new array. input is about out * scale. Arrays in host memory go
-        through the NumPy reference.
+        out [tokens, ..., hidden] in float8_e4m3fn (uint8 in CuPy), and the scale, float32 [1] or [tokens, ..., 1]. A
+        scale that the caller gives is returned as a new array. `out * scale` approximates the input. Arrays in host
+        memory go through the NumPy reference.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
     The function, its arguments and their order are vLLM's `scaled_fp8_quant`.
@@ -182,34 +182,34 @@ def per_token_group_quant_fp8(
     out_s: WrittenArray | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
-    """Quantize to FP8 (e4m3) with a scale for each group of neighbours of a token.
+    """Quantize to FP8 (e4m3) with a scale for each group of neighbouring elements of a token.
 
         scale = max(max |x|, eps) / 448, over a group; NaN is left out
-        x_q   = e4m3(x / scale), to nearest, ties to even, 448 at most; NaN stays NaN
+        x_q   = e4m3(x / scale), rounded to nearest (ties to even), saturated to +-448; NaN stays NaN
 
     Args:
-        x: [..., k], float32, float16 or bfloat16; rows may be strided, all by one distance.
+        x: [..., k], float32, float16 or bfloat16; rows may be strided, with one stride for all.
         group_size: divides k; powers of two from 8 to 256 are fast.
         eps: at least 1e-20.
-        column_major_scales: the scales of neighbouring tokens are neighbours in memory: x_s is a transposed view of an
-            array [..., k / group_size, tokens].
-        use_ue8m0: scales are rounded up to a power of two.
+        column_major_scales: store the scales of neighbouring tokens side by side: x_s is a transposed view of an array
+            [..., k / group_size, tokens].
+        use_ue8m0: round the scales up to powers of two.
         expert_num_tokens: int32 [experts], for x of [experts, max_tokens, k]: the tokens of each expert. Rows past
             them are neither read nor written.
         out_q, out_s: arrays to write into and return; out_q float8_e4m3fn, or uint8 for its bytes.
-        variant: "auto", or a kernel by name: "vector" (8 numbers at a time, from aligned rows) or "scalar". Both give
+        variant: "auto", or a kernel by name: "vector" (8 elements at a time; needs aligned rows) or "scalar". Both give
             the same bits.
 
     Returns:
-        x_q [..., k] in float8_e4m3fn, in CuPy uint8, and x_s float32 [..., k / group_size]. Arrays in host memory go
+        x_q [..., k] in float8_e4m3fn (uint8 in CuPy), and x_s float32 [..., k / group_size]. Arrays in host memory go
         through the NumPy reference.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
-    The function, its arguments and their order are vLLM's `per_token_group_quant_fp8`. Scales of 1 x 128 are from the
-    DeepSeek-V3 technical report (arXiv:2412.19437, section 3.3).
+    The function, its arguments and their order are vLLM's `per_token_group_quant_fp8`. One scale for each group of
+    1 x 128 elements is from the DeepSeek-V3 technical report (arXiv:2412.19437, section 3.3).
     """
     options = column_major_scales, use_ue8m0, expert_num_tokens, out_q, out_s, variant
     return _per_token_group_quant(x, group_size, eps, *options, "E4M3")
@@ -228,14 +228,14 @@ def per_token_group_quant_int8(
     out_s: WrittenArray | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
-    """Quantize to int8 with a scale for each group of neighbours of a token: max(max |x|, eps) / 127.
+    """Quantize to int8 with a scale for each group of neighbouring elements of a token: max(max |x|, eps) / 127.
 
-    Arguments, results and errors are as in `per_token_group_quant_fp8`, but x_q is int8, rounded to nearest, ties
-    to even, and NaN becomes 0.
+    Arguments, results and errors are as in `per_token_group_quant_fp8`, with two differences: x_q is int8, rounded to
+    nearest (ties to even), and NaN becomes 0.
 
     Args:
-        truncate: round x_q towards zero, as the functions of vLLM and SGLang do. The error is then up to a whole scale.
-            Rounding to nearest errs by up to half a scale.
+        truncate: round x_q towards zero, as the functions of vLLM and SGLang do. The error is then at most one scale.
+            With rounding to nearest it is at most half a scale.
     """
     options = column_major_scales, False, expert_num_tokens, out_q, out_s, variant
     return _per_token_group_quant(x, group_size, eps, *options, "INT8_CUT" if truncate else "INT8")
@@ -262,32 +262,33 @@ def scaled_int8_quant(
     *,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray, AnyArray | None]:
-    """Quantize to int8 with a given scale or a scale for each token, and with a zero point unless symmetric is True.
+    """Quantize to int8 with one given scale, or with a scale and optionally a zero point for each token.
 
         given       out = clamp(round(input / scale) + azp, -128, 127)
         symmetric   scale = max(max |input|, 1e-10) / 127
         otherwise   scale = max((max input - min input) / 255, max(max |input|, 1e-10) / 2**22),
                     azp = round(-128 - min input / scale)
 
-    The second term of the last max matters if all numbers of a token are nearly equal: with it, float32 represents
-    input / scale as an integer exactly. The scale of finite numbers is finite, even if max - min exceeds float32's
-    largest number. Rounding is to nearest, ties to even. NaN does not affect the scale, and is quantized like 0.
+    In the asymmetric scale, the term with 2**22 matters if all elements of a token are nearly equal. It keeps
+    input / scale small enough that float32 represents the rounded quotient exactly. The scale of finite elements is
+    finite, even if max - min exceeds the largest float32. Rounding is to nearest, ties to even. NaN does not affect the
+    scale, and is quantized like 0.
 
     Args:
-        input: [..., hidden], float32, float16 or bfloat16; rows may be strided, all by one distance.
+        input: [..., hidden], float32, float16 or bfloat16; rows may be strided, with one stride for all.
         scale: a number, or a float32 array of one element on the device of `input`.
         azp: the zero point, an int32 array of one element; only with a given scale and symmetric=False.
-        symmetric: True: there is no zero point.
-        variant: "auto", or a kernel by name: "vector" (8 numbers at a time, from aligned rows) or "scalar". Both give
+        symmetric: True uses no zero point; False uses one.
+        variant: "auto", or a kernel by name: "vector" (8 elements at a time; needs aligned rows) or "scalar". Both give
             the same bits.
 
     Returns:
         out int8 [..., hidden], the scale, float32 [1] or [..., 1], and the zero point, int32 in the same shape, or
-        None. A scale or zero point that the caller gives is returned as a new array. input is about
-        (out - azp) * scale. Arrays in host memory go through the NumPy reference.
+        None. A scale or zero point that the caller gives is returned as a new array. `(out - azp) * scale` approximates
+        the input. Arrays in host memory go through the NumPy reference.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
     The function, its arguments and their order are vLLM's `scaled_int8_quant`.
@@ -344,30 +345,30 @@ def silu_and_mul_quant(
     out_s: WrittenArray | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
-    """Compute a gated activation and quantize it to FP8 (e4m3), without rounding the activation to the dtype first.
+    """Compute a gated activation in float32 and quantize it to FP8 (e4m3), without rounding it to the dtype first.
 
-    The function quantizes activate(gate, up) in float32, as in `cukern.moe_activation`. The scales are as in
-    `cukern.per_token_group_quant_fp8`, or as in `cukern.scaled_fp8_quant` for a scale per token or one scale.
+    The activation is activate(gate, up) as in `cukern.moe_activation`. Scales for groups are computed as in
+    `cukern.per_token_group_quant_fp8`. A scale for each token, or one scale, is as in `cukern.scaled_fp8_quant`.
 
     Args:
-        x: [..., 2 * inter], float32, float16 or bfloat16, the gate half first; rows may be strided, all by one
-            distance.
+        x: [..., 2 * inter], float32, float16 or bfloat16. The first half of a row is the gate. Rows may be strided,
+            with one stride for all.
         activation: "silu", "gelu", "gelu_tanh", "swigluoai" or "relu2".
         group_size: divides inter; powers of two from 8 to 256 are fast. None: one scale for each token.
-        scale: a number, or a float32 array of one element on the device of `x`: one scale for all values; only with
-            group_size None.
+        scale: one given scale for all values: a number, or a float32 array of one element on the device of `x`. Only
+            with group_size None.
         expert_num_tokens: int32 [experts], for x of [experts, max_tokens, 2 * inter]: the tokens of each expert. Rows
             past them are neither read nor written.
         out_q, out_s: arrays to write into and return; out_q float8_e4m3fn, or uint8 for its bytes.
-        variant: "auto", or a kernel by name: "vector" (8 numbers at a time, from aligned rows) or "scalar". Both give
+        variant: "auto", or a kernel by name: "vector" (8 elements at a time; needs aligned rows) or "scalar". Both give
             the same bits.
 
     Returns:
-        q [..., inter] in float8_e4m3fn, in CuPy uint8, and scales float32 [..., inter / group_size], [..., 1] or [1].
+        q [..., inter] in float8_e4m3fn (uint8 in CuPy), and scales float32 [..., inter / group_size], [..., 1] or [1].
         Arrays in host memory go through the NumPy reference.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
     """
     number = activations.number(activation)
@@ -415,18 +416,18 @@ def _quantize_fp4(name: str, x: Any, form: str, group: int, global_scale: Any = 
 
 @op(twin.quantize_mxfp4, "packed, scale", _fp4_results(MXFP4_GROUP))
 def quantize_mxfp4(x: AnyArray) -> tuple[AnyArray, AnyArray]:
-    """Quantize to MXFP4: 4-bit floats (e2m1) with a power of two as the scale of each 32 neighbours.
+    """Quantize to MXFP4: 4-bit floats (e2m1), with a power of two as the scale of each 32 neighbouring elements.
 
         scale = 2**(floor(log2(max |x|)) - 2), between 2**-127 and 2**125, over a group
-        value = e2m1(x / scale): 0, 0.5, 1, 1.5, 2, 3, 4 or 6 with a sign, the nearest, ties to the even code
+        value = e2m1(x / scale): the nearest of +-0, 0.5, 1, 1.5, 2, 3, 4 and 6, ties to the even code
 
     Args:
-        x: [..., k], float32, float16 or bfloat16, k a multiple of 32; rows may be strided, all by one distance.
+        x: [..., k], float32, float16 or bfloat16, k a multiple of 32; rows may be strided, with one stride for all.
 
     Returns:
-        packed uint8 [..., k / 2], the first number of two in the low half, and scale uint8 [..., k / 32] in E8M0: byte
-        b means 2**(b - 127), and 255 means NaN. A group with an infinity or NaN has the scale 255. Arrays in host
-        memory go through the NumPy reference.
+        packed uint8 [..., k / 2], two elements per byte with the first one in the low 4 bits, and scale uint8
+        [..., k / 32] in E8M0: byte b means 2**(b - 127), and 255 means NaN. A group with an infinity or NaN has the
+        scale 255. Arrays in host memory go through the NumPy reference.
 
     Raises:
         TypeError: an unsupported dtype.
@@ -443,24 +444,26 @@ def quantize_mxfp4(x: AnyArray) -> tuple[AnyArray, AnyArray]:
     _fp4_results(NVFP4_GROUP),
 )
 def scaled_fp4_quant(input: AnyArray, input_global_scale: AnyArray) -> tuple[AnyArray, AnyArray]:
-    """Quantize to NVFP4: 4-bit floats (e2m1) with an FP8 scale for each 16 neighbours, and one global scale.
+    """Quantize to NVFP4: 4-bit floats (e2m1), with an FP8 scale for each 16 neighbours and one global scale.
 
         scale = e4m3(input_global_scale * (max |input| / 6)), over a group; NaN is left out
-        value = e2m1(input * (input_global_scale / scale)): 0, 0.5, 1, 1.5, 2, 3, 4 or 6 with a sign, the nearest, ties
-                to the even code; 0 if the scale is 0; NaN becomes 0
+        value = e2m1(input * (input_global_scale / scale)): the nearest of +-0, 0.5, 1, 1.5, 2, 3, 4 and 6, ties to the
+                even code; 0 if the scale is 0; NaN becomes 0
 
     Args:
-        input: [..., k], float32, float16 or bfloat16, k a multiple of 16; rows may be strided, all by one distance.
-        input_global_scale: a number, or a float32 array of one element on the device of `input`. The value
-            448 * 6 / max |input|, with the maximum over the whole input, uses the whole range of the scales.
+        input: [..., k], float32, float16 or bfloat16, k a multiple of 16; rows may be strided, with one stride for all.
+        input_global_scale: a number, or a float32 array of one element on the device of `input`. With the value
+            448 * 6 / max |input| (the maximum of the whole input), the largest group scale is 448, so the whole range
+            of the FP8 scales is used.
 
     Returns:
-        packed uint8 [..., k / 2], the first number of two in the low half, and scale uint8 [..., k / 16], the bytes of
-        e4m3 numbers, row by row. vLLM's function returns the swizzled order of Blackwell's tensor cores instead. input
-        is about value * scale / input_global_scale. Arrays in host memory go through the NumPy reference.
+        packed uint8 [..., k / 2], two elements per byte with the first one in the low 4 bits, and scale uint8
+        [..., k / 16], e4m3 scales row by row. (vLLM's function stores the scales in the swizzled order of Blackwell's
+        tensor cores.) value * scale / input_global_scale approximates the input. Arrays in host memory go through the
+        NumPy reference.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
     The function, its arguments and their order are vLLM's `scaled_fp4_quant`.
@@ -495,7 +498,7 @@ def _dequantize_fp4(
 
 @op(twin.dequantize_mxfp4, "numbers", _read_results)
 def dequantize_mxfp4(packed: AnyArray, scale: AnyArray, dtype: str = "bfloat16") -> AnyArray:
-    """Return the numbers that `cukern.quantize_mxfp4` packed: value * 2**(scale - 127), rounded once.
+    """Unpack the result of `cukern.quantize_mxfp4`: value * 2**(scale - 127), rounded once.
 
     Args:
         packed: uint8 [..., k / 2], the first number of two in the low half; contiguous.
@@ -506,7 +509,7 @@ def dequantize_mxfp4(packed: AnyArray, scale: AnyArray, dtype: str = "bfloat16")
         [..., k]. Arrays in host memory go through the NumPy reference.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
     """
     return _dequantize_fp4(packed, scale, dtype, "MXFP4", MXFP4_GROUP, ("uint8", "float8_e8m0fnu"))
@@ -514,21 +517,20 @@ def dequantize_mxfp4(packed: AnyArray, scale: AnyArray, dtype: str = "bfloat16")
 
 @op(twin.dequantize_nvfp4, "numbers", _read_results)
 def dequantize_nvfp4(packed: AnyArray, scale: AnyArray, global_scale: AnyArray, dtype: str = "bfloat16") -> AnyArray:
-    """Return the numbers that `cukern.scaled_fp4_quant` packed: value * (scale / global_scale), rounded once.
+    """Unpack the result of `cukern.scaled_fp4_quant`: value * (scale / global_scale), rounded once.
 
     Args:
         packed: uint8 [..., k / 2], the first number of two in the low half; contiguous.
         scale: float8_e4m3fn, or uint8 for its bytes, [..., k / 16]; contiguous.
-        global_scale: the input_global_scale of the quantization, a number or a float32 array of one element. The
-            numbers are divided by it. The b_global_scale of `cukern.moe_gemm` is a factor, so it is the inverse of
-            global_scale.
+        global_scale: the input_global_scale of the quantization, a number or a float32 array of one element. It is a
+            divisor. The b_global_scale of `cukern.moe_gemm` is a factor: the inverse of global_scale.
         dtype: "float32", "float16" or "bfloat16".
 
     Returns:
         [..., k]. Arrays in host memory go through the NumPy reference.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
     """
     if global_scale is None:

@@ -14,9 +14,9 @@ from cukern.runtime.rows import MAX_ROWS, Rows, tile
 from cukern.runtime.units import ceil_div, divisor
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: "vector" handles 8 numbers at a time, "scalar" one.
+#: "vector" processes 8 elements at a time, "scalar" one element.
 VARIANTS = ("auto", "vector", "scalar")
-#: The group sizes that a few lanes of a warp quantize. A block quantizes a group of any other size.
+#: The group sizes for which a few lanes of a warp quantize a group. With any other size a whole block quantizes it.
 GROUPS = (8, 16, 32, 64, 128, 256)
 
 _groups = Kernel("quantization/quantize_groups", "quantize_groups")
@@ -26,9 +26,9 @@ _tensor = Kernel("quantization/quantize_tensor", "quantize_tensor")
 _fp4 = Kernel("quantization/quantize_fp4", "quantize_fp4")
 _read_fp4 = Kernel("quantization/dequantize_fp4", "dequantize_fp4")
 
-_EACH = 8  # numbers of a unit, if sizes and addresses allow it; otherwise a unit is one number
-_GROUP_UNITS = 2  # the largest number of units of one group that a thread handles
-_FP4_ITEMS = 4  # units of a thread; a unit has 16 numbers of 16 bits, or 8 numbers of float32
+_EACH = 8  # elements of a unit, if sizes and addresses allow it; otherwise a unit is one element
+_GROUP_UNITS = 2  # the largest number of units of one group that a thread quantizes
+_FP4_ITEMS = 4  # units per thread; a unit is 16 elements of a 16-bit dtype, or 8 of float32
 _BLOCKS_PER_MULTIPROCESSOR, _MAGNITUDE_THREADS = 2, 1024
 _READ_THREADS, _READ_ITEMS = 256, 4
 #: A scale: an array, or None and a number.
@@ -37,12 +37,12 @@ _NO_BOUND: Scale = (None, float("inf"))
 
 
 def _items(dtype: str, activation: int, each: int) -> int:
-    """Return the units of a thread, which add up to 64 loaded bytes."""
+    """Return the units per thread: four single elements, or units of `each` elements that add up to 64 loaded bytes."""
     return 4 if each == 1 else max(1, 64 // (each * arrays.ITEM_SIZE[dtype] * (2 if activation else 1)))
 
 
 def _group_units(dtype: str, activation: int, group: int) -> int:
-    """Return how many units of a group a thread handles. Eight neighbouring threads should load a 128-byte line."""
+    """Return how many units of a group one thread quantizes: few enough that eight threads load a 128-byte line."""
     return max(1, min(_GROUP_UNITS, group // (8 * _EACH), _items(dtype, activation, _EACH)))
 
 
@@ -103,7 +103,7 @@ _list_instances()
 
 
 class Input(NamedTuple):
-    """The rows to quantize, from the argument `name`. With a gated activation the results are half as long."""
+    """The rows to quantize, from the argument `name`. With a gated activation the result rows are half as long."""
 
     name: str
     x: Array
@@ -123,7 +123,7 @@ class Input(NamedTuple):
         return {"in": (self.x, rows.counts, distance, rows.total, batch, divisor(batch))}
 
     def each(self, q: Array, group: int) -> tuple[int, str]:
-        """Return the numbers of a unit, 8 or 1, and the reason. Raises ValueError for a variant that cannot be used."""
+        """Return the elements per unit, 8 or 1, and the reason. Raises ValueError for a variant that cannot be used."""
         x, name = self.x, self.name
         wide = x.alignment == 16 and q.alignment >= _EACH and self.rows.distance * x.item_size % 16 == 0
         wide = wide and (self.k | group) % _EACH == 0
@@ -142,7 +142,7 @@ def quantize_groups(
     of: Input, form: str, group: int, q: Array, s: Array, smallest: float, *, power_of_two: bool = False,
     column_major: bool = False, upper: Scale | None = None, azp: Array | None = None,
 ) -> None:  # fmt: skip
-    """Quantize with one scale for every `group` neighbouring numbers of a row; 0: one scale for each row."""
+    """Quantize with one scale for every `group` neighbouring elements of a row. A `group` of 0 is a whole row."""
     dtype, activation, k, total = of.x.dtype, of.activation, of.k, of.rows.total
     if total == 0 or (group and k == 0):
         check.one_of("variant", of.variant, VARIANTS)

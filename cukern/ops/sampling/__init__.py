@@ -37,14 +37,14 @@ __all__ = [
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-#: Arguments whose values may differ at each call of a plan, unless they are arrays.
+#: Arguments that may have another value at each call of a plan, unless they are arrays.
 _NUMBERS = "seed", "offset", "generator"
 
 
 def _declare(names: str, results: Callable[..., Any] = ids_of) -> Callable[[_F], _F]:
-    """Declare an op by the names of its results.
+    """Declare a sampling op by the names of its results.
 
-    The torch operators return the ids alone. Their parameters are tensors of [batch] or without dimensions.
+    Its torch operator returns only the ids. Sampling parameters of the operator are tensors [batch] or [].
     """
 
     def declare(function: _F) -> _F:
@@ -73,26 +73,29 @@ def sampling_from_logits(
     Args:
         logits: [rows, vocab], float32, float16 or bfloat16, contiguous along the vocabulary, of at most 2^20 tokens;
             rows may be strided. +inf counts as the largest finite number.
-        seed: the stream of random numbers: an int, or an int32 or int64 array, [batch] or of one element. With one seed
-            for the batch, the index of a row in the batch enters its draw, so that equal rows draw independently (as in
-            FlashInfer, by the subsequence of Philox); index 0 has no effect. With a seed per row, [batch], the index
-            does not enter, so that a row draws the same token at any index of any batch. A token depends on the seed,
-            the index if it enters, the offset, and the values and parameters of its own row. It does not depend on the
-            batch size or the variant. None: `generator` gives one seed for the batch, and the offset.
-        offset: the place in the stream, an int or an array like `seed`; pass another one at each step. None is 0. With
-            `seed` only.
-        generator: the source of the seed if there is none: a `torch.Generator` of the device for tensors, a `Generator`
-            or a `RandomState` of their library's `random` for NumPy's and CuPy's arrays. None: the library's own
-            generator, which `torch.manual_seed`, `numpy.random.seed` or `cupy.random.seed` set. No call waits for the
-            GPU. For CUDA tensors the host reads the generator's seed and offset and adds 4 to the offset: the call
-            equals a call with `seed=generator.initial_seed(), offset=generator.get_offset()`. While a CUDA graph is
-            captured torch does not allow that. One more kernel then draws an int64 as the seed, so that each replay has
-            another seed. CuPy always draws the seed on the device, and cannot draw one during a capture.
-        indices: int32 or int64 [batch]: the row that each token is drawn from, if not its own; clamped to the rows.
+        seed: selects the stream of random numbers: an int, or an int32 or int64 array, [batch] or of one element. With
+            one seed for the batch, the random numbers of a row also depend on the index of the row in the batch, so
+            that equal rows draw independently (as in FlashInfer, by the subsequence of Philox). Index 0 is the stream
+            of the seed itself. With a seed per row, [batch], the index does not matter, so that a row draws the same
+            token at any index of any batch. Apart from that, a token depends only on the offset, and on the values and
+            parameters of its own row, not on the batch size or the variant. None: `generator` gives one seed for the
+            batch, and the offset.
+        offset: the position in the stream of random numbers, an int or an array like `seed`. Pass another offset at
+            each step. None is 0. Only with `seed`.
+        generator: the source of the seed if `seed` is None: a `torch.Generator` of the device for tensors; a
+            `Generator` or a `RandomState` of `numpy.random` or `cupy.random` for NumPy's or CuPy's arrays. None: the
+            library's default generator, which `torch.manual_seed`, `numpy.random.seed` or `cupy.random.seed` set. The
+            host never waits for the GPU. For CUDA tensors the host reads the generator's seed and offset, and adds 4
+            to the generator's offset. The call then equals a call with
+            `seed=generator.initial_seed(), offset=generator.get_offset()`. torch does not allow that while a CUDA graph
+            is captured. In that case an additional kernel draws an int64 as the seed, so that each replay has another
+            seed. CuPy always draws the seed on the device, and cannot draw it during a capture.
+        indices: int32 or int64 [batch]: the row from which each token is drawn; clamped to the rows. None: token i is
+            drawn from row i.
         return_valid: also return bool [batch]: False for a row that holds NaN or has no token that can be drawn. The
             id of such a row is 0.
-        return_logprobs: also return float32 [batch]: the logarithm of the token's probability in its row before any
-            filter, after the temperature.
+        return_logprobs: also return float32 [batch]: the logarithm of the token's probability, after the temperature
+            and before any filter (top-k, top-p, min-p).
         out: the array, or the tuple of arrays, to write into and return.
         variant: "auto", or a kernel by name: "cluster" (8 blocks per row, sm_90 and later) or "block". Both return
             the same tokens.
@@ -102,13 +105,13 @@ def sampling_from_logits(
         return_valid or return_logprobs a tuple. Arrays in host memory go through the NumPy reference.
 
     Raises:
-        TypeError: an unsupported dtype, or a mixture of libraries.
+        TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or numbers that do not fit; the message names the argument. Parameters in
             arrays on a device are clamped instead.
-        RuntimeError: no seed for CuPy's arrays during a capture.
+        RuntimeError: `seed` is None for CuPy's arrays during the capture of a CUDA graph.
 
-    The functions and the order of their arguments are FlashInfer's. The draw first chooses a group of 32 tokens by an
-    exponential race (a form of the Gumbel-max trick), then a token of the group. The random numbers are from Philox
+    The functions and the order of their arguments are FlashInfer's. The kernel first draws a group of 32 tokens by the
+    Gumbel-max trick with exponential random numbers, and then a token of the group. The random numbers are from Philox
     (Salmon et al., 2011).
     """
     return draw("logits", logits, (seed, offset, generator), indices, return_valid, return_logprobs, out, variant)
@@ -129,8 +132,8 @@ def sampling_from_probs(
 ) -> AnyArray:
     """Draw a token from each row of `probs`, probabilities [rows, vocab].
 
-    A row need not sum to 1, but to a finite float32. Numbers below 0 count as 0. The other arguments, results and
-    errors are as in `sampling_from_logits`.
+    The sum of a row need not be 1, but must be a finite float32. Negative elements count as 0. The other arguments,
+    results and errors are as in `sampling_from_logits`.
     """
     return draw("probs", probs, (seed, offset, generator), indices, return_valid, return_logprobs, out, variant)
 
@@ -177,15 +180,17 @@ def top_p_sampling_from_probs(
     out: AnyArray | None = None,
     variant: str = "auto",
 ) -> AnyArray:
-    """Draw a token from the nucleus of each row: the fewest most probable tokens whose sum reaches `top_p`.
+    """Draw a token from the nucleus of each row: the smallest set of most probable tokens whose sum reaches `top_p`.
 
     Args:
         probs: [rows, vocab], as in `sampling_from_probs`; the sum is compared with `top_p` times the sum of the row.
-        top_p: a float in [0, 1] or an array [batch], float32, int32 or int64. The token that lets the sum reach
-            top_p is kept, too, and the most probable token is always kept; ties go to the lower id. None keeps all.
+        top_p: a float in [0, 1] or an array [batch], float32, int32 or int64. The token with which the sum reaches
+            top_p belongs to the nucleus. The most probable token is always kept. Ties go to the lower id. None keeps
+            all tokens.
 
     The other arguments, results and errors are as in `sampling_from_logits`. The method is from "The curious case of
-    neural text degeneration" (arXiv:1904.09751), by rejection as in FlashInfer.
+    neural text degeneration" (arXiv:1904.09751). As in FlashInfer, the kernel finds the nucleus by rejection, without a
+    sort.
     """
     return draw(
         "probs", probs, (seed, offset, generator), indices, return_valid, return_logprobs, out, variant, top_p=top_p
@@ -242,8 +247,8 @@ def top_k_top_p_sampling_from_logits(
         logits: [rows, vocab], as in `sampling_from_logits`.
         top_k: as in `top_k_sampling_from_probs`.
         top_p: as in `top_p_sampling_from_probs`.
-        filter_apply_order: "top_k_first" compares `top_p` with shares of the sum of the `top_k` tokens, "joint" with
-            shares of the sum of the whole row.
+        filter_apply_order: "top_k_first": `top_p` is a fraction of the sum of the `top_k` tokens. "joint": `top_p` is a
+            fraction of the sum of the whole row.
 
     The other arguments, results and errors are as in `sampling_from_logits`.
     """
@@ -267,7 +272,7 @@ def top_k_top_p_sampling_from_probs(
     out: AnyArray | None = None,
     variant: str = "auto",
 ) -> AnyArray:
-    """`top_k_top_p_sampling_from_logits` from probabilities [rows, vocab], as in `sampling_from_probs`."""
+    """Like `top_k_top_p_sampling_from_logits`, for probabilities [rows, vocab] as in `sampling_from_probs`."""
     common = (seed, offset, generator), indices, return_valid, return_logprobs, out, variant
     return draw("probs", probs, *common, filter_apply_order, top_k=top_k, top_p=top_p)
 
@@ -298,8 +303,9 @@ def sample(
 
     Args:
         logits: [rows, vocab], as in `sampling_from_logits`.
-        temperature: divides the logits; a float of at least 0 or an array [batch], float32, int32 or int64. 0 takes the
-            largest logit, the lower id on ties; infinity makes all finite logits equally probable.
+        temperature: the divisor of the logits; a float of at least 0 or an array [batch], float32, int32 or int64. With
+            0 the token with the largest logit is chosen, on ties the lower id. Infinity makes all finite logits equally
+            probable.
         top_k: as in `top_k_sampling_from_probs`, after the temperature. -1, 0 and values of at least the vocabulary
             size keep all tokens, also in an array: vLLM, SGLang, FlashInfer and transformers use these values for
             "no limit".
@@ -311,8 +317,8 @@ def sample(
         end_id: the token that ends a sequence; only with `finished`.
         sequence_length: int32 [batch], increased in place for rows that were not finished.
 
-    The other arguments, results and errors are as in `sampling_from_logits`. The step is FasterTransformer's (its
-    sampling kernels), with the filters of today's servers.
+    The other arguments, results and errors are as in `sampling_from_logits`. The step is as in FasterTransformer's
+    sampling kernels. The filters are as in vLLM, SGLang and FlashInfer.
     """
     common = (seed, offset, generator), indices, return_valid, return_logprobs, out, variant
     step = bias, finished, end_id, sequence_length
@@ -328,8 +334,8 @@ def softmax(
 
     Args:
         logits: [batch, vocab], as in `sampling_from_logits`.
-        temperature: a float of at least 0 or an array [batch], float32, int32 or int64; None is 1. 0 gives the largest
-            logit probability 1, the lower id on ties; infinity gives all finite logits the same probability.
+        temperature: a float of at least 0 or an array [batch], float32, int32 or int64; None is 1. With 0 the largest
+            logit gets probability 1, on ties the lower id. With infinity all finite logits get the same probability.
         out: float32 [batch, vocab] to write into and return.
         variant: as in `sampling_from_logits`.
 
@@ -412,7 +418,7 @@ def chain_speculative_sampling(
 
     Returns:
         ids int32 [batch, drafts + 1]: the accepted drafts, the drawn token, then -1;
-        accepted int32 [batch]: the number of drafts that pass the test when each is tested by itself, also after a
+        accepted int32 [batch]: the number of drafts that pass the acceptance test, including those after the first
             rejection;
         emitted int32 [batch]: the number of drafts before the first rejection.
 

@@ -1,4 +1,4 @@
-"""Sampling: the kernels, how a row is divided among blocks, the checks, and the launches."""
+"""Sampling: the kernels, the division of a row among blocks, the checks, and the launches."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ ORDERS = ("top_k_first", "joint")
 MAX_VOCAB = 2**20
 MAX_BATCH = 2**24
 CLUSTER = 8
-#: Maximum shared memory of a block: on every GPU from sm_80 on, and if five blocks must be resident on a multiprocessor
-#: of an H200.
+#: The maximum shared memory of a block. The first number fits every GPU from sm_80 on. With the second, five blocks are
+#: resident per multiprocessor of an H200.
 _MAX_SHARED_BYTES = 96 * 1024
 _SHARED_BYTES_OF_MANY = 44 * 1024
 
@@ -44,7 +44,7 @@ _renormalize = Kernel("sampling/renormalize", "renormalize", compile_s=0.6)
 
 
 def _shared_bytes(tiles: int, cached_tiles: int, topped_tiles: int, tops_per_tile: int) -> int:
-    """Return the shared memory of a block in bytes, from the sizes of its parts."""
+    """Return the shared memory of a block in bytes. `tops_per_tile` is the number of top values kept for each tile."""
     constants = template.constants(_sample.file)
     kept = 2 * tiles * 16 + constants["CAPACITY"] * 8 + tiles * tops_per_tile * 4
     return kept + topped_tiles * 128 + cached_tiles * constants["TILE"] * 4
@@ -89,7 +89,7 @@ class Plan(NamedTuple):
 
 
 def plan_of(values: Array, batch: Any, variant: str, cache: bool) -> Plan:
-    """Return the plan for `batch` rows. `cache`: blocks keep a part of a row in shared memory for further passes."""
+    """Return the plan for `batch` rows. With `cache` the blocks keep elements in shared memory for later passes."""
     check.one_of("variant", variant, VARIANTS)
     gpu, constants = values.gpu, template.constants(_sample.file)
     clusters = gpu.compute_capability >= 90
@@ -97,10 +97,10 @@ def plan_of(values: Array, batch: Any, variant: str, cache: bool) -> Plan:
         check.fail("variant", "'auto' or 'block' on a GPU without clusters (before sm_90)", "'cluster'")
     most_warps, least_warps, tile = constants["MAX_WARPS"], constants["MIN_WARPS"], constants["TILE"]
     tiles = -(-values.shape[-1] // tile)
-    # If one block can have a warp for each tile, it computes the row alone.
+    # If one block has enough warps for all tiles of a row, a cluster is not used.
     cluster = 1 if variant == "block" or not clusters or (variant == "auto" and tiles <= most_warps) else CLUSTER
     tiles_per_block = -(-tiles // cluster)
-    # A block has about one warp per tile if all blocks are resident at once with two blocks per multiprocessor.
+    # A block gets about one warp per tile if the batch is so small that two blocks per multiprocessor hold all rows.
     most_few = 2 * gpu.multiprocessors // cluster
     few = batch <= most_few
     warps = most_warps if few else least_warps if not cache or batch <= 5 * gpu.multiprocessors // cluster else 8
@@ -108,8 +108,8 @@ def plan_of(values: Array, batch: Any, variant: str, cache: bool) -> Plan:
     tops_per_tile = 32
     while tops_per_tile > 1 and tiles * tops_per_tile > constants["MAX_TOPS"]:
         tops_per_tile //= 2
-    # With many rows only a part of each row is cached in shared memory, so that enough blocks are resident. Further
-    # passes read the rest from L2.
+    # With many rows, only some tiles of each row are cached in shared memory, so that more blocks are resident. Later
+    # passes read the other tiles from L2.
     limit = _MAX_SHARED_BYTES if few else _SHARED_BYTES_OF_MANY
     topped = min(tiles_per_block, (_MAX_SHARED_BYTES - _shared_bytes(tiles, 0, 0, tops_per_tile)) // 128)
     used = _shared_bytes(tiles, 0, topped, tops_per_tile)
@@ -129,7 +129,7 @@ def plan_of(values: Array, batch: Any, variant: str, cache: bool) -> Plan:
 
 
 def _within(low: float, high: float, wanted: str) -> Callable[[str, Any], float]:
-    """Return a function of a name and a value that checks that the value is a number in [low, high]."""
+    """Return a function (name, value) that checks that the value is a number in [low, high], and returns it."""
 
     def convert(name: str, value: Any) -> float:
         found = check.number(name, value)
@@ -153,18 +153,18 @@ def _temperature(name: str, value: Any) -> float:
 
 
 def _count(name: str, value: Any, vocab: int) -> int:
-    """Check the number of tokens that top-k keeps."""
+    """Check the argument top_k: an integer in [1, vocab]."""
     return check.integer(name, value, 1, vocab, "the vocabulary; None for no limit")
 
 
 def any_count(name: str, value: Any, vocab: int) -> int:
-    """Check the number of tokens that top-k keeps. -1, 0, and more than the vocabulary mean the whole vocabulary."""
+    """Check the argument top_k. -1, 0 and numbers above the vocabulary size mean the whole vocabulary."""
     count = check.integer(name, value, -1, why="-1, 0 and None for no limit")
     return count if 1 <= count < vocab else vocab
 
 
 _share = _within(0, 1, "in [0, 1] (None for no limit)")
-#: The rule of a parameter: the dtypes that an array may have, the check of a number, and the number that None means.
+#: The rule for a parameter: the allowed dtypes of an array, a function that checks a number, and the number for None.
 _Rule = tuple[tuple[str, ...], Callable[[str, Any], Any], Any]
 #: The rules of all parameters except top_k.
 _RULES: dict[str, _Rule] = {
@@ -177,7 +177,7 @@ _RULES: dict[str, _Rule] = {
 PARAMETERS = ("top_k", *_RULES)
 
 
-#: The type of a function that checks a number for top_k, from its name, its value and the vocabulary.
+#: The type of a function that checks top_k, given the name, the value and the vocabulary size.
 _Count = Callable[[str, Any, int], int]
 
 
@@ -186,7 +186,7 @@ def _parameters(
 ) -> dict[str, Any]:
     """Return the kernel's fields for the sampling parameters.
 
-    A parameter is an array [batch], or for all rows an array of one element or a number.
+    A parameter is an array [batch]; or an array of one element, or a number, which applies to all rows.
     """
     vocab, bits = first.shape[-1], template.constants(_sample.file)
     rules: dict[str, _Rule] = {"top_k": (INTEGERS, lambda name, value: count(name, value, vocab), vocab), **_RULES}
@@ -207,11 +207,11 @@ def _parameters(
 
 
 def _checked(convert: Callable[[Any], Any], value: Any) -> Any:
-    """Check a number. If the number differs at each call of a plan, check it at each call."""
+    """Check a number. If the number may differ at each call of a plan, check it at each call."""
     return check_each_call(convert, value) if isinstance(value, Each) else convert(value)
 
 
-#: The arguments seed, offset and generator.
+#: A tuple of the arguments (seed, offset, generator).
 Randomness = tuple[Any, Any, Any]
 
 
@@ -240,7 +240,7 @@ def _stream(
 
 
 def _generator(first: Array, generator: Any) -> tuple[Callable[..., generators.Drawn], tuple[Any, ...]]:
-    """Return a function that draws a seed, and the arguments to call it with: the caller's generator, or none."""
+    """Return a function that draws a seed, and its arguments: the caller's generator, or () for the default one."""
     library, device = first.place.library, first.place.device
     draw = functools.partial(generators.draw, library, device)
     if generator is None:
@@ -313,14 +313,14 @@ def _launch_argmax(values: Array, batch: Any, variant: str, **fields: Any) -> No
 def _is_greedy(filters: dict[str, Any], seed: Any) -> bool:
     """Return whether the call only has to find the largest logit of each row (temperature 0).
 
-    Without a seed the answer is no, because a draw must then advance a generator.
+    Return False without a seed, because the call must then advance a generator.
     """
     temperature = filters.get("temperature")
     return not (temperature is None or isinstance(temperature, Array) or seed is None) and bool(temperature == 0)
 
 
 def _batch_of(name: str, values: Array, rows: Any, indices: Any) -> Any:
-    """Return the batch size: the number of rows, or with `indices` their number."""
+    """Return the batch size: the number of indices, or without `indices` the number of rows."""
     if indices is None:
         return rows
     shape = getattr(indices, "shape", type(indices).__name__)
@@ -353,7 +353,7 @@ _RESULTS = {"ids": "int32", "valid": "bool", "logprobs": "float32"}
 
 
 def _results(name: str, values: Array, batch: Any, indices: Any, wanted: list[str], out: Any) -> list[Array]:
-    """Return the arrays for the `wanted` results [batch]: new arrays, or the one or several arrays of `out`."""
+    """Return the arrays [batch] for the `wanted` results: new arrays, or the arrays of `out` (one array or a tuple)."""
     given = out if out is None or isinstance(out, (tuple, list)) else [out]
     if given is not None and len(given) != len(wanted):
         check.fail("out", " and ".join(wanted), f"{len(given)} arrays")
@@ -364,9 +364,9 @@ def _results(name: str, values: Array, batch: Any, indices: Any, wanted: list[st
 
 
 def _reads_again(fields: dict[str, Any], vocab: int) -> bool:
-    """Return whether a draw reads rows more than once.
+    """Return whether the kernel reads rows more than once.
 
-    Filters need further passes, except a small top_k: the kernel then lists the top tokens in its first pass.
+    Filters need further passes. A small top_k does not, because the kernel then lists the top tokens in its first pass.
     """
     top_k, top_p, min_p = (fields[f"scalar_{x}"] for x in ("top_k", "top_p", "min_p"))
     by_row = any(fields[x] is not None for x in ("top_k", "top_p", "min_p"))
@@ -497,7 +497,7 @@ def verify(
         False,
         second=first,
         ids=ids,
-        # Not null even if there are no drafts, because null tells the kernel that it does not verify drafts at all.
+        # With 0 drafts the pointer is any non-null one, because null tells the kernel that this call does not verify.
         draft_ids=draft_token_ids if drafts else ids,
         accepted=accepted,
         emitted=emitted,
