@@ -1,4 +1,4 @@
-"""What the notebooks share: how one begins, its arrays, and how it shows the sources. Times are in `speed.py`."""
+"""Helpers of the notebooks: the setup, array conversion, and printing of sources. `speed.py` measures times."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _on_gpu = False
 
 
 def begin(*, with_torch: bool = False) -> bool:
-    """Set up the pictures and the printing of a notebook, and say where it runs.
+    """Set up the plots and the printing of a notebook, and print where it runs.
 
-    Returns whether there is a GPU; `with_torch`: one that PyTorch can use.
+    Returns whether there is a GPU. `with_torch`: PyTorch must also be able to use the GPU.
     """
     global _on_gpu
     _on_gpu = kernel.device_count() > 0
@@ -31,7 +31,7 @@ def begin(*, with_torch: bool = False) -> bool:
         import torch
 
         _on_gpu = _on_gpu and torch.cuda.is_available()
-    # tqdm, which transformers imports, misses the widgets of Jupyter, and nothing here shows any.
+    # transformers imports tqdm, which warns if Jupyter widgets are missing. The notebooks use no widgets.
     warnings.filterwarnings("ignore", "IProgress not found")
     np.set_printoptions(precision=4, suppress=True, linewidth=120)
     plt.rcParams.update({"figure.dpi": 90, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
@@ -45,9 +45,9 @@ def begin(*, with_torch: bool = False) -> bool:
 
 
 def on_device(array: Any) -> Any:
-    """A NumPy array on the GPU, where there is one; None stays None.
+    """Copy a NumPy array to the GPU, if there is one. None stays None.
 
-    CuPy has no FP8, and takes its bytes.
+    CuPy has no FP8 dtypes, so FP8 arrays become uint8.
     """
     if array is None or not _on_gpu:
         return array
@@ -58,24 +58,24 @@ def on_device(array: Any) -> Any:
 
 
 def on_host(array: Any) -> np.ndarray:
-    """An array of any library in NumPy."""
+    """Convert an array of any library to NumPy."""
     return arrays.library_of(array).to_numpy(array)
 
 
 def read(name: str) -> list[str]:
-    """The lines of a file, whose name is that in the checkout."""
+    """Return the lines of a file. `name` is its path in the checkout."""
     return (ROOT / name).read_text().splitlines()
 
 
 def the_one(found: list[T], wanted: str, name: str = "the file") -> T:
-    """The only entry of a list of what matches `wanted` in the file `name`; `LookupError` if it has none or more."""
+    """Return the only entry of `found`, the matches of `wanted` in the file `name`; otherwise raise LookupError."""
     if len(found) != 1:
         raise LookupError(f"{len(found)} places in {name} match {wanted!r}, wanted one")
     return found[0]
 
 
 def print_lines(lines: list[str], start: int, stop: int, name: str = "") -> None:
-    """Print the lines from `start`, of which the first is 0, up to `stop`, each with its number in the file `name`."""
+    """Print lines[start:stop] of the file `name` with their line numbers, without blank lines at the end."""
     while stop > start and not lines[stop - 1].strip():
         stop -= 1
     if name:
@@ -85,38 +85,38 @@ def print_lines(lines: list[str], start: int, stop: int, name: str = "") -> None
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a notebook prints of the sources and says of them: those of one stem's kernels, unless it names a file.
+    """Prints and checks the sources that a notebook explains.
 
-    `kernel` is a file or a folder of the checkout, such as "cuda_src/moe_gate.cu" or "cuda_src/mla_decode"; so is
-    `name` below. What is looked for has to be in one place of them, else it is a `LookupError`.
+    `kernel` is a file or folder of the checkout, such as "cuda_src/moe_gate.cu" or "cuda_src/mla_decode". The methods
+    search it, or the file or folder `name`. They raise LookupError unless exactly one place matches.
     """
 
     kernel: str
-    # The kernel is shown section by section, so its definition up to the first of them.
+    # If set, `definition` stops at the first section heading: the notebook prints the kernel section by section.
     in_sections: bool = False
 
     def files(self, name: str | None = None) -> list[str]:
-        """The files of the kernel, or of `name`."""
+        """Return the files of the kernel, or of `name`."""
         place = ROOT / (name or self.kernel)
         paths = sorted(place.glob("*.cu*")) if place.is_dir() else [place]
         return [path.relative_to(ROOT).as_posix() for path in paths]
 
     def definition(self, text: str, name: str | None = None) -> None:
-        """Print the definition whose first line, which is not indented, has `text`.
+        """Print the definition whose first line contains `text` and is not indented.
 
-        With it comes what is above it without a gap: its comment, its decorators, the header of its template.
+        The comment, decorators and template header directly above the definition are printed too.
         """
         file, first = self._find(lambda line: text in line and not line.startswith((" ", "//", "#")), text, name)
         lines, start = read(file), first
         headings = _headings(lines)
-        # The second line of a template's header is indented as far as its first parameter.
+        # The second line of a template header is indented to its first parameter.
         above = ("//", "template", " " * len("template <"), "__", "@")
         while lines[start - 1].startswith(above) and start - 1 not in headings:
             start -= 1
         print_lines(lines, start, _end(lines, first, headings if self.in_sections else {}), file)
 
     def member(self, text: str, name: str | None = None) -> None:
-        """Print the member function of a struct whose first line has `text`, with the comment above it."""
+        """Print the member function whose first line contains `text`, with the comment above it."""
         file, first = self._find(lambda line: text in line and bool(re.match(r"    [\w~]", line)), text, name)
         lines, start = read(file), first
         while lines[start - 1].startswith(("    //", "    template", "    __")):
@@ -126,10 +126,10 @@ class Lesson:
         print_lines(lines, start, stop + 1, file)
 
     def section(self, heading: str, name: str | None = None) -> None:
-        """Print the part under the `// --- heading ---` that starts so.
+        """Print the section under the `// --- heading ---` that starts with `heading`.
 
-        It goes on to the next heading, to the bracket that ends the function, or to the end of the file. Of a heading
-        that is not indented it is the comment.
+        The section ends at the next heading, at the end of the function, or at the end of the file. If the heading is
+        not indented, only its comment is printed.
         """
 
         def starts(line: str) -> bool:
@@ -146,27 +146,27 @@ class Lesson:
         print_lines(lines, start, stop, file)
 
     def opening(self, name: str | None = None) -> None:
-        """Print the comment that opens the only file of `name`: what it computes, who does what, its bound."""
+        """Print the header comment of the only file of `name`: the formula, the work of each block, the bound."""
         (file,) = self.files(name)
         lines = read(file)
         print_lines(lines, 0, next(i for i, line in enumerate(lines) if not line.startswith("//")), file)
 
     def contents(self, name: str | None = None) -> None:
-        """Print each file of the kernel, or of `name`, with the first sentence of the comment that opens it."""
+        """Print each file of the kernel, or of `name`, with the first sentence of its header comment."""
         told = {Path(file).name: _first_sentence(read(file)) for file in self.files(name)}
         wide = max(map(len, told))
         for file, sentence in told.items():
             print(f"{file:{wide}}  {sentence}")
 
     def excerpt(self, first: str, last: str, name: str | None = None, *, through: bool = False) -> None:
-        """Print from the one line that has `first` up to the next one that has `last`; `through`: with that line."""
+        """Print from the line with `first` up to the next line with `last`. `through`: include the latter line."""
         file, start = self._find(lambda line: first in line, first, name)
         lines = read(file)
         stop = next(i for i in range(start + 1, len(lines)) if last in lines[i])
         print_lines(lines, start, stop + through, file)
 
     def constant(self, name: str) -> Any:
-        """The number to which the kernels give this name."""
+        """Return the value of the constant `name` of the kernels."""
         found = set()
         for file in self.files():
             stem = Path(file).relative_to("cuda_src").with_suffix("").as_posix()
@@ -176,9 +176,9 @@ class Lesson:
         return the_one(sorted(found), f"constexpr {name}", self.kernel)
 
     def rely_on(self, *snippets: str, name: str | None = None) -> None:
-        """Fail if the sources no longer have these lines, on which what follows in the notebook rests.
+        """Raise LookupError unless the sources contain all `snippets`. The notebook's explanation relies on them.
 
-        How they are broken and indented makes no difference.
+        Line breaks and indentation are ignored.
         """
         texts = [" ".join(" ".join(read(file)).split()) for file in self.files(name)]
         for snippet in snippets:
@@ -186,28 +186,28 @@ class Lesson:
                 raise LookupError(f"{name or self.kernel} no longer has {snippet!r}")
 
     def _find(self, wanted: Any, text: str, name: str | None) -> tuple[str, int]:
-        """The file and the index of the one line for which `wanted` holds."""
+        """Return the file and the line index of the only line that satisfies `wanted`."""
         found = [(file, i) for file in self.files(name) for i, line in enumerate(read(file)) if wanted(line)]
         return the_one(found, text, name or self.kernel)
 
 
 def _first_sentence(lines: list[str]) -> str:
-    """The first sentence of the comment that opens a file."""
+    """Return the first sentence of the header comment of a file."""
     comment = " ".join(line[2:].strip() for line in lines[: next(i for i, x in enumerate(lines) if x in ("", "//"))])
     return re.split(r"(?<=[^.]\.) ", comment)[0].removesuffix(".")
 
 
 def _headings(lines: list[str]) -> dict[int, str]:
-    """Line index and text of each `// --- heading ---`."""
+    """Return {line index: text} of each `// --- heading ---`."""
     found = {i: re.match(r"\s*// ---+ (.*?)[ -]*$", line) for i, line in enumerate(lines)}
     return {i: match[1] for i, match in found.items() if match}
 
 
 def _end(lines: list[str], first: int, headings: dict[int, str]) -> int:
-    """The index after the last line of the definition that begins with line `first`.
+    """Return the index after the last line of the definition that begins with line `first`.
 
-    That is its closing bracket in the first column, or what is before a heading; of a Python function, what is before
-    the next line that is not indented.
+    The last line is the closing bracket in the first column, or the line before a heading. A Python function ends
+    before the next line that is not indented.
     """
     if lines[first].startswith("def "):
         return next(i for i in range(first + 1, len(lines)) if lines[i] and not lines[i].startswith((" ", ")")))

@@ -1,6 +1,6 @@
-"""Three steps on the way to `cuda_src/moe_gemm/wgmma.cu`, each a small CUDA file that runs: `moe_gemm_steps/*.cu`.
+"""Compile and launch three simplified versions of `cuda_src/moe_gemm/wgmma.cu`: the files `moe_gemm_steps/*.cu`.
 
-All compute what `cukern.moe_gemm(a, b, expert_offsets)` does in bfloat16, without its other options.
+Each computes the result of `cukern.moe_gemm(a, b, expert_offsets)` in bfloat16, without the function's other options.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from cukern.runtime.tensor_map import encode
 
 FOLDER = Path(__file__).with_suffix("")
 _KERNEL = "multiply"
-# Swizzled tiles begin at multiples of so many bytes.
+# Alignment in bytes of swizzled tiles in shared memory.
 _ALIGNMENT = 1024
 
 
 class Step(NamedTuple):
-    """A file, and the sizes of its tiles, which are its constants."""
+    """Describe a CUDA file: its name, and the tile sizes and the block size that its constants define."""
 
     name: str
     rows: int
     columns: int
     threads: int
-    shared_bytes: int = 0  # of all stages; 0: the kernel declares its shared memory itself
-    is_mapped: bool = True  # its operands come by TMA, which only Hopper's code here does
+    shared_bytes: int = 0  # dynamic shared memory of all stages; 0: the kernel's is static
+    is_mapped: bool = True  # the kernel copies its operands by TMA and needs Hopper
 
     @property
     def path(self) -> Path:
@@ -43,7 +43,7 @@ class Step(NamedTuple):
 
     @property
     def archs(self) -> tuple[str, ...]:
-        """The architectures that the tests compile it for."""
+        """Return the architectures for which the tests compile the file."""
         return ("90a",) if self.is_mapped else ("80", "90a")
 
 
@@ -55,7 +55,7 @@ STEPS = (
 
 
 class Compiled(NamedTuple):
-    """A cubin, the name of the kernel in it, and its registers."""
+    """Hold a cubin, the mangled name of its kernel, and the kernel's registers and spills."""
 
     cubin: bytes
     name: str
@@ -64,7 +64,7 @@ class Compiled(NamedTuple):
 
 @functools.cache
 def compiled(step: Step, arch: str) -> Compiled:
-    """A step, compiled by NVRTC. Needs no GPU."""
+    """Compile a step by NVRTC. This needs no GPU."""
     folders = sources.CUDA_SRC, compile.cuda_include_directory()
     options = [f"-arch=sm_{arch}", "-std=c++17", "-default-device", "-Xptxas=-v", *(f"-I{x}" for x in folders)]
     cubin, name, log = nvrtc.compile_cubin(step.path.read_text(), str(step.path), _KERNEL, options)
@@ -73,7 +73,7 @@ def compiled(step: Step, arch: str) -> Compiled:
 
 @functools.cache
 def _function(step: Step, device: int) -> Any:
-    """A step's kernel on the current device, which is `device`."""
+    """Load a step's kernel on the current device, which must be `device`."""
     cubin, name, _ = compiled(step, arch_of_device(device))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "step.cubin")
@@ -81,33 +81,36 @@ def _function(step: Step, device: int) -> Any:
         kernel = cupy.RawModule(path=str(path)).get_function(name)
         if step.shared_bytes:
             kernel.max_dynamic_shared_size_bytes = step.shared_bytes + _ALIGNMENT
-        assert kernel.kernel.ptr  # it is loaded now
+        assert kernel.kernel.ptr  # accessing `ptr` loads the kernel from the file
     return kernel
 
 
 def _parameters(step: Step, a: int, b: int, out: int, offsets: int, rows: int, experts: int, n: int, k: int) -> bytes:
-    """The step's struct `StepParams`, for arrays at these addresses."""
+    """Return the bytes of the step's struct `StepParams`. `a`, `b`, `out` and `offsets` are addresses."""
     if not step.is_mapped:
         return struct.pack("4Q4i", a, b, out, offsets, rows, experts, n, k)
-    # Boxes of 64 numbers along k, which are 128 bytes. Of four dimensions, as `tma_load` takes them.
+    # A box has 64 numbers along k, which are 128 bytes. The maps have four dimensions, because `tma_load` takes four.
     row, all_rows, all_weights = 2 * k, 2 * k * rows, 2 * k * n * experts
     a_map = encode(a, "bfloat16", (k, rows, 1, 1), (row, all_rows, all_rows), (64, step.rows, 1, 1))
     b_map = encode(b, "bfloat16", (k, n, experts, 1), (row, row * n, all_weights), (64, step.columns, 1, 1))
     packed = struct.pack("128s128s2Q3i", a_map, b_map, out, offsets, experts, n, k)
-    return packed.ljust(-(-len(packed) // 64) * 64, b"\0")  # a struct with tensor maps is a multiple of 64 bytes
+    return packed.ljust(-(-len(packed) // 64) * 64, b"\0")  # a tensor map is aligned to 64 bytes, so is the size
 
 
 def multiply(step: Step, a: Any, b: Any, expert_offsets: Any, out: Any = None) -> Any:
-    """out[r] = a[r] b[e]^T for the rows r of expert e, by a step's kernel; CuPy arrays or torch tensors on a GPU.
+    """Compute out[r] = a[r] b[e]^T for the rows r of each expert e by a step's kernel.
+
+    All arrays are CuPy arrays or torch tensors on a GPU.
 
     Args:
         a: [rows, k] bfloat16, or its bits (uint16).
         b: weights [experts, n, k], of the same dtype. n and k are multiples of 8.
-        expert_offsets: int32 [experts + 1]; expert e has rows expert_offsets[e] to expert_offsets[e + 1] - 1.
+        expert_offsets: int32 [experts + 1]; expert e has the rows from expert_offsets[e] up to, but not including,
+            expert_offsets[e + 1].
         out: [rows, n], of the dtype of a.
 
     Returns:
-        `out`. Rows of no expert are not written.
+        `out`. Rows that belong to no expert are not written.
     """
     library = arrays.library_of(a)
     assert library is not None
@@ -123,7 +126,7 @@ def multiply(step: Step, a: Any, b: Any, expert_offsets: Any, out: Any = None) -
     packed = _parameters(step, *addresses, rows, experts, n, k)
     buffer = ctypes.create_string_buffer(packed, len(packed))
     pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-    # As many blocks along y as there can be tiles, since each group's last one may not be full.
+    # Blocks along y: the largest possible number of tiles. The last tile of each group may be partial.
     tiles = (rows + min(experts, rows) * (step.rows - 1)) // step.rows
     shared_bytes = step.shared_bytes and step.shared_bytes + _ALIGNMENT
     driver.launchKernel(
@@ -134,7 +137,7 @@ def multiply(step: Step, a: Any, b: Any, expert_offsets: Any, out: Any = None) -
 
 
 def median_us(call: Callable[[], Any], repeats: int = 50) -> float:
-    """The median time of a call on torch's current stream, by CUDA events."""
+    """Return the median time of a call in microseconds, on torch's current stream, measured by CUDA events."""
     import torch
 
     for _ in range(3):

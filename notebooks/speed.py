@@ -1,4 +1,4 @@
-"""What the notebooks share of times: measuring them, and drawing them beside their floor and other kernels."""
+"""Measure times for the notebooks, and print and draw them beside their floor and other kernels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RESULTS = _FOLDER / "h200.json"
 
 Row = dict[str, Any]
 
-#: Sizes that say that nothing is special, which a case's name leaves out.
+#: Default sizes, which the name of a case omits.
 _USUAL = {"ragged": "false", "causal": "false", "topk": 0, "query_tokens": 1, "layout": "vllm", "page_size": 64}
 _USUAL_VARIANTS = ("auto", "specialized", "vector")
 _STYLES = {"cukern": "C0o-", "torch": "C3v-", "torch.compile": "C4^-", "floor": "k--"}
@@ -34,7 +34,7 @@ _OTHER_STYLES = ("C1s-", "C2D-", "C5P-", "C6X-", "C7*-", "C8h-")
 
 
 def round_ticks(ax: Axes, *which: str, at: Iterable[float] | None = None) -> None:
-    """Make the axes named, "x" or "y", logarithmic with plain numbers at 1, 2, 5, 10, 20 and so on, or `at` these."""
+    """Make the axes "x" or "y" logarithmic. The ticks are plain numbers: 1, 2, 5, 10, 20 ..., or those in `at`."""
     for name in which:
         axis = getattr(ax, f"{name}axis")
         getattr(ax, f"set_{name}scale")("log")
@@ -59,9 +59,9 @@ def curves(
     ylabel: str = "microseconds per call",
     at: Iterable[float] | None = None,
 ) -> None:
-    """Draw each line, a mapping from a size to a time, over logarithmic axes whose ticks are round.
+    """Draw lines, mappings from a size to a time, on logarithmic axes with round ticks.
 
-    `at`: the ticks of the sizes; the sizes themselves where there are few.
+    `at`: the ticks of the size axis. By default these are the sizes themselves, if there are at most 9.
     """
     others = iter(_OTHER_STYLES)
     for name, line in lines.items():
@@ -79,9 +79,9 @@ def curves(
 
 
 class Clock:
-    """Times cases of the benchmarks, each beside its floor and what else a user would call.
+    """Time cases of the benchmarks, and compare them with their floor and their baselines.
 
-    It has `is_here`, whether there is a GPU and PyTorch to time on; else it says so, and measures nothing.
+    `is_here` says whether there is a GPU and PyTorch. Without them the clock prints a note and measures nothing.
     """
 
     def __init__(self, on_gpu: bool, *, matrix: bool = False) -> None:
@@ -105,7 +105,7 @@ class Clock:
             print(f"a large product of matrices in bfloat16 makes {self.ceilings.matmul_tflop_s:.0f} TFLOP/s")
 
     def row(self, case: Any, baselines: Sequence[str] = ("torch",), peers: Sequence[str] = ()) -> Row:
-        """The measured row of one case, as the results of the benchmarks have them, with these baselines and peers."""
+        """Measure a case with these baselines and peers, and return its row in the format of the stored results."""
         from benchmarks import harness
 
         case = dataclasses.replace(
@@ -127,7 +127,7 @@ class Clock:
         peers: Sequence[str] = (),
         name_of: Callable[[Row], str] | None = None,
     ) -> list[Row]:
-        """The rows of many cases, printed as a table. Without a GPU there are none."""
+        """Measure several cases, print them as a table, and return their rows. Without a GPU return an empty list."""
         if not self.is_here:
             return []
         rows = [self.row(case, baselines, peers) for case in cases]
@@ -136,7 +136,7 @@ class Clock:
 
 
 def print_rows(rows: Sequence[Row], name_of: Callable[[Row], str] | None = None) -> None:
-    """Print a table of rows: time, floor, the share of the floor that is reached, and each baseline."""
+    """Print a table of rows: time, floor, share of the floor, and the time of each baseline."""
     named = [(name_of or words)(row) for row in rows]
     wide = max(map(len, named), default=0)
     others = list(dict.fromkeys(name for row in rows for name in row["baselines"]))
@@ -153,7 +153,7 @@ def print_rows(rows: Sequence[Row], name_of: Callable[[Row], str] | None = None)
 
 
 def bars(rows: Sequence[Row], name_of: Callable[[Row], str] | None = None) -> None:
-    """Draw the times of rows as bars, each with its floor and its baselines."""
+    """Draw the times of rows as bars, beside their floors and their baselines."""
     if not rows:
         print("There are no times to plot.")
         return
@@ -184,12 +184,12 @@ def bars(rows: Sequence[Row], name_of: Callable[[Row], str] | None = None) -> No
 
 @functools.cache
 def _variants(op: str) -> set[str]:
-    """The variants in which an op was measured, of the results kept in the checkout."""
+    """Return the variants of an op in the stored results."""
     return {row["variant"] for row in json.loads(RESULTS.read_text())["rows"] if row["op"] == op}
 
 
 def words(row: Row) -> str:
-    """An op and its sizes, without those that say that nothing is special; of several variants an unusual one."""
+    """Return the op and the sizes of a row, without default sizes; add the variant if it is not the default."""
     usual = _USUAL | {"cache_dtype": row["case"].get("dtype")}
     sizes = [f"{name} {value}" for name, value in row["case"].items() if usual.get(name) != value]
     is_special = row["variant"] not in _USUAL_VARIANTS and len(_variants(row["op"])) > 1
@@ -197,9 +197,9 @@ def words(row: Row) -> str:
 
 
 def kept(*ops: str, gpus: int = 1) -> tuple[str, list[Row]]:
-    """The GPU and the days on which these ops were measured, and their rows, of the results kept in the checkout.
+    """Return a description (GPU and days of measurement) and the rows of these ops from the stored results.
 
-    `gpus`: those of so many GPUs together; there may be none.
+    `gpus`: the number of GPUs that were used together. Without results for this number, both are empty.
     """
     path = RESULTS if gpus == 1 else _FOLDER / f"h200-x{gpus}.json"
     if gpus > 1 and not path.exists():
@@ -211,11 +211,11 @@ def kept(*ops: str, gpus: int = 1) -> tuple[str, list[Row]]:
 
 
 def roofline(*ops: str, most: int = 20) -> None:
-    """Print and draw the times of ops against their floors, and the fastest that was measured beside them.
+    """Print and draw the stored times of ops, their floors, and the fastest baseline.
 
-    The floor is the longer of two times: of the bytes at the speed of a copy, and of the products at the speed of a
-    large product of matrices; both speeds were measured in the same run. At most so many cases are printed, with
-    those farthest from their floor first; all are drawn.
+    The floor is the longer of two times: the time of the bytes at the speed of a copy, and the time of the products at
+    the speed of a large matrix product. Both speeds were measured in the same run. At most `most` cases are printed,
+    the cases farthest from their floor first. All cases are drawn.
     """
     where, rows = kept(*ops)
     if not rows:
@@ -238,7 +238,7 @@ def _share(row: Row) -> float:
 
 
 def _fastest(row: Row) -> tuple[str, str]:
-    """The fastest baseline with its time, and how many times as long it takes; nothing where there is none."""
+    """Return the fastest baseline with its time, and its time divided by ours; empty strings without a baseline."""
     if not row["baselines"]:
         return "", ""
     best = min(row["baselines"], key=row["baselines"].__getitem__)
@@ -269,9 +269,9 @@ def _draw_roofline(rows: list[Row], ops: Sequence[str]) -> None:
 
 
 def beside(*ops: str, most: int = 24) -> None:
-    """Print and draw how long the kernels of other libraries take, of the results kept of one run on an H200.
+    """Print and draw the stored times of other libraries' kernels, measured in one run on an H200.
 
-    At most so many cases are shown, and among them those in which an op does worst.
+    At most `most` cases are shown: the cases with the lowest ratio of the other library's time to ours.
     """
     where, rows = kept(*ops)
     rows = sorted((row for row in rows if report.peers_of(row)), key=_best_ratio)

@@ -2,22 +2,23 @@
 //
 //   out[r, j] = sum over i of a[r, i] * b[e, j, i]       for the rows r of expert e: offsets[e] <= r < offsets[e + 1]
 //
-// Grid: x over tiles of 128 columns of out, y over at least as many tiles of 128 rows as all groups have. A block of 8
-// warps makes one tile. For 32 numbers along k at a time, it copies 128 rows of a and 128 rows of weights to shared
-// memory through registers, and each warp then multiplies 64 rows by 32 columns, in fragments of 16 x 8.
+// Grid: x over tiles of 128 columns of out, y over the tiles of 128 rows of all groups. The host does not know the
+// groups, so y is the largest possible number of tiles, and blocks without a tile exit. A block of 8 warps computes one
+// tile. In each step it copies 32 numbers along k of 128 rows of a and of 128 rows of weights to shared memory, through
+// registers. Each warp then multiplies 64 rows by 32 columns, in fragments of 16 x 8.
 //
-// What it adds to a kernel with one thread for each output: each number that is read serves 128 outputs, and tensor
-// cores multiply.
+// Difference from a kernel with one thread per output: each number that is read from memory is used for 128 outputs,
+// and tensor cores multiply.
 //
-// Expected bound: the latency of the loads. The products of a step take 256 cycles at the tensor cores' peak (4096
-// operations a cycle), and come after a wait of some 800 cycles for memory, which only the other blocks on the
-// multiprocessor fill. And every operand passes through registers, twice.
+// Expected bound: the latency of the loads. A block waits about 800 cycles for the loads of a step. The products of the
+// step then take 256 cycles at the tensor cores' peak (4096 operations per cycle). During the wait only the other
+// blocks on the multiprocessor multiply. Every operand also passes through registers twice.
 #include "common/mma.cuh"
 
-constexpr int TILE = 128, DEPTH = 32, THREADS = 256; // rows and columns; numbers along k of a step
-constexpr int CHUNKS = DEPTH / 8;                    // of 16 bytes, of a row in a step
-constexpr int PITCH = DEPTH * 2 + 16;                // bytes of a row: 8 rows' chunks are in different banks
-constexpr int M = 4, N = 4;                          // fragments of a warp
+constexpr int TILE = 128, DEPTH = 32, THREADS = 256; // TILE: rows and columns; DEPTH: numbers along k per step
+constexpr int CHUNKS = DEPTH / 8;                    // 16-byte chunks of a row in a step
+constexpr int PITCH = DEPTH * 2 + 16;                // row pitch in bytes: no bank conflicts in ldmatrix
+constexpr int M = 4, N = 4;                          // fragments of a warp: rows, columns
 
 struct StepParams {
     const __nv_bfloat16 *a, *b; // [rows, k], [experts, n, k]
@@ -26,7 +27,8 @@ struct StepParams {
     int rows, experts, n, k;    // n, k: multiples of 8
 };
 
-// Find the group of the tile `tile` of all groups' tiles, which becomes that of its own; false if there is none.
+// `tile` indexes the row tiles of all groups. Find the tile's group, `expert`, and make `tile` an index within the
+// group. Return false if `tile` is past the last tile.
 __device__ __forceinline__ bool find_group(const StepParams& p, int& tile, int& expert) {
     for (expert = 0; expert < p.experts; ++expert) {
         const int tiles = (p.offsets[expert + 1] - p.offsets[expert] + TILE - 1) / TILE;
@@ -36,7 +38,8 @@ __device__ __forceinline__ bool find_group(const StepParams& p, int& tile, int& 
     return false;
 }
 
-// Copy a step of 128 rows to shared memory. A row past the last one is that one; what lies past k is 0.
+// Copy the 32 numbers along k of one step, of 128 rows, to shared memory. A row past the last row is read as the last
+// row; a number past k is 0.
 __device__ __forceinline__ void copy_rows(char* to, const __nv_bfloat16* from, int first, int last, int k, int step) {
     for (int i = threadIdx.x; i < TILE * CHUNKS; i += THREADS) {
         const int row = i / CHUNKS, chunk = i % CHUNKS, along = step * DEPTH + chunk * 8;
@@ -46,7 +49,7 @@ __device__ __forceinline__ void copy_rows(char* to, const __nv_bfloat16* from, i
     }
 }
 
-// Multiply a warp's 64 rows by its 32 columns, 16 numbers along k, of which the first are at byte `along`.
+// Multiply a warp's 64 rows by its 32 columns along 16 numbers of k, which start at byte `along` of a row.
 __device__ __forceinline__ void multiply_part(float (&c)[M][N][4], unsigned a_at, unsigned b_at, int along) {
     const int lane = threadIdx.x % 32;
     unsigned a[M][4], b[N / 2][4];
@@ -62,7 +65,8 @@ __device__ __forceinline__ void multiply_part(float (&c)[M][N][4], unsigned a_at
             mma_m16n8k16<__nv_bfloat16>(c[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
 }
 
-// Write a warp's results from row `row` and column `column` on: in each fragment, a lane has pairs of two rows.
+// Write a warp's results, which start at row `row` and column `column`. In each fragment a lane holds two neighbouring
+// columns of rows lane / 4 and lane / 4 + 8.
 __device__ __forceinline__ void store(const StepParams& p, const float (&c)[M][N][4], int row, int column, int end) {
     const int lane = threadIdx.x % 32;
 #pragma unroll

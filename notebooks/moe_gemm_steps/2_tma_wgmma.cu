@@ -1,24 +1,26 @@
-// Step 2 of 3: tiles copied by TMA and multiplied by wgmma, by one warpgroup that does both. Hopper only.
+// Step 2 of 3: one warpgroup starts the copies of tiles by TMA and multiplies them by wgmma. Hopper only.
 //
 //   out[r, j] = sum over i of a[r, i] * b[e, j, i]       for the rows r of expert e: offsets[e] <= r < offsets[e + 1]
 //
-// Grid: x over tiles of 128 columns of out, y over at least as many tiles of 128 rows as all groups have. A block is
-// one warpgroup, and makes one tile as two products of 64 rows. Thread 0 starts the copies of the next 64 numbers along
-// k, to one of two stages, before all wait for the other stage and multiply it.
+// Grid: x over tiles of 128 columns of out, y over the tiles of 128 rows of all groups. The host does not know the
+// groups, so y is the largest possible number of tiles, and blocks without a tile exit. A block is one warpgroup and
+// computes one tile, as two products of 64 rows. It has two stages of 64 numbers along k: thread 0 starts the copies to
+// one stage, then all threads wait for the other stage and multiply it.
 //
-// What it adds to step 1: operands do not pass through registers any more. TMA writes whole tiles to shared memory,
-// swizzled (chunk c of row r where chunk c ^ (r % 8) would be), and wgmma reads them there. One thread's instruction
-// copies 16 KB, and a barrier counts the bytes. Rows of the next group, which TMA copies beside this one's, make
-// results that nobody writes.
+// Difference from step 1: operands do not pass through registers. TMA writes whole tiles to shared memory, swizzled
+// (chunk c of row r is at position c ^ (r % 8) of the row), and wgmma reads the tiles there. One instruction of one
+// thread copies 16 KB, and a barrier counts the bytes. TMA may also copy rows of the next group; no thread writes the
+// results of these rows.
 //
-// Expected bound: what a multiprocessor gets from L2. A step's products take 512 cycles at the tensor cores' peak (4096
-// operations a cycle) and its 32 KB some 745, at 44 bytes a cycle: at most 69% of the peak. The warpgroup waits for its
-// products before it goes on, so three blocks on a multiprocessor take turns.
+// Expected bound: the bandwidth from L2 to a multiprocessor. The products of a step take 512 cycles at the tensor
+// cores' peak (4096 operations per cycle). Copying the step's 32 KB takes about 745 cycles at 44 bytes per cycle. So at
+// most 69% of the peak is reached. The warpgroup waits for its products before it continues, so three blocks per
+// multiprocessor alternate.
 #include "common/hopper.cuh"
 #include "common/mma.cuh"
 
-constexpr int TILE = 128, DEPTH = 64, STAGES = 2; // rows and columns; numbers along k of a stage
-constexpr int TILE_BYTES = TILE * DEPTH * 2;      // of either operand
+constexpr int TILE = 128, DEPTH = 64, STAGES = 2; // TILE: rows and columns; DEPTH: numbers along k per stage
+constexpr int TILE_BYTES = TILE * DEPTH * 2;      // of one operand, per stage
 
 struct StepParams {
     TensorMap a_map, b_map; // [rows, k] and [experts, n, k], boxes of 128 x 64
@@ -27,7 +29,8 @@ struct StepParams {
     int experts, n, k;      // n, k: multiples of 8
 };
 
-// Find the group of the tile `tile` of all groups' tiles, which becomes that of its own; false if there is none.
+// `tile` indexes the row tiles of all groups. Find the tile's group, `expert`, and make `tile` an index within the
+// group. Return false if `tile` is past the last tile.
 __device__ __forceinline__ bool find_group(const StepParams& p, int& tile, int& expert) {
     for (expert = 0; expert < p.experts; ++expert) {
         const int tiles = (p.offsets[expert + 1] - p.offsets[expert] + TILE - 1) / TILE;
@@ -37,7 +40,8 @@ __device__ __forceinline__ bool find_group(const StepParams& p, int& tile, int& 
     return false;
 }
 
-// Write 64 rows of results: a lane has pairs of rows lane / 4 and lane / 4 + 8 of its warp's 16.
+// Write 64 rows of results. Of its warp's 16 rows a lane holds two neighbouring columns, in rows lane / 4 and
+// lane / 4 + 8, of every 8 columns.
 __device__ __forceinline__ void store(const StepParams& p, const float (&c)[64], int first, int column, int end) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
@@ -61,7 +65,7 @@ __global__ __launch_bounds__(WARPGROUP, 3) void multiply(const __grid_constant__
     int tile = blockIdx.y, expert;
     if (!find_group(p, tile, expert)) return;
     const int first = p.offsets[expert] + tile * TILE, end = p.offsets[expert + 1], column = blockIdx.x * TILE;
-    const unsigned stages = (shared_address(memory) + 1023) & ~1023u; // swizzled tiles lie at multiples of 1024
+    const unsigned stages = (shared_address(memory) + 1023) & ~1023u; // swizzled tiles start at multiples of 1024
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) mbarrier_init(shared_address(&full[i]), 1);
         fence_mbarrier_init();
@@ -75,10 +79,10 @@ __global__ __launch_bounds__(WARPGROUP, 3) void multiply(const __grid_constant__
     };
 
     const int steps = (p.k + DEPTH - 1) / DEPTH;
-    float upper[64], lower[64]; // sums of rows 0 ... 63 and 64 ... 127
+    float upper[64], lower[64]; // sums of rows 0 to 63 and of rows 64 to 127
     if (threadIdx.x == 0) copy(0);
     for (int step = 0; step < steps; ++step) {
-        // Its stage is free: the products of the step before have been waited for, by all.
+        // The stage of the next step is free: all threads have waited for the products of the step before.
         if (threadIdx.x == 0 && step + 1 < steps) copy(step + 1);
         const unsigned a = stages + step % STAGES * 2 * TILE_BYTES, b = a + TILE_BYTES;
         mbarrier_wait(shared_address(&full[step % STAGES]), step / STAGES);

@@ -1,29 +1,31 @@
-// Step 3 of 3: a producer warp that starts copies, two consumer warpgroups that multiply, a ring of stages between
-// them. Hopper only.
+// Step 3 of 3: a producer warp starts copies, two consumer warpgroups multiply, and a ring of stages connects them.
+// Hopper only.
 //
 //   out[r, j] = sum over i of a[r, i] * b[e, j, i]       for the rows r of expert e: offsets[e] <= r < offsets[e + 1]
 //
-// Grid: x over tiles of 256 columns of out, y over at least as many tiles of 128 rows as all groups have. A block makes
-// one tile: warpgroup w multiplies its rows 64 w ... 64 w + 63 by all columns, and one thread of warp 8 has TMA copy 64
-// numbers along k at a time to a ring of four stages of 48 KB.
+// Grid: x over tiles of 256 columns of out, y over the tiles of 128 rows of all groups. The host does not know the
+// groups, so y is the largest possible number of tiles, and blocks without a tile exit. A block computes one tile.
+// Consumer warpgroup 0 multiplies rows 0 to 63 of the tile by all columns, and warpgroup 1 rows 64 to 127. One thread
+// of warp 8, the producer, starts TMA copies of 64 numbers along k at a time to a ring of four stages of 48 KB.
 //
-// What it adds to step 2: copies and products wait for each other alone. The producer is ahead by the whole ring: it
-// waits only until a stage is empty, when all 8 consumer warps have released it. The consumers wait only until a stage
-// is full, and release it a step later, so that the next products are always under way. And 256 columns need fewer
-// bytes for each operation.
+// Difference from step 2: copies and products wait only for each other. The producer waits only until a stage is empty,
+// which means that all 8 consumer warps have released it, so it can fill the whole ring ahead. The consumers wait only
+// until a stage is full. They release a stage one step later, so that products are always in flight. A tile of 256
+// columns also needs fewer bytes per operation.
 //
-// Expected bound: what a multiprocessor gets from L2, now close to the tensor cores. A step's products take 1024 cycles
-// at their peak (4096 operations a cycle) and its 48 KB some 1117, at 44 bytes a cycle: at most 92% of the peak, less
-// the first copies and the epilogue of each tile, in which the tensor cores are idle.
+// Expected bound: the bandwidth from L2 to a multiprocessor, which is close to the rate of the tensor cores. The
+// products of a step take 1024 cycles at the tensor cores' peak (4096 operations per cycle). Copying the step's 48 KB
+// takes about 1117 cycles at 44 bytes per cycle. So at most 92% of the peak is reached. The tensor cores are also idle
+// during the first copies and the epilogue of each tile.
 //
-// What cuda_src/moe_gemm/wgmma.cu adds to this: blocks that stay and take tile after tile, so the next tile's copies
-// run during the epilogue; clusters whose blocks share what they copy; a second warpgroup that runs a stage behind, so
-// that one writes while the other multiplies; tiles as wide as groups are; results that stmatrix turns for 16-byte
-// writes.
+// cuda_src/moe_gemm/wgmma.cu has more optimizations. Its blocks are persistent, so the copies of the next tile run
+// during the epilogue. The blocks of a cluster share the copied tokens by multicast. Its second warpgroup runs one
+// stage behind the first, so that one writes while the other multiplies. The width of its tiles is adapted to the size
+// of the group. stmatrix transposes the results for 16-byte stores.
 #include "common/hopper.cuh"
 #include "common/mma.cuh"
 
-constexpr int ROWS = 128, COLUMNS = 256, DEPTH = 64, STAGES = 4; // of a tile; numbers along k of a stage
+constexpr int ROWS = 128, COLUMNS = 256, DEPTH = 64, STAGES = 4; // a tile; numbers along k per stage
 constexpr int A_BYTES = ROWS * DEPTH * 2, B_BYTES = COLUMNS * DEPTH * 2, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int CONSUMERS = 2 * WARPGROUP, THREADS = CONSUMERS + 32;
 
@@ -38,7 +40,8 @@ struct Ring {
     unsigned long long full[STAGES], empty[STAGES];
 };
 
-// Find the group of the tile `tile` of all groups' tiles, which becomes that of its own; false if there is none.
+// `tile` indexes the row tiles of all groups. Find the tile's group, `expert`, and make `tile` an index within the
+// group. Return false if `tile` is past the last tile.
 __device__ __forceinline__ bool find_group(const StepParams& p, int& tile, int& expert) {
     for (expert = 0; expert < p.experts; ++expert) {
         const int tiles = (p.offsets[expert + 1] - p.offsets[expert] + ROWS - 1) / ROWS;
@@ -48,7 +51,8 @@ __device__ __forceinline__ bool find_group(const StepParams& p, int& tile, int& 
     return false;
 }
 
-// The producer, a single thread. Stages are empty when the ring is passed for the first time.
+// Fill the ring: the loop of the producer, a single thread. In the first pass through the ring the waits return at
+// once, because all stages are empty.
 __device__ __forceinline__ void produce(const StepParams& p, Ring& ring, unsigned stages, int expert, int first,
                                         int column) {
     for (int step = 0; step * DEPTH < p.k; ++step) {
@@ -61,7 +65,7 @@ __device__ __forceinline__ void produce(const StepParams& p, Ring& ring, unsigne
     }
 }
 
-// Sum a warpgroup's 64 rows times 256 columns.
+// Compute the sums of a warpgroup: 64 rows by 256 columns.
 __device__ __forceinline__ void consume(const StepParams& p, Ring& ring, unsigned stages, float (&c)[COLUMNS / 2]) {
     const int warpgroup = threadIdx.x / WARPGROUP, steps = (p.k + DEPTH - 1) / DEPTH;
     auto release = [&](int step) {
@@ -78,14 +82,15 @@ __device__ __forceinline__ void consume(const StepParams& p, Ring& ring, unsigne
             wgmma_k_major<__nv_bfloat16>(c, k_major_descriptor(a + i * 32), k_major_descriptor(b + i * 32),
                                          step > 0 || i > 0);
         wgmma_commit_group();
-        wgmma_wait_group<1>(); // those of the step before
+        wgmma_wait_group<1>(); // wait for the products of the step before
         if (step > 0) release(step - 1);
     }
     wgmma_wait_group<0>();
     wgmma_fence_operand(c);
 }
 
-// Write a warpgroup's results: a lane has pairs of rows lane / 4 and lane / 4 + 8 of its warp's 16.
+// Write a warpgroup's results. Of its warp's 16 rows a lane holds two neighbouring columns, in rows lane / 4 and
+// lane / 4 + 8, of every 8 columns.
 __device__ __forceinline__ void store(const StepParams& p, const float (&c)[COLUMNS / 2], int first, int column,
                                       int end) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -110,7 +115,7 @@ __global__ __launch_bounds__(THREADS, 1) void multiply(const __grid_constant__ S
     int tile = blockIdx.y, expert;
     if (!find_group(p, tile, expert)) return;
     const int first = p.offsets[expert] + tile * ROWS, end = p.offsets[expert + 1], column = blockIdx.x * COLUMNS;
-    const unsigned stages = (shared_address(memory) + 1023) & ~1023u; // swizzled tiles lie at multiples of 1024
+    const unsigned stages = (shared_address(memory) + 1023) & ~1023u; // swizzled tiles start at multiples of 1024
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             mbarrier_init(shared_address(&ring.full[i]), 1);
