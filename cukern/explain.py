@@ -27,7 +27,7 @@ WIDTH, _INDENT = 88, 14
 
 
 class Ceilings(NamedTuple):
-    """The limits of a GPU that `benchmarks/harness.py` has measured: launch time, copy rate and matrix rate."""
+    """The limits of a GPU, measured by `benchmarks/harness.py`: launch time, copy bandwidth and GEMM throughput."""
 
     gpu: str
     kernel_us: float  # time of an empty kernel
@@ -35,7 +35,7 @@ class Ceilings(NamedTuple):
     matmul_tflop_s: float | None  # for 16-bit dtypes
 
     def floor(self, bytes: float, flops: float) -> tuple[float, str]:
-        """Return the minimum time in microseconds, and a description of the rate that limits it."""
+        """Return the minimum time in microseconds to move `bytes` and compute `flops`, and what limits it."""
         copied = f"{self.copy_tb_s:.2f} TB/s, a copy on an {self.gpu}"
         floors = [(self.kernel_us, f"an empty kernel on an {self.gpu}"), (bytes / self.copy_tb_s / 1e6, copied)]
         if flops and self.matmul_tflop_s:
@@ -44,7 +44,7 @@ class Ceilings(NamedTuple):
         return max(floors)
 
 
-#: Ceilings for the installed package, which does not contain the benchmark results.
+#: The ceilings for an installed package, because it does not contain the benchmark results.
 CEILINGS = {"NVIDIA H200": Ceilings("NVIDIA H200", 0.53, 4.26, 801.0)}
 #: The GPU whose ceilings are used for an architecture.
 _STANDS_FOR = {"90a": "NVIDIA H200"}
@@ -53,13 +53,13 @@ _STANDS_FOR = {"90a": "NVIDIA H200"}
 class Launch(NamedTuple):
     """A launch of a kernel, or a memset. A memset has no grid."""
 
-    kernel: str  # its name, with its template arguments by name
-    why: str = ""  # the rule that chose this kernel and this instance, with the numbers
+    kernel: str  # the name of the kernel, with its template arguments by name
+    why: str = ""  # the rule that chose this kernel and these template arguments, with the sizes in this call
     grid: tuple[int, ...] = ()
     block: tuple[int, ...] = ()
     shared_bytes: int = 0
-    fields: Mapping[str, Any] = {}  # the fields of its struct, except null pointers
-    resources: Resources | None = None  # None: not compiled yet
+    fields: Mapping[str, Any] = {}  # the fields of the kernel's parameter struct, except null pointers
+    resources: Resources | None = None  # None if the kernel has not been compiled yet
 
     def lines(self) -> Iterator[tuple[str, str]]:
         yield "kernel", self.kernel
@@ -78,13 +78,13 @@ class Launch(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """The description of a call of an op; `str` gives it as text.
+    """The description of a call of an op. `str(explanation)` is the text.
 
-    For arrays in host memory `gpu` is None, and `twin` is the NumPy reference that runs. `bytes` and `flops` are the
-    minimum that the op must move and compute. From them and the measured rates of the GPU follows the floor `floor_us`,
-    the least possible time in microseconds. `floor_by` is the rate that determines the floor, or the card whose rates
-    are unknown. If `moves_all` is set, the op does not report its bytes. Then all bytes of each argument and each
-    result count once, even if the op reads only some of them.
+    For arrays in host memory `gpu` is None, and `twin` is the name of the NumPy reference that runs. `bytes` and
+    `flops` are the minimum that the op must move and compute. The floor, `floor_us`, is the minimum time in
+    microseconds for them, at the rates measured on the GPU. `floor_by` names the rate that determines the floor, or the
+    card whose rates are unknown. If `moves_all` is set, the op does not report how many bytes it moves. `bytes` is then
+    the size of all arguments and results, even if the op reads only some of their elements.
     """
 
     op: str
@@ -103,7 +103,7 @@ class Explanation(NamedTuple):
         return self.text()
 
     def text(self, width: int = WIDTH) -> str:
-        """Return the text, in lines of at most `width` characters; a longer word is not broken."""
+        """Return the text in lines of at most `width` characters. A longer word gets a longer line."""
         if self.gpu is None:
             words = f'the NumPy reference, {self.twin} (arch="90a" and the like ask what a GPU would do)'
             return f"{self.op} on arrays in host memory\n{_wrapped('runs', words, width)}"
@@ -152,30 +152,31 @@ def _bytes(count: float) -> str:
 
 
 def explain(function: Callable[..., Any], /, *args: Any, arch: str | None = None, **kwargs: Any) -> Explanation:
-    """Return what a call of a function of cukern would launch, allocate and move, and why. Nothing runs.
+    """Describe what a call of a function of cukern would launch, allocate and move, and why. Nothing runs.
 
     Args:
         function: a public function of cukern, such as `cukern.moe_gemm`.
         args: the arguments of the call.
-        arch: explain the call as if the arrays were on this GPU; a GPU is not needed, and the arrays may be in host
-            memory. An architecture such as "90a", "sm_90a" or "90", or a card such as "H200", "L40S" or "A100". By
-            default, the place of the arrays.
+        arch: explain the call as if the arrays were on this GPU. It is an architecture such as "90a", "sm_90a" or "90",
+            or a card such as "H200", "L40S" or "A100". The machine needs no GPU, and the arrays may be in host memory.
+            None: the arrays are where they are.
         kwargs: the arguments of the call by name.
 
     Returns:
-        An `Explanation`, to print: the kernels with their template arguments, the grid, the block, the fields of the
-        parameter struct, the registers if the kernel is compiled, the allocations, and the floor. The floor is the
-        minimum time to move the bytes and to compute the flops that the op needs, at the rates measured on the card
-        that the floor names. An architecture without a card uses its card in the benchmarks.
+        An `Explanation`, which can be printed. It contains the kernels with their template arguments, the grid, the
+        block, the fields of the parameter struct, the registers if the kernel is compiled, the allocations, and the
+        floor. The floor is the minimum time to move the bytes and to compute the flops that the op needs, at the rates
+        measured on a card; the text names the card. If `arch` is an architecture, it is the card of the benchmarks.
 
     Raises:
         TypeError: `function` is not an op of cukern.
         ValueError: an unknown architecture or card.
-        The function's own errors for these arguments.
+        The errors that the function itself raises for these arguments.
     """
     name = getattr(function, "__name__", "")
     on = None if arch is None else gpu.of_arch(arch)
-    # A function that changes a state object has `launched_op`, which returns the op that it calls and its arguments.
+    # A function that changes a state object has an attribute `launched_op`. Its result is the op that the function
+    # calls, and the arguments of that call.
     if told := getattr(function, "launched_op", None):
         function, args, kwargs = told(on, *args, **kwargs)
     elif not name or function not in [getattr(OPS.get(name), "call", None), OPERATORS.get(name, (None,))[0]]:
@@ -211,7 +212,7 @@ def explain(function: Callable[..., Any], /, *args: Any, arch: str | None = None
 
 
 class _Call:
-    """A call with descriptions instead of arrays. Its function may be an op, or a function that calls several ops."""
+    """A call of an op, or of a function that calls several ops. Descriptions replace the arrays of the call."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = [*inspect.signature(function).parameters]
@@ -219,7 +220,7 @@ class _Call:
         self.count = len(args)
         self.values: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
         if len(args) > len(names) or {*names[: len(args)]} & {*kwargs}:
-            function(*args, **kwargs)  # which raises TypeError
+            function(*args, **kwargs)  # raises the TypeError for wrong arguments
         first = next((x for x in _flat(self.values) if hasattr(x, "__dlpack__")), None)
         if first is not None and arrays.library_of(first) is None:
             self.values = {name: arrays.enter_all(name, value) for name, value in self.values.items()}
@@ -228,7 +229,7 @@ class _Call:
             _replaced(value, name, lambda path, array: self.arrays.setdefault(path, array))
 
     def trace(self, on: gpu.Gpu | None) -> tuple[Trace, Any]:
-        """Return the trace of the call, and the call's result."""
+        """Record the call for the GPU `on`. Return the trace and the result of the call."""
 
         def plan(**described: Any) -> Any:
             values = {
@@ -238,7 +239,7 @@ class _Call:
             try:
                 return self.function(*positional, **values)
             except TypeError:
-                if current().is_host_call:  # the first of several ops ran its NumPy reference and returned None
+                if current().is_host_call:  # with host arrays the first op returned None, so the next op raised
                     return None
                 raise
 
@@ -247,7 +248,7 @@ class _Call:
         return trace, returned
 
     def names_of(self, trace: Trace, returned: Any) -> dict[int, str]:
-        """Return the names of arrays, by their source."""
+        """Return the names of the arrays, keyed by the index of their source."""
         names = dict(enumerate(self.arrays))
         found = list(_returned(returned))
         called = _result_names(self.function.__name__, len(found)) or [f"result {i}" for i in range(len(found))]
@@ -259,7 +260,7 @@ class _Call:
         return names
 
     def bytes_of(self, trace: Trace, returned: Any) -> int:
-        """Return the bytes of all arguments and results, each counted once."""
+        """Return the total size in bytes of all arguments and results. Each is counted once."""
         given = [(tuple(x.shape), _library(x).dtype(x)) for x in self.arrays.values()]
         made = [(x.shape, x.dtype) for x in _returned(returned) if x.source >= trace.first_made]
         return sum(_size(*each) for each in [*given, *made])
@@ -274,7 +275,7 @@ def _flat(values: Any) -> Iterator[Any]:
 
 
 def _replaced(value: Any, path: str, change: Callable[[str, Any], Any]) -> Any:
-    """Return `value` with each array replaced by `change(path, array)`, also in lists and in dataclasses."""
+    """Replace each array in `value`, also in lists and dataclasses, by `change(path, array)`. Return the result."""
     if arrays.library_of(value) is not None:
         return change(path, value)
     if type(value) in (tuple, list):
@@ -302,7 +303,7 @@ def _returned(returned: Any) -> Iterator[Array]:
 
 
 def _result_names(name: str, count: int) -> list[str] | None:
-    """Return the names of the results in the schema with `count` results."""
+    """Return the names of the results from the schema of an op that has `count` results."""
     declared = OPERATORS.get(name)
     for schema in schemas(declared.function, declared.names) if declared else ():
         names = [x.name for x in schema.results if x.type == "Tensor"]
@@ -319,7 +320,7 @@ def _launch(step: Any, arch: str, names: dict[int, str]) -> Launch:
     layout = template.params(instance.file, instance.function)
     fields = {}
     for _, code, value, path in template.named_leaves(layout, step.fields):
-        # Leave out null pointers, and the multiplier and shift that encode a division by another field.
+        # Leave out null pointers, and the multiplier and shift that replace a division by another field.
         if (code == "Q" and type(value) is int and value == 0) or path.endswith((".multiplier", ".shift")):
             continue
         text = _field(value, names)
@@ -337,7 +338,7 @@ def _launch(step: Any, arch: str, names: dict[int, str]) -> Launch:
 
 
 def _field(value: Any, names: dict[int, str]) -> Any:
-    """Return a field for display; an empty string for bytes that are all 0."""
+    """Return the value of a field for display. It is an empty string for bytes that are all 0."""
     if isinstance(value, Array):
         return names[value.source] + (f"+{value.offset}" if value.offset else "")
     if isinstance(value, Each):
@@ -350,7 +351,7 @@ def _field(value: Any, names: dict[int, str]) -> Any:
 
 
 def _expression(instance: compile.Instance) -> str:
-    """Return an instance with its template arguments by name; trailing parameters may keep their defaults."""
+    """Return the name of an instance, with its template arguments by name, except trailing default arguments."""
     names = _parameter_names(instance.file, instance.function)
     given = ", ".join(f"{name}={value}" for name, value in zip(names, instance.arguments, strict=False))
     return f"{instance.function}<{given}>"
@@ -374,7 +375,7 @@ def _resources(instance: compile.Instance, arch: str) -> Resources | None:
 
 
 def _card_of(asked: str, arch: str) -> str | None:
-    """Return the card that `arch` names, or the card used for the architecture."""
+    """Return the card that the user asked for, or the card that stands for the architecture `arch`."""
     name = asked.strip().upper().removeprefix("NVIDIA ")
     return f"NVIDIA {name}" if name in gpu.CARDS else _STANDS_FOR.get(arch)
 
@@ -384,7 +385,7 @@ def _name_of(device: int | None) -> str:
 
 
 def _ceilings(name: str | None, op: str) -> Ceilings | None:
-    """Return the ceilings of a GPU: from the benchmark results in a clone, else from `CEILINGS`."""
+    """Return the ceilings of a GPU, from the benchmark results if this is a clone, and otherwise from `CEILINGS`."""
     kept = CEILINGS.get(name or "")
     measured = _measured(name) if name else None
     if name is None or measured is None:

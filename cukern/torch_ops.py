@@ -1,31 +1,31 @@
 """PyTorch operators: `import cukern.torch_ops` registers the functions of cukern as `torch.ops.cukern.*`.
 
-An operator is a function in torch's dispatcher, for `torch.compile(fullgraph=True)`, `torch.export` and programs that
-look up an operator by name. It has the arguments, results and errors of the function. It takes CUDA tensors, and CPU
-tensors, which run the NumPy reference. The differences:
+torch's dispatcher calls an operator. `torch.compile(fullgraph=True)`, `torch.export` and programs that look up
+operators by name need operators. An operator has the arguments, results and errors of cukern's function. It takes CUDA
+tensors, and also CPU tensors, for which the NumPy reference runs. The differences are:
 
 - An argument that may be an array must be a tensor, even if the function also takes a number. If the argument is
   usually a number, the operator takes a number, and an overload with the argument's name takes a tensor:
   `torch.ops.cukern.masked_attention.step` (with `out=`: `.step_out`).
-- A second overload replaces `out=`. It takes the results one by one and returns nothing:
-  `torch.ops.cukern.moe_fused_gate.out(..., weights=weights, ids=ids)`. An operator for a function that only returns
-  arguments it writes to also returns nothing.
-- A function that only writes to optional arguments, such as `sample`, also has an overload without them,
-  `torch.ops.cukern.sample.functional`. Inductor compiles this overload if none of the arguments is given.
-- An overload with the additional result replaces a flag such as `return_lse`:
+- An overload `.out` replaces the argument `out=`. Its arguments include each result tensor, and it returns nothing:
+  `torch.ops.cukern.moe_fused_gate.out(..., weights=weights, ids=ids)`. If a function returns only arguments that it
+  writes to, its operator also returns nothing.
+- If all arguments that a function writes to are optional, as in `sample`, there is also an overload without them,
+  `torch.ops.cukern.sample.functional`. Inductor compiles this overload if none of these arguments is given.
+- A flag such as `return_lse`, which adds a result, is replaced by an overload with the additional result:
   `torch.ops.cukern.paged_attention.lse` (with `out=`: `.lse_out`).
-- A sampler without a seed draws a seed from torch's generator each time the operator runs, also in a compiled graph.
-  Two calls therefore differ, and so do two runs. torch.compile refuses `generator=`, because a graph cannot hold it.
-  Use torch's default generator there, or `torch.compiler.disable(cukern.sample)`.
-- There is no backward. In grad mode a tensor that requires grad raises RuntimeError, in a call and in tracing, because
-  a missing gradient would train a model wrongly. Use `torch.no_grad()` or `.detach()` if no gradient is needed. The
-  results are constants for forward-mode differentiation and for the transforms of `torch.func`.
+- A sampler without a seed takes a seed from torch's generator each time the operator runs, also in a compiled graph. So
+  two calls give different samples, and so do two runs of a graph. torch.compile refuses `generator=`, because a graph
+  cannot contain a generator. Use torch's default generator instead, or `torch.compiler.disable(cukern.sample)`.
+- Operators do not have a backward. In grad mode a tensor that requires grad raises RuntimeError, in a call and in
+  tracing, because a missing gradient would train a model wrongly. Use `torch.no_grad()` or `.detach()` if no gradient
+  is needed. Forward-mode differentiation and the transforms of `torch.func` treat the results as constants.
 
-The functions take tensors without this module too. With this module, `torch.compile` keeps a call such as
-`cukern.moe_fused_gate(...)` in the graph, as its operator.
+cukern's functions take tensors without this module too. With this module, `torch.compile` keeps a call such as
+`cukern.moe_fused_gate(...)` in the graph, as a call of the operator.
 
-`cukern.runtime.schema` derives the schemas from the signatures. The declarations of the functions name the results, and
-therefore the arguments of `.out`.
+`cukern.runtime.schema` derives the schemas from the signatures. The declarations of the functions contain the names of
+the results, which are also the names of the arguments of `.out`.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ except ModuleNotFoundError as error:
 #: The module of torch.compile that captures graphs.
 _COMPILER = "torch._dynamo"
 
-# Keep the library when the module is reloaded, because the operators live only as long as this object.
+# Keep the library object when this module is reloaded, because torch removes the operators when the object is deleted.
 if "_library" not in globals():
     _library = torch.library.Library("cukern", "FRAGMENT")
 
 
 def _draws(function: Callable[..., Any]) -> bool:
-    """Return whether a function may draw random numbers. If so, two calls with equal arguments must not be merged."""
+    """Return whether a function may use random numbers. If so, torch must not merge two calls with equal arguments."""
     return "generator" in inspect.signature(function).parameters
 
 
 def _keep_draws_apart(packets: Sequence[Any]) -> None:
-    """Keep torch from merging equal calls of samplers in training graphs.
+    """Prevent torch from merging equal calls of samplers in training graphs.
 
-    There torch does not use the tag of an operator, but a list of operators, to which this adds the samplers.
+    For training graphs torch ignores the tag of an operator and uses a list of operators. Add the samplers to the list.
     """
     try:
         from torch._functorch.compile_utils import rand_ops
@@ -86,12 +86,12 @@ def _check_gradients(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _written(schema: Schema) -> list[tuple[int, str]]:
-    """Return the position and name of each argument that an operator writes."""
+    """Return the index and the name of each argument that an operator writes to."""
     return [(i, argument.name) for i, argument in enumerate(schema.arguments) if argument.is_written]
 
 
 def _empty(like: torch.Tensor, result: Any) -> Any:
-    """Return an empty tensor for a `Result`, on the device of `like`; return anything else unchanged."""
+    """Convert a `Result` to an empty tensor on the device of `like`. Return any other value unchanged."""
     if not isinstance(result, Result):
         return result
     shape, dtype = result.shape, getattr(torch, result.dtype)
@@ -105,7 +105,7 @@ def _one_or_all(values: list[Any]) -> Any:
 
 
 def _register(function: Callable[..., Any], schema: Schema, declared: Operator, out_names: Sequence[str] = ()) -> None:
-    """Register `schema` as an operator that calls `function`, with the arguments `out_names` as its `out`."""
+    """Register an operator that calls `function`. Its arguments `out_names` become the argument `out` of `function`."""
     tags = [torch.Tag.pt2_compliant_tag]
     if _draws(function):
         tags.append(torch.Tag.nondeterministic_seeded)
@@ -124,7 +124,7 @@ def _register(function: Callable[..., Any], schema: Schema, declared: Operator, 
         if out_names:
             kwargs["out"] = _one_or_all([kwargs.pop(name) for name in out_names])
         returned = function(*args, **kwargs)
-        # Autograd may have saved these tensors, so tell it that they have been written.
+        # Tell autograd that these tensors have been written, because it may have saved them for a backward.
         for tensor in tensors:
             if tensor is not None:
                 torch.autograd.graph.increment_version(tensor)
@@ -142,7 +142,7 @@ def _register(function: Callable[..., Any], schema: Schema, declared: Operator, 
 
     for device in ("CPU", "CUDA"):
         _library.impl(schema.name, write if written else call, device)
-    # Replace autograd's default kernel for operators without a backward, which spends time on a warning.
+    # Replace autograd's default kernel for operators without a backward, because that kernel takes time for a warning.
     _library.impl(schema.name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"cukern::{schema.name}", fake, lib=_library)
 
@@ -150,13 +150,13 @@ def _register(function: Callable[..., Any], schema: Schema, declared: Operator, 
 def _keep_in_graph(declared: Operator, packet: Any, out_names: dict[str, list[str]]) -> None:
     """Make torch.compile replace a call of a function by a call of its operator.
 
-    `out_names` are the names of the results in `out`, by overload ("" is the default overload).
+    `out_names` contains the names of the results in `out`, keyed by overload. The key "" is the default overload.
     """
     function, default = declared.function, next(schemas(declared.function, declared.names))
     written, returns = _written(default), bool(default.results)
     returns_nothing = function.__annotations__.get("return") == "None"
     parameters = [*inspect.signature(function).parameters]
-    # Positions of the arguments that may be tensors although the default overload takes numbers.
+    # The indices of the arguments that may be tensors although they are numbers in the default overload.
     numbers = [(parameters.index(name), name) for name in out_names if name in parameters]
     functional = getattr(packet, "functional", None)
 
@@ -190,7 +190,7 @@ def _as_results(found: Any) -> list[Any]:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls `function` right after the module `name` has been imported."""
+    """An import hook that calls `function` right after the module `name` has been imported."""
 
     def __init__(self, name: str, function: Callable[[], None]) -> None:
         self.name = name
@@ -213,7 +213,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 def _register_all() -> None:
-    """Register the operators of all functions that have none yet."""
+    """Register the operators of all functions whose operators are not registered yet."""
     new = {name: entry for name, entry in OPERATORS.items() if not hasattr(torch.ops.cukern, name)}
     out_names = {name: _register_op(declared) for name, declared in new.items()}
 
@@ -222,7 +222,7 @@ def _register_all() -> None:
             _keep_in_graph(declared, getattr(torch.ops.cukern, name), out_names[name])
         _keep_draws_apart([getattr(torch.ops.cukern, name) for name, x in new.items() if _draws(x.function)])
 
-    # Wait for torch.compile or torch.export to import the compiler, because that import takes over a second.
+    # Do not import the compiler here, because that takes over a second. torch.compile and torch.export import it.
     if sys.modules.get(_COMPILER) is not None:
         keep_in_graph()
     elif new:
@@ -230,7 +230,7 @@ def _register_all() -> None:
 
 
 def _register_op(declared: Operator) -> dict[str, list[str]]:
-    """Register an operator with all its overloads. Return the names of the results in `out`, by overload."""
+    """Register an operator with all its overloads. Return the names of the results in `out`, keyed by overload."""
     out_names = {}
     function = declared.function
     parameters = inspect.signature(function).parameters

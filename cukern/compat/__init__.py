@@ -1,12 +1,12 @@
-"""Modules with the names, arguments and results of other libraries' functions, implemented by cukern.
+"""Drop-in replacements for modules of other libraries: the same functions and arguments, implemented by cukern.
 
 `cukern.compat.vllm` replaces `vllm._custom_ops`, `.sglang` replaces `sgl_kernel`, and `.flash_mla` replaces
-`flash_mla`. `.flashinfer` and its `sampling`, `norm`, `activation` and `page` replace the modules of `flashinfer`. A
-program switches by changing an import. The docstring of each module names the release that its signatures match, the
-functions that the module lacks, and the differences. Unsupported arguments raise NotImplementedError. An unsupported
-name raises AttributeError, or ImportError in an import statement.
+`flash_mla`. `.flashinfer` replaces `flashinfer`; its modules `sampling`, `norm`, `activation` and `page` replace the
+modules of these names in `flashinfer`. To switch, a program changes its import. The docstring of each module names the
+release that its signatures match, the functions that it does not cover, and the differences. Unsupported arguments
+raise NotImplementedError. An unsupported name raises AttributeError, or ImportError in an import statement.
 
-`enable` installs the modules under the libraries' names, so that not even the import changes:
+`enable` installs the modules under the libraries' names, so that the program's imports need not change:
 
     import cukern.compat
 

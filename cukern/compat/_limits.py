@@ -1,4 +1,4 @@
-"""The errors of `cukern.compat` for functions and arguments that cukern does not cover."""
+"""The errors that `cukern.compat` raises for functions and arguments that cukern does not cover."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
-#: An attribute of functions that only raise. `enable` never replaces a real function with such a function.
+#: This attribute marks functions that only raise. `enable` never replaces a real function with such a function.
 RAISES = "__cukern_raises__"
 
-#: The Python module that runs `from package import name`: a lookup from this module is an import.
+#: The Python module that runs `from package import name`. If it looks up a name, the lookup is part of an import.
 _IMPORTS_NAMES = "importlib._bootstrap"
 
 
@@ -19,14 +19,17 @@ def refuse(function: str, argument: str, wanted: str, got: object) -> NoReturn:
 
 
 def unless_default(function: str, wanted: object, **arguments: Any) -> None:
-    """Raise NotImplementedError for an argument that is not `wanted`, its default (None, True or False)."""
+    """Raise NotImplementedError if one of the `arguments` is not `wanted`, which is its default."""
     for name, value in arguments.items():
         if value is not wanted:
             refuse(function, name, repr(wanted), type(value).__name__ if wanted is None else repr(value))
 
 
 def sentence(name: str, module: str, library: str, covers: str | None = None) -> str:
-    """Return the error message for a name that `module` lacks; `covers` is cukern's function with the same purpose."""
+    """Return the error message for a name that `module` does not have.
+
+    `covers` is the name of a cukern function with the same purpose, if there is one.
+    """
     advice = f" {covers} does this with other arguments." if covers else ""
     stands = f"cukern stands in for {library} here."
     return f"{name} is not covered by {module}: {stands}{advice} docs/differences.md lists what it covers."
@@ -35,12 +38,12 @@ def sentence(name: str, module: str, library: str, covers: str | None = None) ->
 def not_covered(
     module: str, library: str, covers: Mapping[str, str] = {}, names: Collection[str] = ()
 ) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module that replaces a module of a library.
+    """Return a `__getattr__` for a module that replaces a module of a library.
 
-    The library's `names` become functions that raise when called. A program can then import several names in one
-    statement, and fails only if it calls an unsupported one. Any other name raises AttributeError. In an import
-    statement it raises ImportError, because there Python would replace the message of an AttributeError. `covers` maps
-    a name of the library to the cukern function with the same purpose.
+    It returns, for each name in `names`, a function that raises when it is called. So a program can import supported
+    and unsupported names in one statement, and fails only if it calls an unsupported function. Any other name raises
+    AttributeError. In an import statement it raises ImportError, because Python would replace the message of an
+    AttributeError. `covers` maps a name of the library to the cukern function with the same purpose.
     """
 
     def get(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""`enable` and `disable`: install the modules of `cukern.compat` under the names of the libraries they replace."""
+"""`enable` and `disable` install and remove the modules of `cukern.compat` under the names of other libraries."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from cukern.runtime import check
 class Peer(NamedTuple):
     """A library that `cukern.compat` can replace.
 
-    `release` is the version that the signatures match. `modules` maps each of the library's modules to its replacement
-    in `cukern.compat`.
+    `release` is the version that the signatures match. `modules` maps the name of each module of the library to the
+    name of its replacement in `cukern.compat`.
     """
 
     release: str
@@ -53,7 +53,7 @@ PEERS = {
 
 
 class _Change(NamedTuple):
-    """A change that `enable` made: a name in the attributes of a module, or in `sys.modules`, has a new value."""
+    """A change that `enable` has made: it replaced one value in the attributes of a module or in `sys.modules`."""
 
     space: dict[str, Any]
     name: str
@@ -61,7 +61,7 @@ class _Change(NamedTuple):
     after: Any
 
 
-#: These names share a plan object, whose class differs between the library and cukern. Replace all of them, or none.
+#: These functions share a plan object, whose class differs between the library and cukern. Replace all of them or none.
 _TOGETHER = {"FlashMLASchedMeta", "flash_mla_with_kvcache", "get_flash_mla_metadata", "get_mla_metadata"}
 _NOTHING = object()
 _LOCK = threading.RLock()
@@ -89,13 +89,13 @@ def _put(changes: list[_Change], space: dict[str, Any], name: str, value: Any) -
 
 
 class _Submodules(importlib.abc.MetaPathFinder):
-    """Raises an error with an explanation if a program imports a submodule that `cukern.compat` lacks.
+    """Raises an error that explains why, if a program imports a submodule that `cukern.compat` does not have.
 
-    A program that only asks whether the submodule exists (`importlib.util.find_spec`) gets None.
+    For a program that only asks whether the submodule exists (`importlib.util.find_spec`), it returns None.
     """
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
-        # Frame 1 is importlib's `_find_spec`, and frame 2 is its caller.
+        # Frame 1 is importlib's `_find_spec`. Its caller, frame 2, shows whether this is an import.
         is_import = sys._getframe(2).f_code.co_name == "_find_and_load_unlocked"
         if is_import and path and _NOWHERE in path:
             says = sentence(fullname, "cukern.compat", fullname.partition(".")[0])
@@ -103,12 +103,15 @@ class _Submodules(importlib.abc.MetaPathFinder):
 
 
 _SUBMODULES = _Submodules()
-#: The `__path__` of packages that replace a library; no such folder exists.
+#: The `__path__` of a package that replaces a library. There is no folder of this name.
 _NOWHERE = "<cukern.compat>"
 
 
 def _stand_in(name: str, source: str | None, release: str) -> ModuleType:
-    """Return a module `name` with the contents of the module `source` of `cukern.compat`; None: an empty package."""
+    """Make a module `name` with the contents of the module `source` of `cukern.compat`.
+
+    If `source` is None, make an empty package.
+    """
     module = ModuleType(name, f"{name}, as far as cukern has it (cukern.compat.enable).")
     vars(module)["__getattr__"] = not_covered("cukern.compat", name)
     if source is not None:
@@ -120,7 +123,7 @@ def _stand_in(name: str, source: str | None, release: str) -> ModuleType:
 
 
 def _add_modules(peer: Peer, changes: list[_Change]) -> str:
-    """Add modules with the names of the library's modules, and their parent packages, to `sys.modules`."""
+    """Add replacements for the library's modules and their parent packages to `sys.modules`."""
     if _SUBMODULES not in sys.meta_path:
         sys.meta_path.append(_SUBMODULES)
     names = {name.rsplit(".", depth)[0] for name in peer.modules for depth in range(name.count(".") + 1)}
@@ -137,7 +140,7 @@ def _add_modules(peer: Peer, changes: list[_Change]) -> str:
 
 
 def _takes(ours: Any, theirs: Any) -> bool:
-    """Return whether every call of `theirs` is a valid call of `ours`.
+    """Return whether every valid call of the function `theirs` is also a valid call of the function `ours`.
 
     `ours` may have additional arguments if they have defaults.
     """
@@ -188,7 +191,7 @@ def _replace_functions(peer: Peer, was_imported: bool, changes: list[_Change]) -
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
-            # This release lacks the module. Any other missing module is an error of the library, so raise it.
+            # The installed release does not have this module, which is fine. If another module is missing, raise.
             if not error.name or not f"{name}.".startswith(f"{error.name}."):
                 raise
             lines.append(f"{name} is not in this release")
@@ -226,7 +229,7 @@ def _enable(name: str) -> list[str]:
 
 
 def _undo(changes: list[_Change]) -> list[str]:
-    """Restore the earlier values, except for names that other code has changed since. Return those names."""
+    """Restore the values before `enable`. Skip and return the names that other code has changed since."""
     kept = []
     for space, name, before, after in reversed(changes):
         if space.get(name, _NOTHING) is not after:
@@ -246,18 +249,18 @@ def _check(names: tuple[str, ...]) -> None:
 def enable(*names: str) -> tuple[str, ...]:
     """Install cukern's functions under the names of other libraries.
 
-    A library that is not installed gets modules of its names in `sys.modules`. An installed library is imported, and
-    the functions that cukern covers are replaced. If the installed release gives a function other arguments, that
-    function is not replaced. Names that a program has already imported keep the library's functions, so call this
-    before the program imports them. The torch operators that a library registers (`torch.ops._C`) are not changed.
+    If a library is not installed, this adds modules with its names to `sys.modules`. If a library is installed, this
+    imports it and replaces the functions that cukern covers, except functions whose arguments differ in the installed
+    release. Names that a program has already imported still refer to the library's functions, so call `enable` before
+    the program imports them. The torch operators that a library registers (`torch.ops._C`) are not changed.
 
     Args:
         names: one or more of "vllm", "sglang" (its `sgl_kernel`), "flashinfer" and "flash_mla". A library that is
             already enabled is not changed.
 
     Returns:
-        A description of the changes, in sentences. A UserWarning has the same text if the library was imported earlier
-        and other modules hold its functions.
+        A description of the changes, in sentences. If the library was imported earlier, and other modules still refer
+        to its functions, a UserWarning has the same text.
 
     Raises:
         ValueError: an unknown name; then nothing is changed.

@@ -1,12 +1,12 @@
-"""FlashMLA's `flash_mla`: the names, orders and defaults of the arguments, and the results.
+"""A replacement for FlashMLA's `flash_mla`, with the same arguments and results.
 
 The signatures match flash_mla 1.0.0 as of 2026-04-29 (github.com/deepseek-ai/FlashMLA). In that release
 `get_mla_metadata` takes no arguments. Here it accepts and ignores the arguments of older releases, and returns a pair
 in the form of 1.0.0.
 
-Not covered: prefill. The functions of `NOT_COVERED` raise NotImplementedError when called. In addition to FlashMLA,
-this module supports all GPUs from Ampere on, any number of heads, an FP8 cache without indices, and a 16-bit cache with
-indices. Pages may have any multiple of 16 tokens without indices, and any size with indices.
+Not covered: prefill. The functions in `NOT_COVERED` raise NotImplementedError when called. Unlike FlashMLA, this module
+supports all GPUs from Ampere on, any number of heads, an FP8 cache without indices, and a 16-bit cache with indices.
+The page size may be any multiple of 16 tokens without indices, and any number of tokens with indices.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __getattr__ = not_covered("cukern.compat.flash_mla", "flash_mla", names=NOT_COVE
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
-    """Return an empty plan, and None for the splits, which are part of the plan. The arguments are ignored."""
+    """Return an empty plan, and None instead of the splits, which the plan contains. All arguments are ignored."""
     return FlashMLASchedMeta(), None
 
 
@@ -53,7 +53,7 @@ def flash_mla_with_kvcache(
     topk_length: AnyArray | None = None,
     extra_topk_length: AnyArray | None = None,
 ) -> tuple[AnyArray, AnyArray]:
-    """Call `cukern.flash_mla_with_kvcache`. The first call with an empty `tile_scheduler_metadata` writes a plan to it.
+    """Call `cukern.flash_mla_with_kvcache`. If `tile_scheduler_metadata` is empty, this fills it with a plan.
 
     Returns out [batch, query_tokens, heads, head_dim_v] and lse float32 [batch, heads, query_tokens]. Raises TypeError
     for a plan that is not from this module's `get_mla_metadata`, and ValueError for a plan made for other sizes.

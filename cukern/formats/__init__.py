@@ -1,1 +1,1 @@
-"""The formats that references and ops share: quantized numbers, prepared weights, rotary layouts and MoE layers."""
+"""The data formats that the references and the ops have in common, such as quantized weights and rotary layouts."""

@@ -1,9 +1,9 @@
-"""The layouts of the rotated pairs in a row."""
+"""The layouts of the element pairs that a rotary embedding rotates."""
 
 from __future__ import annotations
 
-#: For each layout: whether the two elements of a pair are adjacent in the input, and whether they are in the output. If
-#: not, element i forms a pair with element i + half.
+#: Each layout maps to two bools: whether the elements of a pair are adjacent in the input, and whether they are
+#: adjacent in the output. If not, the elements `i` and `i + half` are a pair.
 LAYOUTS = {"half": (False, False), "interleaved": (True, True), "deinterleaved": (True, False)}
 
 

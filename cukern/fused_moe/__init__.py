@@ -1,4 +1,4 @@
-"""The fused mixture-of-experts layer, as one function (`fused_experts`) and in parts, after vLLM's modular kernel."""
+"""The fused mixture-of-experts layer: as one function, and as exchangeable classes modeled on vLLM's modular kernel."""
 
 from __future__ import annotations
 

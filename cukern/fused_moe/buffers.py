@@ -1,4 +1,7 @@
-"""Allocate memory for a layer: arrays when the layer runs, array descriptions when it is recorded as a plan."""
+"""Allocate the memory of a layer.
+
+When a layer runs, the functions return arrays. When a layer is recorded as a plan, they return array descriptions.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from cukern.runtime import arrays, gpu, plan
 from cukern.runtime.describe import Array, Place
 from cukern.runtime.kernel import arch_of_device
 
-_ALIGNMENT = 256  # bytes; each array inside a workspace starts at a multiple of this
+_ALIGNMENT = 256  # each array inside a workspace starts at a multiple of this many bytes
 
 
 def dtype_of(array: Any) -> str:
@@ -20,7 +23,7 @@ def dtype_of(array: Any) -> str:
 
 
 def arch_of(array: Any) -> str | None:
-    """Return the compile target of the GPU that holds an array; None for host memory."""
+    """Return the architecture ("90a" for Hopper) of the GPU that holds an array. Return None for host memory."""
     if isinstance(array, Array):
         return None if array.on_host else array.gpu.arch
     device = _library(array).device(array)
@@ -51,7 +54,7 @@ def empty(shape: Sequence[Any], dtype: str, like: Any) -> Any:
 
 
 def part(workspace: Any, start: Any, shape: tuple[Any, ...], dtype: str) -> Any:
-    """Return the bytes of a workspace from byte `start` on as an array of this shape and dtype."""
+    """Return a view of a workspace as an array of this shape and dtype, starting at byte `start`."""
     if isinstance(workspace, Array):
         return workspace.view(shape, dtype, start)
     own = workspace[start : start + math.prod(shape) * arrays.ITEM_SIZE[dtype]]

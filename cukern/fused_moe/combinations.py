@@ -1,4 +1,4 @@
-"""List the combinations of prepare/finalize class, experts class and quantization that make a layer."""
+"""List which prepare/finalize class, experts class and quantization can be combined into a layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cukern.fused_moe.nccl import NcclPrepareAndFinalize
 from cukern.fused_moe.push import PushPrepareAndFinalize
 from cukern.ops.all_to_all import AllToAllState
 
-#: The classes by name. A class that supports both activation formats has a second key, with a suffix after a colon.
+#: The classes by name. A class that supports both activation formats has two keys; one has a suffix after a colon.
 PREPARE_FINALIZE: dict[str, Callable[..., FusedMoEPrepareAndFinalize]] = {
     "MoEPrepareAndFinalizeNoEP": prepare_finalize.MoEPrepareAndFinalizeNoEP,
     "BatchedPrepareAndFinalize": prepare_finalize.BatchedPrepareAndFinalize,
@@ -46,9 +46,9 @@ EXPERTS: dict[str, type[FusedMoEPermuteExpertsUnpermute]] = {
 
 
 class Combination(NamedTuple):
-    """A prepare/finalize class, an experts class and a quantization, by name.
+    """The names of a prepare/finalize class, of an experts class and of a quantization.
 
-    `refusal` is the reason why the two classes cannot form a layer; None if they can.
+    `refusal` is the reason why they cannot form a layer. It is None if they can.
     """
 
     prepare_finalize: str
@@ -65,13 +65,13 @@ def make_prepare_finalize(
     topk: int = 1,
     device: int | None = None,
 ) -> FusedMoEPrepareAndFinalize:
-    """Return an object of the class `name`. A class that sends tokens between ranks gets a single rank.
+    """Make an object of the class `name`. A class that sends tokens between ranks is made for a single rank.
 
     "NcclPrepareAndFinalize" uses torch's default group, which must have been initialized.
 
     Args:
         max_num_tokens, num_local_experts, hidden, topk: the sizes of the layer.
-        device: the CUDA device; None: host memory.
+        device: the CUDA device, or None for host memory.
     """
     taken = inspect.signature(PREPARE_FINALIZE[name]).parameters
     sizes: dict[str, Any] = {
@@ -86,16 +86,16 @@ def make_prepare_finalize(
 
 
 def _for_table(name: str) -> FusedMoEPrepareAndFinalize:
-    """Return an object of the class `name` that `refusal` can inspect. The object may be unable to run."""
+    """Make an object of the class `name` for `refusal` to inspect. The object need not be able to run."""
     kind = PREPARE_FINALIZE[name]
-    # NcclPrepareAndFinalize.__init__ needs a process group, so this skips it.
+    # Skip `NcclPrepareAndFinalize.__init__`, because it needs a process group.
     return kind.__new__(kind) if kind is NcclPrepareAndFinalize else make_prepare_finalize(name, 1, 1)
 
 
 def make_experts(
     name: str, config: FusedMoEQuantConfig, activation_format: FusedMoEActivationFormat
 ) -> FusedMoEPermuteExpertsUnpermute:
-    """Return an object of the class `name`, in `activation_format` if the class supports both formats."""
+    """Make an object of the class `name`. A class that supports both formats gets `activation_format`."""
     kind: Any = EXPERTS[name]
     if "use_batched_format" in inspect.signature(kind).parameters:
         batched = activation_format is FusedMoEActivationFormat.BatchedExperts
@@ -104,7 +104,7 @@ def make_experts(
 
 
 def _any_config(quantization: str | None) -> FusedMoEQuantConfig:
-    """Return a configuration with dummy scales."""
+    """Return a configuration of this quantization with dummy scales."""
     if quantization is None:
         return NOT_QUANTIZED
     one = np.ones(1, np.float32)
@@ -113,7 +113,7 @@ def _any_config(quantization: str | None) -> FusedMoEQuantConfig:
 
 
 def combinations() -> Iterator[Combination]:
-    """Yield every pair of classes with every quantization."""
+    """Yield every prepare/finalize class with every experts class and every quantization."""
     for pf_name in PREPARE_FINALIZE:
         pf = _for_table(pf_name)
         for experts_name in EXPERTS:
@@ -123,9 +123,9 @@ def combinations() -> Iterator[Combination]:
 
 
 def quantizations_of(pf_name: str, experts_name: str) -> tuple[list[str | None], str]:
-    """Return the quantizations that a pair supports, and the reason for the first one that it does not support.
+    """Return the quantizations that two classes support together, and why they do not support the first other one.
 
-    Raises KeyError if a name is not a class name.
+    The reason is empty if they support all quantizations. Raises KeyError for an unknown name.
     """
     PREPARE_FINALIZE[pf_name], EXPERTS[experts_name]
     own = [c for c in combinations() if (c.prepare_finalize, c.experts) == (pf_name, experts_name)]

@@ -1,4 +1,4 @@
-"""Make random layers in any quantization, for tests and examples."""
+"""Make random mixture-of-experts layers with any quantization, for tests and examples."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class Layer(NamedTuple):
         return self[:5]
 
     def map(self, function: Callable[[Any], Any]) -> Layer:
-        """Return the layer with `function` applied to each array."""
+        """Apply `function` to each array. Return a layer with the results."""
         config = self.config
         scales = {name: function(value) for name, value in config.scales.items()}
         config = FusedMoEQuantConfig(**config.numbers, **scales)
         return Layer(*[function(array) for array in self.arrays], config)  # type: ignore[call-arg]
 
     def of_rank(self, tokens: slice, here: Any) -> Layer:
-        """Return one rank's part of a NumPy layer: the tokens of a slice and the experts at `here`.
+        """Return the arguments for one rank of a NumPy layer: the rank's `tokens`, and the rank's experts.
 
-        `here` is a bool or int array [experts].
+        `here` is a bool or int array that indexes the experts of the rank.
         """
         own = self.config
         scales = {k: s if k in ("a1_scale", "a2_scale") else s[here] for k, s in own.scales.items()}
@@ -62,9 +62,10 @@ def _fp8(values: Array, scale: Array) -> Array:
 def quantize_weights(
     weights: Array, quantization: str | None, dtype: str = "bfloat16"
 ) -> tuple[Array, dict[str, Array]]:
-    """Quantize float32 weights [experts, n, k], and return them with their "scale" and "global_scale", if any.
+    """Quantize float32 weights [experts, n, k]. Return them, and a dict of their scales.
 
-    "fp8" gets a scale per channel. Raises ValueError for an unknown quantization.
+    The dict may have the keys "scale" and "global_scale". With "fp8" each output channel has a scale. Raises ValueError
+    for an unknown quantization.
     """
     experts, n, k = weights.shape
     if quantization is None:
@@ -102,14 +103,17 @@ def random_layer(
     quantization: str | None = None,
     dtype: str = "bfloat16",
 ) -> Layer:
-    """Return a NumPy layer with normally distributed weights, outputs of magnitude 1 and random experts per token."""
+    """Return a NumPy layer with normally distributed weights and random experts for each token.
+
+    The weights are scaled so that the outputs have magnitude 1.
+    """
 
     def normal(*shape: int) -> Array:
         return rng.standard_normal(shape, np.float32)
 
     made: dict[str, Array] = {}
     scales: dict[str, Array] = {}
-    # The activation at least halves the variance of the first GEMM's result, so w2 is multiplied by 2.
+    # The activation at least halves the variance of the first GEMM's result. Multiply w2 by 2 to compensate.
     for name, weights in (
         ("w1", normal(experts, 2 * inter, hidden) / math.sqrt(hidden)),
         ("w2", normal(experts, hidden, inter) * (2 / math.sqrt(inter))),

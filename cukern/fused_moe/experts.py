@@ -1,10 +1,10 @@
-"""The experts: both grouped GEMMs of a mixture-of-experts layer, with the activation between them.
+"""The experts: the two grouped GEMMs of a mixture-of-experts layer, with the activation between them.
 
-A layer in the standard format first sorts its tokens by expert. A 16-bit layer with a single token skips the sort
-(`routed_experts`). After the sort the first GEMM gets its rows in one of two ways:
+A layer in the standard format first sorts its tokens by expert. A layer with 16-bit weights and a single token skips
+the sort (`routed_experts`). After the sort the first GEMM reads its rows in one of two ways:
 
-- gather: the GEMM reads each token through an index. Layers with few rows per expert gather, because reading the
-  weights takes most of their time. 16-bit layers also gather many rows, if `w1` has at most GATHERED_COLUMNS rows.
+- gather: the GEMM reads each token through an index. Layers with few rows per expert gather, because they spend most
+  of their time on reading weights. 16-bit weights gather any number of rows if `w1` has at most GATHERED_COLUMNS rows.
 - permute: a separate kernel first copies the rows into expert order. All other layers permute.
 """
 
@@ -43,14 +43,14 @@ from cukern.runtime.units import ceil_div
 Formats = tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]
 STANDARD: Formats = (FusedMoEActivationFormat.Standard,) * 2
 BATCHED: Formats = (FusedMoEActivationFormat.BatchedExperts,) * 2
-#: With many rows per expert, 16-bit GEMMs gather if `w1` has at most this many rows. On an H200 gathering slows the
-#: GEMM by 5%, and the time of the GEMM grows with the rows of `w1`. Gathering saves the permute copy, which reads and
-#: writes 2 bytes per number of a row at about 4 TB/s. The break-even is at 7800 rows.
+#: With 16-bit weights and many rows per expert, the first GEMM gathers if `w1` has at most this many rows. On an H200
+#: gathering slows the GEMM by 5%, and the GEMM's time grows with the rows of `w1`. Gathering saves the permute copy,
+#: which reads and writes 2 bytes per element at about 4 TB/s. The break-even is at 7800 rows of `w1`.
 GATHERED_COLUMNS = 8192
 
 
 def gathers(expected_rows: Any, arch: str | None) -> bool:
-    """Return whether the first GEMM should gather, for this expected number of rows per expert.
+    """Return whether the first GEMM should gather its rows.
 
     Two kernels can gather 8-bit rows: "stream", for up to STREAM_ROWS rows, and "mma", for GPUs other than Hopper.
     """
@@ -58,16 +58,16 @@ def gathers(expected_rows: Any, arch: str | None) -> bool:
 
 
 def expected_rows_of(tokens: Any, topk: int, experts: int) -> Any:
-    """Return the number of rows per expert that the GEMMs choose their tile for: the mean.
+    """Return the expected number of rows per expert. The GEMMs choose their tile size for this number.
 
-    For up to STREAM_ROWS tokens, return the number of tokens, because one expert may get all of them. With a smaller
-    tile that expert would need a second tile, and its weights would be read twice.
+    With more than STREAM_ROWS tokens, return the mean. Otherwise return the number of tokens, because a single expert
+    may get all of them: with a smaller tile that expert would need two tiles, and its weights would be read twice.
     """
     return tokens if tokens <= STREAM_ROWS else max(ceil_div(tokens * topk, experts), STREAM_ROWS + 1)
 
 
 def inter_of(w1: Any, activation: str) -> int:
-    """Return the row length between the two GEMMs: the intermediate size."""
+    """Return the intermediate size, which is the number of columns of the second GEMM's input."""
     return rows_of_weights(w1) // (2 if is_gated(activation) else 1)
 
 
@@ -77,11 +77,11 @@ def _rows_of(workspace: Any, rows: Any) -> Any:
 
 
 class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
-    """Base of the experts that run grouped GEMMs, in either activation format.
+    """Base class of the experts that run grouped GEMMs, in either activation format.
 
     Args:
         quant_config: the number format of the weights.
-        gather: whether the first GEMM gathers the tokens instead of reading a permuted copy; None: decided by shape.
+        gather: whether the first GEMM gathers the tokens instead of reading a permuted copy. None: the shapes decide.
     """
 
     formats: ClassVar[Formats] = STANDARD
@@ -125,12 +125,12 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
     def _workspaces(
         self, rows: Any, N: int, K: int, output: tuple[Any, ...], dtype: str, reduces: bool = True
     ) -> Workspaces:
-        """Return the workspaces for GEMMs of `rows` rows.
+        """Return the shapes of the workspaces for GEMMs of `rows` rows.
 
-        The second GEMM writes to the output, except in the standard format with `reduces`.
+        The second GEMM writes to the output. In the standard format with `reduces` it writes to a workspace instead.
         """
-        # Standard format with `reduces`: workspace13 holds the permuted rows, and later the result of the second GEMM.
-        # Without `reduces` the output array holds both. Batched input is not permuted.
+        # In the standard format with `reduces`, workspace13 contains the permuted rows, then the second GEMM's result.
+        # Without `reduces` the output array contains both. Batched input is not permuted.
         workspace13 = (rows, K) if reduces and not self.batched else (0, K)
         return Workspaces(workspace13, (rows, N // 2), output, dtype)
 
@@ -181,7 +181,7 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
             moe_unpermute(output, by_row, weights, inverse)
 
     def _is_routed(self, output: Any, x: Any, w1: Any, w2: Any, topk_ids: Any, all_experts: int) -> bool:
-        """Return whether the GEMMs look up their experts by the router's ids, without a sort."""
+        """Return whether the GEMMs take the router's ids directly, so that the tokens need not be sorted."""
         return False
 
     def _gathers(self, expected_rows: Any, arch: str | None, columns: int) -> bool:
@@ -189,7 +189,7 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
         return gathers(expected_rows, arch)
 
     def _product_rows(self, workspace13: Any, shape: tuple[Any, Any], dtype: str) -> Any:
-        """Return the part of the workspace for the result of the second GEMM."""
+        """Return the rows of the workspace that receive the result of the second GEMM."""
         return workspace13 if same_shape(workspace13, shape) else workspace13[: shape[0]]
 
     def _standard(
@@ -275,19 +275,19 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
 
 
 class _Fp8GemmExperts(_GemmExperts):
-    """Base of the experts that quantize the activations again between the two GEMMs."""
+    """Base class of the FP8 experts, which also quantize the input of the second GEMM."""
 
     def takes_unquantized(self, hidden_states: Any) -> bool:
-        # If groups of numbers have scales, the kernel that permutes the rows also quantizes them.
+        # With one scale per group of elements, the kernel that permutes the rows also quantizes them.
         return self.quant_config.is_in_groups and not self.batched and is_of_units(hidden_states)
 
     @property
     def _group(self) -> int | None:
-        """Return how many numbers share a scale; None: one scale per row or per tensor."""
+        """Return the number of elements of a row that share a scale. None: there is one scale per row or per tensor."""
         return GROUP if self.quant_config.is_in_groups else None
 
     def _scales(self, columns: int) -> int:
-        """Return how many scales a row of `columns` numbers has; 0 if all rows share one scale."""
+        """Return the number of scales of a row of `columns` elements. It is 0 if all rows share one scale."""
         if self.quant_config.is_in_groups:
             return columns // GROUP
         return 1 if self.quant_config.per_act_token_quant else 0
@@ -295,9 +295,9 @@ class _Fp8GemmExperts(_GemmExperts):
     def _workspaces(
         self, rows: Any, N: int, K: int, output: tuple[Any, ...], dtype: str, reduces: bool = True
     ) -> Workspaces:
-        # workspace13 holds the result of the first GEMM, and later the result of the second GEMM unless that goes to
-        # the output. workspace2 holds quantized rows and their scales. If the first GEMM applies and quantizes the
-        # activation itself, workspace13 holds the quantized input of that GEMM instead of its result.
+        # workspace13 contains the result of the first GEMM. Later it contains the result of the second GEMM, unless the
+        # second GEMM writes to the output. workspace2 contains quantized rows and their scales. If the first GEMM also
+        # applies and quantizes the activation, workspace13 contains its quantized input instead of its result.
         wide = rows * ((max(N, K) if reduces and not self.batched else N) * arrays.ITEM_SIZE[dtype])
         if not reduces and not self.batched:
             wide = max(wide, aligned(rows * K) + rows * self._scales(K) * arrays.ITEM_SIZE["float32"])
@@ -314,21 +314,21 @@ class _Fp8GemmExperts(_GemmExperts):
         return q, part(workspace2, aligned(rows * columns), (*shape, scales), "float32")
 
     def _fuses(self, activation: str, w1: Any, expected_rows: Any, like: Any) -> bool:
-        """Return whether the first GEMM applies and quantizes the activation itself."""
+        """Return whether the first GEMM also applies the activation and quantizes its result."""
         config = self.quant_config
         if not config.block_shape or config.w1_bias is not None or config.quantizes_activated(activation):
             return False
         return bool(quantizes(expected_rows, w1.shape[0], w1.shape[1], gpu_of(like))) and is_of_units(w1)
 
     def _first_form(self, activation: str) -> dict[str, Any]:
-        """Return the other arguments of the first GEMM: the bias, and the activation if the GEMM applies it."""
+        """Return further arguments of the first GEMM: the bias, and the activation if the GEMM applies it."""
         config = self.quant_config
         if not config.quantizes_activated(activation):
             return {"bias": config.w1_bias}
         return {"bias": config.w1_bias, "activation": activation, **config.form}
 
     def _activate(self, gate_up: Any, activation: str, expert_num_tokens: Any, q: Any, scale: Any) -> Any:
-        """Quantize the activation of the first GEMM's result into `q` and `scale`. Return the scales."""
+        """Apply the activation to the first GEMM's result, and quantize it into `q` and `scale`. Return the scales."""
         config = self.quant_config
         static = config.a2_scale
         if config.quantizes_activated(activation):
@@ -375,7 +375,7 @@ class _Fp8GemmExperts(_GemmExperts):
         is_unquantized = config.is_in_groups and a_scale is None
         fuses = row_token is None and self._fuses(activation, w1, expected_rows, by_row)
         if row_token is None:
-            # If the first GEMM quantizes the activation itself, it reads workspace13 and writes workspace2.
+            # A first GEMM that also quantizes its result reads workspace13 and writes workspace2.
             q, scale = self._quantized(workspace13 if fuses else workspace2, (rows,), a.shape[1])
             if is_unquantized:
                 permute_quantized(a, inverse, out_q=q, out_s=scale)
@@ -396,7 +396,7 @@ class _Fp8GemmExperts(_GemmExperts):
             form = self._first_form(activation)
             moe_gemm(a, w1, expert_offsets, row_token=row_token, **form, out=gate_up, **product)
             q, scale = self._quantized(workspace2, (1, rows), inter)
-            # Pass all rows as one batch entry that ends with the last expert's rows, because later rows are undefined.
+            # Pass all rows as one batch entry up to the end of the last expert's rows. Later rows are undefined.
             a_scale = self._activate(gate_up.reshape(1, rows, columns), activation, expert_offsets[experts:], q, scale)
         moe_gemm(
             q.reshape(rows, inter),
@@ -458,8 +458,8 @@ class _Fp8GemmExperts(_GemmExperts):
 class GroupedGemmExperts(_GemmExperts):
     """Experts with float16 or bfloat16 weights, in the standard format.
 
-    Every kernel for these weights can gather. With many rows per expert the layer gathers if that costs less than the
-    copy that permutes the rows (GATHERED_COLUMNS). A single token is not sorted.
+    Every kernel for these weights can gather. With many rows per expert the layer gathers if gathering costs less than
+    the permute copy (GATHERED_COLUMNS). A single token is not sorted.
     """
 
     def _is_routed(self, output: Any, x: Any, w1: Any, w2: Any, topk_ids: Any, all_experts: int) -> bool:
@@ -492,12 +492,12 @@ class BatchedFp8BlockExperts(_Fp8GemmExperts):
 
 
 class _EitherFormat(_GemmExperts):
-    """Base of the experts whose activation format is an argument.
+    """Base class of the experts whose activation format is an argument.
 
     Args:
         quant_config: the number format of the weights.
-        use_batched_format: take tokens batched by expert.
-        gather: as for the other classes, in the standard format.
+        use_batched_format: True for tokens batched by expert, False for the standard format.
+        gather: as for `_GemmExperts`, for the standard format only.
     """
 
     def __init__(
@@ -516,17 +516,17 @@ class _EitherFormat(_GemmExperts):
 
 
 class Fp8Experts(_EitherFormat, _Fp8GemmExperts):
-    """Experts with FP8 weights scaled per tensor or per channel, and activations scaled per tensor or per token."""
+    """Experts with FP8 weights and activations: weight scales per tensor or channel, others per tensor or token."""
 
     quantizations = ("fp8",)
 
 
 class Fp4Experts(_EitherFormat):
-    """Experts with 4-bit weights, MXFP4 or NVFP4, that the kernel converts to 16 bits, and 16-bit activations.
+    """Experts with MXFP4 or NVFP4 weights, which the kernel converts to 16 bits, and 16-bit activations.
 
-    The first GEMM gathers any number of rows if the weights are not prepared. The kernel for prepared weights instead
-    loads permuted rows by TMA. On an H200 it makes a layer of 16 or 64 tokens 1 to 16 us faster than gathering. With
-    one token it gains about as much time as the permute copy takes.
+    With weights that are not prepared, the first GEMM gathers any number of rows. The kernel for prepared weights loads
+    permuted rows by TMA. On an H200 this makes a layer of 16 or 64 tokens 1 to 16 us faster than gathering does. With
+    one token it saves about as much time as the permute copy costs.
     """
 
     quantizations = ("mxfp4", "nvfp4")
@@ -545,7 +545,7 @@ class Fp8RowsFp4Experts(_EitherFormat, _Fp8GemmExperts):
 
 
 def _of_the_chosen(name: str) -> Callable[..., Any]:
-    """Return a method that forwards its call to the method `name` of the chosen experts."""
+    """Return a method that calls the method `name` of `self.chosen`."""
 
     def method(self: _ChosenExperts, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.chosen, name)(*args, **kwargs)
@@ -554,7 +554,7 @@ def _of_the_chosen(name: str) -> Callable[..., Any]:
 
 
 class _ChosenExperts(FusedMoEPermuteExpertsUnpermute):
-    """Base of the experts that forward each call to the class for the configuration's quantization."""
+    """Base class of the experts that forward each call to an object of the class for their quantization."""
 
     quantizations = (None, "fp8_block", "fp8", "mxfp4", "nvfp4", "mxfp4_fp8")
     use_batched_format: ClassVar[bool] = False
@@ -586,12 +586,12 @@ class _ChosenExperts(FusedMoEPermuteExpertsUnpermute):
     workspace_shapes = _of_the_chosen("workspace_shapes")
     sorted_workspace_shapes = _of_the_chosen("sorted_workspace_shapes")
 
-    def apply(self, *args: Any, **kwargs: Any) -> None:  # written out, because a profile finds it by its name
+    def apply(self, *args: Any, **kwargs: Any) -> None:  # a method of its own, because a profiler looks for its name
         self.chosen.apply(*args, **kwargs)
 
 
 class AutoExperts(_ChosenExperts):
-    """Experts with weights of any quantization, in the standard format; they gather or permute by shape."""
+    """Experts with weights of any quantization, in the standard format. The shapes decide whether they gather."""
 
 
 class BatchedAutoExperts(_ChosenExperts):

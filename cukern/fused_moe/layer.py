@@ -1,4 +1,4 @@
-"""The fused mixture-of-experts layer as one function."""
+"""The fused mixture-of-experts layer as one function, `fused_experts`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cukern.runtime.plan import run_twin
 
 @dataclass(frozen=True)
 class _Numbers:
-    """A configuration without scales: a name with the options given, or all numbers of a `FusedMoEQuantConfig`."""
+    """A quantization without its scales: a name with options, or the options of a `FusedMoEQuantConfig`."""
 
     name: Any
     numbers: tuple[tuple[str, Any], ...]
@@ -62,7 +62,7 @@ def _layer(
     out: Any = None,
     **scales: Any,
 ) -> Any:
-    """Record the whole layer as one plan, by running its classes on array descriptions."""
+    """Record the whole layer as one plan, by running the layer's classes on array descriptions."""
     config = _config(quant, scales)
     if expect_array("hidden_states", hidden_states).on_host:
         options = {} if expert_map is None else {"expert_map": expert_map}
@@ -108,39 +108,41 @@ def fused_experts(
     per_act_token_quant: bool | None = None,
     out: AnyArray | None = None,
 ) -> AnyArray:
-    """Send each token through its experts, from the top-k ids to the layer's output.
+    """Run a mixture-of-experts layer: send each token through its top-k experts, and add up the results.
 
-    out[t] = sum over s of topk_weights[t, s] * w2[e] activation(gate, up), with e = topk_ids[t, s] and gate and up the
-    halves of w1[e] hidden_states[t]. Sums are in float32, and a token's slots are added in order.
+    out[t] = sum over s of topk_weights[t, s] * w2[e] activation(gate, up), with e = topk_ids[t, s]. `gate` and `up` are
+    the two halves of w1[e] hidden_states[t]. Sums are in float32, and the slots s of a token are added in order.
 
-    The layer takes four launches: a sort of the tokens by expert, two grouped GEMMs (the first one applies the
-    activation), and the weighted sum of each token's rows. With many rows per expert a fifth launch permutes the rows
-    first. FP8 adds one launch for each quantization of activations; with scales in groups, the permute launch
-    quantizes too. A 16-bit layer with a single token takes two launches: each GEMM looks up its experts by the ids, and
-    the second GEMM adds up the rows. The result has the same bits as with four launches.
+    The layer launches four kernels: a sort of the tokens by expert, two grouped GEMMs (the first one applies the
+    activation), and the weighted sum of each token's rows. With many rows per expert a fifth kernel permutes the rows
+    before the first GEMM. With FP8 each quantization of activations is one more launch; with one scale per group of
+    elements, the permute kernel also quantizes. A layer with 16-bit weights and a single token launches only two
+    kernels: both GEMMs take the ids directly, and the second GEMM adds up the rows. Its result has the same bits as the
+    result of four launches.
 
     Args:
         hidden_states: [tokens, hidden], float16, bfloat16 or, without quantization, float32 (not tuned).
         w1: [experts, 2 * inter, hidden], the gate's rows first, of the same dtype; quantized as `quant` says. 4-bit
-            weights are uint8 with two numbers in a byte. Without a gate: [experts, inter, hidden].
-        w2: [experts, hidden, inter]. Rows of both may have a stride. Without quantization either may be a view
-            `w.transpose(1, 2)` of an array [experts, in, out], which is not copied. Sizes may be any multiples of the
-            quantization's group; `cukern.moe_gemm` says which are fast.
+            weights are uint8 with two elements per byte. Without a gate: [experts, inter, hidden].
+        w2: [experts, hidden, inter]. The rows of w1 and w2 may have a stride. Without quantization either may be a view
+            `w.transpose(1, 2)` of an array [experts, in, out], which is not copied. `inter` and `hidden` may be any
+            multiples of the quantization's group size; the docs of `cukern.moe_gemm` say which sizes are fast.
         topk_weights: float32 [tokens, topk].
-        topk_ids: int32 or int64 [tokens, topk]. A slot whose id is -1, or not an expert's, adds nothing.
+        topk_ids: int32 or int64 [tokens, topk]. A slot whose id is not the id of an expert, such as -1, adds nothing.
         activation: silu, gelu, gelu_tanh, swigluoai or relu2; `cukern.moe_activation` has the formulas. Experts without
             a gate take silu_no_mul, gelu_no_mul, gelu_tanh_no_mul or relu2_no_mul, vLLM's names.
-        quant: a `cukern.fused_moe.FusedMoEQuantConfig`, or the name of one, "fp8_block", "fp8", "mxfp4" or "nvfp4". A
-            name takes its scales from the arguments below. 4-bit weights may be prepared by `cukern.prepare_weights`:
-            then w1_scale and w2_scale are None. "mxfp4_fp8" (on Hopper) takes MXFP4 weights prepared for FP8 rows and
-            quantizes the activations to FP8, with a scale for each 128 numbers of a row, as vLLM's backend
-            DEEPGEMM_MXFP4 does.
+        quant: a `cukern.fused_moe.FusedMoEQuantConfig`, or the name of a quantization: "fp8_block", "fp8", "mxfp4" or
+            "nvfp4". With a name, the scales are the arguments below. 4-bit weights may be prepared by
+            `cukern.prepare_weights`; then w1_scale and w2_scale are None. "mxfp4_fp8" (on Hopper) takes MXFP4 weights
+            prepared for FP8 rows. It quantizes the activations to FP8, with one scale per 128 elements of a row, like
+            vLLM's backend DEEPGEMM_MXFP4.
         expert_map: int32 [all experts], over all ranks: the index of each expert in w1 and w2, or -1 for an expert of
-            another rank. topk_ids are then ids among the experts of all ranks; an id past the map adds nothing.
+            another rank. topk_ids are then ids among the experts of all ranks; an id outside the map adds nothing.
         apply_router_weight_on_input: multiply the input by the weights instead of the output; topk must be 1.
         w1_scale, w2_scale, a1_scale, a2_scale, w1_global_scale, w2_global_scale: the scales that `quant` asks for.
         w1_bias, w2_bias: [experts, 2 * inter] (without a gate [experts, inter]) and [experts, hidden], float32 or of
-            the dtype of hidden_states: added to the products, before the activation and before topk_weights.
+            the dtype of hidden_states. The biases are added to the results of the GEMMs, before the activation and
+            before the multiplication by topk_weights.
         alpha, limit: the constants of swigluoai.
         interleaved: rows `2 * j` and `2 * j + 1` of w1 and w1_bias are the gate row j and the up row j, as in gpt-oss.
         per_act_token_quant: with "fp8", whether each row of activations has its own scale. If not, all rows share one

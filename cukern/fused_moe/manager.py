@@ -1,4 +1,7 @@
-"""Set up the exchange between ranks: find which ranks can map each other's memory, and choose backend and buffers."""
+"""Set up the exchange of tokens between ranks.
+
+The ranks find out whose memory they can map, choose a backend, and allocate the buffers.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from cukern.runtime.cuda import current_device, runtime
 from cukern.runtime.describe import type_name
 
 BACKENDS = ("push", "nccl", "two_level")
-#: The kernels of a layer. All of them must be loaded before any of them waits for another rank.
+#: The source files of a layer's kernels. All kernels must be loaded before any kernel waits for another rank.
 _STEMS = ("all_to_all", "moe_permute", "moe_gemm", "quantization", "moe_activation")
 
 Result = TypeVar("Result")
@@ -63,14 +66,14 @@ class Sizes(NamedTuple):
         if expert_rank is not None:
             given = tuple(expert_ranks(expert_rank, num_experts, ranks).tolist())
         if num_experts % ranks == 0 or given is None:
-            # Replace an expert_rank that equals the default order by None. Ranks that pass the default order and ranks
-            # that pass None then agree, and the owner of an expert is computed without a table.
+            # If expert_rank equals the default order, replace it by None. So ranks that pass the default order agree
+            # with ranks that pass None, and no table is needed to compute the owner of an expert.
             in_order = tuple(expert_ranks(None, num_experts, ranks).tolist())
             given = None if given == in_order else given
         return cls(num_experts, max_num_tokens, hidden, topk, given, ranks_per_host, bool(apart), deadline_s, backend)
 
     def of_state(self, experts: int, tokens: int, expert_rank: Sequence[int] | None) -> dict[str, Any]:
-        """Return the arguments of an `AllToAllState`."""
+        """Return the keyword arguments for an `AllToAllState`."""
         return {
             "max_tokens": tokens, "hidden": self.hidden, "topk": self.topk, "num_experts": experts,
             "expert_rank": expert_rank, "apart": self.apart, "deadline_s": self.deadline_s,
@@ -78,7 +81,7 @@ class Sizes(NamedTuple):
 
 
 class _Offer(NamedTuple):
-    """The data that a rank sends to all other ranks during set-up."""
+    """The data that each rank sends to all other ranks during setup."""
 
     sizes: Sizes
     host: str
@@ -91,10 +94,10 @@ def choose(sizes: Sizes, hosts: Sequence[Sequence[int]], unreached: Sequence[Map
     Args:
         sizes: the arguments that the ranks share.
         hosts: the ranks of each host.
-        unreached: for each rank, the ranks whose memory it cannot map, with the reason. A rank in host memory lists
-            all ranks.
+        unreached: for each rank, the ranks whose memory it cannot map, with the reasons. For a rank in host memory
+            these are all ranks.
 
-    Raises ValueError, with the reason, for a backend that the group cannot use.
+    Raises ValueError if the group cannot use the backend in `sizes`. The message gives the reason.
     """
     why_not = {"push": "", "nccl": "", "two_level": ""}
     missing = next(
@@ -129,22 +132,25 @@ def choose(sizes: Sizes, hosts: Sequence[Sequence[int]], unreached: Sequence[Map
 
 
 def hosts_of(names: Sequence[str], ranks_per_host: int | None) -> list[list[int]]:
-    """Return the ranks of each host: ranks with equal host names, or `ranks_per_host` consecutive ranks per host."""
+    """Return the ranks of each host. Ranks with the same host name are on one host.
+
+    With `ranks_per_host`, that many consecutive ranks count as one host instead.
+    """
     if ranks_per_host is not None:
         return [[*range(start, start + ranks_per_host)] for start in range(0, len(names), ranks_per_host)]
     return [[rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)]
 
 
 class All2AllManager:
-    """One rank's exchange of tokens with the other ranks: sets up the memory and chooses the backend.
+    """Sets up the exchange of tokens between this rank and the other ranks. It chooses a backend and allocates memory.
 
     - "push" (`PushPrepareAndFinalize`): all ranks are on one host and can map each other's memory.
-    - "two_level" (`TwoLevelPrepareAndFinalize`): several hosts with the same number of ranks, more than one. The ranks
-      of a host can map each other's memory.
-    - "nccl" (`NcclPrepareAndFinalize`): everything else.
+    - "two_level" (`TwoLevelPrepareAndFinalize`): there are several hosts, all with the same number of ranks, at least
+      two. The ranks of a host can map each other's memory.
+    - "nccl" (`NcclPrepareAndFinalize`): all other cases.
 
-    All ranks of the group make a manager with the same arguments, except for `device`; a difference raises on all
-    ranks. `local` makes all ranks in one process.
+    Each rank of the group makes a manager. Arguments other than `device` must be the same on all ranks; otherwise all
+    ranks raise. `local` makes the managers of all ranks in one process.
 
     The class corresponds to vLLM's class of this name.
 
@@ -153,7 +159,7 @@ class All2AllManager:
         num_experts: the number of experts of all ranks.
         max_num_tokens: maximum tokens of a call on a rank.
         hidden: the hidden size, a multiple of 16.
-        topk: the experts of a token, at most 32.
+        topk: the number of experts of a token, at most 32.
         device: the CUDA device of this rank, a number or a `torch.device`; None: torch's current device, or host memory
             if torch has no GPU. "cpu" is host memory too.
         expert_rank: [num_experts], the rank that owns each expert; every rank owns at least one. None: the experts are
@@ -161,8 +167,8 @@ class All2AllManager:
         ranks_per_host: treat this many consecutive ranks as one host; None: use the real hosts.
         apart: reserve the memory that `prepare_finalize` with `apart` needs to return the same bits for any number of
             ranks; "push" only.
-        deadline_s: seconds after which a rank of "push" gives up waiting for another rank. The other backends use the
-            group's timeout.
+        deadline_s: with "push", the seconds after which a rank stops waiting for another rank and fails. The other
+            backends use the group's timeout.
         backend: one of auto, push, nccl, two_level.
 
     Attributes:
@@ -170,7 +176,7 @@ class All2AllManager:
         backend: push, nccl or two_level.
         device: the CUDA device; None: host memory.
         num_experts, num_local_experts: the number of experts of all ranks, and of this rank.
-        state: this rank's part of the push exchange; None with nccl.
+        state: the `AllToAllState` of this rank; None with nccl.
 
     Raises:
         TypeError, ValueError: invalid arguments, or arguments that differ between ranks; with "push", GPUs that cannot
@@ -227,11 +233,11 @@ class All2AllManager:
         self._together(self._load)
 
     def _hold(self, sizes: Sizes, ranks: int, device: int | None) -> None:
-        """Set the attributes that both `__init__` and `local` need."""
+        """Set the attributes that `__init__` and `local` have in common."""
         self.sizes, self.ranks, self.device, self.num_experts = sizes, ranks, device, sizes.num_experts
         self.owner = expert_ranks(sizes.expert_rank, sizes.num_experts, ranks)
         self.state = None
-        self._peers: list[int] | None = None  # two_level: the ranks with this local rank, one per host
+        self._peers: list[int] | None = None  # two_level: on each host, the rank with the same index as this rank
         self._turns: Turns | None = None
         self._of_process: list[All2AllManager] = []  # `local`: the managers of all ranks
         self._maps: dict[Any, Any] = {}
@@ -252,12 +258,12 @@ class All2AllManager:
     ) -> list[All2AllManager]:
         """Return the managers of all ranks in this process, with the backend push, for notebooks and tests.
 
-        If each rank has its own GPU, one thread may call the ranks one after the other, after a rehearsal of the layers
-        (`PushPrepareAndFinalize.rehearsal`). Ranks in host memory and ranks that share a GPU need a thread per rank,
-        which `run` starts. Ranks that share a GPU also use one stream.
+        If each rank has its own GPU, a single thread may call the layers of the ranks one after the other, once they
+        have been rehearsed (`PushPrepareAndFinalize.rehearsal`). Ranks in host memory and ranks that share a GPU need
+        one thread per rank, which `run` starts. Ranks that share a GPU must also use the same stream.
 
         Args:
-            devices: the CUDA device of each rank; several ranks may share one. All None: ranks in host memory.
+            devices: the CUDA device of each rank; several ranks may share a device. All None: ranks in host memory.
             num_experts, max_num_tokens, hidden, topk, expert_rank, apart, deadline_s: as for the class.
 
         Raises:
@@ -283,11 +289,10 @@ class All2AllManager:
 
     @staticmethod
     def run(managers: Sequence[All2AllManager], function: Callable[[All2AllManager], Result]) -> list[Result]:
-        """Call `function(manager)` for each of the `managers`, each in a thread with the manager's device current.
+        """Call `function` with each of the `managers`, each in its own thread. `local` returns the managers.
 
-        The managers are the result of `local`.
-
-        Returns the results in order. If one call raises, all ranks are aborted, and this raises the first exception.
+        In each thread the device of the manager is current. Returns the results in order. If a call raises, all ranks
+        are aborted, and `run` raises the first exception.
         """
         failed: list[BaseException] = []
 
@@ -311,14 +316,14 @@ class All2AllManager:
     # --- the set-up -----------------------------------------------------------------------------------
 
     def _gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks."""
+        """Send `value` to all ranks. Return the values of all ranks."""
         distributed = _torch().distributed
         found = [None] * distributed.get_world_size(self.group)
         distributed.all_gather_object(found, value, group=self.group)
         return found
 
     def _together(self, action: Callable[[], Result]) -> list[Result]:
-        """Return the results of `action` on all ranks. If it raises on one rank, all ranks raise."""
+        """Call `action` on all ranks. Return the results of all ranks. If one `action` raises, all ranks raise."""
         result, problem = None, None
         try:
             result = action()
@@ -337,7 +342,7 @@ class All2AllManager:
         return self.device
 
     def _load(self) -> None:
-        """Load the compiled kernels of a layer, because the first call must not load any while a kernel waits."""
+        """Load the compiled kernels of a layer. Loading may block later, while a kernel waits for another rank."""
         if self.state is not None and self.device is not None:
             kernel.load_all(_STEMS, self.device, compiles=False)
 
@@ -346,8 +351,8 @@ class All2AllManager:
         sizes = self.sizes
         host = next(index for index, ranks in enumerate(hosts) if self.rank in ranks)
         place = hosts[host].index(self.rank)
-        # Use the existing group for the peers. torch may give a new group the name of a group that another rank has
-        # already destroyed; the new group could then wait forever for addresses in the store.
+        # Use the existing group for the peers instead of a new group. torch may give a new group the name of a group
+        # that another rank has already destroyed. The new group could then wait forever for addresses in the store.
         self._peers = [ranks[place] for ranks in hosts]
         host_of, place_of = np.zeros(self.ranks, np.int64), np.zeros(self.ranks, np.int64)
         for index, ranks in enumerate(hosts):
@@ -365,7 +370,7 @@ class All2AllManager:
         )
 
     def _together_each(self, action: Callable[[], Result]) -> Result:
-        """Return the result of `action` on this rank, without sending it. If one rank's `action` raises, all raise."""
+        """Call `action` on all ranks. Return the result of this rank. If one `action` raises, all ranks raise."""
         found: list[Result] = []
         self._together(lambda: found.append(action()))
         return found[0]
@@ -404,10 +409,10 @@ class All2AllManager:
 
         Args:
             batched: group the tokens by expert, [local experts, max_tokens_per_expert, hidden]; not with nccl.
-            max_tokens_per_expert: with `batched`, the rows of each expert; None: the tokens of all ranks.
+            max_tokens_per_expert: with `batched`, the number of rows per expert; None: the maximum tokens of all ranks.
             apart: return the same bits for any number of ranks; the manager must have been made with `apart`.
-            expert_load: int32 [num_experts]. For each expert of this rank, each call adds the number of pairs
-                (token, slot) that arrived for the expert.
+            expert_load: int32 [num_experts]. Each call adds to `expert_load[e]` the number of pairs (token, slot) that
+                arrived for expert e, for each expert of this rank.
 
         Raises:
             AllToAllError: an earlier call failed.
@@ -441,9 +446,9 @@ class All2AllManager:
     # --- while it runs, and the end -------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise the error of an earlier call, if any. A loop that replays a CUDA graph should call this regularly.
+        """Raise AllToAllError if an earlier call has failed. Call this regularly in a loop that replays a CUDA graph.
 
-        Raises AllToAllError, which names the rank, the phase and the step; ValueError if the manager is closed.
+        The error names the rank, the phase and the step. Raises ValueError if the manager is closed.
         """
         if self._closed:
             check.fail("manager", "open", "a closed one")
@@ -453,7 +458,7 @@ class All2AllManager:
     def abort(self) -> None:
         """Make every rank stop waiting for other ranks. The next call on each rank raises AllToAllError.
 
-        This ends the waits of "push" only: a wait in `torch.distributed` lasts until the group's timeout.
+        This ends only the waits of "push". A wait in `torch.distributed` lasts until the group's timeout.
         """
         if self._turns is not None:
             self._turns.abort(self.rank)
@@ -461,7 +466,7 @@ class All2AllManager:
             self.state.abort()
 
     def close(self) -> None:
-        """Wait for the other ranks, unless a call failed, and free the memory. All ranks must call this."""
+        """Wait for the other ranks, unless a call has failed. Then free the memory. All ranks must call this."""
         if self._closed:
             return
         try:
@@ -490,13 +495,13 @@ class All2AllManager:
         if kind is None:
             self.close()
         elif not self._closed:
-            # The other ranks may never call close, so this does not wait.
+            # Do not wait, because the other ranks may never call `close`.
             self.abort()
             self._close(wait=False)
 
 
 def _torch() -> Any:
-    """Import torch here, because the rest of cukern does not need it."""
+    """Import torch only when it is needed, because the rest of cukern works without it."""
     import torch
     import torch.distributed
 
@@ -504,7 +509,7 @@ def _torch() -> Any:
 
 
 def _device(given: Any) -> int | None:
-    """Return the CUDA device for an argument `device`; None: host memory."""
+    """Return the CUDA device that an argument `device` means. Return None for host memory."""
     torch = _torch()
     if given is None:
         return torch.cuda.current_device() if torch.cuda.is_available() and kernel.device_count() else None
@@ -521,7 +526,7 @@ def _device(given: Any) -> int | None:
 
 
 def _unreached(rank: int, device: int | None, offers: Sequence[_Offer]) -> dict[int, str]:
-    """Return the ranks whose memory a rank cannot map, with the reason. A rank in host memory lists all ranks."""
+    """Return the ranks whose memory `rank` cannot map, with the reasons. A rank in host memory cannot map any."""
     found = {}
     for other, offer in enumerate(offers):
         if device is None or offer.bus is None:

@@ -1,11 +1,11 @@
-"""The fused mixture-of-experts layer in exchangeable parts, after vLLM's FusedMoE modular kernel.
+"""The base classes of a fused mixture-of-experts layer, modeled on vLLM's FusedMoE modular kernel.
 
 A forward pass has three steps:
 
 - `prepare` quantizes the activations and sends them to the experts' ranks.
 - The experts' `apply` permutes the tokens, runs both GEMMs with the activation between them, and unpermutes the rows.
-- `finalize` brings the results back. It also multiplies them by the router's weights and adds them up, unless `apply`
-  has done so.
+- `finalize` sends the results back. It also multiplies them by the router's weights and adds them up for each token,
+  unless `apply` has done so.
 
 `FusedMoEModularKernel` combines a `FusedMoEPrepareAndFinalize` with a `FusedMoEPermuteExpertsUnpermute`.
 """
@@ -34,7 +34,7 @@ CHUNK_SIZE = 32 * 1024
 
 
 class SortedTokens(NamedTuple):
-    """The pairs (token, slot) of activations in the standard format, sorted by expert: the result of `moe_sort`.
+    """The result of `moe_sort`: the pairs (token, slot) of activations in the standard format, sorted by expert.
 
     Attributes:
         expert_offsets: int32 [local experts + 1], the first row of each expert, then the end of all rows.
@@ -48,12 +48,12 @@ class SortedTokens(NamedTuple):
 
 
 class ExpertTokensMetadata(NamedTuple):
-    """Which tokens each expert gets, as `prepare` found it.
+    """Which tokens each expert gets. `prepare` returns it.
 
     Attributes:
         expert_num_tokens: int32 [local experts], for batched activations; else None.
-        positions: int32 [tokens, topk], the row of each token and slot in the batched activations, reshaped to
-            [experts * max_tokens, hidden]; -1 for a slot without a row. None: the class keeps the positions to itself.
+        positions: int32 [tokens, topk], for batched activations reshaped to [experts * max_tokens, hidden]: the row of
+            each token and slot, or -1 for a slot without a row. None: only the prepare/finalize class knows the rows.
         sorted: the sorted tokens in the standard format, from a prepare/finalize class with `sorts_tokens`. The experts
             then neither sort nor apply the router's weights; `finalize` applies the weights and adds up the rows.
     """
@@ -67,10 +67,11 @@ class Prepared(NamedTuple):
     """The result of `prepare`.
 
     Attributes:
-        a1q: the activations, in the `activation_format` of the class, quantized as the configuration says.
+        a1q: the activations, in the `activation_format` of the class, quantized if the configuration says so.
         a1q_scale: the scales of the activations, or None.
         expert_tokens_meta: the tokens of each expert, if `a1q` is batched or the class sorts the tokens; else None.
-        topk_ids, topk_weights: the ids and weights of the tokens in `a1q`; None: the arguments of `prepare`.
+        topk_ids, topk_weights: the ids and weights of the tokens in `a1q`; None: the same as the arguments of
+            `prepare`.
     """
 
     a1q: Any
@@ -90,9 +91,9 @@ class Workspaces(NamedTuple):
 
 
 class FusedMoEPrepareAndFinalize(abc.ABC):
-    """Quantizes the activations and sends them to the experts (`prepare`), and brings the results back (`finalize`)."""
+    """Quantizes the activations and sends them to the experts (`prepare`), and sends the results back (`finalize`)."""
 
-    #: The number of experts on this rank, which must match w1; None: any number.
+    #: The number of experts on this rank, which must equal the number of experts in w1. None: any number.
     num_local_experts: int | None = None
 
     @property
@@ -102,11 +103,11 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
 
     @abc.abstractmethod
     def topk_indices_dtype(self) -> str | None:
-        """Return the dtype that the top-k ids must have; None: any integers."""
+        """Return the dtype that the top-k ids must have. None: any integer dtype."""
 
     @abc.abstractmethod
     def max_num_tokens_per_rank(self) -> int | None:
-        """Return the maximum number of tokens of one call on a rank; None: any number."""
+        """Return the maximum number of tokens of a call on one rank. None: any number."""
 
     @abc.abstractmethod
     def num_dispatchers(self) -> int:
@@ -116,22 +117,22 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
         """
 
     def sorts_tokens(self) -> bool:
-        """Return whether `prepare` always returns `ExpertTokensMetadata.sorted`.
+        """Return whether `prepare` always sets `ExpertTokensMetadata.sorted`.
 
         If so, `finalize` gets the experts' rows [tokens * topk, hidden] in expert order. `finalize` then multiplies the
-        rows by the router's weights and adds them up.
+        rows by the router's weights, and adds up the rows of each token.
         """
         return False
 
     def can_leave_unquantized(self) -> bool:
-        """Return whether `prepare` can be called with NOT_QUANTIZED, so that the experts quantize the activations."""
+        """Return whether `prepare` may be called with NOT_QUANTIZED. The experts then quantize the activations."""
         return False
 
     def expert_map(self, like: Any) -> Any:
-        """Return the expert map that a call without `expert_map` uses, in the library and on the device of `like`.
+        """Return the expert map that a call without the argument `expert_map` uses.
 
-        The map is int32 [experts of all ranks]: the local index of each expert, -1 for experts of other ranks. None:
-        this rank has all experts.
+        The map is int32 [experts of all ranks]: the local index of each expert, -1 for experts of other ranks. It is in
+        the library and on the device of `like`. None: this rank has all experts.
         """
         return None
 
@@ -146,12 +147,12 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
     ) -> Prepared:
-        """Quantize the activations and dispatch them.
+        """Quantize the activations and send them to the experts.
 
         Args:
             a1: [tokens, hidden], float16 or bfloat16.
             topk_weights: float32 [tokens, topk].
-            topk_ids: [tokens, topk]; an id outside [0, num_experts) means no expert.
+            topk_ids: [tokens, topk]; a slot whose id is outside [0, num_experts) adds nothing.
             num_experts: the number of experts of all ranks.
             expert_map: int32 [num_experts], the local index of each expert, -1 for experts of other ranks; None: this
                 rank has all experts.
@@ -190,19 +191,19 @@ class FusedMoEPrepareAndFinalize(abc.ABC):
         weight_and_reduce_impl: TopKWeightAndReduce,
         expert_tokens_meta: ExpertTokensMetadata | None = None,
     ) -> None:
-        """Combine the experts' results into `output` [tokens, hidden].
+        """Send the experts' results back and add them up into `output`.
 
         Args:
-            output: [tokens, hidden], for the tokens that `prepare` was called with.
+            output: [tokens, hidden], written, for the tokens of the call of `prepare`.
             fused_expert_output: the output of the experts' `apply`, for the tokens that `prepare` returned.
             topk_weights, topk_ids, apply_router_weight_on_input: the same as for `prepare`.
-            weight_and_reduce_impl: the reduction of the rows of this rank's experts.
+            weight_and_reduce_impl: the reduction that adds up the rows of this rank's experts for each token.
             expert_tokens_meta: the metadata that `prepare` returned.
         """
 
 
 class FusedMoEPermuteExpertsUnpermute(abc.ABC):
-    """The experts: permute, GEMM with w1, activation, quantization, GEMM with w2, unpermute.
+    """Runs the experts: permute, GEMM with w1, activation, quantization, GEMM with w2, unpermute.
 
     Args:
         quant_config: the number format of the weights.
@@ -221,18 +222,18 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     @abc.abstractmethod
     def supports_chunking(self) -> bool:
-        """Return whether `apply` may be called with a chunk of the tokens at a time."""
+        """Return whether the tokens may be split into chunks, with one call of `apply` per chunk."""
 
     @abc.abstractmethod
     def supports_expert_map(self) -> bool:
-        """Return whether `apply` takes an expert map. Batched experts need none, because `prepare` has applied it."""
+        """Return whether `apply` takes an expert map. Batched experts do not, because `prepare` has applied the map."""
 
     def supports_sorted_tokens(self) -> bool:
         """Return whether `apply` takes tokens that `prepare` has sorted (`ExpertTokensMetadata.sorted`)."""
         return False
 
     def takes_unquantized(self, hidden_states: Any) -> bool:
-        """Return whether `apply` can quantize these activations itself, so that `prepare` need not.
+        """Return whether `apply` can quantize these activations, so that `prepare` does not have to.
 
         Args:
             hidden_states: the input of the layer, [tokens, hidden].
@@ -241,7 +242,7 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
 
     @abc.abstractmethod
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        """Return the reduction that `finalize` uses; `TopKWeightAndReduceNoOp` if `apply` has done the reduction."""
+        """Return the reduction for `finalize`. It is `TopKWeightAndReduceNoOp` if `apply` does the reduction."""
 
     @abc.abstractmethod
     def workspace_shapes(
@@ -250,16 +251,17 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         """Return the shapes of the workspaces and of the output for a call of `apply`.
 
         Args:
-            M: the number of tokens; batched: the maximum tokens of an expert.
-            N, K: w1 is [local experts, N, K]. N is twice the intermediate size, K is the hidden size.
-            topk, global_num_experts, local_num_experts: the experts of a token, of all ranks, and of this rank.
+            M: the number of tokens; in the batched format the maximum tokens of an expert.
+            N, K: the shape of w1 is [local experts, N, K]. N is twice the intermediate size, and K is the hidden size.
+            topk, global_num_experts, local_num_experts: the numbers of experts of a token, of all ranks, and of this
+                rank.
             dtype: the dtype of the layer's input and output.
         """
 
     def sorted_workspace_shapes(
         self, M: int, N: int, K: int, topk: int, global_num_experts: int, local_num_experts: int, dtype: str
     ) -> Workspaces:
-        """Return `workspace_shapes` for sorted tokens. The output is the result of the second GEMM, [M * topk, K]."""
+        """Return the shapes for sorted tokens. The output is the result of the second GEMM, [M * topk, K]."""
         raise NotImplementedError(f"{type(self).__name__} takes no tokens that have been sorted")
 
     @abc.abstractmethod
@@ -280,13 +282,14 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
         expert_tokens_meta: ExpertTokensMetadata | None,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """Compute `output`, with the shape from `workspace_shapes`.
+        """Run the experts and write their results to `output`.
 
-        The contents of the workspaces are undefined before and after the call.
+        The arrays have the shapes from `workspace_shapes`. The contents of the workspaces are undefined before and
+        after the call.
 
-        With `expert_tokens_meta.sorted`, the shapes come from `sorted_workspace_shapes`, and `output` gets the result
-        of the second GEMM: one row per pair (token, slot), in expert order, without the router's weights. Rows from
-        the last value of `expert_offsets` on are undefined.
+        With `expert_tokens_meta.sorted`, the shapes come from `sorted_workspace_shapes`. `output` then gets the result
+        of the second GEMM: one row per pair (token, slot), in expert order, not multiplied by the router's weights.
+        Rows from index `expert_offsets[-1]` on are undefined.
 
         Args:
             output: written, in the output format of `activation_formats`.
@@ -298,12 +301,13 @@ class FusedMoEPermuteExpertsUnpermute(abc.ABC):
             expert_map: int32 [global_num_experts], the local index of each expert or -1; None: ids are local.
             workspace13, workspace2: arrays of the shapes and the dtype that `workspace_shapes` asked for.
             expert_tokens_meta: the metadata that `prepare` returned, or None.
-            apply_router_weight_on_input: the tokens have been multiplied by their weights, so the results are not.
+            apply_router_weight_on_input: whether the tokens have already been multiplied by the router's weights. If
+                so, the results are not multiplied.
         """
 
 
 def refusal(prepare_finalize: FusedMoEPrepareAndFinalize, fused_experts: FusedMoEPermuteExpertsUnpermute) -> str | None:
-    """Return the reason why the two parts cannot form a layer; None if they can."""
+    """Return the reason why the two objects cannot form a layer. Return None if they can."""
     pf, experts = type(prepare_finalize).__name__, type(fused_experts).__name__
     sent = prepare_finalize.activation_format
     taken, given = fused_experts.activation_formats
@@ -326,20 +330,20 @@ def refusal(prepare_finalize: FusedMoEPrepareAndFinalize, fused_experts: FusedMo
 
 
 class FusedMoEModularKernel:
-    """A mixture-of-experts layer of two parts: one moves tokens to the experts and back, the other is the experts.
+    """A mixture-of-experts layer that combines two objects: one moves the tokens, and the other runs the experts.
 
     Args:
         prepare_finalize: quantizes the tokens, sends them to the experts, and combines the results.
         fused_experts: runs the GEMMs; its `quant_config` holds the quantization and the scales.
-        shared_experts: a function of hidden_states, for experts that every token uses. If the prepare/finalize class
-            has `prepare_no_receive`, the function runs while the tokens of other ranks arrive.
-        chunk_size: maximum tokens per call of `apply`, which bounds the workspaces; None: no maximum. The default is
-            32768 if the experts support chunking and the prepare/finalize class does not sort the tokens. Sorted
-            tokens are always one chunk.
+        shared_experts: a function of hidden_states that computes the experts that every token uses. If the
+            prepare/finalize class has `prepare_no_receive`, the function runs while the tokens of other ranks arrive.
+        chunk_size: maximum tokens per call of `apply`, which limits the size of the workspaces; None: no maximum. The
+            default is 32768 if the experts support chunking and the prepare/finalize class does not sort the tokens.
+            Sorted tokens are always a single chunk.
 
     Raises:
-        TypeError: a part of another type.
-        ValueError: parts that do not fit together, with the reason.
+        TypeError: an argument of the wrong type.
+        ValueError: two objects that cannot form a layer; the message gives the reason.
     """
 
     def __init__(
@@ -393,25 +397,26 @@ class FusedMoEModularKernel:
         apply_router_weight_on_input: bool = False,
         out: Any = None,
     ) -> Any:
-        """Send each token through its experts.
+        """Run the layer: send each token through its experts, and add up the results.
 
         Args:
             hidden_states: [tokens, hidden], float16, bfloat16 or, without quantization, float32.
             w1: [local experts, 2 * inter, hidden], the gate's rows first; without a gate [local experts, inter,
-                hidden]. 4-bit weights are uint8 with half the columns.
+                hidden]. 4-bit weights are uint8 with half the columns, because a byte contains two elements.
             w2: [local experts, hidden, inter].
             topk_weights: float32 [tokens, topk].
-            topk_ids: int32 or int64 [tokens, topk]; an id that is not an expert's adds nothing.
+            topk_ids: int32 or int64 [tokens, topk]; a slot whose id is not the id of an expert adds nothing.
             activation: silu, gelu, gelu_tanh, swigluoai or relu2; without a gate silu_no_mul, gelu_no_mul,
                 gelu_tanh_no_mul or relu2_no_mul.
-            global_num_experts: the number of experts of all ranks; -1: the length of expert_map, or the experts of w1.
-            expert_map: int32 [global_num_experts], the index of each expert in w1 and w2, -1 for experts elsewhere;
-                None: the map of the prepare/finalize class.
+            global_num_experts: the number of experts of all ranks; -1: the length of expert_map or, without a map, the
+                number of experts in w1.
+            expert_map: int32 [global_num_experts], the index of each expert in w1 and w2, -1 for experts of other
+                ranks; None: the map of the prepare/finalize class.
             apply_router_weight_on_input: multiply the input by the weights instead of the output; topk must be 1.
             out: [tokens, hidden], written and returned.
 
         Returns:
-            [tokens, hidden]; with shared experts a pair: the shared experts' result, then the [tokens, hidden] result.
+            [tokens, hidden]. With shared experts a pair: the result of the shared experts, and [tokens, hidden].
 
         Raises:
             TypeError: an unsupported dtype or library.
@@ -469,9 +474,9 @@ class FusedMoEModularKernel:
         return all_experts
 
     def _prepare(self, hidden_states: Any, *others: Any) -> tuple[Prepared, Any]:
-        """Return the prepared activations and the output of the shared experts, or None without shared experts.
+        """Call `prepare` and the shared experts. Return both results; without shared experts the second is None.
 
-        With `prepare_no_receive`, the tokens of other ranks arrive while the shared experts run.
+        If the class has `prepare_no_receive`, the tokens of other ranks arrive while the shared experts run.
         """
         pf = self.prepare_finalize
         if self.shared_experts is None:
@@ -497,7 +502,10 @@ class FusedMoEModularKernel:
         expert_map: Any,
         apply_router_weight_on_input: bool,
     ) -> Any:
-        """Run the experts on chunks of tokens. Return the result: `output` if they can write to it, or a new array."""
+        """Run the experts on chunks of tokens.
+
+        Return the result. It is `output` if the experts can write to `output`, and a new array otherwise.
+        """
         experts, dtype, hidden = self.fused_experts, dtype_of(hidden_states), hidden_states.shape[1]
         a1q, scale, meta = prepared.a1q, prepared.a1q_scale, prepared.expert_tokens_meta
         rows, inter2, topk = a1q.shape[-2], rows_of_weights(w1) * (1 if is_gated(activation) else 2), ids.shape[1]

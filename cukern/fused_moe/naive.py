@@ -1,4 +1,4 @@
-"""The reference experts: one expert after the other, in NumPy."""
+"""The NumPy reference of the experts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from cukern.runtime import arrays, check
 
 
 class NaiveBatchedExperts(FusedMoEPermuteExpertsUnpermute):
-    """The reference experts: one after the other in NumPy, in the batched format, with weights of any quantization.
+    """The NumPy reference of the experts, for weights of any quantization, in the batched format.
 
-    Arrays on a GPU are copied to the host and back, so the host waits for the GPU.
+    It runs one expert after the other. Arrays on a GPU are copied to the host and back, so the host waits for the GPU.
     """
 
     quantizations = AutoExperts.quantizations

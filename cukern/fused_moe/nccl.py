@@ -1,4 +1,4 @@
-"""Send tokens to the experts of other ranks and back with `torch.distributed`: NCCL, or gloo for host memory."""
+"""Exchange tokens with the experts of other ranks by `torch.distributed`, which uses NCCL, or gloo for host memory."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from cukern.ops.moe_permute import moe_sort, moe_unpermute, permute_rows
 from cukern.runtime import arrays, check
 from cukern.runtime.describe import type_name
 
-_ALIGNMENT = 16  # bytes; each array that is packed into a sent row starts at a multiple of this
+_ALIGNMENT = 16  # each array that is packed into a sent row starts at a multiple of this many bytes
 
 
 class Route(NamedTuple):
-    """The destinations of the rows of one dispatch; `RowExchange.combine` sends the results back along the same route.
+    """Which rows one dispatch sent to which ranks. `RowExchange.combine` sends the results back along the same route.
 
     Attributes:
-        positions: int32 [tokens, ranks], the index of each token's row among the sent rows, for each rank; -1 if the
-            token does not go to the rank. The sent rows are in the order of the ranks, then of the tokens.
-        sent, received: the number of rows sent to, and received from, each rank.
+        positions: int32 [tokens, ranks]. `positions[t, r]` is the index, among all sent rows, of the row that sends
+            token t to rank r; -1 if the token is not sent to that rank. Sent rows are sorted by rank, then by token.
+        sent, received: the number of rows sent to each rank, and received from each rank.
     """
 
     positions: Any
@@ -41,15 +41,15 @@ class Route(NamedTuple):
 class RowExchange:
     """Sends rows to the ranks of a process group and back, with `all_to_all_single`, on any number of hosts.
 
-    Rows of any dtype are sent as bytes. CUDA tensors use the group's backend for CUDA, such as NCCL. With gloo, the
-    rows are copied to host memory and back.
+    Rows of any dtype are sent as bytes. CUDA tensors use the group's backend for CUDA, such as NCCL. With gloo, CUDA
+    tensors are copied to host memory and back.
 
-    `peers` splits the group into sets of ranks, and rows stay within a set. No set needs a process group of its own,
-    but all ranks of the whole group must make the same calls in the same order.
+    `peers` divides the group into sets of ranks that exchange rows only among themselves. A set does not need a process
+    group, but all ranks of the whole group must make the same calls in the same order.
 
     Args:
         group: a `torch.distributed.ProcessGroup` that contains this process; None: the default group.
-        peers: the ranks of the group that this rank exchanges rows with, including itself, in the same order on every
+        peers: the ranks of the group that exchange rows with this rank, including this rank, in the same order on every
             peer; None: all ranks, in their order.
 
     Attributes:
@@ -58,7 +58,7 @@ class RowExchange:
     Raises:
         TypeError: a group of another type.
         RuntimeError: `torch.distributed` has not been initialized.
-        ValueError: a group or peers without this process; peers that are not different ranks of the group.
+        ValueError: `group` or `peers` does not contain this process, or `peers` are not distinct ranks of the group.
     """
 
     def __init__(self, group: Any = None, peers: Sequence[int] | None = None) -> None:
@@ -72,14 +72,15 @@ class RowExchange:
         self.group = group
         own, self._size = distributed.get_rank(group), distributed.get_world_size(group)
         self._peers = [*range(self._size)] if peers is None else _check_peers(peers, own, self._size)
-        # `torch.distributed` orders rows by rank of the group. `_order` lists the peers' indices in that order.
+        # `torch.distributed` orders rows by the ranks of the group. `_order` lists the indices of the peers in that
+        # order.
         self._order = sorted(range(len(self._peers)), key=self._peers.__getitem__)
         self.rank, self.ranks = self._peers.index(own), len(self._peers)
         of_each = (part.split(":", 1) for part in distributed.get_backend_config(group).split(","))
         self._backends: dict[str, str] = dict(of_each)
 
     def expect(self, name: str, array: Any) -> None:
-        """Check that `array`, called `name`, is a tensor on a device that one of the group's backends supports."""
+        """Check that the argument `name` is a tensor on a device that one of the group's backends supports."""
         torch = _torch()
         if not isinstance(array, torch.Tensor):
             check.fail(name, "a torch tensor, since torch.distributed moves it", type_name(array), TypeError)
@@ -93,23 +94,23 @@ class RowExchange:
     ) -> tuple[Callable[[], Any], Route]:
         """Send each row once to each of its destination ranks. Every rank of the group must call this.
 
-        The host waits for the numbers of rows that each rank sends and receives, so a CUDA graph cannot capture the
-        call. If a rank never calls this, the other ranks wait for the group's timeout and then raise.
+        The host waits until it knows how many rows it sends and receives, so a CUDA graph cannot capture the call. If a
+        rank never calls this, the other ranks raise after the group's timeout.
 
         Args:
             rows: [tokens, columns] of any dtype, contiguous; columns and dtype are the same on all ranks.
             destinations: bool [tokens, ranks], on the device of `rows`; the ranks are the peers, in their order.
-            agreed: numbers that must be the same on all ranks, with the names that the error message uses.
+            agreed: integers that must be the same on all ranks, keyed by their names in the error message.
 
         Returns:
-            A function that waits for the rows and returns them, and the route of the rows. The rows are
-            [received, columns], ordered by source rank, then by token.
+            A pair: a function that waits for the rows and returns them, and the route of the rows. The received rows
+            are [received, columns], sorted by source rank, then by token.
 
         Raises:
             TypeError: an unsupported dtype or library.
             ValueError: shapes or devices that do not match; the message names the argument.
-            RuntimeError: a number in `agreed` differs on another rank, raised on all ranks; or a CUDA graph is being
-                captured.
+            RuntimeError: a CUDA graph is being captured; or a value in `agreed` differs between ranks, and then all
+                ranks raise.
         """
         torch = _torch()
         _refuse_capture("RowExchange.dispatch")
@@ -119,7 +120,7 @@ class RowExchange:
         check.shape("destinations", tuple(destinations.shape), (len(rows), self.ranks), "[tokens, ranks]")
         if destinations.dtype is not torch.bool:
             check.fail("destinations", "bool", destinations.dtype, TypeError)
-        # Sort the pairs (token, rank) by rank, with the kernel that sorts the pairs (token, slot) by expert.
+        # Sort the pairs (token, rank) by rank with `moe_sort`, which usually sorts pairs (token, slot) by expert.
         each = torch.arange(self.ranks, dtype=torch.int32, device=rows.device)
         offsets, _, positions = moe_sort(torch.where(destinations, each, -1), self.ranks)
         sizes = {**(agreed or {}), "the bytes of a row": rows.shape[1] * rows.element_size()}
@@ -128,15 +129,15 @@ class RowExchange:
         return self._move(sorted_rows, sent, received), Route(positions, sent, received)
 
     def combine(self, rows: Any, route: Route) -> Any:
-        """Send rows back, one for each row received. Every rank of the group must call this.
+        """Send one result row back for each received row. Every rank of the group must call this.
 
         Args:
             rows: [received, columns], in the order of the rows received; any dtype, contiguous.
             route: the route that the dispatch returned.
 
         Returns:
-            [sent, columns]: the returned rows, in the order of the rows that the dispatch sent. Row
-            `route.positions[t, r]` is rank r's result for token t.
+            [sent, columns]: the results, in the order of the rows that the dispatch sent. Row `route.positions[t, r]`
+            is the result of rank r for token t.
         """
         self.expect("rows", rows)
         check.dimensions("rows", tuple(rows.shape), ("received", "columns"))
@@ -145,7 +146,10 @@ class RowExchange:
         return self._move(rows, route.received, route.sent)()
 
     def _counts(self, sent: Any, sizes: Mapping[str, int]) -> tuple[list[int], list[int]]:
-        """Check that all ranks agree on `sizes`, and return the numbers of rows sent to and received from each rank."""
+        """Exchange the numbers of rows, and check that `sizes` are the same on all ranks.
+
+        Return the number of rows sent to each rank, and the number of rows received from each rank.
+        """
         torch = _torch()
         own = torch.tensor([list(sizes.values())], dtype=torch.int64, device=sent.device)
         table = torch.cat([sent.to(torch.int64)[:, None], own.expand(self.ranks, -1)], 1)
@@ -161,10 +165,13 @@ class RowExchange:
         return [row[0] for row in both], [row[width] for row in both]
 
     def _move(self, rows: Any, sent: list[int], received: list[int]) -> Callable[[], Any]:
-        """Start an exchange of `sent[i]` and `received[i]` rows with peer i; return a function that waits for them."""
+        """Start to send `sent[i]` rows to peer i, and to receive `received[i]` rows from it.
+
+        Return a function that waits for the received rows and returns them.
+        """
         torch = _torch()
         by_host = rows.is_cuda and self._backends["cuda"] == "gloo"
-        # torch may call a single column contiguous although its stride is not 1; `view(uint8)` rejects such a column.
+        # torch calls a single column contiguous even if its stride is not 1, but `view(uint8)` rejects such a tensor.
         is_plain = rows.is_contiguous() and rows.stride(1) == 1
         source = (rows if is_plain else rows.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
         source = _reordered(source.cpu() if by_host else source, sent, self._order)
@@ -181,7 +188,7 @@ class RowExchange:
         return receive
 
     def _of_group(self, counts: list[int]) -> list[int]:
-        """Return the number of rows for each rank of the group, from the numbers for each peer."""
+        """Convert row counts per peer to row counts per rank of the group. Ranks that are not peers get 0."""
         found = [0] * self._size
         for peer, count in zip(self._peers, counts, strict=True):
             found[peer] = count
@@ -189,14 +196,14 @@ class RowExchange:
 
 
 class _Layout(NamedTuple):
-    """The layout of a sent row: first byte, number of bytes and dtype of each part."""
+    """The layout of a sent row, which packs one row of several tensors: first byte, bytes and dtype of each tensor."""
 
     parts: list[tuple[int, int, Any]]
     width: int
 
     @classmethod
     def of(cls, parts: Sequence[Any]) -> _Layout:
-        """Return the layout of rows that concatenate these tensors [tokens, columns]."""
+        """Return the layout of a row that contains one row of each of these tensors [tokens, columns]."""
         start, found = 0, []
         for part in parts:
             size = part.shape[1] * part.element_size()
@@ -213,12 +220,12 @@ class _Layout(NamedTuple):
         return rows
 
     def unpack(self, rows: Any) -> list[Any]:
-        """Return the tensors from packed rows, each contiguous."""
+        """Return the tensors that the rows contain. Each is contiguous."""
         return [rows[:, start : start + size].contiguous().view(dtype) for start, size, dtype in self.parts]
 
 
 class _Received(NamedTuple):
-    """The data of the received tokens that `finalize` needs."""
+    """The data from `prepare` that `finalize` needs: the route, and the weights and ids of the received tokens."""
 
     route: Route
     topk_weights: Any
@@ -226,17 +233,17 @@ class _Received(NamedTuple):
 
 
 class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
-    """Sends tokens in the standard format to the ranks of their experts with `all_to_all_single`; any number of hosts.
+    """Sends tokens in the standard format to the ranks of their experts with `all_to_all_single`.
 
-    A token goes once to each rank that has at least one of its experts. One message carries the token's activations,
-    already quantized, with their scales, and the token's ids and weights. The receiving rank multiplies the results of
-    its experts by the weights, adds them up, and sends one row back in the layer's dtype. The source rank adds these
-    rows in float32 in rank order, and rounds once. The bits of a result depend only on the assignment of experts to
-    ranks.
+    The ranks may be on any number of hosts. A token is sent once to each rank that has at least one of its experts. One
+    message contains the token's quantized activations with their scales, and the token's ids and weights. The receiving
+    rank multiplies the results of its experts by the weights, adds them up, and sends one row back in the layer's
+    dtype. The source rank adds these rows in float32 in rank order, and rounds once. So the bits of a result depend
+    only on which ranks have which experts.
 
     All ranks of the group must call the layer, also ranks without tokens. The number of tokens may differ between ranks
     and calls. In `prepare` the host waits for the numbers of rows, so a CUDA graph cannot capture the layer;
-    `PushPrepareAndFinalize` can be captured. If a rank never calls the layer, the other ranks wait for the group's
+    `PushPrepareAndFinalize` can be captured. If a rank never calls the layer, the other ranks wait until the group's
     timeout. Only one call may be in flight: `finalize` refers to the last `prepare`.
 
     Tensors on a GPU need an NCCL group, tensors in host memory a gloo group.
@@ -245,10 +252,11 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         group: a `torch.distributed.ProcessGroup` that contains this process; None: the default group.
         num_experts: the number of experts of all ranks.
         max_num_tokens: maximum tokens of a call on this rank; None: any number.
-        expert_rank: [num_experts], the owner of each expert: a rank of the group, or an index in `peers`. None:
-            num_experts / ranks experts per rank, in order. w1 and w2 hold a rank's experts in ascending order.
-        expert_load: int32 [num_experts]. For each expert of this rank, each `prepare` adds the number of pairs (token,
-            slot) that arrived for the expert. None: nothing is counted.
+        expert_rank: [num_experts], the rank that has each expert: a rank of the group or, with `peers`, an index in
+            `peers`. None: num_experts / ranks experts per rank, in order. w1 and w2 contain the experts of a rank in
+            ascending order.
+        expert_load: int32 [num_experts]. Each `prepare` adds to `expert_load[e]` the number of pairs (token, slot) that
+            arrived for expert e, for each expert of this rank. None: nothing is counted.
         peers: the ranks of the group that have the experts, as for `RowExchange`; None: all.
 
     Attributes:
@@ -257,7 +265,7 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: numbers that do not match; the message names the argument.
+        ValueError: arguments that do not match; the message names the argument.
         RuntimeError: `torch.distributed` has not been initialized.
     """
 
@@ -307,7 +315,7 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         return self._constant("expert_map", self._map, like)
 
     def _constant(self, name: str, values: Any, like: Any) -> Any:
-        """Return `values` as an array in the library and on the device of `like`, copied once per device."""
+        """Return `values` as an array in the library and on the device of `like`. The copy is cached per device."""
         library = arrays.library_of(like)
         if library is None:
             check.fail("hidden_states", "a torch tensor", type_name(like), TypeError)
@@ -329,21 +337,23 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         """Quantize the tokens and send them to their experts' ranks. The host waits for the numbers of rows.
 
         Args:
-            a1, topk_weights, topk_ids: torch tensors, as for the base class; an id that is not an expert's is not sent.
+            a1, topk_weights, topk_ids: torch tensors, as for the base class. An id that is not the id of an expert is
+                not sent.
             num_experts: the `num_experts` of the class.
-            expert_map: None, or a map with the same experts on this rank as `expert_map()`, perhaps at other indices.
+            expert_map: None, or a map with the same experts on this rank as `expert_map()`. The local indices may
+                differ.
             apply_router_weight_on_input: multiply the tokens by their weights before they are sent.
             quant_config: the same on all ranks, except for the weights' scales. FP8 scales are per token, in blocks or
                 static (`a1_scale`, the same on all ranks).
 
         Returns:
-            The tokens received, ordered by source rank, with their scales, weights and ids. The ids are indices among
+            The received tokens, sorted by source rank, with their scales, weights and ids. The ids are indices among
             the experts of all ranks.
 
         Raises:
             TypeError: an unsupported dtype or library.
             ValueError: invalid arguments; the message names the argument.
-            RuntimeError: a CUDA graph is being captured; or the ranks disagree on the layer, raised on all ranks.
+            RuntimeError: a CUDA graph is being captured; or the ranks disagree on the layer, and then all ranks raise.
         """
         return self.prepare_no_receive(
             a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config
@@ -362,9 +372,9 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
     ) -> Callable[[], Prepared]:
-        """Send the tokens. The host waits until it knows how many rows arrive, but not for the rows.
+        """Send the tokens. Return a function that waits for the received tokens and returns the result of `prepare`.
 
-        Returns a function that waits for the rows and returns the result of `prepare`.
+        The host waits until it knows how many rows arrive, but it does not wait for the rows.
         """
         _refuse_capture(type(self).__name__)
         self._check(a1, topk_weights, topk_ids, num_experts, expert_map, quant_config)
@@ -432,7 +442,7 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
             check.fail("expert_load", f"on {a1.device} like hidden_states", f"one on {self.expert_load.device}")
 
     def _check_map(self, expert_map: Any, a1: Any) -> None:
-        """Check that a map puts the same experts on this rank as `expert_rank`. The same map is checked only once."""
+        """Check that `expert_map` has the same experts on this rank as `expert_rank`. A map is checked only once."""
         own = self.expert_map(a1)
         if expert_map is None or expert_map is own:
             return
@@ -446,11 +456,14 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         self._known_map = (expert_map, version)
 
     def _destinations(self, topk_ids: Any) -> tuple[Any, Any]:
-        """Return the ids as int32, -1 for ids without an expert, and each token's ranks, bool [tokens, ranks]."""
+        """Return the ids as int32 (-1 if an id is not the id of an expert) and the destination ranks of each token.
+
+        The destinations are bool [tokens, ranks].
+        """
         torch = _torch()
         ids = topk_ids.to(torch.int64)
         ids = torch.where((ids >= 0) & (ids < self.num_experts), ids, -1)
-        # Send ids without an expert to an extra rank after the last one. Its column is cut off below.
+        # Assign ids without an expert to an extra rank after the last one. The column of that rank is removed below.
         ranks = self._constant("expert_rank", np.append(self.expert_rank, self.ranks), topk_ids)[ids]
         destinations = torch.zeros((len(ids), self.ranks + 1), dtype=torch.bool, device=ids.device)
         destinations.scatter_(1, ranks, True)
@@ -470,9 +483,10 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
 
         Args:
             output: [tokens, hidden], written, for the tokens of the last `prepare`.
-            fused_expert_output: the experts' output for the tokens received. With `TopKWeightAndReduceNoOp`:
-                [received, hidden], the weighted sum of each token's experts. Otherwise the input of the reduction.
-            weight_and_reduce_impl: the reduction of the experts' output, with the ids and weights received.
+            fused_expert_output: the experts' output for the received tokens. With `TopKWeightAndReduceNoOp` it is
+                [received, hidden], the weighted sum over each token's experts. Otherwise it is the input of the
+                reduction.
+            weight_and_reduce_impl: the reduction of the experts' output. It uses the received ids and weights.
             topk_weights, topk_ids, apply_router_weight_on_input, expert_tokens_meta: the same as for `prepare`.
 
         Raises:
@@ -498,7 +512,7 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
 
 
 def _torch() -> Any:
-    """Import torch here, because the rest of cukern does not need it."""
+    """Import torch only when it is needed, because the rest of cukern works without it."""
     import torch
     import torch.distributed
 
@@ -506,7 +520,7 @@ def _torch() -> Any:
 
 
 def _check_peers(peers: Sequence[int], own: int, size: int) -> list[int]:
-    """Check that `peers` are different ranks of a group of `size` ranks and include `own`."""
+    """Check that `peers` are distinct ranks of a group of `size` ranks, and contain this rank `own`."""
     if not isinstance(peers, Sequence):
         check.fail("peers", "a sequence of ranks or None", type_name(peers), TypeError)
     found = [check.integer(f"peers[{i}]", peer, 0, size - 1) for i, peer in enumerate(peers)]
@@ -518,7 +532,7 @@ def _check_peers(peers: Sequence[int], own: int, size: int) -> list[int]:
 
 
 def _reordered(rows: Any, counts: list[int], order: list[int]) -> Any:
-    """Split rows into parts of `counts` rows, and concatenate the parts in another order."""
+    """Split rows into chunks of `counts` rows, and concatenate the chunks in the given order."""
     if order == [*range(len(order))]:
         return rows
     parts = rows.split(counts)
@@ -527,7 +541,7 @@ def _reordered(rows: Any, counts: list[int], order: list[int]) -> Any:
 
 def _refuse_capture(name: str) -> None:
     cuda = _torch().cuda
-    # A torch build without CUDA has no graphs, and `is_current_stream_capturing` raises there.
+    # Check `is_initialized` first, because `is_current_stream_capturing` raises in a torch build without CUDA.
     if cuda.is_initialized() and cuda.is_current_stream_capturing():
         why = "it makes the host wait for the numbers of rows that travel; PushPrepareAndFinalize can be captured"
         raise RuntimeError(f"{name} must not run while a CUDA graph is captured: {why}")

@@ -48,9 +48,9 @@ def layer_output(
     form: tuple[Any, Any, Any] = (activations.ALPHA, activations.LIMIT, False),
     **scales: Any,
 ) -> Any:
-    """Check all arguments of the layer, and return the array for its output.
+    """Check all arguments of the layer, and allocate the layer's output.
 
-    `form` is (alpha, limit, interleaved). Raises TypeError or ValueError as the layer does.
+    `form` is the tuple (alpha, limit, interleaved). Raises TypeError or ValueError for invalid arguments.
     """
     dtypes_of_x = DTYPES if quantization else (*DTYPES, "float32")
     x = expect_array("hidden_states", hidden_states, dtypes_of_x, ("tokens", "hidden"))
@@ -130,7 +130,7 @@ def _check_prepared(
 
 
 def _check_scale(name: str, scale: Any, like: Array, quantization: str | None, w1: tuple[int, int], inter: int) -> None:
-    """Check a scale or a bias by its name; `w1` is (experts, rows of w1)."""
+    """Check the scale or bias `name`. `w1` is a pair: the number of experts, and the rows of w1 per expert."""
     expect_place(name, scale, like, "hidden_states")
     experts, columns = w1
     hidden = like.shape[1]

@@ -1,4 +1,4 @@
-"""Prepare and finalize on a single rank, in the standard format or batched by expert."""
+"""The prepare/finalize classes for a single rank: one for the standard format, one for tokens batched by expert."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from cukern.runtime import check
 
 
 def quantize_input(a1: Any, config: FusedMoEQuantConfig) -> tuple[Any, Any]:
-    """Quantize the activations for the first GEMM. Return them with their scales, or unchanged with None."""
+    """Quantize the activations for the first GEMM. Return them and their scales.
+
+    Without quantization, return the unchanged activations and None.
+    """
     if config.is_in_groups:
         return per_token_group_quant_fp8(a1, GROUP)
     if config.name == "fp8":
@@ -32,7 +35,7 @@ def weigh_input(a1: Any, topk_weights: Any) -> Any:
 
 
 class _OneRank(FusedMoEPrepareAndFinalize):
-    """Base of the two classes of this module."""
+    """Base class of the two classes of this module."""
 
     def topk_indices_dtype(self) -> str | None:
         return None
@@ -58,7 +61,7 @@ class _OneRank(FusedMoEPrepareAndFinalize):
 
 
 class MoEPrepareAndFinalizeNoEP(_OneRank):
-    """Keeps the tokens in their own order and only quantizes them, because this rank has all experts it needs."""
+    """Quantizes the tokens and keeps their order. It sends nothing, because this rank has all experts."""
 
     @property
     def activation_format(self) -> FusedMoEActivationFormat:
@@ -86,14 +89,14 @@ class MoEPrepareAndFinalizeNoEP(_OneRank):
 
 
 class BatchedPrepareAndFinalize(_OneRank):
-    """Groups the tokens by expert, [experts, max_tokens, hidden], in token order within an expert.
+    """Copies the tokens into an array [experts, max_tokens, hidden], in token order within an expert.
 
-    Rows past an expert's count are uninitialized.
+    Rows after the last token of an expert are uninitialized.
 
     Args:
         max_num_tokens: maximum tokens of a call, and the number of rows of each expert. A token that names the same
-            expert twice takes two of these rows. If an expert's rows are full, further tokens add nothing to the
-            result.
+            expert twice takes two of these rows. If all rows of an expert are taken, further tokens for that expert are
+            dropped: the expert adds nothing to their result.
         num_local_experts: the number of experts of this rank.
     """
 

@@ -1,4 +1,4 @@
-"""Send tokens to the experts of other ranks and back by stores into the peers' memory."""
+"""Exchange tokens with the experts of other ranks: kernels store the tokens directly into the other ranks' memory."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from cukern.runtime.describe import type_name
 
 
 class Turns:
-    """A barrier between sending and receiving, for ranks that share a GPU in one process, with a thread per rank.
+    """A barrier on the host between sending and receiving, for ranks that share a GPU.
 
-    Kernels on one stream run one after the other. A kernel that waits for another rank must therefore be launched after
-    the kernel with which that rank sends.
+    Such ranks are threads of one process. Kernels on one stream run one after the other, so a kernel that waits for
+    another rank must be launched after the sending kernel of that rank.
     """
 
     def __init__(self, ranks: int, deadline_s: float) -> None:
@@ -41,7 +41,7 @@ class Turns:
         self._changed = threading.Condition()
 
     def wait(self, rank: int, phase: str) -> None:
-        """Wait until all ranks have sent. Raises AllToAllError if one does not send within the deadline."""
+        """Wait until all ranks have sent. Raises AllToAllError if a rank does not send within the deadline."""
         with self._changed:
             step = self._arrived[rank]
             self._arrived[rank] += 1
@@ -56,14 +56,14 @@ class Turns:
         why = f"rank {missing} did not send within {self.deadline_s:g} s: each rank takes a thread of its own"
         if gave_up is not None:
             missing, why = gave_up, f"rank {gave_up} gave up"
-        # Each step has two barriers: one for the dispatch and one for the combine.
+        # A call of the layer passes two barriers, one for the dispatch and one for the combine.
         raise AllToAllError(f"{phase} {step // 2} of rank {rank} failed: {why}", missing, phase, step // 2)
 
     def _missing(self, step: int) -> int | None:
         return next((rank for rank, count in enumerate(self._arrived) if count <= step), None)
 
     def abort(self, rank: int) -> None:
-        """Make all waits fail, and name `rank` as the cause."""
+        """Make all current and later waits raise an error that names `rank` as the cause."""
         with self._changed:
             if self._gave_up is None:
                 self._gave_up = rank
@@ -76,23 +76,24 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
     A token is sent once to each rank that has at least one of its experts. The tokens are quantized before the
     dispatch, or by the dispatch kernel. The host never waits, and a CUDA graph can capture the layer. The received
     tokens are sorted by expert. `all_to_all_combine` multiplies the experts' rows by the router's weights and adds them
-    up in float32: the receiving rank adds the rows of its own experts, then the source rank adds the sums in rank
-    order. The bits of a result therefore do not depend on the order of arrival.
+    up in float32. First the receiving rank adds the rows of its own experts, and then the source rank adds these sums
+    in rank order. So the bits of a result do not depend on the order in which tokens arrive.
 
-    All ranks call their layers in the same order; the number of tokens may differ between ranks. Layers that run one
-    after the other may share a state.
+    All ranks must call their layers in the same order. The number of tokens may differ between ranks. Layers that run
+    one after the other may share a state.
 
     Args:
-        state: this rank's part of the exchange.
+        state: the buffers of this rank, and the addresses of the other ranks' buffers.
         batched: group the tokens by expert, [local experts, max_tokens_per_expert, hidden]. The tokens of an expert are
             in the order of source rank and token.
-        max_tokens_per_expert: the rows of each expert; None: the tokens of all ranks. If a token does not fit, its
-            result is NaN, and the next call, or `state.check()`, raises AllToAllError.
-        apart: send the experts' rows back unsummed, so that a result has the same bits for any number of ranks. This
-            sends up to topk times the bytes, and needs a state that was made with `apart`.
-        expert_load: int32 [num_experts]. For each expert of this rank, each `prepare` adds the number of pairs (token,
-            slot) that arrived for the expert.
-        turns: the barrier that ranks of one process need if they share a GPU; `All2AllManager.local` sets it.
+        max_tokens_per_expert: the number of rows per expert; None: the maximum tokens of all ranks. If an expert gets
+            more tokens than rows, the results of the excess tokens are NaN, and the next call or `state.check()` raises
+            AllToAllError.
+        apart: send back each expert's row separately instead of one sum per rank. A result then has the same bits for
+            any number of ranks, but up to topk times as many bytes are sent. `state` must have been made with `apart`.
+        expert_load: int32 [num_experts]. Each `prepare` adds to `expert_load[e]` the number of pairs (token, slot) that
+            arrived for expert e, for each expert of this rank.
+        turns: the barrier for ranks of one process that share a GPU; `All2AllManager.local` sets it.
 
     Raises:
         TypeError, ValueError: invalid arguments; the message names the argument.
@@ -156,20 +157,20 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         """Quantize the tokens, send them to their experts' ranks, and sort the received tokens by expert.
 
         Args:
-            a1, topk_weights, topk_ids: as for the base class, on the device of the state; an id that is not an expert's
-                is not sent.
+            a1, topk_weights, topk_ids: as for the base class, on the device of the state. An id that is not the id of
+                an expert is not sent.
             num_experts: the `num_experts` of the state.
-            expert_map: None, or a map with the same experts on this rank as `expert_map()`, perhaps at other indices.
-                If the map lacks an expert of this rank, the result is NaN.
+            expert_map: None, or a map with the same experts on this rank as `expert_map()`. The local indices may
+                differ. If an expert of this rank is missing in the map, the result is NaN.
             apply_router_weight_on_input: multiply the tokens by their weights before they are sent.
             quant_config: the same on all ranks, except for the weights' scales. FP8 scales are per token, in blocks or
                 static (`a1_scale`, the same on all ranks).
 
         Returns:
-            The tokens received, with their ids and weights. Standard format: `ranks * max_tokens` rows, ordered by
-            source rank and token; a row is undefined if its token has no expert on this rank. Batched: the tokens
-            grouped by expert. The ids and weights are always [ranks * max_tokens, topk], with id -1 where there is no
-            token.
+            The received tokens, with their ids and weights. Standard format: `ranks * max_tokens` rows, sorted by
+            source rank, then by token; a row is undefined if its token has no expert on this rank. Batched format: the
+            tokens grouped by expert. In both formats the ids and weights are [ranks * max_tokens, topk]. The id is -1
+            in a row without a token.
 
         Raises:
             AllToAllError: an earlier call failed.
@@ -191,7 +192,7 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
     ) -> Callable[[], Prepared]:
-        """Send the tokens, and return a function that makes the GPU wait for the rows and returns `Prepared`."""
+        """Send the tokens. Return a function that makes the GPU wait for the received rows and returns `Prepared`."""
         arguments = (a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config)
         return self._prepare(*arguments, return_receiver=True)
 
@@ -209,7 +210,8 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
     ) -> Callable[[], Prepared]:
         """Quantize and send the tokens. Return a function that arranges the received rows by expert.
 
-        With `return_receiver` that function also receives the rows; otherwise the sending launch receives them.
+        With `return_receiver` the returned function also launches the kernel that receives the rows. Without it, the
+        kernel that sends the rows also receives them.
         """
         if num_experts != self.state.num_experts:
             wanted = f"{self.state.num_experts}, the experts of all ranks (num_experts of the state)"
@@ -236,10 +238,11 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         *,
         return_receiver: bool = True,
     ) -> Callable[[], Prepared]:
-        """Send `rows` with their `scale`; with `quantize`, the dispatch kernel quantizes the rows in blocks instead.
+        """Send `rows` with their scales `scale`. With `quantize`, the dispatch kernel quantizes the rows in blocks.
 
-        Returns a function that arranges the received rows by expert. With `return_receiver` that function also receives
-        the rows; otherwise the sending launch receives them. The other arguments are the same as for `prepare`.
+        Returns a function that arranges the received rows by expert. With `return_receiver` that function also launches
+        the kernel that receives the rows. Without it, the kernel that sends the rows also receives them. The other
+        arguments are the same as for `prepare`.
         """
         scales = None if quant_config.a1_scale is not None else scale
         if self._rehearses:
@@ -259,7 +262,7 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         return receive
 
     def _meet(self, phase: str) -> None:
-        """Wait until all ranks that share GPUs have sent."""
+        """Wait on the host until all ranks have sent, if ranks share a GPU."""
         if self.turns is None:
             return
         try:
@@ -281,7 +284,7 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
             counts, positions = moe_sort_batched(ids, count, self.room, **options)
             meta = ExpertTokensMetadata(counts, positions)
             shape = (experts, self.room)
-            # Rows without a token have no position, so `permute_rows` does not read them.
+            # Received rows without a token are not in `positions`, so `permute_rows` does not read them.
             rows = permute_rows(rows, positions, experts * self.room).reshape(*shape, self.state.hidden)
             if scales is not None:
                 columns = (scales.shape[1],) if quant_config.block_shape else ()
@@ -304,7 +307,7 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
 
         Args:
             output: [tokens, hidden], written, for the tokens of the last `prepare`.
-            fused_expert_output: the rows of this rank's experts, [rows, hidden] in expert order, or batched.
+            fused_expert_output: the output rows of this rank's experts, [rows, hidden] in expert order, or batched.
             weight_and_reduce_impl: not used, because `all_to_all_combine` applies the weights and adds up the rows.
             topk_weights, topk_ids, apply_router_weight_on_input: the same as for `prepare`.
             expert_tokens_meta: the metadata that `prepare` returned.
@@ -317,7 +320,7 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         if expert_tokens_meta is None:
             check.fail("expert_tokens_meta", "what prepare returned", "None", TypeError)
         if self._rehearses:
-            # CuPy fills an array with a kernel on the current device, so this makes the array's device current.
+            # CuPy fills an array with a kernel on the current device, so make the device of the array current.
             with contextlib.nullcontext() if self.state.device is None else current_device(self.state.device):
                 output[...] = 0
             return
@@ -333,10 +336,10 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Make layers skip the exchange: a call within this context runs without tokens and returns zeros.
+        """Return a context in which a call of a layer skips the exchange, runs without tokens and returns zeros.
 
-        The first call of a layer loads kernels and allocates memory. Both may block while a kernel of the same process
-        waits for another rank. If one process drives several GPUs, call each layer once with each shape in a rehearsal.
+        The first call of a layer loads kernels and allocates memory. Both may block while another kernel of the process
+        waits for a rank. So if one process drives several GPUs, first call each layer with each shape in a rehearsal.
         """
         self._rehearses = True
         try:
@@ -355,7 +358,10 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
 
 
 def refuse_own_scales(quant_config: FusedMoEQuantConfig) -> None:
-    """Raise ValueError for activations with a per-tensor scale that each call computes."""
+    """Raise ValueError if the activations have a per-tensor scale that each call computes.
+
+    Each rank would compute another scale.
+    """
     if quant_config.name == "fp8" and not quant_config.per_act_token_quant and quant_config.a1_scale is None:
         wanted = "a1_scale given, or a scale per token (per_act_token_quant): each rank would find another one"
         check.fail("quant_config", wanted, "a scale per tensor that is found at each call")

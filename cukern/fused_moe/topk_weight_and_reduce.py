@@ -1,4 +1,4 @@
-"""Reductions: multiply the experts' outputs by the router's weights, and add them up for each token."""
+"""The reductions, which multiply the experts' outputs by the router's weights and add them up for each token."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ class TopKWeightAndReduce(abc.ABC):
 
         Args:
             output: [tokens, hidden].
-            fused_expert_output: the experts' output, in the shape that the class takes.
+            fused_expert_output: the experts' output. Each subclass documents its shape.
             topk_weights: float32 [tokens, topk].
             topk_ids: int32 or int64 [tokens, topk].
-            apply_router_weight_on_input: the inputs have been multiplied by the weights, so the weights are 1 here.
+            apply_router_weight_on_input: whether the inputs have already been multiplied by the weights. If so, the
+                reduction uses weights of 1.
             expert_tokens_meta: the `ExpertTokensMetadata` of `prepare`, or None.
         """
 
 
 class TopKWeightAndReduceNoOp(TopKWeightAndReduce):
-    """Copies the experts' output, because the experts have done the reduction."""
+    """Copies the experts' output to `output`, because the experts have already done the reduction."""
 
     def apply(
         self,
@@ -55,7 +56,7 @@ class TopKWeightAndReduceNoOp(TopKWeightAndReduce):
 
 
 class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
-    """A placeholder: the prepare/finalize class chooses the reduction for its format."""
+    """A placeholder. The prepare/finalize class replaces it by the reduction for its activation format."""
 
     def apply(
         self,
@@ -70,7 +71,7 @@ class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
 
 
 class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
-    """Reduces [tokens, topk, hidden], the output of each slot, in token order."""
+    """Reduces outputs [tokens, topk, hidden], which contain one row for each token and slot."""
 
     def apply(
         self,
@@ -92,7 +93,7 @@ class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
 
 
 class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
-    """Reduces [experts, max_tokens, hidden], the tokens of each expert, in token order.
+    """Reduces outputs [experts, max_tokens, hidden], in which the tokens of an expert are in token order.
 
     Args:
         expert_map: int32 [all experts], the local index of each expert, -1 for experts of other ranks. Needed only if
@@ -123,7 +124,7 @@ class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
         moe_unpermute(output, fused_expert_output.reshape(experts * max_tokens, hidden), weights, positions)
 
 
-#: The reduction that replaces `TopKWeightAndReduceDelegate`, by the format of the experts' output.
+#: The reduction that replaces `TopKWeightAndReduceDelegate`, keyed by the format of the experts' output.
 DELEGATES = {
     FusedMoEActivationFormat.Standard: TopKWeightAndReduceContiguous,
     FusedMoEActivationFormat.BatchedExperts: TopKWeightAndReduceNaiveBatched,

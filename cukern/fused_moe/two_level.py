@@ -1,4 +1,4 @@
-"""Send tokens to the experts of other hosts: `torch.distributed` between hosts, stores within a host."""
+"""Exchange tokens between several hosts: by `torch.distributed` between hosts, and by memory stores within a host."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from cukern.runtime.describe import type_name
 class TwoLevelPrepareAndFinalize(FusedMoEPrepareAndFinalize):
     """Sends a token once to each host that has at least one of its experts, and from there to the experts' ranks.
 
-    Level 1 sends between hosts, among the ranks that have the same local rank, which is the index of a rank on its host
-    (`NcclPrepareAndFinalize`). Level 2 sends the received rows to the experts' ranks on the same host
-    (`PushPrepareAndFinalize`). Results return along the same route: level 2 adds up the results of the host's ranks in
-    rank order. One row per host returns to the source rank, which adds the rows in host order. The CPU waits for the
-    numbers of rows, so a CUDA graph cannot capture the call.
+    The local rank is the index of a rank on its host. Level 1 (`NcclPrepareAndFinalize`) sends tokens between hosts,
+    from each rank to the ranks with the same local rank. Level 2 (`PushPrepareAndFinalize`) sends the received tokens
+    to the experts' ranks on the same host. The results return along the same route. Level 2 adds up the results of the
+    host's ranks in rank order. One row per host then returns to the source rank, which adds the rows in host order. The
+    CPU waits until it knows the numbers of rows, so a CUDA graph cannot capture the call.
 
     Args:
         group: a `torch.distributed.ProcessGroup` of the ranks with this local rank, in host order; with `peers`, any
@@ -33,8 +33,8 @@ class TwoLevelPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         num_experts: the number of experts of all hosts.
         expert_host: [num_experts], the host of each expert; every host has at least one.
         max_num_tokens: maximum tokens of a call on this rank.
-        expert_load: int32 tensor [num_experts]. For each expert of this rank, each `prepare` adds the number of pairs
-            (token, slot) that arrived for the expert.
+        expert_load: int32 tensor [num_experts]. Each `prepare` adds to `expert_load[e]` the number of pairs (token,
+            slot) that arrived for expert e, for each expert of this rank.
         peers: the ranks of the group with this local rank, in host order; None: all ranks, in their order.
 
     Raises:
@@ -98,7 +98,7 @@ class TwoLevelPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         return self._of_device(like)[1]
 
     def _of_device(self, like: Any) -> tuple[Any, Any]:
-        """Return this host's experts, int64, and the map of all experts, both on the device of `like`."""
+        """Return the ids of this host's experts, int64, and the expert map, both on the device of `like`."""
         library = arrays.library_of(like)
         if library is None:
             check.fail("hidden_states", "a torch tensor", type_name(like), TypeError)
@@ -119,10 +119,10 @@ class TwoLevelPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
     ) -> Prepared:
-        """Quantize the tokens, send them to their experts' hosts, and there to the experts' ranks.
+        """Quantize the tokens, send them to their experts' hosts, and on each host to the experts' ranks.
 
-        The arguments are the same as for `NcclPrepareAndFinalize.prepare`. The result has the form that
-        `PushPrepareAndFinalize.prepare` returns, for the experts of this host.
+        The arguments are the same as for `NcclPrepareAndFinalize.prepare`. The result has the same form as the result
+        of `PushPrepareAndFinalize.prepare`, for the experts of this host.
 
         Raises:
             AllToAllError: an earlier call failed.
@@ -146,7 +146,7 @@ class TwoLevelPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
     ) -> Callable[[], Prepared]:
-        """Send the tokens to the hosts, and return a function that runs the rest of `prepare`."""
+        """Send the tokens to their experts' hosts. Return a function that runs the rest of `prepare`."""
         self.within.state.check()
         receive = self.between.prepare_no_receive(
             a1, topk_weights, topk_ids, num_experts, None, apply_router_weight_on_input, quant_config

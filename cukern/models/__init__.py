@@ -1,4 +1,4 @@
-"""Transformer models, built from the ops and from the array libraries' dense products."""
+"""Transformer models. They use the ops of cukern and the matrix multiplications of the array library."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from cukern.models.text import TextConfig
 from cukern.models.tokenizer import Tokenizer
 from cukern.runtime.tolerance import Tolerance
 
-#: Tolerances between the models and transformers, by result and dtype.
+#: Tolerances for comparing the models with transformers, keyed by result and dtype.
 TOLERANCES = {
-    # Hidden states have magnitude 1 to 3. After a few layers they are compared with transformers in float32. They
-    # differ because sums are in another order, and because 16-bit dtypes round after each operation.
+    # The reference for the hidden states after a few layers is transformers in float32. Hidden states have magnitude 1
+    # to 3. They differ because sums are in another order, and because 16-bit dtypes round after each operation.
     "hidden_states": {
         "float32": Tolerance(relative=0, absolute=2e-5),
         "float16": Tolerance(relative=0, absolute=2e-2),
         "bfloat16": Tolerance(relative=2**-7, absolute=6e-2),
     },
-    # Vectors are means of hidden states, divided by their norms.
+    # A text's vector is the mean of its hidden states, scaled to length 1.
     "vectors": {"float32": Tolerance(relative=0, absolute=1e-5)},
 }
 

@@ -22,7 +22,7 @@ class Batch(NamedTuple):
     token_type_ids: Any = None
 
     def each(self, function: Callable[[str, Any], Any]) -> list[Any]:
-        """Return `function(name, array)` for each of the three arrays; None for an array that is None."""
+        """Call `function(name, array)` for each array of the batch. Return the results, None for a missing array."""
         return [None if x is None else function(name, x) for name, x in zip(self._fields, self, strict=True)]
 
     def is_in_host_memory(self) -> bool:
@@ -32,12 +32,12 @@ class Batch(NamedTuple):
         return Batch(*self.each(lambda name, x: library_of(name, x).to_numpy(x)))
 
     def like(self, weight: Any) -> Batch:
-        """Return the batch in the library and on the device of `weight`."""
+        """Convert the batch to the array library and the device of `weight`."""
         return Batch(*self.each(lambda name, x: _like(name, x, weight)))
 
 
 def read_batch(input_ids: Any, attention_mask: Any, token_type_ids: Any = None) -> Batch:
-    """Return the batch from arrays of any library, or lists of lists.
+    """Check the arguments, which are arrays of any library or lists of lists, and return them as a batch.
 
     Raises TypeError for an unsupported type or dtype, and ValueError for a wrong shape. The message names the argument.
     """
@@ -53,7 +53,7 @@ def read_batch(input_ids: Any, attention_mask: Any, token_type_ids: Any = None) 
 
 
 def _entered(name: str, value: Any) -> Any:
-    """Return `value` as an array of a known library. None stays None, but raises for `input_ids`."""
+    """Return `value` as an array of NumPy, CuPy or torch. None is returned as None, except that `input_ids` raises."""
     if value is None and name != "input_ids":
         return None
     if isinstance(value, (list, tuple)):
@@ -73,7 +73,7 @@ def _like(name: str, array: Any, weight: Any) -> Any:
 
 
 def check_ids(name: str, ids: np.ndarray[Any, Any], counts: np.ndarray[Any, Any] | None, size: int) -> None:
-    """Raise ValueError for the first id outside [0, size), ignoring ids where `counts` is 0."""
+    """Raise ValueError if an id is outside [0, size). Ids where `counts` is 0 are ignored."""
     outside = (ids < 0) | (ids >= size)
     if counts is not None:
         outside &= counts != 0

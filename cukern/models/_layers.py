@@ -1,13 +1,13 @@
-"""The array operations of a model for NumPy, CuPy and torch: dense products, attention, buffers, logits, pooling.
+"""The array operations of a model for NumPy, CuPy and torch: linear layers, attention, buffers, logits, pooling.
 
-`layers_of` returns the operations for an array. `ArrayLayers` has the operations for NumPy, which define the results,
-and for CuPy. `TorchLayers` has the operations for torch. A word is a token that is not padding.
+`layers_of` returns the operations for an array. `ArrayLayers` implements them for NumPy and CuPy, and `TorchLayers`
+for torch. The results on NumPy arrays are the reference. In this package a "word" is a token that is not padding.
 
-- Dense products use the array library: cuBLAS on a GPU. All other operations compute in float32 and round once, and
-  the result of a sequence depends only on that sequence.
-- A method whose name ends in an underscore changes its first array.
-- Three methods wait for a GPU: `host`, `flat_nonzero`, and, on CuPy arrays, `pool` if the host does not know the bounds
-  of the sequences. A step without these three can be captured in a CUDA graph.
+- Matrix multiplications use the array library, which calls cuBLAS on a GPU. All other operations compute in float32
+  and round once, and the result of a sequence depends only on that sequence.
+- A method whose name ends in an underscore writes to its first array argument.
+- Three methods make the host wait for the GPU: `host`, `flat_nonzero` and, on CuPy arrays, `pool` if `Words.bounds` is
+  None. A decoding step that calls none of them can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cukern.runtime import arrays, check
 from cukern.runtime.cuda import cupy, current_device
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: The activations of `add_bias_act`, by transformers' names.
+#: Maps transformers' names of activations to the names that `add_bias_act` uses.
 ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_python": "gelu",
@@ -46,13 +46,13 @@ class Affine(NamedTuple):
 
 
 class Words(NamedTuple):
-    """Where each sequence begins and ends in a batch without padding."""
+    """The start and end of each sequence in a batch without padding, whose words (tokens) are concatenated."""
 
-    cu_seqlens: Any  # int32 [batch + 1]: the first word of each sequence, then the number of words
+    cu_seqlens: Any  # int32 [batch + 1]: the index of the first word of each sequence, then the number of words
     bounds: Sequence[int] | None = None  # cu_seqlens as Python ints, if the host knows them
 
     def on_host(self) -> Sequence[int]:
-        """Return cu_seqlens in host memory. This waits for a GPU, unless the host knows the bounds."""
+        """Return `cu_seqlens` as Python ints. If `bounds` is None, this copies from the GPU and waits for it."""
         if self.bounds is not None:
             return self.bounds
         library = arrays.library_of(self.cu_seqlens)
@@ -70,9 +70,9 @@ class ArrayLayers:
         self.device = device
 
     def place(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager for the operations.
+        """Return a context manager. The operations must run inside its context.
 
-        On a GPU it makes the device of the weights current. On the CPU it silences NumPy's warnings.
+        On a GPU the context makes the device of the weights current. On the CPU it silences NumPy's warnings.
         """
         if self.device is None:
             return np.errstate(over="ignore", invalid="ignore")
@@ -95,11 +95,11 @@ class ArrayLayers:
         return self.xp.arange(n)
 
     def flat_nonzero(self, x: Any) -> Any:
-        """Return the flat indices of nonzero elements in C order, int64."""
+        """Return the indices of the nonzero elements of the flattened array, int64."""
         return self.xp.flatnonzero(x)
 
     def cu_seqlens(self, lengths: Any) -> Any:
-        """Return the cumulative lengths, int32 [batch + 1] starting with 0, from the lengths [batch]."""
+        """Return the cumulative sums of `lengths` [batch], with a leading 0: int32 [batch + 1]."""
         sums = self.xp.zeros(len(lengths) + 1, np.int32)
         sums[1:] = lengths.cumsum()
         return sums
@@ -126,11 +126,11 @@ class ArrayLayers:
         x[rows] = value
 
     def take(self, x: Any, rows: Any) -> Any:
-        """Return a copy of rows of `x`, by int64 indices."""
+        """Copy the rows of `x` whose int64 indices are `rows`."""
         return x[rows]
 
     def flat_parents(self, parents: Any) -> Any:
-        """Convert parents [batch, beams], which are beam indices, to row indices, int64 [batch * beams]."""
+        """Convert beam indices [batch, beams] to row indices in a [batch * beams, ...] array, int64 [batch * beams]."""
         batch, beams = parents.shape
         return (parents + beams * self.xp.arange(batch)[:, None]).reshape(-1)
 
@@ -142,16 +142,17 @@ class ArrayLayers:
     def linear(self, x: Any, weight: Any, bias: Any = None) -> Any:
         """Return x [rows, in] @ weight.T + bias, [rows, out], with weight [out, in] and bias [out]."""
         if self.xp is np and x.dtype != np.float32:
-            # NumPy accumulates 16-bit products in 16 bits, so compute in float32.
+            # NumPy multiplies 16-bit matrices with a 16-bit accumulator, so compute in float32.
             y = self.float32(x) @ self.float32(weight).T
             return (y if bias is None else y + self.float32(bias)).astype(x.dtype)
         y = x @ weight.T
         return y if bias is None else y + bias
 
     def attention(self, qkv: Any, heads: int, words: Words, variant: str = "auto") -> Any:
-        """Return the self-attention softmax(q k' / sqrt(head_dim)) v of each sequence, [words, hidden].
+        """Return the self-attention softmax(q k^T / sqrt(head_dim)) v within each sequence, [words, hidden].
 
-        qkv [words, 3 * hidden] holds q, then k, then v, each by heads. `variant` is passed to `varlen_attention`.
+        A row of `qkv` [words, 3 * hidden] contains q, k and v, each [heads, head_dim]. `variant` is passed to
+        `varlen_attention`.
         """
         return _attention(qkv, heads, words, variant)
 
@@ -162,7 +163,7 @@ class ArrayLayers:
     # --- logits -----------------------------------------------------------------------------------------
 
     def log_softmax(self, x: Any) -> Any:
-        """Return the log-softmax of logits [rows, vocab] of any dtype: float32, contiguous."""
+        """Return the log-softmax of logits [rows, vocab] of any dtype. The result is float32 and contiguous."""
         y = self.float32(x)
         y = y - y.max(-1, keepdims=True)
         return y - self.xp.log(self.xp.exp(y).sum(-1, keepdims=True))
@@ -175,7 +176,7 @@ class ArrayLayers:
     # --- a step whose index is in an array, int64 [1] ---------------------------------------------------
 
     def low_word(self, x: Any) -> Any:
-        """Return the low half of `x` int64 [1] as an int32 [1] view. Assumes a little-endian machine."""
+        """Return the low 32 bits of `x`, int64 [1], as an int32 [1] view. Assumes a little-endian machine."""
         return x.view(np.int32)[:1]
 
     def add_(self, x: Any, n: int) -> None:
@@ -191,9 +192,9 @@ class ArrayLayers:
         scores[:, ids] = self.xp.where(length < least, np.float32(-np.inf), scores[:, ids])
 
     def forbid_repeats_(self, scores: Any, history: Any, length: Any, size: int) -> None:
-        """Forbid repeated n-grams of `size` tokens: set the scores of tokens that would complete one to -inf.
+        """Set the scores of tokens that would repeat an n-gram of `size` tokens to -inf.
 
-        The n-grams of a row are those in `history[row, :length]`.
+        A token repeats an n-gram if it completes one that already occurs in `history[row, :length]`.
         """
         windows = history.shape[1] - size + 1
         if windows < 1:
@@ -211,7 +212,8 @@ class ArrayLayers:
     def pool(self, x: Any, words: Words, mode: str) -> Any:
         """Return one vector per sequence, float32 [batch, hidden].
 
-        It is the sequence's first word (mode "cls"), or the mean or max of its words. An empty sequence gets zeros.
+        The vector is the hidden state of the sequence's first word (`mode` "cls"), or the mean or the maximum over its
+        words (`mode` "mean" or "max"). The vector of an empty sequence is zeros.
         """
         bounds = words.on_host()
         out = self.xp.zeros((len(bounds) - 1, x.shape[1]), np.float32)
@@ -222,7 +224,7 @@ class ArrayLayers:
         return out
 
     def normalized(self, x: Any) -> Any:
-        """Return rows divided by their L2 norms; rows of zeros stay zero."""
+        """Divide each row by its L2 norm. Rows of zeros stay zero."""
         length = self.xp.sqrt((x * x).sum(-1, keepdims=True))
         return x / self.xp.maximum(length, np.float32(1e-12))
 
@@ -239,7 +241,7 @@ class TorchLayers:
         self.is_cuda_torch = device.type == "cuda"
 
     def place(self) -> contextlib.AbstractContextManager[None]:
-        """See `ArrayLayers.place`. This context does nothing, because torch takes the device from the tensors."""
+        """Return an empty context, because torch takes the device from the tensors. See `ArrayLayers.place`."""
         return contextlib.nullcontext()
 
     # --- arrays -----------------------------------------------------------------------------------------
@@ -349,17 +351,17 @@ class TorchLayers:
     # --- pooling ----------------------------------------------------------------------------------------
 
     def pool(self, x: Any, words: Words, mode: str) -> Any:
-        """See `ArrayLayers.pool`. The sum adds the words of a sequence in order, so it does not depend on the batch."""
+        """See `ArrayLayers.pool`. Words are added in order, so a sequence's sum does not depend on the batch."""
         offsets = words.cu_seqlens.long()
         lengths = offsets.diff()[:, None]
         if not len(x):
-            # In some torch releases segment_reduce divides by the number of rows, so it must not see 0 rows.
+            # Some torch releases divide by the number of rows in `segment_reduce`, so it cannot take 0 rows.
             return self.full((len(lengths), x.shape[1]), 0, "float32")
         if mode == "cls":
             rows = x[offsets[:-1].clamp(max=len(x) - 1)].float()
         else:
             kind = "max" if mode == "max" else "sum"
-            # `unsafe` skips a check of the offsets, which would make the host wait.
+            # `unsafe` skips torch's check of the offsets. The check would make the host wait for the GPU.
             rows = self._torch.segment_reduce(x.float(), kind, offsets=offsets, axis=0, unsafe=True)
             if mode == "mean":
                 rows = rows / lengths.clamp(min=1)

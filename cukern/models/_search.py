@@ -1,8 +1,8 @@
-"""The searches of an encoder-decoder: sampling (or greedy), and beam search.
+"""Greedy search, sampling and beam search for an encoder-decoder.
 
-A step reads and writes static buffers, and does not wait for the GPU, so a CUDA graph can capture it. A step reads its
-index from an array and increments the array, so all steps launch the same kernels. Only a step that forces a token
-launches additional kernels.
+A step chooses the next token of every row. A step reads and writes fixed buffers and does not wait for the GPU, so a
+CUDA graph can capture it. The index of the step is in an array, which the step increments, so the same graph works for
+every step. Only a step that forces a token launches additional kernels.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from cukern.ops.beam_search import beam_search_step, gather_tree, update_kv_cach
 from cukern.ops.decoding import apply_penalties, stop_words_criterion
 from cukern.ops.sampling import sample
 
-#: The initial score of all beams except the first, as in transformers. The first step therefore only extends beam 0.
+#: The initial score of all beams except beam 0, as in transformers. So the first step only extends beam 0.
 _NOTHING = -1e9
 
 
 def _words_array(words: tuple[tuple[int, ...], ...], layers: Layers) -> Any:
-    """Return words, which are lists of token ids, in FasterTransformer's array layout; None if there are no words."""
+    """Convert words, which are lists of token ids, to FasterTransformer's array layout. Return None without words."""
     if not words:
         return None
     ids = [x for word in words for x in word]
@@ -32,17 +32,18 @@ def _words_array(words: tuple[tuple[int, ...], ...], layers: Layers) -> Any:
 
 
 class Found(NamedTuple):
-    """The tokens of a search, in host memory."""
+    """The tokens that a search generated, in host memory."""
 
     tokens: np.ndarray[Any, Any]  # int32 [sequences, length], beginning with the start token, padded
     lengths: np.ndarray[Any, Any]  # int32 [sequences], including the start token
-    scores: np.ndarray[Any, Any] | None  # float32 [sequences], for a beam search
+    scores: np.ndarray[Any, Any] | None  # float32 [sequences] after a beam search, otherwise None
 
 
 class Search:
-    """Base of all searches. It has the KV caches, the keys and values of the encoder, and the logits processors.
+    """Base class of the searches. It holds the buffers that both kinds of search need, and changes the logits.
 
-    A search has `batch * copies` rows.
+    The buffers are the KV caches, the keys and values of the encoder output, and the tokens. A search has
+    `batch * copies` rows: each source has `settings.copies` beams or samples.
     """
 
     def __init__(self, model: Seq2Seq, settings: Settings, batch: int, memory_len: int, dtype: str) -> None:
@@ -56,8 +57,8 @@ class Search:
         self.caches = [(full(cache, 0, dtype), full(cache, 0, dtype)) for _ in count]
         self.memories = [(full(memory, 0, dtype), full(memory, 0, dtype)) for _ in count]
         self.memory_lengths = full((batch,), 0, "int32")
-        # Two counters: `position` is the index of the step and the position of the latest tokens, and `next` is
-        # `position + 1`, the number of tokens so far.
+        # `position` is the index of the step, and also the position of the latest tokens. `next` is `position + 1`,
+        # which is the number of tokens so far.
         self._begin = self.layers.put(np.arange(2, dtype=np.int64))
         self._counters = full((2,), 0, "int64")
         self.position, self.next = self._counters[:1], self._counters[1:]
@@ -69,7 +70,7 @@ class Search:
         self.finished: Any = None
 
     def start(self, source: Source, seeds: np.ndarray[Any, Any]) -> None:
-        """Encode the sources, and initialize the buffers for the first step."""
+        """Run the encoder on the sources, and initialize the buffers for the first step."""
         settings, layers = self.settings, self.layers
         states = self.model.encode(source)
         places = layers.put(source.rows * self.memory_len + source.places)
@@ -83,7 +84,7 @@ class Search:
         layers.assign_(self.lengths, 1)
 
     def forced(self, step: int) -> tuple[int, ...]:
-        """Return the tokens that a step must choose from; empty if it may choose any token."""
+        """Return the tokens that a step is restricted to. The tuple is empty if the step may choose any token."""
         settings = self.settings
         if settings.last and step == settings.steps - 1:
             return settings.last
@@ -94,7 +95,7 @@ class Search:
         return self.model.logits(self.words, position, length, self.caches, self.memories, self.memory_lengths)
 
     def _process_(self, scores: Any, forced: tuple[int, ...]) -> None:
-        """Apply transformers' logits processors, in their order, to scores float32 [rows, vocab]."""
+        """Apply penalties, bad words and forced tokens to `scores`, float32 [rows, vocab], in transformers' order."""
         settings, layers = self.settings, self.layers
         if settings.repetition_penalty or settings.presence_penalty or settings.frequency_penalty:
             apply_penalties(
@@ -114,11 +115,14 @@ class Search:
             layers.force_(scores, forced)
 
     def step(self, forced: tuple[int, ...]) -> None:
-        """Enqueue the next step, which chooses the token at position `next` of each row."""
+        """Enqueue the kernels of the next step. The step chooses the token at position `next` of each row."""
         raise NotImplementedError
 
     def shown(self, tokens: bool) -> list[Any]:
-        """Return the arrays that the host reads after a step: finished flags, and with `tokens` tokens and parents."""
+        """Return the arrays that the host reads after a step: the finished flags and, if `tokens`, tokens and parents.
+
+        Only a beam search has parents.
+        """
         raise NotImplementedError
 
     def result(self, steps: int) -> Found:
@@ -127,7 +131,7 @@ class Search:
 
 
 class Sampling(Search):
-    """A search that appends one token to each row: the most likely token, or a sampled one."""
+    """A search that appends the most likely token (greedy) or a sampled token to each row."""
 
     def __init__(self, model: Seq2Seq, settings: Settings, batch: int, memory_len: int, dtype: str) -> None:
         super().__init__(model, settings, batch, memory_len, dtype)
@@ -175,13 +179,14 @@ class Beams(Search):
     def __init__(self, model: Seq2Seq, settings: Settings, batch: int, memory_len: int, dtype: str) -> None:
         super().__init__(model, settings, batch, memory_len, dtype)
         full, each = self.layers.full, (batch, settings.beams)
-        # `latest` has the tokens and the parents of the latest step, `tree` the tokens and parents of all steps.
+        # `latest` contains the tokens and the parents of the latest step. `tree` contains the tokens and parents of all
+        # steps.
         self.latest = full((2, *each), 0, "int32")
         self.tree = full((2, settings.steps, *each), 0, "int32")
         self.words = self.latest[0].reshape(-1)
         self.finished = full((batch,), False, "bool")
-        # The scores of the running beams; then, for the pool of finished hypotheses, their scores, lengths, last tokens
-        # and last parents; then the flags of finished sequences.
+        # The state of `beam_search_step` is six arrays: the scores of the running beams; the scores, lengths, last
+        # tokens and last parents of the finished hypotheses; and a flag for each finished sequence.
         dtypes = ("float32", "float32", "int32", "int32", "int32")
         state = [*(full(each, 0, dtype) for dtype in dtypes), self.finished]
         self.state: tuple[Any, Any, Any, Any, Any, Any] = tuple(state)  # type: ignore[assignment]

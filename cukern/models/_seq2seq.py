@@ -1,4 +1,4 @@
-"""An encoder-decoder model: the encoder, which runs on a batch without padding, and one step of the decoder."""
+"""An encoder-decoder model: the encoder for a batch without padding, and the decoder for one step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EPSILON = 1e-5
 
 
 class Source(NamedTuple):
-    """A batch of source sequences without padding. All words (tokens) of the batch are concatenated."""
+    """A batch of source sequences without padding. The words (tokens) of all sequences are concatenated."""
 
     ids: np.ndarray[Any, Any]  # int32 [words]
     columns: np.ndarray[Any, Any]  # int32 [words]: the position of each word
@@ -34,10 +34,10 @@ class Source(NamedTuple):
 
 
 def read_source(input_ids: Any, attention_mask: Any, config: Config) -> Source:
-    """Return the words of a padded batch. Ids where the mask is 0 are ignored.
+    """Remove the padding of a batch. Ids where the mask is 0 are padding.
 
-    Raises the errors of `read_batch`. Raises ValueError for ids outside the vocabulary and for a word past the model's
-    positions.
+    Raises the errors of `read_batch`. Raises ValueError for an id outside the vocabulary, and for a word whose position
+    exceeds the model's maximum.
     """
     ids, mask, _ = read_batch(input_ids, attention_mask).to_numpy()
     counts = np.ones(ids.shape, bool) if mask is None else mask != 0
@@ -51,7 +51,7 @@ def read_source(input_ids: Any, attention_mask: Any, config: Config) -> Source:
 
 
 class Seq2Seq:
-    """The layers of an encoder-decoder."""
+    """The layers of an encoder-decoder: embeddings, encoder layers, decoder layers and output projection."""
 
     def __init__(self, weights: Weights, layers: Layers, config: Config) -> None:
         self.config, self.weights, self.layers = config, weights, layers
@@ -79,7 +79,7 @@ class Seq2Seq:
     # --- the encoder ------------------------------------------------------------------------------------
 
     def encode(self, source: Source) -> Any:
-        """Return the encoder's last hidden states of the words, [words, hidden]."""
+        """Run the encoder. Return the last hidden state of each word, [words, hidden]."""
         layers, weights = self.layers, self.weights
         bounds = np.concatenate([[0], np.cumsum(source.lengths)])
         words = Words(layers.put(bounds.astype(np.int32)), bounds.tolist())
@@ -99,9 +99,9 @@ class Seq2Seq:
         memories: list[tuple[Any, Any]],
         memory_lengths: Any,
     ) -> Any:
-        """Return the logits [rows, vocab] of the next token. `words` int32 [rows] are the tokens at `position`.
+        """Return the logits [rows, vocab] of the next token. `words`, int32 [rows], are the tokens at `position`.
 
-        `position` and `length` (position + 1) are int32 arrays [1], so one captured step works for every position.
+        `position` and `length`, which is `position + 1`, are int32 arrays [1]. So one CUDA graph works for every step.
         """
         x = self._embed(self.weights.target, words, 0, position)
         for layer, cache, memory in zip(self.decoder, caches, memories, strict=True):

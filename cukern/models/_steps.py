@@ -1,4 +1,7 @@
-"""Run the steps of a search as CUDA graphs if possible, and let the host read the results of a step one step later."""
+"""Run the steps of a search as CUDA graphs if possible, and copy the results of each step to the host.
+
+On a GPU the host reads the results of a step after it has enqueued the next step.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,13 @@ Seen = tuple[int, list[Any]]
 
 
 class StepGraphs:
-    """The CUDA graphs of a search's steps: one for ordinary steps, and one for each `kind` of step with extra kernels.
+    """The CUDA graphs of a search's steps. Ordinary steps share one graph, and each `kind` of other steps has its own.
 
-    The first step runs uncaptured, which loads the kernels and lets cuBLAS choose its algorithms. The second step is
-    captured, and all later steps replay it. A step of a non-empty kind is captured the second time that the kind
-    occurs. All graphs share one memory pool. This is safe because they run one after the other, and because a step
-    keeps its results in the buffers of the search. Only torch tensors on a CUDA device are captured.
+    The first step is not captured: it loads the kernels, and cuBLAS chooses its algorithms. The second step is captured
+    in a graph, and all later steps replay the graph. A step with a non-empty `kind`, which launches extra kernels, is
+    captured the second time that its kind occurs. All graphs share one memory pool. Sharing is safe because the graphs
+    run one after the other, and because the results of a step are in the buffers of the search, outside the pool.
+    Only steps on torch tensors on a CUDA device are captured.
     """
 
     def __init__(self, layers: Layers) -> None:
@@ -59,20 +63,20 @@ class StepGraphs:
 
 
 class Watch(Protocol):
-    """Gives the host the results of the steps of a search."""
+    """Copies the results of a search's steps to host memory."""
 
     def after(self, step: int, shown: list[Any]) -> Iterator[Seen]:
-        """Yield the steps whose results the host can read after `step` was enqueued, with the results as NumPy arrays.
+        """Yield each step that is ready, with its results in NumPy. Call this after `step` was enqueued.
 
-        `shown` are the arrays that `step` writes its results to.
+        `shown` are the arrays on the GPU that contain the results of `step`.
         """
 
     def rest(self) -> Iterator[Seen]:
-        """Yield the remaining steps with their results. This waits for a GPU."""
+        """Yield the steps that `after` has not yielded, with their results. This waits for the GPU."""
 
 
 class _Now:
-    """Yields the results of each step at once."""
+    """Yields the results of a step immediately after the step is enqueued."""
 
     def __init__(self, layers: Layers) -> None:
         self._layers = layers
@@ -85,7 +89,7 @@ class _Now:
 
 
 class _Slot(NamedTuple):
-    """The host memory that receives the arrays of a step."""
+    """The host memory that receives a copy of the results of one step."""
 
     copies: list[Any]  # pinned memory
     values: list[np.ndarray[Any, Any] | None]  # NumPy views of `copies`
@@ -100,7 +104,7 @@ def _slot(shown: list[Any]) -> _Slot:
 
 
 class _OneLater:
-    """Yields the results of a step after the next step is enqueued, so that the GPU never idles. For torch on CUDA."""
+    """Yields the results of a step after the next step is enqueued, so the GPU does not idle. For torch on CUDA."""
 
     def __init__(self) -> None:
         self._slots: list[_Slot] = []  # two slots, used in turn
@@ -124,7 +128,7 @@ class _OneLater:
     def _pop(self) -> Seen:
         step, slot = self._waiting.pop(0)
         slot.event.synchronize()
-        # Copy, because the step after the next one reuses the memory.
+        # Copy, because two steps later the slot is overwritten.
         return step, [None if x is None else x.copy() for x in slot.values]
 
     def rest(self) -> Iterator[Seen]:

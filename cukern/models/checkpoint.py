@@ -1,4 +1,4 @@
-"""Read the files of a model's directory, as transformers and sentence-transformers write them."""
+"""Read a model's configuration and weights from a directory written by transformers or sentence-transformers."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from cukern.runtime.cuda import cupy, need_cupy
 
 LIBRARIES = ("torch", "cupy", "numpy")
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-#: The weights file of older models, which torch reads.
+#: The weights file of older models. Only torch can read it.
 _PICKLED = "pytorch_model.bin"
 #: Possible names of a model on the Hugging Face Hub: `owner/name`, or `name`.
 _HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
-#: The dtypes of weights by their names in a safetensors file. Tensors with a dtype of _BUFFERS are not weights.
+#: Map the dtype names of a safetensors file to NumPy's names. A tensor with a dtype in `_BUFFERS` is not a weight.
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 _BUFFERS = {"I64": "int64", "I32": "int32", "I16": "int16", "BOOL": "bool"}
 
 
 def need(package: str, what: str, extra: str = "models") -> Any:
-    """Import an optional package. If it is missing, raise ImportError with the pip command.
+    """Import an optional package. If the package is missing, raise ImportError with the pip command that installs it.
 
-    `what` names the feature that needs the package, and `extra` the extra of cukern that installs it.
+    The message names the feature `what`, and the pip command uses cukern's optional dependencies `extra`.
     """
     try:
         return importlib.import_module(package)
@@ -40,8 +40,8 @@ def need(package: str, what: str, extra: str = "models") -> Any:
 def expect_directory(path: str | Path) -> Path:
     """Return the path of a model's directory.
 
-    Raises FileNotFoundError or NotADirectoryError for any other path. If the Hugging Face Hub may have a model of that
-    name, the message has the download command.
+    Raises FileNotFoundError or NotADirectoryError if `path` is not a directory. If `path` could be the name of a model
+    on the Hugging Face Hub, the message contains the download command.
     """
     folder, wanted = Path(path), "path must be a model's directory"
     if folder.is_dir():
@@ -64,7 +64,10 @@ def read_json(file: Path) -> Any:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return a model's config.json. Raises FileNotFoundError if it is missing, ValueError if it is not an object."""
+    """Return the content of a model's config.json.
+
+    Raises FileNotFoundError if the file is missing, and ValueError if it does not contain a JSON object.
+    """
     file = folder / _CONFIG
     if not file.is_file():
         raise FileNotFoundError(f"{folder} has no {_CONFIG}, which says what model it is")
@@ -75,12 +78,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_optional(file: Path) -> dict[str, Any]:
-    """Return the content of a JSON file; empty if there is no file."""
+    """Return the content of a JSON file, or an empty dict if the file does not exist."""
     return read_json(file) if file.is_file() else {}
 
 
 def content(name: str, config: Any) -> Mapping[str, Any]:
-    """Return the content of the configuration argument `name`: a dictionary, or an object of transformers."""
+    """Return the argument `name`, a dictionary or a configuration object of transformers, as a dictionary."""
     found = config.to_dict() if hasattr(config, "to_dict") else config
     if not isinstance(found, Mapping):
         check.fail(name, "a dictionary, or a configuration of transformers", type(config).__name__, TypeError)
@@ -88,7 +91,7 @@ def content(name: str, config: Any) -> Mapping[str, Any]:
 
 
 def _weight_files(folder: Path, library: str) -> list[Path]:
-    """Return the files with the weights: one file, or the shards that an index names."""
+    """Return the weights files: either a single file, or the shards that the index file lists."""
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]
     index = folder / _INDEX
@@ -110,7 +113,10 @@ def _weight_files(folder: Path, library: str) -> list[Path]:
 
 
 def choose_library(library: str | None) -> str:
-    """Return the array library for weights from files: `library`, or torch if installed, then CuPy, then NumPy."""
+    """Return the array library for weights from files: `library` if given, else torch, CuPy or NumPy.
+
+    The default is the first of these that is installed. CuPy also needs a GPU.
+    """
     if library is not None:
         return check.one_of("library", library, LIBRARIES)
     return "torch" if importlib.util.find_spec("torch") else "cupy" if _gpu_for_cupy() else "numpy"
@@ -123,15 +129,16 @@ def _gpu_for_cupy() -> bool:
 
 
 def read_weights(folder: Path, library: str | None, device: Any) -> dict[str, Any]:
-    """Return the weights by name, in a library (see `choose_library`) and on a device.
+    """Return a dict of the weights by name, as arrays of `library` on `device`.
 
-    `device` is a torch device, or a number for CuPy; None is the current GPU, if there is one.
+    `library` is the argument of `choose_library`. `device` is a torch device, or a device number for CuPy. None is the
+    current GPU, or the CPU without a GPU.
 
     Raises:
         FileNotFoundError: a file is missing.
         ImportError: safetensors, or the library, is not installed.
         TypeError: an unsupported dtype.
-        ValueError: a malformed file, or two files with the same name.
+        ValueError: a malformed file, or two files that contain a weight of the same name.
     """
     library = choose_library(library)
     files = _weight_files(folder, library)
@@ -170,7 +177,7 @@ def _on(library: str, place: Any) -> dict[str, Any]:
 
 
 def _read(tensors: Any, name: str) -> Any:
-    """Return a tensor of an open file; None for an integer tensor, which is a buffer and not a weight."""
+    """Read a tensor from an open file. Return None for an integer tensor, because it is a buffer and not a weight."""
     kind = tensors.get_slice(name).get_dtype()
     return tensors.get_tensor(name) if _is_weight(name, _DTYPES.get(kind) or _BUFFERS.get(kind) or kind) else None
 
@@ -188,7 +195,7 @@ def _read_pickle(file: Path, place: Any) -> dict[str, Any]:
     try:
         state = torch.load(file, map_location=place, weights_only=True)
     except (EOFError, RuntimeError, pickle.UnpicklingError):
-        # torch's own message advises running the code in the file, so hide it.
+        # Hide torch's message, because it suggests an option that runs the code in the file.
         raise ValueError(f"{file} is not a state dict that can be read as tensors alone") from None
     if not isinstance(state, dict) or not all(isinstance(x, torch.Tensor) for x in state.values()):
         raise ValueError(f"{file} is not a state dict: it holds more than tensors by name")
@@ -201,7 +208,7 @@ def _to_cupy(weights: dict[str, np.ndarray[Any, Any]], device: int | None) -> di
 
 
 def listed(names: Iterable[str], most: int = 3) -> str:
-    """Return the first `most` names, and the number of further names."""
+    """Join the first `most` of the sorted names for a message, and add how many further names there are."""
     found = sorted(names)
     others = f" and {len(found) - most} more" if len(found) > most else ""
     return ", ".join(found[:most]) + others

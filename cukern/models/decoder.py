@@ -1,4 +1,4 @@
-"""A decoder layer: masked self-attention over a cache, cross-attention over the encoder's memory, feed-forward."""
+"""A decoder layer: self-attention over a KV cache, cross-attention over the encoder output, and feed-forward."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class DecoderWeights(NamedTuple):
 
 
 class Decoder:
-    """A decoder layer, like FasterTransformer's module of that name, with biases in all linear layers.
+    """A decoder layer, like FasterTransformer's `Decoder`. All linear layers have biases.
 
         x = x + self_attention(norm(x));  x = x + cross_attention(norm(x), memory);  x = x + feed_forward(norm(x))
 
-    The formula is for `normalize_before` (pre-norm: FasterTransformer, mBART). Otherwise (post-norm: Marian, BART) the
-    layer normalizes each sum instead of the input of each part. The array library computes the dense products.
-    `cukern.masked_attention` and `cukern.cross_attention` compute the attention. After a dense product, a single kernel
-    adds the bias and the residual, and normalizes.
+    The formula is for `normalize_before` (pre-norm, as in FasterTransformer and mBART). Otherwise (post-norm, as in
+    Marian and BART) the layer normalizes each sum `x + ...` instead of the inputs. The array library computes the
+    matrix multiplications. `cukern.masked_attention` and `cukern.cross_attention` compute the attention. After a matrix
+    multiplication, a single kernel adds the bias and the residual, and normalizes.
 
     Args:
-        weights: the layer's weights, NumPy, CuPy or torch arrays; the layer runs in their library, on their device.
+        weights: the layer's weights, NumPy, CuPy or torch arrays. The layer runs in their library and on their device.
         heads: the number of heads of both attentions.
         activation: the feed-forward's activation: "gelu" (with the error function), "gelu_tanh", "relu" or "silu".
-        normalize_before: pre-norm.
+        normalize_before: True for a pre-norm layer, False for a post-norm layer.
         epsilon: epsilon of the layer norms.
 
     Raises ValueError or TypeError for invalid arguments.
@@ -79,9 +79,9 @@ class Decoder:
         self._biases = q, k, v
 
     def memory(self, states: AnyArray) -> tuple[AnyArray, AnyArray]:
-        """Return the cross-attention's keys and values, [words, hidden] each, from encoder states [words, hidden].
+        """Return the keys and values of the cross-attention, [words, hidden] each, from encoder states [words, hidden].
 
-        Both are strided views of one product.
+        Both are strided views of the output of one matrix multiplication.
         """
         both = self._layers.linear(states, *self.weights.cross_kv)
         return both[:, : self.hidden], both[:, self.hidden :]
@@ -101,11 +101,12 @@ class Decoder:
         Args:
             x: [batch, hidden], of the weights' dtype.
             key_cache, value_cache: [max_steps, batch, heads, head_dim]; the new token is written at `step - 1`.
-            step: the number of tokens of each sequence, including the new one, from 1 to max_steps: an int, or an int32
-                array [1], so that one CUDA graph works for every step.
+            step: the number of tokens of each sequence, including the new one, from 1 to max_steps. It is an int or an
+                int32 array [1]. With an array, one CUDA graph works for every step.
             key_memory, value_memory: [batch, memory_len, heads, head_dim], the result of `memory` for each sequence; or
-                [batch / beams, ...], shared by `beams` consecutive sequences.
-            memory_lengths: int32, the number of entries of each memory; a sequence without entries attends to nothing.
+                [batch / beams, ...], where `beams` consecutive sequences share an entry.
+            memory_lengths: int32 [batch] or [batch / beams], the number of encoder states of each sequence. With length
+                0 the cross-attention returns zeros.
 
         Returns [batch, hidden]. Nothing waits for a GPU. Raises the errors of `cukern.masked_attention` and
         `cukern.cross_attention`.
@@ -130,7 +131,10 @@ class Decoder:
         return layer_norm(x, *norm, self.epsilon)
 
     def _add(self, term: Any, product: Affine, residual: Any, norm: Affine, next_norm: Affine | None) -> Any:
-        """Return residual + product(term), and the input of the next part (attention or feed-forward) of the layer."""
+        """Apply the linear layer `product` to `term`, and add `residual`.
+
+        Return the sum, and the input of the next attention or feed-forward block of the layer.
+        """
         layers, epsilon = self._layers, self.epsilon
         if self.normalize_before and next_norm is None:
             x = layers.linear(term, *product) + residual

@@ -1,4 +1,4 @@
-"""The weights and the configuration of Hugging Face's Marian, BART and mBART, from a directory or from memory."""
+"""Read the weights and the configuration of Hugging Face's Marian, BART and mBART, from a directory or from memory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from cukern.runtime import check
 
 
 class Family(NamedTuple):
-    """Properties of a model family that are not in its configuration, because transformers' code fixes them."""
+    """Properties of a model family that transformers' code fixes, so that they are not in the configuration."""
 
     learned_positions: bool
-    position_offset: int  # the row of position 0 in the table
+    position_offset: int  # the row of position 0 in the table of position embeddings
     embedding_norm: bool
-    normalize_before: bool  # also means a norm after the last layer
+    normalize_before: bool  # pre-norm layers, and a norm after the last layer
 
 
 FAMILIES = {
@@ -44,14 +44,14 @@ class Config(NamedTuple):
     activation: str
     scale_embedding: bool
     max_positions: int
-    tied: bool  # the output projection is the embedding table
+    tied: bool  # the output projection uses the embedding table as its weight
     shared: bool  # source and target share the embedding table
 
 
 def read_config(config: Any) -> tuple[Config, dict[str, Any]]:
-    """Return the sizes, and the configuration as a dict, from a dict or an object with `to_dict`.
+    """Read the configuration `config`, a dict or an object with `to_dict`. Return its sizes, and itself as a dict.
 
-    Raises ValueError for another architecture, and for a missing key.
+    Raises ValueError for an architecture that is not in `FAMILIES`, and for a missing key.
     """
     found = checkpoint.content("config", config)
     kind = found.get("model_type")
@@ -82,7 +82,7 @@ def read_config(config: Any) -> tuple[Config, dict[str, Any]]:
 
 
 class Side(NamedTuple):
-    """The embeddings and the norms around the layers, for the encoder or the decoder."""
+    """The weights of the encoder or of the decoder outside its layers: the embeddings and the norms."""
 
     embeddings: Any  # [vocab, hidden]
     positions: Any  # [positions, hidden]
@@ -102,9 +102,10 @@ class Weights(NamedTuple):
 
 
 def sinusoids(positions: int, hidden: int) -> np.ndarray[Any, Any]:
-    """Return Marian's position encodings, float32 [positions, hidden]: the sines, then the cosines.
+    """Return Marian's position encodings, float32 [positions, hidden].
 
-    "Attention Is All You Need" (arXiv:1706.03762) interleaves the same numbers.
+    A row contains hidden / 2 sines, then hidden / 2 cosines. "Attention Is All You Need" (arXiv:1706.03762) has the
+    same values but interleaves sines and cosines.
     """
     rates = np.power(10000.0, 2 * (np.arange(hidden) // 2) / hidden)
     angles = np.arange(positions)[:, None] / rates
@@ -112,7 +113,7 @@ def sinusoids(positions: int, hidden: int) -> np.ndarray[Any, Any]:
 
 
 class _State:
-    """A state dict, read by Hugging Face's keys without their prefix `model.`."""
+    """A state dict whose keys are Hugging Face's names without the prefix `model.`."""
 
     def __init__(self, state: Mapping[str, Any], layers: Layers, dtype: str) -> None:
         self._state = {key.removeprefix("model."): value for key, value in state.items()}
@@ -120,7 +121,10 @@ class _State:
         self._kept: dict[int, Any] = {}
 
     def get(self, *keys: str) -> Any:
-        """Return the array of the first key that exists, in the wanted dtype. Keys with the same array share a copy."""
+        """Return the array of the first key that exists, converted to the dtype of the model.
+
+        If several keys have the same array, they share its converted copy.
+        """
         for key in keys:
             if key in self._state:
                 array = self._state[key]
@@ -139,7 +143,7 @@ class _State:
         return Affine(*(x[0] if len(x) == 1 else self._layers.concatenate(x) for x in both))
 
     def attention(self, name: str) -> tuple[Affine, Affine]:
-        """Return the three input projections of a self-attention as one, and the output projection."""
+        """Return the QKV projection of a self-attention, with q, k and v concatenated, and the output projection."""
         return self.affine(*(f"{name}.{x}_proj" for x in "qkv")), self.affine(f"{name}.out_proj")
 
 
@@ -150,7 +154,7 @@ def _encoder_layer(state: _State, name: str) -> EncoderLayerWeights:
 
 
 def decoder_layer(state: _State, name: str) -> DecoderWeights:
-    """Return the weights of a decoder layer. The keys are `<name>.self_attn.q_proj.weight` and so on."""
+    """Return the weights of the decoder layer `name`. Its keys are `<name>.self_attn.q_proj.weight` and so on."""
     qkv, out = state.attention(f"{name}.self_attn")
     cross = f"{name}.encoder_attn"
     return DecoderWeights(
@@ -182,9 +186,10 @@ def _side(state: _State, name: str, config: Config, layers: Layers, dtype: str) 
 
 
 def read_weights(state: Mapping[str, Any], config: Config, dtype: str | None) -> tuple[Weights, Layers, str]:
-    """Return the weights of a Hugging Face state dict, the array operations for them, and their dtype.
+    """Read the weights from a Hugging Face state dict. Return them, the operations on their arrays, and their dtype.
 
-    A dtype of None keeps the state's dtype. Raises ValueError naming a missing key.
+    If `dtype` is None, the weights keep the dtype of the state dict. Raises ValueError for a missing key; the message
+    names the key.
     """
     if not isinstance(state, Mapping) or not state:
         check.fail("state", "a dict of arrays by name", f"{type(state).__name__}", TypeError)
@@ -212,7 +217,10 @@ def read_weights(state: Mapping[str, Any], config: Config, dtype: str | None) ->
 
 
 def read_directory(path: str | Path, library: str | None, device: Any) -> tuple[dict[str, Any], Any, Any]:
-    """Return the state dict, `config.json`, and `generation_config.json` or None; errors as in `read_weights`."""
+    """Read a model's directory. Return the state dict, `config.json`, and `generation_config.json` or None.
+
+    Raises the errors of `checkpoint.read_weights`.
+    """
     library, folder = checkpoint.choose_library(library), checkpoint.expect_directory(path)
     config = checkpoint.read_config(folder)
     read_config(config)

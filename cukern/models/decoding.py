@@ -1,4 +1,4 @@
-"""Decoding: from the words of a source to the tokens of its translation, by greedy search, beam search or sampling."""
+"""Generate tokens with an encoder-decoder, such as a translation model, by greedy search, beam search or sampling."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from cukern.runtime.progress import progress as progress_bar
 
 __all__ = ["Decoding", "Generated", "Step"]
 
-#: Maximum number of search sizes whose buffers and graphs are kept.
+#: Buffers and CUDA graphs are kept for at most this many search sizes.
 _MOST_SEARCHES = 4
-#: On a GPU the length of the encoder output is rounded up to a multiple of this, so that few search sizes cover all
-#: source lengths.
+#: On a GPU the length of the encoder output is rounded up to a multiple of this. So batches with different source
+#: lengths can use the same buffers and graphs.
 _MEMORY_UNIT = 64
 
 
@@ -35,11 +35,11 @@ class Generated(NamedTuple):
 
     sequences: Any  # int32 [rows, length], padded, beginning with the start token, as transformers' `generate` returns
     lengths: Any  # int32 [rows], the number of tokens of each row, including start and end tokens
-    scores: Any  # float32 [rows], for a beam search: log-probability / length ** length_penalty
+    scores: Any  # float32 [rows] after a beam search: log-probability / length ** length_penalty; otherwise None
 
 
 class Step(NamedTuple):
-    """The results of a step for a callback, in NumPy."""
+    """The results of a step that `on_step` is called with, as NumPy arrays."""
 
     step: int  # from 0
     tokens: np.ndarray[Any, Any]  # int32 [rows]; in a beam search [batch, beams], the running beams
@@ -48,34 +48,35 @@ class Step(NamedTuple):
 
 
 class Decoding:
-    """An encoder-decoder that generates: Marian, BART or mBART, with the weights of Hugging Face.
+    """An encoder-decoder that generates tokens: Marian, BART or mBART, with the weights of Hugging Face.
 
-    Corresponds to FasterTransformer's module of this name: embeddings, positions, layers (`Decoder`), logits, and the
-    choice of the next tokens, until every row has finished. The model runs in the library and on the device of its
-    weights: torch tensors, CuPy arrays, or NumPy arrays, which are the reference. The array library computes the dense
-    products. The encoder skips padding: neither the encoder nor the cross-attention reads ids where the mask is 0.
+    It corresponds to FasterTransformer's `Decoding`: it runs the encoder, and then decoder steps until every row has
+    finished. A step embeds the latest tokens, runs the layers (`Decoder`), and chooses the next tokens from the logits.
+    The model runs in the library and on the device of its weights, which are torch, CuPy or NumPy arrays. NumPy is the
+    reference. The array library computes the matrix multiplications. Padding is removed: neither the encoder nor the
+    cross-attention reads ids where the mask is 0.
 
-    With torch tensors on a CUDA device, the first step of a search runs uncaptured, and the second one is captured in a
-    CUDA graph. All further steps replay the graph, also in later searches of the same size. (A step that forces a token
-    has its own graph.) The host reads the finished flags of a step after it has enqueued the next step. The buffers and
-    graphs of the latest few search sizes are kept. One call runs at a time.
+    With torch tensors on a CUDA device, the first step of a search is not captured, and the second step is captured in
+    a CUDA graph. All further steps replay the graph, also in later searches of the same size. (A step that forces a
+    token has its own graph.) The host reads the finished flags of a step after it has enqueued the next step. The
+    buffers and graphs of the latest few search sizes are kept. Only one call may run at a time.
 
-    In float32 the tokens equal the result of transformers' `generate` with the same settings, unless two candidates are
-    closer than the rounding of the logits. The beam search (`cukern.beam_search_step`) follows transformers, not
-    FasterTransformer:
+    In float32 the tokens equal the result of transformers' `generate` with the same settings, unless the scores of two
+    candidates differ by less than the rounding error of the logits. The beam search (`cukern.beam_search_step`) follows
+    transformers, not FasterTransformer:
 
-    - FasterTransformer lets finished beams compete with running ones, and has no length penalty.
+    - In FasterTransformer finished beams compete with running beams, and there is no length penalty.
     - This search takes the best `max(2, 1 + end tokens) * beams` candidates. If one of the best `beams` candidates ends
-      with an end token, it moves into a pool. Its score there is `log-probability / length ** length_penalty`.
-      `early_stopping` decides when to stop.
-    - Processors (bad words, forced tokens and so on) change log-probabilities. The log-probabilities are not normalized
-      again unless `renormalize_logits` is set.
+      with an end token, it moves to the list of finished hypotheses, with the score
+      `log-probability / length ** length_penalty`. `early_stopping` decides when the search ends.
+    - Bad words, forced tokens and the like change log-probabilities. The log-probabilities are normalized again only if
+      `renormalize_logits` is set.
 
     Make one with `from_directory` or `from_state_dict`.
     """
 
     def __init__(self, model: Seq2Seq, defaults: Mapping[str, Any], dtype: str, directory: Path | None = None) -> None:
-        """Wrap a `model` of this `dtype`, which `from_directory` or `from_state_dict` has made.
+        """Make a `Decoding` from a `model`. Users call `from_directory` or `from_state_dict` instead.
 
         Args:
             model: the embeddings, layers and logits.
@@ -96,7 +97,7 @@ class Decoding:
     def from_directory(
         cls, path: str | Path, *, library: str | None = None, device: Any = None, dtype: str | None = None
     ) -> Decoding:
-        """Read `config.json`, `generation_config.json` if it exists, and the weights of a directory.
+        """Read a model from a directory: its `config.json`, its weights, and `generation_config.json` if there is one.
 
         Args:
             path: a model that `save_pretrained` wrote, or a snapshot of the Hugging Face Hub, with `model.safetensors`,
@@ -117,14 +118,14 @@ class Decoding:
     def from_state_dict(
         cls, state: Mapping[str, Array], config: Any, *, generation_config: Any = None, dtype: str | None = None
     ) -> Decoding:
-        """Take weights from memory.
+        """Make a model from weights in memory.
 
         Args:
             state: arrays by Hugging Face's keys (`model.encoder.layers.0.self_attn.q_proj.weight` and so on), all in
                 one library and on one device.
             config: the configuration, a dict or an object with `to_dict()`.
-            generation_config: the default settings, a dict or an object with `to_dict()`; None takes them from
-                `config`.
+            generation_config: the default settings of a call, a dict or an object with `to_dict()`; None takes them
+                from `config`.
             dtype: as in `from_directory`.
         """
         sizes, found = read_config(config)
@@ -137,7 +138,7 @@ class Decoding:
         return self._model.vocab
 
     def settings(self, stop_words: Sequence[Sequence[int]] | None = None, **generation: Any) -> Settings:
-        """Return the checked settings of a call. Raises the errors that `__call__` raises for them."""
+        """Check the settings of a call and return them. Raises the errors of `__call__` for invalid settings."""
         return settle(self.defaults, generation, stop_words, self.vocab, self._model.target_positions)
 
     def __call__(
@@ -156,19 +157,19 @@ class Decoding:
         Args:
             input_ids: int32 or int64 [batch, seq], of any library and on any device, or lists.
             attention_mask: bool or integer [batch, seq], 0 for padding; None for no padding. A row may be empty.
-            seed: the seed of the samples (`do_sample`): an int, so that row i uses seed + i, or one seed per row. None
-                takes a seed from Python's `random`.
-            stop_words: lists of token ids; a row that ends with one of them has finished. Not with beams.
+            seed: the seed for sampling (`do_sample`), as an int or one int per row. Row i uses `seed + i` if `seed` is
+                an int. None takes a seed from Python's `random`.
+            stop_words: lists of token ids. A row finishes when it ends with one of these lists. Not for a beam search.
             on_step: called with a `Step` after each step. It may raise to stop the search.
-            progress: show a bar of the steps on stderr.
-            generation: settings that override the model's, by the names of transformers' generation configuration:
+            progress: show a progress bar of the steps on stderr.
+            generation: settings that override the model's defaults, by the names of transformers' `GenerationConfig`:
                 num_beams, num_return_sequences, do_sample, temperature, top_k, top_p, min_p, max_new_tokens,
                 max_length, min_new_tokens, min_length, early_stopping, length_penalty, repetition_penalty,
                 no_repeat_ngram_size, bad_words_ids, forced_bos_token_id, forced_eos_token_id, renormalize_logits and
                 the ids of special tokens; and OpenAI's presence_penalty and frequency_penalty.
 
-        Returns a `Generated` of batch * num_return_sequences rows. Raises TypeError for an unknown setting, and
-        ValueError for an unimplemented setting and for invalid arguments; the message names the argument.
+        Returns a `Generated` with `batch * num_return_sequences` rows. Raises TypeError for an unknown setting, and
+        ValueError for an unimplemented setting or an invalid argument. The message names the argument.
         """
         settings = self.settings(stop_words, **generation)
         source = read_source(input_ids, attention_mask, self.config)
@@ -192,7 +193,10 @@ class Decoding:
             return Generated(*(None if x is None else self._model.layers.put(x) for x in found))
 
     def _search(self, settings: Settings, batch: int, longest: int) -> tuple[Search, StepGraphs]:
-        """Return a kept search of these sizes, or a new search that replaces the least recently used one."""
+        """Return the search for these sizes and its graphs.
+
+        Searches are cached. A new search replaces the least recently used one.
+        """
         on_gpu = self._model.layers.is_cuda_torch
         memory_len = -(-max(longest, 1) // _MEMORY_UNIT) * _MEMORY_UNIT if on_gpu else max(longest, 1)
         key = settings, batch, memory_len
@@ -208,7 +212,7 @@ class Decoding:
 
 
 def _seeds(seed: Any, rows: int) -> np.ndarray[Any, Any]:
-    """Return the seeds, int64 [rows]."""
+    """Return one seed per row, int64 [rows]."""
     if seed is None:
         seed = random.getrandbits(62)
     if hasattr(seed, "__index__"):
@@ -236,7 +240,7 @@ def _run(search: Search, graphs: StepGraphs, on_step: Callable[[Step], None] | N
 
 
 def _tell(on_step: Callable[[Step], None] | None, step: int, values: list[Any]) -> bool:
-    """Call the callback for a step. Return whether all rows have finished."""
+    """Call `on_step`, if it is given, with the results of a step. Return whether all rows have finished."""
     finished, *tokens_and_parents = values
     if on_step is not None:
         tokens, parents = tokens_and_parents

@@ -1,4 +1,4 @@
-"""The encoder of a transformer (BERT, RoBERTa, XLM-R, DistilBERT), on batches without their padding."""
+"""Transformer encoders (BERT, RoBERTa, XLM-R, DistilBERT) that remove the padding of a batch before they compute."""
 
 from __future__ import annotations
 
@@ -22,32 +22,33 @@ from cukern.runtime import check
 from cukern.runtime.arrays import Array
 from cukern.runtime.progress import progress as progress_bar
 
-#: The sequence bounds and positions of batches without padding are cached, for at most this many batch sizes.
+#: For a batch without padding, the sequence offsets and positions are cached, for at most this many batch sizes.
 _MOST_WHOLES = 16
 
 
 class Encoder:
     """An encoder of the BERT family that computes only the words of a batch (tokens that are not padding).
 
-    `Encoder.from_directory` and `Encoder.from_state_dict` make one. Its weights are NumPy, CuPy or torch arrays. The
-    encoder runs on the device of the weights, and returns arrays of their library. Its inputs may be arrays of any
-    library.
+    `Encoder.from_directory` and `Encoder.from_state_dict` make an encoder. Its weights are NumPy, CuPy or torch arrays.
+    The encoder runs on the device of the weights, and returns arrays of their library. The inputs of a call may be
+    arrays of any of these libraries.
 
     The padding is removed before the embedding and restored after the last layer, as in ByteDance's Effective
     Transformer and FasterTransformer v2.1. `EncoderLayer` describes a layer.
 
-    The kernels of this library return the same bits for a text in any batch. The dense product of the array library
-    does not, because it chooses a kernel by the number of rows. With `product_rows` each product has exactly that many
-    rows, and the last product of a batch is filled up with rows of zeros. The vectors then have the same bits in any
-    batch. This costs time: the batch grows to a multiple of `product_rows` words, and products of few rows use a GPU
-    badly. NumPy's product also depends on the position of a row, so NumPy needs `product_rows=1`.
+    The kernels of cukern return the same bits for a text in any batch. The matrix multiplications of the array library
+    do not, because the library chooses a kernel by the number of rows. With `product_rows` each matrix multiplication
+    has exactly that many rows, and the last one of a batch is padded with rows of zeros. A text then has the same bits
+    in any batch. `product_rows` costs time, because the batch is padded to a multiple of `product_rows` words, and
+    because matrix multiplications with few rows use a GPU badly. NumPy's result also depends on the index of a row, so
+    NumPy needs `product_rows=1`.
 
     Args:
         config: the configuration.
         weights: the result of `read_state`.
-        text: the settings with which `embed` reads a text and pools its words.
+        text: the settings of `embed` for tokenizing a text and pooling its words.
         tokenizer: the tokenizer that `embed` uses, or None.
-        product_rows: None, or the rows of each product.
+        product_rows: the number of rows of each matrix multiplication; None: all rows at once.
     """
 
     def __init__(
@@ -91,10 +92,11 @@ class Encoder:
         dtype: str | None = None,
         product_rows: int | None = None,
     ) -> Encoder:
-        """Read the encoder in a directory that transformers or sentence-transformers wrote.
+        """Read an encoder from a directory that transformers or sentence-transformers wrote.
 
-        The files are config.json and model.safetensors, its shards or (torch only) pytorch_model.bin. Optional files
-        are tokenizer.json, tokenizer_config.json, and sentence-transformers' modules.json with the files it names.
+        The directory contains config.json, and the weights in model.safetensors, in its shards or (torch only) in
+        pytorch_model.bin. Optional files are tokenizer.json, tokenizer_config.json, and sentence-transformers'
+        modules.json with the files that modules.json names.
 
         Args:
             path: the directory.
@@ -105,10 +107,10 @@ class Encoder:
 
         Raises:
             FileNotFoundError: the directory or a file in it does not exist; the message names it.
-            ImportError: a package is missing; the message has the command that installs it.
+            ImportError: a package is missing; the message contains the command that installs it.
             TypeError: an unsupported dtype.
             ValueError: an unsupported architecture or feature, missing or superfluous weights, or a malformed file; the
-                message names it.
+                message names the cause.
         """
         folder, text = read_text_config(expect_directory(path))
         config = EncoderConfig.from_dict(read_config(folder))
@@ -130,7 +132,7 @@ class Encoder:
         """Make an encoder with these weights. Arrays that need no dtype conversion are shared, not copied.
 
         Args:
-            state: arrays by transformers' names, with or without the prefix of a model with a head.
+            state: arrays by transformers' names. The names may have a prefix, such as `bert.` in a model with a head.
             config: an `EncoderConfig`, the content of a config.json, or a configuration of transformers.
             dtype, product_rows: as in `from_directory`, with the same errors.
             text, tokenizer: see the class.
@@ -170,17 +172,18 @@ class Encoder:
     ) -> Any:
         """Return the last hidden states of a batch, with zeros for padding.
 
-        Ids and token types at padding do not affect the result. A sequence may be empty, and padding may be on any
-        side. Without a mask, or with `valid_word_num`, nothing waits for the GPU, and a CUDA graph can capture the
-        call. With a mask but without `valid_word_num`, the host waits for the number of words. Inputs that are not on
-        the device of the weights are first copied there.
+        Ids and token types at padding do not affect the result. A sequence may be empty, and padding may be on either
+        side. Without a mask, or with `valid_word_num`, the host does not wait for the GPU, and a CUDA graph can capture
+        the call. With a mask but without `valid_word_num`, the host waits for the number of words. Inputs that are not
+        on the device of the weights are copied to that device.
 
         Args:
-            input_ids: int32 or int64 [batch, seq], of any library and on any device, or lists. An id outside the table
-                raises in host memory; on a GPU its embedding is zeros.
-            attention_mask: bool or integer [batch, seq], nonzero for a word.
-            token_type_ids: int32 or int64 [batch, seq]; None is 0 everywhere.
-            valid_word_num: the number of words, if the caller knows it and all padding is at the ends of the sequences.
+            input_ids: int32 or int64 [batch, seq], of any library and on any device, or lists. An id outside the
+                vocabulary raises ValueError if the ids are in host memory. On a GPU its embedding is zeros.
+            attention_mask: bool or integer [batch, seq], nonzero for a word and 0 for padding; None: no padding.
+            token_type_ids: int32 or int64 [batch, seq]; None: all types are 0.
+            valid_word_num: the number of words in the batch. Pass it only if all padding is at the ends of the
+                sequences. None: the encoder counts the words.
 
         Returns:
             [batch, seq, hidden_size] in the dtype of the weights, in their library and on their device.
@@ -201,7 +204,7 @@ class Encoder:
             return rebuild_sequence_length_padding(hidden, offsets, batch, seq)
 
     def _read_inputs(self, *given: Any) -> Batch:
-        """Return the checked ids, mask and types in the library and on the device of the weights."""
+        """Check the ids, mask and types, and convert them to the library and the device of the weights."""
         read, config = read_batch(*given), self.config
         seq = read.input_ids.shape[1]
         if seq > config.max_seq_len:
@@ -218,9 +221,10 @@ class Encoder:
         return moved
 
     def _find_words(self, batch: int, seq: int, mask: Any, valid_word_num: int | None) -> tuple[Any, Any, Words]:
-        """Return the index of each word in the padded batch, its padding offset, and the bounds of the sequences.
+        """Return the index of each word in the padded batch, the padding offset of each word, and the `Words`.
 
-        The indices and the offsets are None if nothing is padded.
+        The padding offset is the number of padded places before the word. Without a mask the indices and the offsets
+        are None.
         """
         layers = self._layers
         if mask is None:
@@ -235,7 +239,7 @@ class Encoder:
                 check.fail("attention_mask", wanted, "a word after a padded place")
             built = build_sequence_length_padding_offset(lengths, seq, valid_word_num=valid_word_num)
             offsets, cu_seqlens, count = built
-            # Clamp the index, because valid_word_num may be too large. Superfluous words are not written back.
+            # Clamp the index, because `valid_word_num` may exceed the number of words. Results past it are not used.
             index = (layers.arange(count) + offsets).clip(0, max(batch * seq - 1, 0))
             return index, offsets, Words(cu_seqlens.clip(0, count))
         index = layers.flat_nonzero(is_word)
@@ -243,9 +247,9 @@ class Encoder:
         return index, offsets, Words(layers.cu_seqlens(lengths))
 
     def _whole(self, batch: int, seq: int) -> tuple[Words, Any]:
-        """Return the sequence bounds of a batch without padding, and the position of each word, int64 [words].
+        """Return the `Words` of a batch without padding, and the position of each word, int64 [words].
 
-        Both are cached for the latest batch sizes, because on a GPU computing them takes five small kernels.
+        Both are cached for the latest batch sizes, because computing them on a GPU takes five small kernels.
         """
         layers, size = self._layers, (batch, seq)
         if size not in self._wholes:
@@ -253,8 +257,8 @@ class Encoder:
             positions = layers.arange(batch * seq) % max(seq, 1)
             made = Words(cu_seqlens, [row * seq for row in range(batch + 1)]), positions
             if layers.is_capturing():
-                return made  # allocated in the graph's pool, so not cached
-            layers.host(positions[:1])  # wait, because the next reader may be on another stream
+                return made  # not cached, because the memory belongs to the graph's pool
+            layers.host(positions[:1])  # wait for the GPU, because the next reader may be on another stream
             while len(self._wholes) >= _MOST_WHOLES:
                 self._wholes.pop(next(iter(self._wholes)), None)
             self._wholes[size] = made
@@ -264,7 +268,10 @@ class Encoder:
         return self._library.from_numpy(array, self.weights.word)
 
     def _table_rows(self, ids: Any, mask: Any, types: Any, index: Any) -> Any:
-        """Return the row of each word in the table of position plus token type embeddings, int64 [words]."""
+        """Return the row of each word in the table of position plus token type embeddings, int64 [words].
+
+        The table has `max_position_embeddings` rows for each token type.
+        """
         config, (batch, seq) = self.config, ids.shape
         if config.family.positions_after_padding:
             real = ids != config.pad_token_id
@@ -278,13 +285,16 @@ class Encoder:
         return rows
 
     def _counted(self, real: Any) -> Any:
-        """Return RoBERTa's positions: words count up from pad_token_id + 1, padding gets pad_token_id."""
+        """Return RoBERTa's positions: words count up from `pad_token_id + 1`, and padding gets `pad_token_id`."""
         return real.cumsum(-1) * real + self.config.pad_token_id
 
     # --- the forward pass -------------------------------------------------------------------------------
 
     def _encode(self, ids: Any, rows: Any, words: Words) -> Any:
-        """Return the hidden states of words without padding, [words, hidden], from their ids and position rows."""
+        """Run the encoder on words without padding. Return their last hidden states [words, hidden].
+
+        `rows` are the results of `_table_rows`.
+        """
         weights = self.weights
         hidden = embedding_lookup(weights.word, ids, weights.position, position_ids=rows)
         hidden = layer_norm(hidden, *weights.norm, self.config.layer_norm_eps)
@@ -299,19 +309,19 @@ class Encoder:
 
         Args:
             texts: the texts; a text may be empty.
-            max_length: maximum tokens of a text; None, and the upper bound, is the model's maximum. A longer text keeps
-                only its first tokens, and a warning says for how many texts.
+            max_length: maximum tokens of a text, at most the model's maximum; None: the model's maximum. A longer text
+                is cut after `max_length` tokens, and a warning gives the number of texts that were cut.
 
         Raises:
             FileNotFoundError: the directory has no tokenizer.json.
-            ImportError: the package tokenizers is missing; the message has the command that installs it.
+            ImportError: the package tokenizers is missing; the message contains the command that installs it.
             TypeError: texts is not a list of texts.
             ValueError: the encoder has no tokenizer, or max_length is out of range.
         """
         return self._tokenize(texts, max_length)
 
     def _tokenize(self, texts: Sequence[str], max_length: int | None) -> list[list[int]]:
-        """Do the work of `tokenize`. Warnings are attributed to the user's call, two calls above this function."""
+        """Implement `tokenize`. Warnings refer to the line of the user's call, two calls above this function."""
         found = check_texts(texts)
         if self.tokenizer is None:
             raise ValueError("the encoder has no tokenizer: give it one, or call embed_tokens with token ids")
@@ -330,15 +340,16 @@ class Encoder:
     ) -> Any:
         """Return one vector for each text, in the order of the texts.
 
-        Texts of similar lengths go through the encoder together, without padding. sentence-transformers' configuration
-        of the model decides pooling and normalization; without one, vectors are normalized means.
+        Texts of similar lengths are encoded together, without padding. The model's sentence-transformers configuration
+        decides how the words of a text are pooled, and whether vectors are normalized. Without that configuration a
+        vector is the mean over the words, normalized to length 1.
 
         Args:
             texts: the texts; a text may be empty.
-            batch_size: texts per batch; None: as many as have 16384 tokens together, which keeps a GPU busy.
+            batch_size: the number of texts per batch; None: as many texts as have at most 16384 tokens together.
             max_length: as in `tokenize`, with the same errors.
-            normalize: whether vectors have length 1; None follows the model's configuration.
-            progress: whether to show a bar on stderr; None does so on a terminal.
+            normalize: whether vectors are normalized to length 1; None follows the model's configuration.
+            progress: whether to show a progress bar on stderr; None: only if stderr is a terminal.
 
         Returns:
             float32 [texts, embedding_size], in the library and on the device of the weights.
@@ -355,7 +366,9 @@ class Encoder:
         normalize: bool | None = None,
         progress: bool | None = None,
     ) -> Any:
-        """Run `embed` on the token ids of texts, including special tokens. A text without tokens has a vector of zeros.
+        """Return the vectors that `embed` returns, for texts that are given as token ids, including special tokens.
+
+        The vector of a text without tokens is zeros.
 
         Raises:
             ValueError: an id outside the vocabulary, or a text that is too long; the message names it.
@@ -377,14 +390,15 @@ class Encoder:
         return out
 
     def _encode_tokens(self, tokens: Sequence[Sequence[int]]) -> tuple[Any, Words]:
-        """Return the hidden states of a batch of texts without padding, and the bounds of the texts."""
+        """Run the encoder on a batch of texts without padding. Return the hidden states and the `Words`."""
         texts = [np.asarray(ids, np.int64) for ids in tokens]
         bounds = np.cumsum([0, *map(len, texts)])
         if self.config.family.positions_after_padding:
             rows = [self._counted(ids != self.config.pad_token_id) for ids in texts]
         else:
             rows = [np.arange(len(ids)) for ids in texts]
-        # Pack everything into one copy to the GPU. Each part begins at a multiple of 16 bytes.
+        # Pack the three arrays into one, so that a single copy to the GPU suffices. Each starts at a multiple of 16
+        # bytes.
         parts = [np.concatenate(texts), np.concatenate(rows), bounds]
         starts = np.cumsum([0, *(-(-len(part) // 4) * 4 for part in parts)])
         packed = np.zeros(starts[-1], np.int32)

@@ -1,4 +1,4 @@
-"""An encoder layer over a batch without padding: self-attention within each sequence, and feed-forward."""
+"""An encoder layer on a batch without padding: self-attention within each sequence, then feed-forward."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from cukern.runtime import gpu
 
 #: Pre-norm layers clip float16 hidden states to this magnitude, as transformers does.
 _LARGEST_HALF = 65504.0 - 1000
-#: From this many rows on, one GEMM with fused bias and activation is faster than cuBLAS and an elementwise kernel.
+#: From this many rows on, a GEMM with fused bias and activation is faster than a cuBLAS GEMM and an elementwise kernel.
 _FUSED_ROWS = 4096
-#: Up to this many rows, the attention kernel "mma" is faster than the default (3.5 us and 4.0 us on an H200).
+#: Up to this many rows, the attention kernel "mma" is faster than the default (mma 3.5 us, default 4.0 us on an H200).
 _FEW_ROWS = 64
 #: The activations that `moe_gemm` supports without a gate.
 _FUSED = ("gelu", "gelu_tanh", "silu")
@@ -38,9 +38,9 @@ class EncoderLayer:
 
         x = norm(x + self_attention(x));  x = norm(x + feed_forward(x))
 
-    With `normalize_before` (mBART): x = x + self_attention(norm(x)); x = x + feed_forward(norm(x)). A layer runs a
-    dense product for q, k and v, the attention within each sequence, and three more dense products. Fused kernels
-    between the products add the biases and residuals, normalize, and apply the activation.
+    With `normalize_before` (mBART): x = x + self_attention(norm(x)); x = x + feed_forward(norm(x)). A layer has four
+    matrix multiplications: the fused QKV projection, the output projection of the attention, and two in the
+    feed-forward. Fused kernels between them add the biases and residuals, normalize, and apply the activation.
 
     Args:
         layers: the operations on the weights' arrays.
@@ -48,8 +48,9 @@ class EncoderLayer:
         heads: the number of attention heads.
         activation: the feed-forward's activation, one of `add_bias_act`'s.
         epsilon: epsilon of the layer norms.
-        normalize_before: pre-norm.
-        product_rows: None, or the rows of each product, so that a row has the same bits in any batch.
+        normalize_before: True for a pre-norm layer, False for a post-norm layer.
+        product_rows: the number of rows of each matrix multiplication, so that a row has the same bits in any batch;
+            None: all rows at once.
     """
 
     def __init__(
@@ -67,16 +68,16 @@ class EncoderLayer:
         self.activation, self.epsilon = activation, epsilon
         self.normalize_before, self.product_rows = normalize_before, product_rows
         self._chooses_by_rows = self._may_choose()
-        # moe_gemm treats all rows as the rows of one expert. It clamps the end offset to the number of rows.
+        # moe_gemm is called with a single expert that owns all rows. It clamps the end offset to the number of rows.
         self._all_rows = layers.put(np.array([0, 2**31 - 1], np.int32)) if self._may_fuse() else None
 
     def __call__(self, x: Any, words: Words) -> Any:
-        """Return the hidden states [words, hidden] after the layer, from the hidden states before the layer."""
+        """Run the layer on the hidden states `x` [words, hidden]. Return the new hidden states."""
         weights = self.weights
         h = self._norm(x, weights.self_norm) if self.normalize_before else x
         qkv = self._linear(h, *weights.qkv)
-        # The two attention kernels give different bits, although with each of them the bits of a text depend on that
-        # text only. `product_rows` promises the same bits in any batch, so with it all batches use "auto".
+        # The attention kernels "mma" and "auto" give different bits. `product_rows` promises the same bits in any
+        # batch, so with `product_rows` all batches use "auto".
         is_few = self._chooses_by_rows and len(qkv) <= _FEW_ROWS and qkv.shape[1] // self.heads % 24 == 0
         attended = self.layers.attention(qkv, self.heads, words, "mma" if is_few else "auto")
         x = self._add(attended, weights.out, x, weights.self_norm)
@@ -85,7 +86,10 @@ class EncoderLayer:
         return self.layers.clipped(x, _LARGEST_HALF) if self.normalize_before else x
 
     def _may_choose(self) -> bool:
-        """Return whether kernels are chosen by the number of rows: 16 bits on Hopper, without `product_rows`."""
+        """Return whether kernels are chosen by the number of rows.
+
+        They are for 16-bit weights on a Hopper GPU, without `product_rows`.
+        """
         weight = self.weights.up.weight
         device = library_of("weights.up.weight", weight).device(weight)
         if self.product_rows is not None or device is None or weight.dtype.itemsize != 2:
@@ -93,7 +97,7 @@ class EncoderLayer:
         return gpu.of_device(device).arch == "90a"
 
     def _may_fuse(self) -> bool:
-        """Return whether one kernel can do the dense product `up`, add the bias and apply the activation."""
+        """Return whether a single kernel can compute the linear layer `up` and the activation."""
         return (
             self._chooses_by_rows
             and self.activation in _FUSED
@@ -113,14 +117,14 @@ class EncoderLayer:
         return layer_norm(x, *norm, self.epsilon)
 
     def _add(self, term: Any, product: Affine, residual: Any, norm: Affine) -> Any:
-        """Return residual + product(term), normalized in a post-norm layer."""
+        """Apply the linear layer `product` to `term`, and add `residual`. A post-norm layer then normalizes the sum."""
         if self.normalize_before:
             return self._linear(term, *product) + residual
         y = self._linear(term, product.weight)
         return fused_add_layer_norm(y, residual, *norm, self.epsilon, input_bias=product.bias, out=y)
 
     def _linear(self, x: Any, weight: Any, bias: Any = None) -> Any:
-        """Return the product with a weight, split into products of `product_rows` rows if that is set."""
+        """Return x @ weight.T + bias. With `product_rows`, split the multiplication into chunks of that many rows."""
         linear, at_once, rows = self.layers.linear, self.product_rows, len(x)
         if at_once is None or rows == 0:
             return linear(x, weight, bias)

@@ -1,4 +1,4 @@
-"""The encoders of the BERT family: their configurations, and the names of their weights."""
+"""Read the configurations and the weights of encoders of the BERT family."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from cukern.runtime import check
 
 
 class Names(NamedTuple):
-    """The names of a family's weights, without `.weight` and `.bias`. The weights of a layer also have a prefix."""
+    """The names of a family's weights, without `.weight` and `.bias`. In a layer the prefix `layer` precedes a name."""
 
-    layer: str  # prefix, with {} for the layer's index
+    layer: str  # the prefix of a layer's weights, with {} for the index of the layer
     query: str
     key: str
     value: str
@@ -54,7 +54,7 @@ _DISTILBERT = Names(
     final_norm="output_layer_norm",
 )
 
-#: Weights of a model outside the layers that do not affect the last hidden states.
+#: Weights outside the layers that do not affect the last hidden states.
 _UNUSED = ("pooler.", "embeddings.position_ids", "embeddings.token_type_ids")
 
 
@@ -62,13 +62,13 @@ class Family(NamedTuple):
     """The differences between architectures."""
 
     names: Names
-    #: Configuration keys that have another name in this family.
+    #: Maps the names of this class's configuration keys to their names in this family.
     renamed: Mapping[str, str]
     #: Whether positions start at pad_token_id + 1 and count only words, instead of starting at 0.
     positions_after_padding: bool
     pad_token_id: int
     has_token_types: bool = True
-    layer_norm_eps: float | None = None  # set if the configuration has none
+    layer_norm_eps: float | None = None  # the value for families whose configurations have no such key
 
 
 _DISTILBERT_KEYS = {
@@ -79,7 +79,7 @@ _DISTILBERT_KEYS = {
     "hidden_act": "activation",
 }
 
-#: The families, by the `model_type` of config.json.
+#: The families, keyed by the `model_type` of config.json.
 FAMILIES = {
     "bert": Family(_BERT, {}, False, 0),
     "roberta": Family(_BERT, {}, True, 1),
@@ -90,14 +90,14 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """The configuration of an encoder, by transformers' names; `EncoderConfig.from_dict` reads a config.json.
+    """The configuration of an encoder, with transformers' names. `EncoderConfig.from_dict` reads a config.json.
 
     Args:
         model_type: "bert", "roberta", "xlm-roberta" or "distilbert".
         vocab_size, hidden_size, num_hidden_layers, num_attention_heads, intermediate_size: sizes.
-        max_position_embeddings: rows of the table of positions.
-        type_vocab_size: rows of the table of token types; 0 if there is no such table.
-        layer_norm_eps: the number added to the variances.
+        max_position_embeddings: the number of rows of the table of position embeddings.
+        type_vocab_size: the number of rows of the table of token type embeddings; 0 if there is no such table.
+        layer_norm_eps: epsilon of the layer norms, which is added to the variance.
         hidden_act: one of `ACTIVATIONS`; "gelu" uses the error function.
         pad_token_id: the id of padding. RoBERTa's positions start at pad_token_id + 1.
     """
@@ -133,10 +133,10 @@ class EncoderConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any] | Any) -> EncoderConfig:
-        """Return the configuration from the content of a config.json, or from a configuration of transformers.
+        """Make a configuration from the content of a config.json, or from a configuration object of transformers.
 
         Raises ValueError for an unsupported architecture, activation or feature, and for a missing size; the message
-        names the key. Raises TypeError for another type.
+        names the key. Raises TypeError if `config` is neither a dictionary nor a configuration object.
         """
         config = content("config", config)
         model_type = config.get("model_type")
@@ -172,7 +172,7 @@ class EncoderConfig:
 
 
 def _refuse_features(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for features that change the forward pass and are not implemented."""
+    """Raise ValueError if the configuration has a feature that changes the forward pass and is not implemented."""
     if (kind := config.get("position_embedding_type")) not in (None, "absolute"):
         check.fail("config.position_embedding_type", "'absolute' (relative positions are not supported)", repr(kind))
     for name, what in (
@@ -191,13 +191,13 @@ class EncoderWeights(NamedTuple):
     """The weights of an encoder, of one dtype, in one library and on one device."""
 
     word: Any  # [vocab, hidden]
-    position: Any  # [token types * positions, hidden], the sums of both embeddings; or [positions, hidden]
+    position: Any  # [token types * positions, hidden], position plus token type embeddings; or [positions, hidden]
     norm: Affine
     layers: tuple[EncoderLayerWeights, ...]
 
 
 def _prefix(state: Mapping[str, Any], names: Names, model_type: str) -> str:
-    """Return the prefix of the names: empty, or the name of the encoder in a model with a head, such as `bert.`."""
+    """Return the prefix of the encoder's names in `state`. In a model with a head it is `bert.` or similar, else ''."""
     word = f"{names.word}.weight"
     found = sorted(key.removesuffix(word) for key in state if key.endswith(word))
     if len(found) != 1:
@@ -207,7 +207,7 @@ def _prefix(state: Mapping[str, Any], names: Names, model_type: str) -> str:
 
 
 def _modern(key: str) -> str:
-    """Convert TensorFlow's names (gamma and beta), which old checkpoints use, to weight and bias."""
+    """Replace TensorFlow's names `gamma` and `beta`, which old checkpoints use, by `weight` and `bias`."""
     for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
         if key.endswith(f"LayerNorm{old}"):
             return key.removesuffix(old) + new
@@ -215,7 +215,7 @@ def _modern(key: str) -> str:
 
 
 class _Reader:
-    """Reads weights from a state, with checks."""
+    """Reads weights from a state dict, and checks their names and shapes."""
 
     def __init__(self, state: Mapping[str, Any], prefix: str, dtype: str | None, first: str) -> None:
         self.weights = {_modern(key).removeprefix(prefix): x for key, x in state.items() if key.startswith(prefix)}
@@ -247,7 +247,7 @@ class _Reader:
         return self.layers.cast(weight, self.dtype)
 
     def affine(self, name: str, *shape: int) -> Affine:
-        """Return the weight and bias of a linear layer [out, in], or of a norm [hidden]."""
+        """Return the weight and bias of the linear layer or norm `name`, whose weight has this shape."""
         return Affine(self.take(f"{name}.weight", *shape), self.take(f"{name}.bias", shape[0]))
 
 
@@ -265,8 +265,9 @@ def _wanted(config: EncoderConfig) -> set[str]:
 def read_state(state: Mapping[str, Any], config: EncoderConfig, dtype: str | None = None) -> EncoderWeights:
     """Return the weights of an encoder from a state dict with transformers' names.
 
-    The names may all have a prefix, as in a model with a head (`bert.encoder...`). Names without the prefix belong to
-    the head and are ignored. In float16 and bfloat16 the sum of the position and token type embeddings is rounded once.
+    The names of the encoder's weights may have a common prefix, as in a model with a head (`bert.encoder...`). Names
+    without the prefix belong to the head and are ignored. The sum of the position and token type embeddings is computed
+    in float32, and rounded once if the dtype is float16 or bfloat16.
 
     Args:
         state: arrays of one library on one device.
@@ -275,7 +276,7 @@ def read_state(state: Mapping[str, Any], config: EncoderConfig, dtype: str | Non
 
     Raises:
         TypeError: a value that is not an array, or an unsupported dtype.
-        ValueError: missing names, names that no such encoder has, and shapes that do not match the config.
+        ValueError: missing names, unknown names, and shapes that do not match the configuration.
     """
     names, hidden = config.family.names, config.hidden_size
     prefix = _prefix(state, names, config.model_type)

@@ -1,4 +1,4 @@
-"""The settings of a generation. They have the names of transformers' `generate`, and are checked here."""
+"""Check the settings of a call that generates tokens. The settings have the names of transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ DEFAULTS: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-#: The number of new tokens if no setting gives it, as in transformers.
+#: The maximum number of new tokens if neither max_new_tokens nor max_length is set, as in transformers.
 _NEW_TOKENS = 20
-#: Unimplemented settings that change the tokens, with the values that have no effect and are accepted.
+#: Settings that are not implemented, each with the values that are accepted because they have no effect.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "constraints": (),
     "diversity_penalty": (0,),
@@ -65,7 +65,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class Settings(NamedTuple):
-    """The checked settings of a call. Lengths include the start token, as in transformers."""
+    """The settings of a call after all checks. Lengths include the start token, as in transformers."""
 
     start: int
     ends: tuple[int, ...]
@@ -73,8 +73,8 @@ class Settings(NamedTuple):
     max_length: int
     min_length: int
     beams: int
-    copies: int  # rows per source
-    returned: int  # sequences per source
+    copies: int  # rows per source: the beams or the samples
+    returned: int  # generated sequences per source
     sampled: bool
     early_stopping: bool | str
     length_penalty: float
@@ -85,7 +85,7 @@ class Settings(NamedTuple):
     repetition_penalty: float | None
     presence_penalty: float | None
     frequency_penalty: float | None
-    repeated: int  # the size of n-grams that must not repeat; 0 for no limit
+    repeated: int  # the number of tokens in the n-grams that must not repeat; 0: no limit
     bad_words: tuple[tuple[int, ...], ...]
     stop_words: tuple[tuple[int, ...], ...]
     first: tuple[int, ...]  # tokens forced in the first step; empty for none
@@ -98,16 +98,20 @@ class Settings(NamedTuple):
 
     @property
     def needs_history(self) -> bool:
-        """Whether the scores of a row depend on the row's earlier tokens."""
+        """Whether the choice of a row's next token depends on a penalty, a bad word or a repeated n-gram.
+
+        These need the earlier tokens of the row.
+        """
         penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
         return bool(self.bad_words or self.repeated) or any(x is not None for x in penalties)
 
 
 def defaults_of(config: Mapping[str, Any], generation_config: Any) -> dict[str, Any]:
-    """Return the default settings of a model, from its generation configuration.
+    """Return the default settings of a model.
 
-    Ids of special tokens that the generation configuration lacks come from the configuration. Without a generation
-    configuration, as in older models, all settings come from the configuration.
+    The settings come from the generation configuration, and from the model's configuration if there is none, as in
+    older models. Ids of special tokens that the generation configuration does not contain come from the model's
+    configuration.
     """
     source = config if generation_config is None else content("generation_config", generation_config)
     found = {key: source[key] for key in (*DEFAULTS, *_UNSUPPORTED) if source.get(key) is not None}
@@ -126,7 +130,7 @@ def _ids(name: str, value: Any, vocab: int) -> tuple[int, ...]:
 
 
 def _words(name: str, value: Any, vocab: int) -> tuple[tuple[int, ...], ...]:
-    """Return a list of words, which are lists of token ids, as tuples. Raises ValueError for an id out of range."""
+    """Convert words, which are lists of token ids, to tuples. Raises ValueError for an id outside the vocabulary."""
     words = []
     for word in () if value is None else value:
         if not isinstance(word, Sequence) or not word:
@@ -147,7 +151,7 @@ def _unless(value: float, off: float) -> float | None:
 
 
 def _lengths(found: Mapping[str, Any], most: int) -> tuple[int, int]:
-    """Return the maximum and the minimum length, including the start token; the model has `most` positions."""
+    """Return the maximum and the minimum length, including the start token. `most` is the number of positions."""
     if found["max_new_tokens"] is not None:
         longest = check.integer("max_new_tokens", found["max_new_tokens"], 1) + 1
     elif found["max_length"] is not None:
@@ -164,9 +168,9 @@ def _lengths(found: Mapping[str, Any], most: int) -> tuple[int, int]:
 def settle(
     defaults: Mapping[str, Any], given: Mapping[str, Any], stop_words: Any, vocab: int, positions: int
 ) -> Settings:
-    """Return the settings of a call from the model's settings and the given ones, by the rules of transformers.
+    """Combine the model's settings with the settings of a call, which take precedence, by the rules of transformers.
 
-    Raises TypeError for an unknown name, ValueError for an unimplemented setting or an invalid value.
+    Raises TypeError for an unknown setting, and ValueError for an unimplemented setting or an invalid value.
     """
     for name in given:
         if name not in DEFAULTS and name not in _UNSUPPORTED:

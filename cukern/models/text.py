@@ -1,4 +1,4 @@
-"""Read sentence-transformers' settings for texts, and pool the words (tokens) of each text into one vector."""
+"""Read a model's sentence-transformers configuration, and pool the hidden states of each text into one vector."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from cukern.models._layers import Layers, Words
 from cukern.models.checkpoint import read_json, read_optional
 from cukern.runtime import check
 
-#: Poolings by sentence-transformers' names, in sentence-transformers' order of concatenation.
+#: The implemented pooling modes. sentence-transformers concatenates their vectors in this order.
 POOLINGS = ("cls", "max", "mean")
-#: sentence-transformers' poolings by their configuration keys, including unimplemented ones.
+#: Maps sentence-transformers' configuration keys to its pooling modes, including modes that are not implemented.
 _POOLING_KEYS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -24,17 +24,17 @@ _POOLING_KEYS = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 _MODULES = ("Transformer", "Pooling", "Normalize")
-#: Maximum tokens of a batch by default. Dense products with more rows are hardly faster per row on a GPU.
+#: Default maximum of tokens per batch. On a GPU a matrix multiplication with more rows is hardly faster per row.
 _BATCH_TOKENS = 16384
 
 
 class TextConfig(NamedTuple):
-    """The settings for tokenizing a text and for pooling the vectors of its words into one vector."""
+    """The settings for tokenizing a text, and for pooling the hidden states of its words (tokens) into one vector."""
 
-    #: The poolings whose vectors are concatenated, in the order of `POOLINGS`.
+    #: The pooling modes, in the order of `POOLINGS`. Their vectors are concatenated.
     pooling: tuple[str, ...] = ("mean",)
     normalize: bool = True
-    #: Maximum tokens of a text; None leaves it to the tokenizer and to the model's positions.
+    #: Maximum tokens of a text; None: only the tokenizer and the model's positions limit a text.
     max_seq_length: int | None = None
     lower_case: bool = False
     strip: bool = False
@@ -42,12 +42,13 @@ class TextConfig(NamedTuple):
 
 
 def read_text_config(folder: Path) -> tuple[Path, TextConfig]:
-    """Return the folder of the encoder in a model's directory, and its sentence-transformers configuration.
+    """Find the encoder in a model's directory. Return its folder and its sentence-transformers configuration.
 
-    Without a modules.json, the folder is the directory itself, and vectors are normalized means.
+    Without a modules.json, the folder is the directory itself, and the configuration is the default: the mean over the
+    words, normalized.
 
     Raises:
-        FileNotFoundError: a file that modules.json asks for is missing.
+        FileNotFoundError: a file that modules.json names is missing.
         ValueError: an unsupported module, pooling or option.
     """
     listing = folder / "modules.json"
@@ -77,16 +78,19 @@ def read_text_config(folder: Path) -> tuple[Path, TextConfig]:
 
 
 def _sentence_config(folder: Path) -> dict[str, Any]:
-    """Return the options of sentence-transformers' module Transformer.
+    """Return the options of sentence-transformers' module `Transformer`, from its sentence_*_config.json.
 
-    Older versions name the file after the architecture, such as sentence_roberta_config.json.
+    Older versions put the architecture into the file name, for example sentence_roberta_config.json.
     """
     files = sorted(folder.glob("sentence_*_config.json"))
     return read_json(files[0]) if files else {}
 
 
 def _read_pooling(folder: Path) -> dict[str, Any]:
-    """Return the pooling modes, in order, of sentence-transformers' module Pooling, and whether it pools the prompt."""
+    """Read the configuration of sentence-transformers' module `Pooling`.
+
+    Return the pooling modes in the order of `POOLINGS`, and whether the words of the prompt are pooled too.
+    """
     file = folder / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file}, the configuration of the pooling, does not exist")
@@ -118,17 +122,20 @@ def check_texts(texts: Any) -> list[str]:
 
 
 def pooled(layers: Layers, hidden: Any, words: Words, modes: Sequence[str], normalize: bool) -> Any:
-    """Return a vector for each sequence, float32 [batch, len(modes) * hidden]; see `ArrayLayers.pool`."""
+    """Pool the hidden states of each sequence with each mode, and concatenate the vectors.
+
+    The result is float32 [batch, len(modes) * hidden]. `ArrayLayers.pool` describes the modes.
+    """
     parts = [layers.pool(hidden, words, mode) for mode in modes]
     vectors = parts[0] if len(parts) == 1 else layers.concatenate(parts, 1)
     return layers.normalized(vectors) if normalize else vectors
 
 
 def by_length(tokens: Sequence[Sequence[int]], batch_size: int | None) -> list[np.ndarray[Any, np.dtype[np.intp]]]:
-    """Split texts into batches of similar lengths, and return the indices of the texts of each batch.
+    """Split texts into batches of similar lengths. Return the indices of the texts in each batch.
 
-    The longest texts come first, so that a lack of memory shows early. A batch has `batch_size` texts. None: as many
-    texts as fit in _BATCH_TOKENS tokens, but at least one.
+    The longest texts come first, so that the first batch fails if memory is too small. A batch has `batch_size` texts.
+    If `batch_size` is None, a batch has as many texts as fit in `_BATCH_TOKENS` tokens, but at least one.
     """
     lengths = np.array([len(ids) for ids in tokens], np.int64)
     order = np.argsort(-lengths, kind="stable")

@@ -1,4 +1,4 @@
-"""Read the tokenizer in the directory of an encoder or of an encoder-decoder."""
+"""Read and run the tokenizer in the directory of an encoder or of an encoder-decoder."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _UNKNOWN, _END, _SPECIAL = "<unk>", "</s>", ("</s>", "<pad>", "<unk>")
 
 
 def _open(file: Path) -> Any:
-    """Open a tokenizer.json with the package tokenizers.
+    """Open a tokenizer.json with the package `tokenizers`.
 
-    Raises ImportError with the pip command if the package is missing, ValueError for a malformed file.
+    Raises ImportError with the pip command if the package is missing, and ValueError for a malformed file.
     """
     tokenizers = need("tokenizers", "reading texts")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the package raises Exception itself
+    except Exception as error:  # the package raises the class `Exception` itself, not a subclass
         raise ValueError(f"{file} is not a tokenizer: {error}") from None
     # The file may ask for padding to a fixed length. Turn it off, because batches here have no padding.
     tokenizer.no_padding()
@@ -41,8 +41,8 @@ class Tokenizer:
 
     Args:
         folder: the folder with tokenizer.json, and tokenizer_config.json if there is one.
-        text: the preprocessing of a text, and its maximum tokens.
-        positions: the maximum number of tokens that the model has positions for.
+        text: the settings for the preprocessing of a text, and for its maximum number of tokens.
+        positions: the number of tokens of a text that the model has positions for.
     """
 
     def __init__(self, folder: Path, text: TextConfig, positions: int) -> None:
@@ -50,7 +50,7 @@ class Tokenizer:
         self.text = text
         self._config = read_optional(folder / "tokenizer_config.json")
         limits = text.max_seq_length, self._config.get("model_max_length")
-        #: Maximum tokens of a text. Configurations use 1e30 for no limit.
+        #: Maximum tokens of a text. In a configuration 1e30 means that there is no limit.
         self.max_length = int(min([positions, *(limit for limit in limits if limit)]))
 
     @functools.cached_property
@@ -78,7 +78,7 @@ class Tokenizer:
 
 
 def warn_of_cut(cut: int, total: int, limit: int) -> None:
-    """Warn the encoder's caller that texts were too long and have been cut."""
+    """Warn the caller of the encoder that texts were longer than `limit` tokens and have been cut."""
     if cut:
         what = f"{cut} of {total} texts are longer than {limit} tokens: only the first {limit} tokens count"
         warnings.warn(what, UserWarning, stacklevel=4)
@@ -98,7 +98,7 @@ class Translator(Protocol):
 
 
 class _Fast:
-    """Reads `tokenizer.json` with the package tokenizers."""
+    """A tokenizer that is read from `tokenizer.json` with the package `tokenizers`."""
 
     def __init__(self, file: Path) -> None:
         self._tokenizer = _open(file)
@@ -111,7 +111,7 @@ class _Fast:
 
 
 class _Marian:
-    """Marian's tokenizer: a SentencePiece model per language, and a vocabulary with the ids of the pieces."""
+    """Marian's tokenizer: two SentencePiece models, for source and target, and a file with the ids of their tokens."""
 
     def __init__(self, directory: Path) -> None:
         try:
@@ -146,10 +146,11 @@ class _Marian:
 
 
 def read_translator(directory: Path) -> Translator:
-    """Return the tokenizer of an encoder-decoder's directory: its tokenizer.json, or Marian's three files.
+    """Read the tokenizer of an encoder-decoder from tokenizer.json, or from Marian's three files.
 
-    Marian's files are source.spm, target.spm and vocab.json. Raises FileNotFoundError if there is neither, ImportError
-    with the pip command for a missing package, and ValueError for a malformed file.
+    Marian's files are source.spm, target.spm and vocab.json. Raises FileNotFoundError if the directory has neither
+    tokenizer.json nor Marian's files, ImportError with the pip command for a missing package, and ValueError for a
+    malformed file.
     """
     if (directory / _FAST).is_file():
         return _Fast(directory / _FAST)

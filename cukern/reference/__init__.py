@@ -1,1 +1,1 @@
-"""NumPy references: the same functions with the same arguments. They define the correct results."""
+"""NumPy references of the kernels. They have the same functions with the same arguments, and define correct results."""

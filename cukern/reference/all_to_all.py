@@ -1,7 +1,7 @@
-"""The exchange between ranks, in NumPy.
+"""The exchange of tokens between ranks, in NumPy.
 
-Each rank is a thread, or several ranks run in one thread, one after the other. They exchange data through windows: host
-memory of a rank that the other ranks write to. `cukern.ops.all_to_all` has checked the arguments.
+Each rank is a thread, or several ranks run in one thread, one after the other. Each rank has host memory that the other
+ranks write to. `cukern.ops.all_to_all` has checked the arguments.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ class Failure(NamedTuple):
 
 
 class HostRanks:
-    """The windows and signals of all ranks, in host memory.
+    """The receive buffers and signals of all ranks, in host memory.
 
     Args:
         ranks, max_tokens, hidden, topk: the number of ranks, the maximum tokens of a call on a rank, the hidden size,
-            and the experts of a token.
+            and the number of experts of a token.
         owner: int [experts], the rank that has each expert.
-        deadline_s: seconds until a wait fails.
+        deadline_s: the number of seconds after which a wait fails.
     """
 
     def __init__(self, ranks: int, max_tokens: int, hidden: int, topk: int, owner: Array, deadline_s: float) -> None:
         self.ranks, self.max_tokens, self.hidden, self.topk = ranks, max_tokens, hidden, topk
         self.owner, self.deadline_s = owner, deadline_s
         rows = ranks * max_tokens
-        # Received data, indexed by receiving rank and buffer. The row of a token has the index
+        # Received data, indexed by receiving rank and buffer (0 or 1). A token of rank `source` is in row
         # `source * max_tokens + token`.
         self.rows = np.zeros((ranks, 2, rows * hidden * 2), np.uint8)
         self.scales = np.zeros((ranks, 2, rows * max(1, -(-hidden // GROUP))), np.float32)
@@ -78,14 +78,14 @@ class HostRanks:
             self.abort(rank)
 
     def abort(self, rank: int) -> None:
-        """Make the waits of all ranks fail, with `rank` as the reported cause."""
+        """Make the waits of all ranks fail. The error names `rank` as the cause."""
         with self.changed:
             if self.aborted is None:
                 self.aborted = rank
             self.changed.notify_all()
 
     def wait(self, rank: int, phase: int, step: int, arrived: Callable[[int], bool]) -> bool:
-        """Wait until `arrived(source)` for all sources. Return False if the deadline or an abort comes first."""
+        """Wait until `arrived(source)` for all source ranks. Return False if the deadline or an abort comes first."""
         if self.failures[rank] is not None:
             return False
 
@@ -104,13 +104,13 @@ class HostRanks:
         return False
 
     def add(self, signal: Array, place: Any, value: int) -> None:
-        """Set a signal and wake all waiting ranks."""
+        """Set `signal[place]`, and wake all waiting ranks."""
         with self.changed:
             signal[place] = value
             self.changed.notify_all()
 
     def owners(self, ids: Array) -> Array:
-        """Return the rank of each id's expert; -1 for an id without an expert."""
+        """Return the rank of each expert in `ids`. Return -1 where an id is not the id of an expert."""
         valid = (ids >= 0) & (ids < len(self.owner))
         return np.where(valid, self.owner[np.where(valid, ids, 0)], -1)
 
@@ -119,7 +119,7 @@ def send(
     host: HostRanks, rank: int, buffer: int, hidden_states: Array, scales: Array | None, weights: Array, ids: Array,
     quantize: bool,
 ) -> None:  # fmt: skip
-    """Store the rows of a rank's tokens into the windows of their experts' ranks."""
+    """Store the tokens of rank `rank` into the receive buffers of their experts' ranks."""
     step = int(host.dispatches[rank])
     if step and host.buffer[rank] == buffer:
         for other in range(host.ranks):
@@ -153,7 +153,7 @@ def send(
 
 
 def receive(host: HostRanks, rank: int, buffer: int, expert_load: Array | None) -> tuple[Array, Array]:
-    """Wait for the rows of all sources. Return their weights and ids."""
+    """Wait for the tokens of all source ranks. Return the weights and ids of the received tokens."""
     step = int(host.dispatches[rank])
     host.dispatches[rank], host.buffer[rank] = step + 1, buffer
     there = host.wait(rank, DISPATCH, step, lambda source: host.dispatched[rank, source] > step)
@@ -174,7 +174,7 @@ def receive(host: HostRanks, rank: int, buffer: int, expert_load: Array | None) 
 def send_back(
     host: HostRanks, rank: int, buffer: int, expert_output: Array, inverse: Array | None, weighted: bool, apart: bool
 ) -> None:
-    """Store a rank's results for its received tokens into the windows of the tokens' source ranks."""
+    """Store the results for the tokens that `rank` has received into the buffers of the tokens' source ranks."""
     step, dispatch = int(host.combines[rank]), int(host.dispatches[rank]) - 1
     if host.failures[rank] is not None:
         return
@@ -206,7 +206,7 @@ def send_back(
 def receive_back(
     host: HostRanks, rank: int, weights: Array | None, ids: Array, apart: bool, dtype: np.dtype[Any]
 ) -> Array:
-    """Wait for all results for this rank's tokens, and add them up."""
+    """Wait for all results for the tokens of this rank. Return their sum for each token."""
     step = int(host.combines[rank])
     host.combines[rank] = step + 1
     owners, own = host.owners(ids), host.partial[rank]

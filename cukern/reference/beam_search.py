@@ -1,4 +1,4 @@
-"""Beam search in NumPy: the choice of the continuations, the bookkeeping of a step, and the use of the parents.
+"""Beam search in NumPy: choose the candidates, run a step, trace back the tokens, and reorder the KV cache.
 
 `cukern.ops.beam_search` has checked the arguments.
 """
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from cukern.runtime import check
 from cukern.runtime.tolerance import Tolerance
 
-#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
+#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
     # The kernel and the reference do the same IEEE addition and division. The tolerance is below one unit in the last
     # place, so the results must be equal.
@@ -28,12 +28,15 @@ Array = NDArray[Any]
 
 
 def _best_first(keys: Array, k: int) -> Array:
-    """Return the indices of the k largest keys along the last axis, largest first, ties to the lower index."""
+    """Return the indices of the k largest keys along the last axis, largest first. Of equal keys the first is first."""
     return np.argsort(-keys, axis=-1, kind="stable")[..., :k]
 
 
 def _candidates(totals: Array, k: int, diversity_rate: float) -> tuple[Array, Array]:
-    """Return the k best values of [batch, beams, vocab] and their positions in beams * vocab."""
+    """Return the k largest values of `totals` [batch, beams, vocab] per batch entry.
+
+    Also return their indices in the flattened beams * vocab.
+    """
     batch, beams, vocab = totals.shape
     totals = np.where(np.isnan(totals), np.float32(-np.inf), totals)
     flat = totals.reshape(batch, beams * vocab)
@@ -47,7 +50,8 @@ def _candidates(totals: Array, k: int, diversity_rate: float) -> tuple[Array, Ar
     values = np.where(np.isnan(values), np.float32(-np.inf), values)
     ids = (ranked + vocab * np.arange(beams)[:, None]).reshape(batch, beams * ranked.shape[-1])
     values = values.reshape(ids.shape)
-    # Sort by value, then by id: the columns are ordered by beam and rank, so a stable sort would not break ties by id.
+    # Sort by value, then by id. A stable sort by value alone would not sort ties by id, because the columns are not in
+    # the order of the ids.
     order = np.lexsort((ids, -values), axis=-1)[:, :k]
     return np.take_along_axis(values, order, axis=-1), np.take_along_axis(ids, order, axis=-1).astype(np.int32)
 
@@ -82,7 +86,7 @@ def beam_search_step(
         totals = log_probs.astype(np.float32) + scores[:, :, None]
     totals = np.where(np.isnan(totals), np.float32(-np.inf), totals)
     _, candidates = _candidates(totals, max(2, 1 + len(ends)) * beams, diversity_rate)
-    # Diversity affects the choice of the candidates, but not their scores.
+    # `diversity_rate` changes which candidates are chosen. Their scores do not include it.
     totals = np.take_along_axis(totals.reshape(batch, beams * vocab), candidates, axis=-1)
     penalty = np.float32(float(length) ** length_penalty)
     furthest = max_steps if early_stopping in (None, "never") and length_penalty > 0 else length
@@ -98,7 +102,7 @@ def beam_search_step(
         running = np.flatnonzero(~is_end)[:beams]
         ids[b], parents[b], scores[b] = token[running], parent[running], total[running]
         if not done[b]:
-            # Only the best `beams` candidates may finish. The other candidates ensure that `beams` of them continue.
+            # Only the best `beams` candidates may finish. The others are there so that `beams` candidates can continue.
             new = np.flatnonzero((is_end[:beams] | last) & (total[:beams] > -np.inf))
             lengths = np.full(len(new), length)
             added = (total[new] / penalty, lengths, token[new], parent[new])

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from cukern.runtime import check
 from cukern.runtime.tolerance import Tolerance
 
-#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
+#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
-    # A score is a sum of `dim` float32 products. The absolute error of the score becomes the relative error of
-    # exp(score). exp2 and the division are hardware approximations. A value near a rounding boundary of float16 or
-    # bfloat16 may round the other way.
+    # A score is a float32 sum of `dim` terms. The absolute error of a score is the relative error of exp(score). exp2
+    # and the division are hardware approximations. A value near a rounding boundary of float16 or bfloat16 may round
+    # the other way.
     "out": {
         "float32": Tolerance(relative=2e-5, absolute=2e-5),
         "float16": Tolerance(relative=2**-10, absolute=4e-5),
@@ -62,7 +62,7 @@ def masked_attention(
     *,
     scale: float | None = None,
 ) -> Array:
-    """Append the new token to the caches, and attend over all `step` entries."""
+    """Write the new token to the caches, and attend to all `step` entries. See `cukern.masked_attention`."""
     max_steps, batch, heads, dim = key_cache.shape
     step = check.element("step", step, 1, max_steps, "max_steps")
     key_cache[step - 1] = _biased(k, bias_k).reshape(batch, heads, dim).astype(key_cache.dtype)
@@ -84,7 +84,7 @@ def cross_attention(
     *,
     scale: float | None = None,
 ) -> Array:
-    """Attend over the first `memory_lengths[b]` entries of memory b; `beams` consecutive rows of `q` share a memory."""
+    """Attend to the first `memory_lengths[b]` entries of memory b. `beams` consecutive rows of `q` share a memory."""
     batch, memory_len, heads, dim = key_memory.shape
     if batch and (memory_lengths.min() < 0 or memory_lengths.max() > memory_len):
         check.fail("memory_lengths", f"in [0, {memory_len}] (memory_len)", memory_lengths.tolist())

@@ -1,4 +1,4 @@
-"""The parts of a decoding step before and after the choice of a token, in NumPy. They define the correct results."""
+"""The functions of a decoding step before and after the choice of a token, in NumPy. They define correct results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cukern.runtime.tolerance import Tolerance
 
-#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
+#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
     # The kernel and the reference do the same IEEE float32 operations in the same order, without fused multiply-add.
     "values": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=0, absolute=0)),
@@ -49,9 +49,10 @@ def update_logits(
 
 
 def _words(words: Array, row: int) -> list[list[int]]:
-    """Return the words (lists of token ids) of a row, without malformed ones.
+    """Return the words of a row, which are lists of token ids. Malformed words are left out.
 
-    `words` has FasterTransformer's layout: ids and end positions, [2, size] for all rows or [batch, 2, size].
+    `words` has FasterTransformer's layout: ids and end positions. Its shape is [2, size] if all rows have the same
+    words, and otherwise [batch, 2, size].
     """
     ids, ends = words if words.ndim == 2 else words[row]
     begins = np.concatenate([[0], ends])[:-1]

@@ -14,17 +14,17 @@ from numpy.typing import NDArray
 
 from cukern.runtime.tolerance import Tolerance
 
-#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
+#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
-    # A number is copied, or divided in float32 and rounded once to FP8. The kernel and the reference do the same IEEE
-    # operations. All NaN compare equal.
+    # An element is copied, or divided by the scale in float32 and rounded once to FP8. The kernel and the reference do
+    # the same IEEE operations. All NaN compare equal.
     "cache": dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), Tolerance(relative=0, absolute=0)),
 }
 
 Array = NDArray[Any]
 
-#: FlashMLA's FP8 cache. A token takes ENTRY bytes: LATENTS float8_e4m3fn numbers, a float32 scale for each GROUP of
-#: them, and ROTARY bfloat16 numbers.
+#: The format of FlashMLA's FP8 cache. A token takes ENTRY bytes: LATENTS float8_e4m3fn elements, a float32 scale for
+#: each GROUP of these elements, and ROTARY bfloat16 elements, which hold the rotary part of the key.
 LATENTS, GROUP, ROTARY = 512, 128, 64
 SCALES_AT = LATENTS
 ROTARY_AT = SCALES_AT + LATENTS // GROUP * 4
@@ -38,7 +38,7 @@ _FP8 = {
 
 
 def _dtype(cache: Array, kv_cache_dtype: str) -> np.dtype[Any]:
-    """Return the dtype of the numbers in a cache. The cache array itself may have dtype uint8."""
+    """Return the dtype of the elements of a cache. The cache array itself may have dtype uint8."""
     return _FP8[kv_cache_dtype] if kv_cache_dtype != "auto" and cache.dtype.itemsize == 1 else cache.dtype
 
 
@@ -47,7 +47,7 @@ def _factor(scale: Any) -> np.float32:
 
 
 def _stored(x: Array, cache: Array, kv_cache_dtype: str, scale: Any) -> Array:
-    """Return `x` as the cache stores it: `x` itself, or x / scale in float32, saturated and rounded once."""
+    """Convert `x` to the dtype of the cache. An FP8 cache stores x / scale, in float32, saturated, rounded once."""
     dtype = _dtype(cache, kv_cache_dtype)
     if dtype == x.dtype:
         return x
@@ -58,12 +58,12 @@ def _stored(x: Array, cache: Array, kv_cache_dtype: str, scale: Any) -> Array:
 
 
 def _scaled(latents: Array, rotary: Array) -> Array:
-    """Return tokens in the format of FlashMLA's FP8 cache, uint8 [tokens, ENTRY]. Missing rotary numbers become 0."""
+    """Convert tokens to the format of FlashMLA's FP8 cache, uint8 [tokens, ENTRY]. Missing rotary elements become 0."""
     if not rotary.shape[1]:
         rotary = np.zeros((len(rotary), ROTARY), rotary.dtype)
     groups = latents.astype(np.float32).reshape(-1, LATENTS // GROUP, GROUP)
     with np.errstate(all="ignore"):
-        # fmax ignores NaN.
+        # fmax ignores NaN, as the kernel does.
         largest = np.fmax.reduce(np.abs(groups), axis=2, initial=0)
         least = np.maximum(largest / np.float32(448), np.float32(1e-4))
         mantissa, exponent = np.frexp(least)
@@ -77,7 +77,7 @@ def _scaled(latents: Array, rotary: Array) -> Array:
 
 
 def _unscaled(row: Array, dtype: np.dtype[Any]) -> Array:
-    """Return the numbers [LATENTS + ROTARY] of a token from its ENTRY bytes in FlashMLA's FP8 cache."""
+    """Dequantize a token of FlashMLA's FP8 cache: convert its ENTRY bytes to [LATENTS + ROTARY] elements of `dtype`."""
     row = np.ascontiguousarray(row).view(np.uint8)
     stored, rotary = row[:SCALES_AT].view(ml_dtypes.float8_e4m3fn), row[ROTARY_AT:].view(ml_dtypes.bfloat16)
     scales = row[SCALES_AT:ROTARY_AT].view(np.float32).repeat(GROUP)
@@ -85,7 +85,7 @@ def _unscaled(row: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def _places(slot_mapping: Array, blocks: int, block_size: int) -> Iterator[tuple[int, int, int]]:
-    """Yield token, block and index in the block for each token that has a slot in the cache."""
+    """Yield (token, block, index in the block) for each token whose slot is in the cache."""
     for token, slot in enumerate(slot_mapping.tolist()):
         if 0 <= slot < blocks * block_size:
             yield token, *divmod(slot, block_size)

@@ -1,7 +1,7 @@
 """Attention over a paged cache of latents in NumPy, computed as the formulas say.
 
-`plan` splits the work into parts of nearly equal load. A part is a range of cache blocks, which may span several
-sequences. `cukern.ops.mla_decode` has checked the arguments.
+`plan` splits the work into parts of nearly equal load. A part is the work of one thread block: a range of cache blocks,
+which may span several sequences. `cukern.ops.mla_decode` has checked the arguments.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from numpy.typing import NDArray
 
 from cukern.runtime.tolerance import Tolerance
 
-#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
+#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
-    # FlashMLA's test tolerances, for latents of magnitude 0.1. Weights are rounded to the query's dtype before the
-    # product with the values, and the result is rounded again. The tests also bound the cosine of all results.
+    # The tolerances of FlashMLA's tests, for latents of magnitude 0.1. The softmax weights are rounded to the query's
+    # dtype before they are multiplied by the values, and the result is rounded again. The tests also limit the cosine
+    # distance of all results.
     "out": dict.fromkeys(("float16", "bfloat16"), Tolerance(relative=2.01 / 128, absolute=8e-4)),
-    # The lse is the logarithm of a sum of unrounded weights. If it is near 0, its absolute error is the error of the
-    # largest score, which is 1 / 24 of a sum of 576 products. The tensor core adds 16 products at a time, and drops the
-    # bits of a product below 2^-23 of the sum. The sums have magnitude 100.
+    # The lse is the logarithm of a sum of softmax weights that are not rounded. If the lse is near 0, its absolute
+    # error is the error of the largest score. A score is a sum of 576 products, multiplied by 1 / 24; the sums have
+    # magnitude 100. The tensor core adds 16 products at a time, and drops the bits of a product below 2^-23 of the sum.
     "lse": {"float32": Tolerance(relative=1e-5, absolute=4e-5)},
 }
 
 Array = NDArray[Any]
 
-#: Without a GPU, the work is split as for an H200.
+#: The number of multiprocessors of an H200. Without a GPU, the work is split as for an H200.
 MULTIPROCESSORS = 132
 BLOCK_TOKENS = 64
 #: Maximum query rows of a thread block.
@@ -36,13 +37,13 @@ ROWS = 64
 #: The load of a part is the number of its cache blocks, plus this many blocks for each sequence in the part.
 FIXED = 5
 
-#: A slot is the entry of one token in an 8-bit cache: LATENT_DIMS one-byte numbers, a float32 scale for each SCALE_DIMS
-#: of them, and ROTARY_DIMS bfloat16 rotary numbers.
+#: A slot holds one token of an 8-bit cache: LATENT_DIMS elements of one byte, a float32 scale for each SCALE_DIMS of
+#: these elements, and ROTARY_DIMS bfloat16 elements, the rotary part of the key.
 LATENT_DIMS, SCALE_DIMS, ROTARY_DIMS = 512, 128, 64
 SLOT_BYTES = LATENT_DIMS + LATENT_DIMS // SCALE_DIMS * 4 + ROTARY_DIMS * 2
-#: A page of the other 8-bit cache, which has PAGED_DIMS numbers per token. The page first stores the one-byte numbers
-#: and the bfloat16 rotary numbers of all its tokens. After them it stores for each token the scales, one-byte powers of
-#: two for each PAGED_SCALE_DIMS numbers, and an unused byte.
+#: The other 8-bit cache has PAGED_DIMS elements per token. A page first contains, for each of its tokens, the one-byte
+#: elements and the bfloat16 rotary elements. Then it contains, for each token, the scales and an unused byte. A scale
+#: is a power of two, stored in one byte, for PAGED_SCALE_DIMS elements.
 PAGED_DIMS, PAGED_SCALE_DIMS = 512, 64
 PAGED_LATENT_DIMS = PAGED_DIMS - ROTARY_DIMS
 PAGED_NUMBER_BYTES = PAGED_LATENT_DIMS + ROTARY_DIMS * 2
@@ -50,7 +51,7 @@ PAGED_SLOT_BYTES = PAGED_NUMBER_BYTES + PAGED_LATENT_DIMS // PAGED_SCALE_DIMS + 
 
 
 def parts_of(rows: int, num_heads_k: int, multiprocessors: int) -> int:
-    """Return how many parts keep a GPU busy. A part runs on one thread block per kv head and per ROWS query rows."""
+    """Return the number of parts that fills a GPU. Each part needs one thread block per kv head and ROWS query rows."""
     return max(1, multiprocessors // (num_heads_k * max(1, -(-rows // ROWS))))
 
 
@@ -64,15 +65,16 @@ class Part(NamedTuple):
 
 
 def deal(blocks: Array, ends: Array, load: int) -> list[Part]:
-    """Split the sequences into parts of at most `load`.
+    """Split the sequences into parts whose load is at most `load`.
 
-    `blocks` are the numbers of cache blocks of the sequences, and `ends` the cumulative loads of the sequences.
+    `blocks` contains the number of cache blocks of each sequence. `ends` contains the cumulative sums of the loads of
+    the sequences.
     """
     parts = []
     sequence = done = 0
     while sequence < len(blocks):
         start = ends[sequence] - FIXED - (blocks[sequence] - done)
-        whole = int(np.searchsorted(ends, start + load, side="right"))  # the first sequence that does not fit
+        whole = int(np.searchsorted(ends, start + load, side="right"))  # the first sequence that does not fully fit
         room = int(start + load - ends[whole - 1]) if whole > sequence else load
         if whole == len(blocks) or room <= FIXED:
             parts.append(Part(sequence, done, whole - 1, int(blocks[whole - 1])))
@@ -85,7 +87,10 @@ def deal(blocks: Array, ends: Array, load: int) -> list[Part]:
 
 
 def plan(blocks: Any, parts: int) -> tuple[Array, Array]:
-    """Return the metadata and the splits for sequences with these numbers of cache blocks."""
+    """Split sequences with these numbers of cache blocks into parts.
+
+    Return the metadata of the parts, and the cumulative number of splits of the sequences.
+    """
     blocks = np.asarray(blocks, np.int64)
     count, ends = len(blocks), np.cumsum(blocks + FIXED)
     load = max(FIXED + 1, -(-int(blocks.sum() + FIXED * count) // parts))
@@ -130,13 +135,14 @@ def get_mla_metadata(
 
 
 def counted(topk_length: Array | None, topk: int, batch: int) -> Array:
-    """Return the number of valid topk indices of each sequence, int64 [batch]."""
+    """Return how many of the `topk` indices of each sequence are valid, int64 [batch]."""
     return np.full(batch, topk) if topk_length is None else np.clip(topk_length.astype(np.int64), 0, topk)
 
 
 def dequantize(slots: Array, dtype: Any) -> Array:
-    """Return the numbers [..., 576] of slots [..., 656] of an 8-bit cache, in float64. Rotary numbers are first rounded
-    to `dtype`.
+    """Dequantize slots [..., 656] of an 8-bit cache to float64 [..., 576].
+
+    The rotary elements are first rounded to `dtype`.
     """
     slots = np.ascontiguousarray(slots).view(np.uint8)
     scales_end = SLOT_BYTES - ROTARY_DIMS * 2
@@ -147,7 +153,7 @@ def dequantize(slots: Array, dtype: Any) -> Array:
 
 
 def dequantize_paged(pages: Array, dtype: Any) -> Array:
-    """Return the numbers [pages, page_size, 1, 512] of an 8-bit cache [pages, page_size, 1, 584], like `dequantize`."""
+    """Dequantize an 8-bit cache [pages, page_size, 1, 584] to [pages, page_size, 1, 512], like `dequantize`."""
     count, page_size = pages.shape[:2]
     flat = np.ascontiguousarray(pages).view(np.uint8).reshape(count, page_size * PAGED_SLOT_BYTES)
     numbers, exponents = np.split(flat, [page_size * PAGED_NUMBER_BYTES], -1)
@@ -161,7 +167,7 @@ def dequantize_paged(pages: Array, dtype: Any) -> Array:
 
 
 def _tokens(cache: Array, slots: Array, dtype: Any, is_fp8: bool) -> Array:
-    """Return the latents [slots, kv_heads, head_dim] of a cache in float64."""
+    """Return the latents in the cache slots `slots`, float64 [slots, kv_heads, head_dim]."""
     page_size = cache.shape[1]
     if is_fp8 and cache.shape[3] == PAGED_SLOT_BYTES:
         used, which = np.unique(slots // page_size, return_inverse=True)
@@ -171,7 +177,7 @@ def _tokens(cache: Array, slots: Array, dtype: Any, is_fp8: bool) -> Array:
 
 
 def _named(indices: Array, topk_length: Array | None, at: tuple[int, int], cache: Array) -> Array | None:
-    """Return the cache slots that `indices` lists for query token `at`; None if one of them is outside the cache."""
+    """Return the cache slots that `indices` lists for query token `at`. Return None if a slot is outside the cache."""
     count = counted(topk_length, indices.shape[2], len(indices))[at[0]]
     named = indices[at][:count].astype(np.int64)
     named = named[named >= 0]
@@ -186,7 +192,7 @@ def _slots(
     cache_seqlens: Array | None,
     causal: bool,
 ) -> Iterator[tuple[tuple[int, int], Array | None]]:
-    """Yield the slots that each query token attends to; None if a slot of its sequence is outside the cache."""
+    """Yield each query token with the slots that it attends to, or None if a slot is outside the cache."""
     assert block_table is not None and cache_seqlens is not None
     for s, length in enumerate(cache_seqlens.tolist()):
         length = max(length, 0)
@@ -220,7 +226,7 @@ def flash_mla_with_kvcache(
     """See `cukern.flash_mla_with_kvcache`. The split of the work into parts does not affect this reference."""
 
     def seen() -> Iterator[tuple[tuple[int, int], Array | None]]:
-        """Yield the latents that each query token attends to; None if one is outside its cache."""
+        """Yield each query token with the latents that it attends to, or None if a slot is outside the cache."""
         if indices is None:
             found = _slots(query_tokens, pages, page_size, block_table, cache_seqlens, causal)
             for at, slots in found:

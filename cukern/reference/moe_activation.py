@@ -14,22 +14,22 @@ from numpy.typing import NDArray
 from cukern.runtime.activation import ALPHA, LIMIT, is_gated
 from cukern.runtime.tolerance import Tolerance
 
-#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
+#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
-    # The kernel approximates exp2, the reciprocal and erf, with a relative error of about 2**-21 in all. The rounding
-    # of exp2's argument adds an error that grows with the argument. Where erf is near -1, the reference loses bits in
-    # `1 + erf`: its error is 2**-26 times `gate * up`, which is at most 60 in the tests. There the kernel's polynomial
-    # has an error of at most 2**-24 times `up`. A value near a rounding boundary of float16 or bfloat16 may round the
-    # other way.
+    # The kernel approximates exp2, the reciprocal and erf. The total relative error is about 2**-21. The rounding of
+    # exp2's argument adds an error that grows with the argument. Where erf is near -1, the reference loses bits in
+    # `1 + erf`: the reference has an error of 2**-26 times `gate * up`, which is at most 60 in the tests, and the
+    # kernel's polynomial has an error of at most 2**-24 times `up`. A value near a rounding boundary of float16 or
+    # bfloat16 may round the other way.
     "out": {
         "float32": Tolerance(relative=2e-5, absolute=5e-6),
         "float16": Tolerance(relative=2**-10, absolute=5e-6),
         "bfloat16": Tolerance(relative=2**-7, absolute=5e-6),
     },
-    # In float32 the kernel uses CUDA's accurate functions. The argument of exp is at most 88, and is rounded a few
-    # times. In 16 bits the kernel uses the same fast approximations as the gated activations; the error of gelu for a
-    # negative argument is at most 2.3e-8. A value near a rounding boundary of float16 or bfloat16, normal or subnormal,
-    # may round the other way.
+    # For float32 arrays the kernel uses CUDA's accurate functions. The argument of exp is at most 88, and is rounded a
+    # few times. For 16-bit arrays the kernel uses the same fast approximations as the gated activations; the error of
+    # gelu for a negative argument is at most 2.3e-8. A float16 or bfloat16 value near a rounding boundary, also a
+    # subnormal value, may round the other way.
     "biased": {
         "float32": Tolerance(relative=3e-5, absolute=1e-37),
         "float16": Tolerance(relative=2**-10, absolute=9e-8),
@@ -48,7 +48,8 @@ _erfc = np.vectorize(math.erfc, otypes=[np.float64])
 def sides(x: Array, interleaved: bool) -> tuple[Array, Array]:
     """Split rows [..., 2 * inter] into gates and ups, [..., inter] each.
 
-    They are the two halves of a row, or with `interleaved` the even and the odd columns.
+    The gates are the first half of a row, and the ups the second half. With `interleaved` the gates are the even
+    columns, and the ups the odd columns.
     """
     if interleaved:
         return x[..., ::2], x[..., 1::2]
@@ -57,7 +58,7 @@ def sides(x: Array, interleaved: bool) -> tuple[Array, Array]:
 
 
 def activate_sums(name: str | None, sums: Array, alpha: float, limit: float, interleaved: bool) -> Array:
-    """Apply the activation, if any, to float32 sums. A gated activation halves the number of columns."""
+    """Apply the activation `name`, or none for None, to float32 sums. A gated activation halves the columns."""
     if name is None:
         return sums
     if not is_gated(name):
@@ -66,7 +67,7 @@ def activate_sums(name: str | None, sums: Array, alpha: float, limit: float, int
 
 
 def activate(name: str, gate: Array, up: Array, alpha: float = ALPHA, limit: float = LIMIT) -> Array:
-    """Return the activation `name` of float32 arrays, in float32. Raises KeyError for another name."""
+    """Apply the gated activation `name` to float32 gates and ups, in float32. Raises KeyError for an unknown name."""
     one, half = np.float32(1), np.float32(0.5)
     gate, up = gate.astype(np.float32), up.astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -76,7 +77,7 @@ def activate(name: str, gate: Array, up: Array, alpha: float = ALPHA, limit: flo
             return half * gate * (one + _erf(gate * np.float32(math.sqrt(0.5)))) * up
         if name == "gelu_tanh":
             inner = np.float32(math.sqrt(2 / math.pi)) * (gate + np.float32(0.044715) * gate * gate * gate)
-            # 1 / (1 + exp(-2 z)) equals (1 + tanh(z)) / 2, without the cancellation where tanh is near -1.
+            # 1 / (1 + exp(-2 z)) equals (1 + tanh(z)) / 2, but does not lose bits where tanh is near -1.
             return gate / (one + np.exp(-2 * inner)) * up
         if name == "swigluoai":
             gate, up = np.minimum(gate, np.float32(limit)), np.clip(up, np.float32(-limit), np.float32(limit))
@@ -88,7 +89,10 @@ def activate(name: str, gate: Array, up: Array, alpha: float = ALPHA, limit: flo
 
 
 def valid_rows(shape: tuple[int, ...], expert_num_tokens: Array | None) -> Array:
-    """Return which rows of an array of `shape` hold tokens, bool [...]: all rows, or the first rows of each expert."""
+    """Return which rows of an array of `shape` contain tokens, as a bool array.
+
+    These are all rows, or with `expert_num_tokens` the first `expert_num_tokens[e]` rows of each expert e.
+    """
     if expert_num_tokens is None:
         return np.ones(shape[:-1], bool)
     return np.arange(shape[1]) < expert_num_tokens[:, None]
@@ -154,7 +158,7 @@ def add_bias_act(x: Array, bias: Array | None, activation: str = "gelu") -> Arra
             z = z + bias.astype(np.float32)
         wide = z.astype(np.float64)
         if activation == "gelu":
-            # erfc has no cancellation where erf is near -1.
+            # Unlike 1 + erf, erfc does not lose bits where erf is near -1.
             y = 0.5 * wide * _erfc(wide * -math.sqrt(0.5))
         elif activation == "gelu_tanh":
             y = wide / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))

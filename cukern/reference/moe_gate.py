@@ -1,4 +1,4 @@
-"""The MoE gates in NumPy, step by step as the papers define them.
+"""The gates of mixture-of-experts layers in NumPy, step by step as the papers define them.
 
 `cukern.ops.moe_gate` has checked the arguments.
 """
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from cukern.runtime.tolerance import Tolerance
 
-#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
+#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
     # The kernel uses the hardware's exp2, log2 and reciprocal, each with a relative error of about 2**-22. The rounding
     # of exp2's argument adds an error proportional to the logit.
@@ -23,7 +23,7 @@ Array = NDArray[Any]
 
 
 def _scores(logits: Array, scoring_func: str, softcap: float) -> Array:
-    """Return the scores of float32 logits; 0 for NaN and -inf."""
+    """Return the scores of float32 logits. NaN and -inf have score 0."""
     regular = logits > -np.inf
     limit = np.finfo(np.float32).max
     x = np.clip(np.where(regular, logits, -limit), -limit, limit).astype(np.float64)
@@ -44,7 +44,7 @@ def _scores(logits: Array, scoring_func: str, softcap: float) -> Array:
 
 
 def _best_first(keys: Array) -> Array:
-    """Return the indices along the last axis, largest key first, ties to the lower index."""
+    """Sort along the last axis. Return the indices, largest key first; of equal keys the lower index is first."""
     return np.argsort(-keys, axis=-1, kind="stable")
 
 
@@ -63,7 +63,7 @@ def gate(
     num_token_non_padded: Any,
     softcap: float = 0.0,
 ) -> tuple[Array, Array]:
-    """Compute any of the five gates."""
+    """Compute any of the five gates: they differ only in these arguments."""
     tokens, experts = logits.shape
     x = logits.astype(np.float32)
     scores = _scores(x, scoring_func, softcap)
@@ -81,7 +81,7 @@ def gate(
     kept = np.zeros((tokens, groups), bool)
     np.put_along_axis(kept, _best_first(group_score)[:, :topk_group], True, axis=-1)
 
-    # Experts outside the kept groups sort last, even after experts with score -inf inside the kept groups.
+    # Sort experts outside the kept groups last, even after experts with score -inf inside the kept groups.
     outside = np.repeat(~kept, experts // groups, axis=-1)
     routed = topk - shared
     ids = np.lexsort((np.broadcast_to(np.arange(experts), choice.shape), -choice, outside), axis=-1)[:, :routed]

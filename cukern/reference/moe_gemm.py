@@ -1,4 +1,4 @@
-"""Grouped GEMMs of tokens and experts' weights in NumPy, computed as the formulas say.
+"""Grouped GEMMs in NumPy, which multiply each expert's rows by the expert's weights, computed as the formulas say.
 
 `cukern.ops.moe_gemm` has checked the arguments.
 """
@@ -19,7 +19,7 @@ from cukern.reference.quantization import dequantize_mxfp4, dequantize_nvfp4, si
 from cukern.runtime.activation import ALPHA, LIMIT, is_gated
 from cukern.runtime.tolerance import Tolerance
 
-#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
+#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
     # The kernel adds float32 products in another order, and applies the activation with the hardware's exp2 and
     # reciprocal. The sums have magnitude 1. A value near a rounding boundary may round the other way.
@@ -28,8 +28,8 @@ TOLERANCES = {
         "float16": Tolerance(relative=2**-10, absolute=1e-4),
         "bfloat16": Tolerance(relative=2**-7, absolute=1e-4),
     },
-    # Hopper accumulates 128 FP8 products in an accumulator of 14 bits. For sums of magnitude 1, the largest error of
-    # some hundred thousand results on an H200 is 0.005.
+    # Hopper's tensor core adds 128 FP8 products in an accumulator of 14 bits. On an H200 the largest error of some
+    # hundred thousand sums of magnitude 1 is 0.005.
     "fp8_out": {
         "float16": Tolerance(relative=2**-10, absolute=2**-7),
         "bfloat16": Tolerance(relative=2**-7, absolute=2**-7),
@@ -40,13 +40,13 @@ Array = NDArray[Any]
 
 _UNIT_NUMBERS = UNIT_ROWS * UNIT_K // 2
 _FOLDED_NUMBERS = UNIT_ROWS * FOLDED_K // 2
-#: Weights prepared for FP8 rows store an exponent for each row, and for each group the difference from that exponent.
-#: _FOLDED_DIFFERENCE is the largest difference; larger ones are clamped. _FOLDED_SHIFT is the exponent of a factor in
-#: the FP8 numbers of such weights, which the factor of the row cancels.
+#: Weights that are prepared for FP8 rows store an exponent for each row. For each group of a row they store how far the
+#: group's exponent is below it, clamped to _FOLDED_DIFFERENCE. The kernel converts such weights to FP8 elements that
+#: are too large by a factor of 2^_FOLDED_SHIFT, and the factor of the row compensates for it.
 _FOLDED_DIFFERENCE, _FOLDED_SHIFT = 19, 6
-#: The magnitudes of e2m1 numbers, by code.
+#: The magnitudes of e2m1 values, indexed by code.
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-#: Larger MXFP4 scales are replaced by this exponent byte (2^34). It is large enough to become infinite in the kernel.
+#: The exponent byte (2^34) that replaces larger MXFP4 scales. It is large enough to become infinite in the kernel.
 _LARGEST_E8M0 = 161
 
 
@@ -59,9 +59,9 @@ def _rotated(words: Array, by: int) -> Array:
 
 
 def _packed_pairs(pairs: Array) -> Array:
-    """Pack four pairs of 4-bit numbers [..., 4] into a 32-bit word.
+    """Pack four pairs of 4-bit elements [..., 4] into one 32-bit word.
 
-    A pair has its signs in bits 15 and 31, and its magnitudes in bits 6 to 8 and 22 to 24.
+    The signs of a pair are in bits 15 and 31, and its magnitudes in bits 6 to 8 and 22 to 24.
     """
     first, second, third, fourth = (pairs[..., i] for i in range(4))
     last = _rotated(fourth & np.uint32(0x00400040), 24)
@@ -91,7 +91,7 @@ def _narrowed(scales: Array) -> Array:
 
 
 def _folded(b: Array, scales: Array) -> Array:
-    """Return weights [experts, n, k / 2] and scales [experts, n, k / 32] in the layout for GEMMs with FP8 rows."""
+    """Convert weights [experts, n, k / 2] and scales [experts, n, k / 32] to the layout for GEMMs with FP8 rows."""
     (experts, n, half), groups = b.shape, scales.shape[2]
     units = -(-2 * half // FOLDED_K)
     exponents = scales.max(2).astype(np.uint8)
@@ -101,7 +101,7 @@ def _folded(b: Array, scales: Array) -> Array:
     for i, part in enumerate((exponents & 7, exponents >> 3 & 7, exponents >> 6)):
         of_units[..., i] |= part[..., None]
     b = np.pad(b, ((0, 0), (0, 0), (0, units * FOLDED_K // 2 - half)))
-    # Split each group of 32 numbers into two halves, each half into four lanes, and each lane into four numbers.
+    # Split each group of 32 elements into two halves, each half into four lanes, and each lane into four elements.
     two = b.reshape(experts, n // UNIT_ROWS, UNIT_ROWS, units, 2, 2, 2, 4, 2)
     four = np.stack([two & 15, two >> 4], -1).reshape(*two.shape[:-1], 4).astype(np.uint32)
     words = np.zeros(four.shape[:6] + four.shape[7:8], np.uint32)  # rows, units, halves of a unit, groups, lanes
@@ -115,7 +115,10 @@ def _folded(b: Array, scales: Array) -> Array:
 
 
 def _unfolded(prepared: Array) -> tuple[Array, Array, Array]:
-    """Return the 4-bit numbers [experts, n, k], differences [experts, n, k / 32] and row exponents [experts, n]."""
+    """Undo `_folded`: return the 4-bit elements [experts, n, k], the exponent differences and the row exponents.
+
+    The differences are [experts, n, k / 32], and the row exponents are [experts, n].
+    """
     experts, eights, units, _ = prepared.shape
     words = np.ascontiguousarray(prepared[..., :_FOLDED_NUMBERS]).view("<u4").astype(np.uint32)
     words = words.reshape(experts, eights, units, 2, UNIT_ROWS, 4, 2).transpose(0, 1, 4, 2, 3, 6, 5)
@@ -185,12 +188,12 @@ def restore_weights(prepared: Array, k: int | None = None) -> tuple[Array, Array
 
 
 def fp8_values(array: Array) -> Array:
-    """Return e4m3 numbers, or bytes that hold them, in float64."""
+    """Convert e4m3 elements, or bytes that contain such elements, to float64."""
     return array.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
 
 
 def values_of_a(a: Array, a_scale: Array | None) -> Array:
-    """Return the dequantized [rows, k] of `a` in float64; `a_scale` is [rows, k / 128], [rows], [rows, 1] or [1]."""
+    """Dequantize `a` [rows, k] to float64. `a_scale` is [rows, k / 128], [rows], [rows, 1] or [1]."""
     if a_scale is None:
         return a.astype(np.float64)
     values = fp8_values(a)
@@ -200,9 +203,9 @@ def values_of_a(a: Array, a_scale: Array | None) -> Array:
 
 
 def folded_values(b: Array, k: int) -> Array:
-    """Return the numbers [n, k] that the GEMM multiplies, for an expert's weights prepared for FP8 rows.
+    """Return the weights [n, k] that the GEMM multiplies, for an expert whose weights are prepared for FP8 rows.
 
-    `b` is [n / 8, units, bytes]. Each result is an e4m3 number times a power of two that is the same for the whole row.
+    `b` is [n / 8, units, bytes]. Each weight is an e4m3 value times a power of two that is the same for the whole row.
     """
     numbers, differences, exponents = (x[0] for x in _unfolded(b[None]))
     sizes = _E2M1[numbers & 7] * np.repeat(np.exp2(_FOLDED_SHIFT - differences.astype(float)), MXFP4_GROUP, 1)
@@ -214,7 +217,7 @@ def folded_values(b: Array, k: int) -> Array:
 
 
 def values_of_b(b: Array, b_scale: Array | None, b_global_scale: Array | None, k: int) -> Array:
-    """Return the dequantized weights [n, k] of one expert in float64. `b` has 3 dimensions if and only if prepared."""
+    """Dequantize the weights of one expert to float64 [n, k]. `b` has 3 dimensions if it is prepared, otherwise 2."""
     if b.ndim == 3 and b.shape[2] == FOLDED_BYTES:
         return folded_values(b, k)
     if b.ndim == 3:
@@ -244,7 +247,7 @@ def product(
     limit: float = LIMIT,
     interleaved: bool = False,
 ) -> Array:
-    """Multiply one expert's rows and weights, and apply the activation, in float32.
+    """Multiply the rows of one expert by its weights, and apply the activation, in float32.
 
     An activation with a gate halves the number of columns.
     """
@@ -257,7 +260,7 @@ def product(
 
 
 def result_dtype(a: Array, out_dtype: str | None) -> Any:
-    """Return the dtype of the result: the dtype of `a`; for FP8 `a` bfloat16, or float16 if `out_dtype` asks for it."""
+    """Return the dtype of the result: the dtype of `a`, or for FP8 `a` the `out_dtype`, bfloat16 by default."""
     if a.itemsize > 1:
         return a.dtype
     return ml_dtypes.bfloat16 if out_dtype in (None, "bfloat16") else np.float16
@@ -283,10 +286,10 @@ def moe_gemm(
 ) -> Array:
     """See `cukern.moe_gemm`: out[r] = a[r] b[e]^T for r from expert_offsets[e] to expert_offsets[e + 1] - 1.
 
-    Rows without an expert are not written; in a new array they are 0. `expected_m` has no effect.
+    Rows without an expert are not written; in a new array they are 0. `expected_m` is ignored.
     """
     if row_token is not None:
-        # Rows without an expert may have an invalid token index.
+        # Clip the indices, because rows without an expert may have an invalid token index.
         tokens = np.clip(row_token, 0, max(len(a) - 1, 0))
         a = a[tokens]
         if a_scale is not None and len(a_scale) > 1:
@@ -332,7 +335,7 @@ def moe_gemm_quantized(
 
 
 def _own_scale(a_scale: Array | None, expert: int, count: int) -> Array | None:
-    """Return the scales of the rows of an expert; a single scale if `a_scale` is [1] or [experts]."""
+    """Return the scales of an expert's rows. If `a_scale` is [1] or [experts], this is a single scale."""
     if a_scale is None or a_scale.shape == (1,):
         return a_scale
     return a_scale[expert : expert + 1] if a_scale.ndim == 1 else a_scale[expert, :count]
@@ -357,7 +360,7 @@ def moe_gemm_batched(
 ) -> Array:
     """See `cukern.moe_gemm_batched`: out[e, t] = a[e, t] b[e]^T for the tokens t < expert_num_tokens[e].
 
-    Rows past the count are not written; in a new array they are 0. `expected_m` has no effect.
+    Rows after the last token of an expert are not written; in a new array they are 0. `expected_m` is ignored.
     """
     experts, max_tokens, _ = a.shape
     if out is None:

@@ -1,4 +1,4 @@
-"""The permutation of tokens by expert and its reverse, in NumPy.
+"""Permute tokens into expert order and back, in NumPy.
 
 `cukern.ops.moe_permute` has checked the arguments.
 """
@@ -16,7 +16,7 @@ Array = NDArray[Any]
 
 
 def _experts(topk_ids: Array, num_experts: int, expert_map: Array | None, local: int) -> Array:
-    """Return the local expert of each pair (token, slot), or `local` if its expert is not on this rank."""
+    """Return the local index of each pair's expert. It is `local` if the expert is not on this rank."""
     ids = topk_ids.reshape(-1).astype(np.int64)
     ids = np.where((ids >= 0) & (ids < num_experts), ids, -1)
     if expert_map is not None:
@@ -27,7 +27,7 @@ def _experts(topk_ids: Array, num_experts: int, expert_map: Array | None, local:
 def _sort(experts: Array, local: int, block_size: int = 1) -> tuple[Array, Array]:
     """Sort the pairs (token, slot) by expert. Return the first row of each expert, and the row of each pair.
 
-    The first array also has the end of all rows as its last element. A pair without a local expert has row -1.
+    The last element of the first array is the end of all rows. A pair without a local expert has row -1.
     """
     counts = np.bincount(experts, minlength=local + 1)[:local]
     starts = np.concatenate([[0], np.cumsum(-(-counts // block_size) * block_size)])
@@ -69,7 +69,7 @@ def moe_sort_batched(
 
 
 def aligned_rows(pairs: int, num_experts: int, block_size: int, whole_blocks: bool) -> int:
-    """Return the maximum number of rows that the pairs need if each expert's rows are padded to whole blocks."""
+    """Return how many rows `pairs` pairs need at most, if the rows of each expert are padded to whole blocks."""
     rows = pairs + num_experts * (block_size - 1)
     if whole_blocks:
         rows = -(-rows // block_size) * block_size
@@ -103,7 +103,7 @@ def moe_align_block_size(
 
 
 def _by_token(inverse: Array, tokens: int) -> Array:
-    """Return `inverse`, which may be flat, as [tokens, topk]."""
+    """Reshape `inverse`, which may be one-dimensional, to [tokens, topk]."""
     return inverse.reshape(tokens, inverse.size // max(tokens, 1))
 
 

@@ -1,6 +1,6 @@
 """RMS norm and layer norm, in NumPy. `cukern.ops.norm` has checked the arguments.
 
-All arithmetic is IEEE float32 in the order written here, so the kernels give the same bits.
+All arithmetic is IEEE float32. The kernels do the same operations in the same order, so they give the same bits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cukern.formats.quantized import SMALLEST
 from cukern.reference import quantization
 from cukern.runtime.tolerance import Tolerance
 
-#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
+#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
     # The kernels and the reference do the same IEEE operations in the same order, including a correctly rounded
     # reciprocal square root. All NaN compare equal.
@@ -25,16 +25,17 @@ TOLERANCES = {
 
 Array = NDArray[Any]
 
-#: `folded_sum` adds the EACH elements of a unit one after the other. It then adds up at most COLUMNS sums by halving.
+#: `folded_sum` divides a row into units of EACH elements. It reduces the row to at most COLUMNS partial sums, and adds
+#: them up pairwise.
 EACH, COLUMNS = 8, 1024
 
 
 def folded_sum(x: Array) -> Array:
-    """Return the sum of float32 numbers along the last axis, which is kept with size 1.
+    """Return the sum of float32 elements along the last axis, which is kept with size 1, in the order of the kernels.
 
     1. The 8 elements of each unit are added one after the other.
-    2. The sums of units that are 1024 units apart are added one after the other.
-    3. The second half of the sums is added to the first half, until one sum is left.
+    2. The sums of units whose indices differ by a multiple of 1024 are added one after the other.
+    3. The second half of the remaining sums is added to the first half, until one sum is left.
     """
     units = max(-(-x.shape[-1] // EACH), 1)
     columns = min(1 << (units - 1).bit_length(), COLUMNS)
@@ -54,7 +55,7 @@ def sum_of_squares(x: Array) -> Array:
 
 
 def _one_by_one(x: Array, axis: int) -> Array:
-    """Return the sum along an axis. The elements are added one after the other, starting with the first one."""
+    """Return the sum along an axis, adding the elements one after the other from the first to the last."""
     first, *others = np.moveaxis(x, axis, 0)
     total = first.copy()
     for one in others:
@@ -63,7 +64,7 @@ def _one_by_one(x: Array, axis: int) -> Array:
 
 
 def normalized(x: Array, weight: Array | None, epsilon: float, weight_offset: float) -> Array:
-    """Return the RMS norm of rows, in float32."""
+    """Return the RMS norm of the rows, in float32."""
     with np.errstate(all="ignore"):
         x = x.astype(np.float32)
         mean = sum_of_squares(x) * np.float32(1 / max(x.shape[-1], 1))
@@ -77,7 +78,10 @@ def _inverse_root(x: Array) -> Array:
 
 
 def _add(input: Array, residual: Array, round_sum: bool) -> Array:
-    """Add `input` to `residual`, in float32 and rounded to their dtype. Return `residual`, or the float32 sum."""
+    """Add `input` to `residual` in float32, and write the rounded sum to `residual`.
+
+    Return `residual`, or the sum before rounding if `round_sum` is False.
+    """
     with np.errstate(all="ignore"):
         total: Array = input.astype(np.float32) + residual.astype(np.float32)
         residual[...] = total.astype(residual.dtype)
@@ -162,8 +166,8 @@ def layer_norm(
 ) -> Array:
     """See `cukern.layer_norm`.
 
-    The variance takes two passes, with the correction of Chan, Golub and LeVeque. `left` is the mean of the row after
-    its mean was subtracted; it differs from 0 only by rounding errors.
+    The variance is computed from the differences to the mean, with the correction of Chan, Golub and LeVeque. `left` is
+    the mean of these differences, which is 0 except for rounding errors.
     """
     per_width = np.float32(1 / max(input.shape[-1], 1))
     with np.errstate(all="ignore"):

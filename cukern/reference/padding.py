@@ -1,4 +1,4 @@
-"""Remove and restore padding in NumPy.
+"""Remove and restore the padding of batches, in NumPy.
 
 `cukern.ops.padding` has checked the arguments.
 """
@@ -20,15 +20,15 @@ def build_sequence_length_padding_offset(
     lengths = np.clip(sequence_length.astype(np.int64), 0, max_seq_len)
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
     words = int(cu_seqlens[-1]) if valid_word_num is None else valid_word_num
-    # The sequence of a word is the number of sequences that end before the word. For words past the last sequence that
-    # is the number of all sequences.
+    # The index of a word's sequence is the number of sequences that end before the word. For words after the last
+    # sequence it is the number of all sequences.
     sequence = np.searchsorted(cu_seqlens[1:], np.arange(words), side="right")
     padding_offset = sequence * max_seq_len - cu_seqlens[sequence]
     return padding_offset.astype(np.int32), cu_seqlens.astype(np.int32), words
 
 
 def _places(padding_offset: Array, rows: int) -> tuple[Array, Array]:
-    """Return the padded row of each word, and whether that row exists."""
+    """Return the row of each word in the padded batch, and whether the batch has that row."""
     row = np.arange(len(padding_offset)) + padding_offset.astype(np.int64)
     return row, (row >= 0) & (row < rows)
 

@@ -1,7 +1,7 @@
 """Quantization to 8 and 4 bits, in NumPy. `cukern.ops.quantization` has checked the arguments.
 
-All arithmetic is IEEE float32, so the kernels give the same bits. Only the fused activations may differ, because the
-kernels approximate them.
+All arithmetic is IEEE float32, so the kernels give the same bits. Only results with a fused activation may differ,
+because the kernels approximate the activation.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from cukern.formats.quantized import MXFP4_GROUP, NVFP4_GROUP, SMALLEST, SMALLES
 from cukern.reference.moe_activation import activate, valid_rows
 from cukern.runtime.tolerance import Tolerance
 
-#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
+#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
     # The kernels and the reference do the same IEEE operations in the same order. All NaN compare equal.
     "quantized": {"float8_e4m3fn": Tolerance(relative=0, absolute=0)},
     "scales": {"float32": Tolerance(relative=0, absolute=0)},
     "numbers": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=0, absolute=0)),
-    # The error of an activation changes the largest magnitude of its group, and may move a quotient over a rounding
-    # boundary. The result is then the next FP8 number: three mantissa bits apart, or 2**-9 among the subnormal numbers.
+    # The error of a fused activation changes the scale of its group, and may move a quotient over a rounding boundary.
+    # The result is then the neighbouring FP8 value. It differs by at most 2**-3 of the value, as FP8 has three mantissa
+    # bits, or by 2**-9 for subnormal values.
     "activated": {"float8_e4m3fn": Tolerance(relative=2**-3, absolute=2**-9)},
     "activated_scales": {"float32": Tolerance(relative=2e-5, absolute=0)},
 }
@@ -32,9 +33,9 @@ Array = NDArray[Any]
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 INT8 = np.dtype(np.int8)
-#: The largest number of each format. The largest magnitude of a row or group is scaled to this number.
+#: The largest value of each format. The scale of a row or group maps the largest magnitude to this value.
 LARGEST = {E4M3: np.float32(448), INT8: np.float32(127)}
-#: The e2m1 numbers by code. Codes from 8 on are the negatives.
+#: The e2m1 values, indexed by code. Codes from 8 on are negative.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
@@ -50,7 +51,7 @@ def _largest(x: Array) -> Array:
 def _quantized(x: Array, scale: Any, dtype: np.dtype[Any], azp: Any = None, truncate: bool = False) -> Array:
     """Return round(x / scale) + azp, saturated. Ties round to even.
 
-    NaN becomes 0x7f in FP8, and azp in int8. `truncate`: int8 rounds toward zero.
+    NaN becomes 0x7f in FP8, and azp in int8. With `truncate`, int8 rounds toward zero instead.
     """
     with np.errstate(all="ignore"):
         quotient = x.astype(np.float32) / scale
@@ -83,7 +84,7 @@ def _by_groups(
 def _results(
     shape: tuple[int, ...], scales: tuple[int, ...], dtype: np.dtype[Any], out_q: Array | None, out_s: Array | None
 ) -> tuple[Array, Array]:
-    """Return the arrays to write to: the given ones, or new ones. `out_q` may be uint8 and then gets the bytes."""
+    """Return the output arrays: `out_q` and `out_s` if given, else new arrays. A uint8 `out_q` gets the FP8 bytes."""
     q = np.zeros(shape, dtype) if out_q is None else out_q
     return q, np.zeros(scales, np.float32) if out_s is None else out_s
 
@@ -197,9 +198,9 @@ def scaled_int8_quant(
         low = np.fmin.reduce(x, axis=-1, keepdims=True, initial=np.inf)
         high = np.fmax.reduce(x, axis=-1, keepdims=True, initial=-np.inf)
         low, high = np.where(low > high, np.float32(0), low), np.where(low > high, np.float32(0), high)
-        # In a row of nearly equal numbers the range is tiny. The lower bound `largest * 2**-22` then keeps
-        # |x / scale| <= 2**22, where float32 can represent all integers. The code computes half the range, because
-        # high - low may overflow float32.
+        # If the elements of a row are nearly equal, the range is tiny. The scale is therefore at least
+        # `largest * 2**-22`, so that |x / scale| <= 2**22, where float32 can represent all integers. Half the range is
+        # computed, because `high - low` may overflow float32.
         half_range = high * np.float32(0.5) - low * np.float32(0.5)
         scales = np.maximum(half_range / np.float32(127.5), largest * np.float32(2**-22))
         zeros = np.rint(np.float32(-128) - low / scales)
@@ -238,14 +239,14 @@ def silu_and_mul_quant(
 
 
 def _packed(x: Array, factor: Array) -> Array:
-    """Return the codes of x * factor, two in a byte, the first one in the low half.
+    """Round x * factor to e2m1, and pack two codes into a byte, the first code into the low half.
 
-    A code stands for the nearest e2m1 number; ties go to the even code. Magnitudes above 6 become 6, and NaN becomes 0.
+    Values round to the nearest e2m1 value; ties round to the even code. Magnitudes above 6 become 6, and NaN becomes 0.
     """
     with np.errstate(all="ignore"):
         magnitude = np.abs(x * factor)
     magnitude = np.minimum(np.nan_to_num(magnitude, nan=0, posinf=6), 6)
-    # The numbers are 0.5 apart up to 2, 1 apart from 2 to 4, and 2 apart from 4 on.
+    # e2m1 values are 0.5 apart up to 2, 1 apart from 2 to 4, and 2 apart from 4 on.
     high = np.where(magnitude < 4, np.rint(magnitude) + 2, np.rint(magnitude / 2) + 4)
     code = np.where(magnitude < 2, np.rint(magnitude * 2), high).astype(np.uint8)
     code |= np.signbit(x).astype(np.uint8) << 3
@@ -255,7 +256,7 @@ def _packed(x: Array, factor: Array) -> Array:
 def quantize_mxfp4(x: Array) -> tuple[Array, Array]:
     """See `cukern.quantize_mxfp4`."""
     groups = np.ascontiguousarray(x.astype(np.float32)).reshape(*x.shape[:-1], x.shape[-1] // MXFP4_GROUP, MXFP4_GROUP)
-    # Without the sign bit, the bits of float32 numbers sort like the numbers, with infinity and NaN last.
+    # Without the sign bit, the bit patterns of float32 values sort like the values, with infinity and NaN last.
     largest = (groups.view(np.uint32) & np.uint32(0x7FFFFFFF)).max(axis=-1, keepdims=True)
     number = largest < 0x7F800000
     exponent = np.clip((largest >> 23).astype(np.int32) - 2, 0, 254)
@@ -289,7 +290,7 @@ def dequantize_nvfp4(packed: Array, scale: Array, global_scale: Any, dtype: str 
 
 
 def _unpacked(packed: Array, factor: Array, group_size: int, dtype: str) -> Array:
-    """Return the e2m1 numbers times the factor of their group, rounded once."""
+    """Unpack the e2m1 values, multiply each value by the factor of its group, and round once."""
     numbers = E2M1[np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], packed.shape[-1] * 2)]
     with np.errstate(all="ignore"):
         product = numbers * factor.repeat(group_size, axis=-1)

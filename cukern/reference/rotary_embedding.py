@@ -14,10 +14,10 @@ from cukern.formats.rotary import LAYOUTS, has_second_half
 from cukern.reference import kv_cache, norm
 from cukern.runtime.tolerance import Tolerance
 
-#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
+#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
-    # The kernel and the reference do the same IEEE operations: two float32 products, their sum, and one rounding to the
-    # dtype.
+    # The kernel and the reference do the same IEEE operations: two float32 multiplications, an addition, and one
+    # rounding to the dtype.
     "heads": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=0, absolute=0)),
 }
 
@@ -76,7 +76,7 @@ def fused_qk_norm_rope_and_cache(
 
 
 def _sides(half: int, in_pairs: bool) -> tuple[slice, slice]:
-    """Return slices of a head for the first and the second numbers of the rotated pairs."""
+    """Return the slices of a head that contain the first and the second elements of the rotated pairs."""
     if in_pairs:
         return slice(0, 2 * half, 2), slice(1, 2 * half, 2)
     return slice(half), slice(half, 2 * half)

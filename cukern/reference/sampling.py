@@ -1,4 +1,4 @@
-"""NumPy references of the sampling functions. They define the correct results for `cuda_src/sampling`."""
+"""NumPy references of the sampling functions. They define the correct results of the kernels in `cuda_src/sampling`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from cukern.runtime import check
 from cukern.runtime.generators import numpy_seed
 from cukern.runtime.tolerance import Tolerance
 
-#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
+#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
     # The argument of exp2 is the scaled difference between a logit and the largest logit. It is rounded four times, and
     # its magnitude is at most 126, because results of exp2 below 2**-126 are 0. On an H200 the total error is 6e-6 for
     # logits of magnitude 16.
     "probs": {"float32": Tolerance(relative=3e-5, absolute=2e-38)},
-    # The kernel takes two hardware logarithms, one of a probability and one of a sum, of numbers from 2**-149 to
-    # 2**128. Each logarithm has a relative error of 2**-22. The sum adds an error of 1e-6.
+    # The kernel uses two hardware logarithms: of a probability, and of a sum of probabilities. Their arguments are from
+    # 2**-149 to 2**128. Each logarithm has a relative error of 2**-22. The sum adds an error of 1e-6.
     "logprobs": {"float32": Tolerance(relative=1e-6, absolute=5e-5)},
-    # The error comes from adding up to 2**20 float32 probabilities in another order, and from one multiplication; it is
-    # 3e-7 on an H200. A value near a rounding boundary of float16 or bfloat16, normal or subnormal, may round the other
-    # way.
+    # The error comes from summing up to 2**20 float32 probabilities in another order, and from one multiplication. It
+    # is 3e-7 on an H200. A float16 or bfloat16 value near a rounding boundary, also a subnormal value, may round the
+    # other way.
     "renormalized": {
         "float32": Tolerance(relative=2e-6, absolute=1e-44),
         "float16": Tolerance(relative=2**-10, absolute=6e-8),
@@ -38,13 +38,15 @@ Array = np.ndarray[Any, Any]
 TILE = 1024
 GROUP = 32
 LARGEST = float(np.finfo(np.float32).max)
-#: The factor of the logits for temperature 0 and for the smallest temperatures. With it the best token gets all of the
-#: probability.
+#: The largest factor for the logits. Temperature 0 uses it, so that the most likely token has probability 1.
 BEST_ALONE = 1e30
 
 
 def philox(counter: Array, key: int) -> Array:
-    """Return Philox4x32-10 of counters uint32 [..., 4] with a 64-bit key (Salmon et al., 2011)."""
+    """Compute the random number generator Philox4x32-10 (Salmon et al., 2011).
+
+    Return four 32-bit random numbers for each counter, uint32 [..., 4], with a 64-bit key.
+    """
     x, y, z, w = (np.asarray(counter[..., i], np.uint64) for i in range(4))
     mask, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
     for round in range(10):
@@ -61,7 +63,7 @@ def philox(counter: Array, key: int) -> Array:
 
 
 class Stream(NamedTuple):
-    """The stream of random numbers of a row. `place` is the index of the row if all rows share a seed, else 0."""
+    """The random number stream of a row. `place` is the index of the row if all rows share a seed, otherwise 0."""
 
     seed: int
     offset: int
@@ -69,7 +71,7 @@ class Stream(NamedTuple):
 
 
 def streams(batch: int, seed: Any, offset: Any, generator: Any) -> list[Stream]:
-    """Return the stream of each row."""
+    """Return the random number stream of each row."""
     seed = numpy_seed(generator) if seed is None else seed
     seeds, offsets = (np.broadcast_to(np.asarray(x, object), batch) for x in (seed, 0 if offset is None else offset))
     shared = np.size(seed) == 1
@@ -91,7 +93,7 @@ def uniform(bits: Array) -> Array:
 
 
 class Drawn(NamedTuple):
-    """The result of one row."""
+    """The token that was sampled for one row, and the details of the draw."""
 
     id: int
     valid: bool
@@ -99,15 +101,15 @@ class Drawn(NamedTuple):
 
 
 def order(x: Array) -> Array:
-    """Return the ids by value, largest first, ties to the lower id."""
+    """Return the ids sorted by value, largest first. Of equal values the lower id is first."""
     return np.lexsort((np.arange(len(x)), -x))
 
 
 def race(weights: Array, round: int, stream: Stream) -> int:
-    """Return an id drawn with probability weights[id] / sum(weights).
+    """Sample an id with probability weights[id] / sum(weights).
 
-    Each group gets an exponentially distributed time, divided by the group's weight. The group with the shortest time
-    wins, and the id is drawn within that group.
+    For each group of ids, draw an exponentially distributed random number and divide it by the sum of the group's
+    weights. Choose the group with the smallest quotient. Then sample an id of that group.
     """
     tiles = -(-len(weights) // TILE)
     padded = np.zeros(tiles * TILE)
@@ -124,13 +126,13 @@ def race(weights: Array, round: int, stream: Stream) -> int:
 
 
 def scale_of(temperature: float) -> float:
-    """Return log2(e) / temperature, but at most BEST_ALONE, because the kernel's exponents must not overflow."""
+    """Return log2(e) / temperature, limited to BEST_ALONE so that the exponents in the kernel do not overflow."""
     scale = np.log2(np.e) / temperature if temperature else np.inf
     return scale if 0 < scale < BEST_ALONE or temperature == np.inf else BEST_ALONE
 
 
 def weights_of(x: Array, top: float, scale: float) -> Array:
-    """Return exp2((x - top) * scale); for scale 0, equal weights for all finite logits."""
+    """Return exp2((x - top) * scale). With scale 0, all finite logits have weight 1."""
     return np.exp2((x.astype(np.float64) - top) * scale) if scale else (x > -np.inf).astype(np.float64)
 
 
@@ -143,7 +145,7 @@ def draw(
     stream: Stream,
     joint: bool,
 ) -> Drawn:
-    """Draw a token of one row of logits, or of probabilities if `temperature` is None."""
+    """Sample a token for one row of logits. If `temperature` is None, the row contains probabilities."""
     probs = temperature is None
     x = np.maximum(x, 0) if probs else np.minimum(x, LARGEST)
     top = float(x.max())
@@ -166,7 +168,7 @@ def draw(
     while not greedy and not (top_p < 1 and top_p * total <= weights[ids[0]]):
         id = race(np.where(kept, weights, 0), round, stream)
         better = rank < rank[id]
-        # Accept the id if the tokens with a higher probability do not reach top_p without it.
+        # Accept the id if the total probability of the better tokens is below top_p. Otherwise keep only those tokens.
         if not top_p < 1 or weights[better].sum() < top_p * total:
             break
         kept &= better
@@ -192,9 +194,9 @@ def step(
     top_p: Any = None,
     min_p: Any = None,
 ) -> Any:
-    """Draw a token for each row [rows, vocab] of logits, or of probabilities if `probs`. All samplers call this.
+    """Sample a token for each row of `values` [rows, vocab]. All samplers call this function.
 
-    `randomness` is (seed, offset, generator).
+    The values are probabilities if `probs`, and otherwise logits. `randomness` is the tuple (seed, offset, generator).
     """
     rows = np.arange(len(values)) if indices is None else np.clip(indices, 0, len(values) - 1)
     batch, vocab = len(rows), values.shape[1]
@@ -380,7 +382,10 @@ def softmax(logits: Array, temperature: Any = None) -> Array:
 
 
 def _renormalized(probs: Array, count: Any) -> Array:
-    """Keep the first `count(i, sorted probabilities)` probabilities of each row i, and renormalize the row."""
+    """Keep the largest probabilities of each row, set the others to 0, and renormalize the row.
+
+    `count(i, p)` returns how many probabilities of row i to keep; p are its probabilities, largest first.
+    """
     result = np.empty(probs.shape, probs.dtype)
     for i, row in enumerate(probs):
         x = np.maximum(row.astype(np.float64), 0)
@@ -405,7 +410,7 @@ def top_p_renorm_probs(probs: Array, top_p: Any) -> Array:
     shares = np.broadcast_to(1.0 if top_p is None else top_p, len(probs))
 
     def count(i: int, x: Array) -> int:
-        # Keep a token if the tokens with a higher probability do not reach top_p without it.
+        # Keep a token if the total probability of the better tokens is below top_p.
         return max(1, int(np.sum(x.cumsum() - x < shares[i] * x.sum()))) if shares[i] < 1 else len(x)
 
     return _renormalized(probs, count)
@@ -438,12 +443,13 @@ def chain_speculative_sampling(
         bits = random_bits(np.arange(drafts), 0xFFFFFFFF, stream)
         accept = np.zeros(drafts, bool)
         for n, id in enumerate(draft_token_ids[i]):
-            # Accept a draft with probability min(1, target / draft).
+            # Accept a draft token with probability min(1, target probability / draft probability).
             accept[n] = 0 <= id < vocab and uniform(bits[n, 2]) * draft[n, id] < target[n, id]
         accepted[i] = accept.sum()
         emitted[i] = n = drafts if accept.all() else int(np.argmin(accept))
         ids[i, :n] = draft_token_ids[i, :n]
-        # After a rejection, draw from max(target - draft, 0). If all drafts are accepted, draw from the target.
+        # After a rejection, sample from max(target - draft, 0). If all draft tokens are accepted, sample from the
+        # target distribution.
         rest = np.maximum(target[n] - draft[n], 0) if n < drafts else target[n]
         drawn = draw(rest, None, vocab, 1.0, 0.0, stream, False)
         if not drawn.valid and n < drafts:
@@ -453,7 +459,10 @@ def chain_speculative_sampling(
 
 
 def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of this module so that array elements out of range raise. Takes only keyword arguments."""
+    """Wrap a function of this module so that it raises ValueError for array elements out of range.
+
+    The wrapped function takes only keyword arguments.
+    """
 
     @functools.wraps(function)
     def checked(**arguments: Any) -> Any:

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from cukern.runtime import check
 from cukern.runtime.tolerance import Tolerance
 
-#: Tolerances of the kernels, by result and dtype. Integers and booleans match exactly.
+#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
-    # Weights are rounded to float16 or bfloat16 before the product with the values. This changes a result by up to
-    # half a unit in the last place of the largest value, which is 1 in the tests. In float32 the error comes from the
-    # scores.
+    # The softmax weights are rounded to float16 or bfloat16 before they are multiplied by the values. This changes a
+    # result by up to half a unit in the last place of the largest value, which is 1 in the tests. In float32 the error
+    # comes from the scores.
     "out": {
         "float32": Tolerance(relative=2e-5, absolute=2e-5),
         "float16": Tolerance(relative=2**-10, absolute=2**-11),
@@ -35,9 +35,9 @@ def _check_sums(name: str, cu_seqlens: Array, tokens: int) -> None:
 
 
 def _attend(query: Array, key: Array, value: Array, scale: float, causal: bool) -> Array:
-    """Return the attention of one sequence, in float64: query [heads, n, dim], key and value [heads, m, dim].
+    """Compute the attention of one sequence in float64, for query [heads, n, dim] and key and value [heads, m, dim].
 
-    A query without keys, or with all scores -inf, gets zeros.
+    The result of a query token is zeros if it attends to nothing, or if all its scores are -inf.
     """
     queries, keys = query.shape[1], key.shape[1]
     with np.errstate(invalid="ignore", over="ignore"):

@@ -1,6 +1,6 @@
-"""FlashInfer's gated activations (`flashinfer.activation`), with its arguments and results.
+"""A replacement for FlashInfer's gated activations, `flashinfer.activation`, with the same arguments and results.
 
-The signatures match flashinfer-python 0.7.2.post1. `enable_pdl` only affects the launch and is ignored. Not covered:
+The signatures match flashinfer-python 0.7.2.post1. `enable_pdl` is ignored, as it only affects the launch. Not covered:
 `silu_and_mul_scaled_nvfp4_experts_quantize`, which raises NotImplementedError when called.
 """
 

@@ -1,8 +1,8 @@
-"""FlashInfer's norms (`flashinfer.norm`): the names, orders and defaults of the arguments, and the results.
+"""A replacement for FlashInfer's norms, `flashinfer.norm`, with the same arguments and results.
 
-The signatures match flashinfer-python 0.7.2.post1. `enable_pdl` only affects the launch and is ignored. The functions
-that add a residual normalize the float32 sum, before it is rounded. FP8 formats other than e4m3, and the functions of
-`NOT_COVERED`, raise NotImplementedError.
+The signatures match flashinfer-python 0.7.2.post1. `enable_pdl` is ignored, because it only affects the launch. The
+functions that add a residual normalize the float32 sum before it is rounded. FP8 formats other than e4m3, and the
+functions in `NOT_COVERED`, raise NotImplementedError.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def rmsnorm_quant(
     eps: float = 1e-6,
     enable_pdl: bool | None = None,
 ) -> None:
-    """Call `cukern.rms_norm_quant` with one given scale, into `out`. Refuses an `out` that is not float8_e4m3fn."""
+    """Call `cukern.rms_norm_quant` with one given scale. Writes `out`, which must be float8_e4m3fn."""
     _expect_e4m3("rmsnorm_quant", out)
     cukern.rms_norm_quant(input, weight, eps, scale=scale, out_q=out)
 
@@ -80,7 +80,7 @@ def fused_add_rmsnorm_quant(
 ) -> None:
     """Call `cukern.fused_add_rms_norm_quant` with one given scale. `out` and `residual` are written.
 
-    Refuses an `out` that is not float8_e4m3fn.
+    `out` must be float8_e4m3fn.
     """
     _expect_e4m3("fused_add_rmsnorm_quant", out)
     cukern.fused_add_rms_norm_quant(input, residual, weight, eps, scale=scale, round_sum=False, out_q=out)
@@ -101,5 +101,5 @@ def gemma_fused_add_rmsnorm(
 
 
 def layernorm(input: AnyArray, gemma: AnyArray, beta: AnyArray, eps: float = 1e-6) -> AnyArray:
-    """Call `cukern.layer_norm`. `gemma` is the weight, `beta` the bias."""
+    """Call `cukern.layer_norm`. `gemma` is the weight, and `beta` is the bias."""
     return cukern.layer_norm(input, gemma, beta, eps)

@@ -1,6 +1,6 @@
-"""FlashInfer's functions for the paged cache (`flashinfer.page`), with its arguments and results.
+"""A replacement for FlashInfer's functions for the paged cache, `flashinfer.page`, with the same arguments and results.
 
-The signatures match flashinfer-python 0.7.2.post1. Not covered: MLA caches and 4-bit caches. The functions of
+The signatures match flashinfer-python 0.7.2.post1. Not covered: MLA caches and 4-bit caches. The functions in
 `NOT_COVERED` raise NotImplementedError when called.
 """
 
@@ -27,7 +27,11 @@ __getattr__ = not_covered("cukern.compat.flashinfer.page", "flashinfer.page", na
 
 
 def get_seq_lens(kv_indptr: AnyArray, kv_last_page_len: AnyArray, page_size: int) -> AnyArray:
-    """Return the tokens of each sequence [batch], from kv_indptr [batch + 1] and the tokens in each last page."""
+    """Return the number of tokens of each sequence [batch].
+
+    `kv_indptr` [batch + 1] contains the cumulative page counts, and `kv_last_page_len` [batch] the number of tokens in
+    the last page of each sequence.
+    """
     pages: Any = kv_indptr[1:] - kv_indptr[:-1]
     return torch.clamp(pages - 1, min=0) * page_size + kv_last_page_len
 
@@ -39,11 +43,11 @@ def get_batch_indices_positions(
     batch_indices: AnyArray | None = None,
     positions: AnyArray | None = None,
 ) -> tuple[AnyArray, AnyArray]:
-    """Return the sequence of each of `nnz` new tokens, and the token's position in it, int32 [nnz] each.
+    """Return the index of the sequence of each new token, and the token's position in the sequence, int32 [nnz] each.
 
-    The new tokens from `append_indptr[b]` to `append_indptr[b + 1] - 1` are the last tokens of sequence b. Tokens past
-    the last sequence get the sequence -1 and the position 0. `batch_indices` and `positions`, if given, receive the
-    results. A few small torch kernels compute them.
+    The new tokens from `append_indptr[b]` to `append_indptr[b + 1] - 1` are the last tokens of sequence b. Tokens after
+    the last sequence get the sequence index -1 and the position 0. If `batch_indices` and `positions` are given, the
+    results are written to them. A few small torch kernels compute the results.
     """
     ends: Any = append_indptr[1:]
     tokens = torch.arange(nnz, dtype=torch.int32, device=ends.device)
@@ -69,13 +73,13 @@ def append_paged_kv_cache(
     kv_last_page_len: AnyArray,
     kv_layout: str = "NHD",
 ) -> None:
-    """Call `cukern.reshape_and_cache_flash` for new tokens. Small torch kernels compute their slots first.
+    """Call `cukern.reshape_and_cache_flash` for new tokens. Small torch kernels compute the slots of the tokens first.
 
-    Token i has the position `p = positions[i]` in sequence `b = batch_indices[i]`, and is stored in the page
-    `kv_indices[kv_indptr[b] + p // page_size]`. A token with a negative batch index, or with a position past the pages
-    of its sequence, is not stored.
-    `paged_kv_cache` is one tensor with keys and values along dimension 1, or a pair. `kv_last_page_len` is ignored. An
-    FP8 cache stores the numbers without a scale.
+    Token i has position `p = positions[i]` in sequence `b = batch_indices[i]`, and is stored in page
+    `kv_indices[kv_indptr[b] + p // page_size]`. A token is not stored if its batch index is negative, or if its
+    position is outside the pages of its sequence.
+    `paged_kv_cache` is one tensor with keys and values along dimension 1, or a pair of tensors. `kv_last_page_len` is
+    ignored. An FP8 cache stores the elements without a scale.
     """
     check.one_of("kv_layout", kv_layout, ("NHD", "HND"))
     if not isinstance(paged_kv_cache, (tuple, list)):

@@ -1,18 +1,19 @@
-"""FlashInfer's `flashinfer.sampling`: the names, orders and defaults of the arguments, and the results.
+"""A replacement for `flashinfer.sampling`, with the same arguments and results.
 
 The signatures match flashinfer-python 0.7.2.post1. All functions of that module are covered.
 
 Differences:
 
-- A seed gives other tokens than in FlashInfer. With a seed per row, the sample of a row depends only on the row's seed;
-  in FlashInfer it also depends on the index of the row. With a single seed it depends on the index in both libraries.
+- The same seed gives other tokens than in FlashInfer. With one seed per row, the sample of a row depends only on the
+  row's seed; in FlashInfer it also depends on the index of the row. With a single seed for all rows, it depends on the
+  index of the row in both libraries.
 - A `seed` without `offset` uses the offset 0. FlashInfer takes the offset from the generator.
-- All samples are deterministic, so `deterministic` and `is_deterministic` are ignored. `enable_pdl` only affects the
-  launch and is ignored too.
-- Ties at a top-k threshold go to the lower id, so exactly k tokens are kept.
-- `check_nan` waits for the device, as in FlashInfer.
-- Without `seed` the random numbers come from `generator`, or from torch's default generator of the device, also in a
-  CUDA graph.
+- All functions are deterministic, so `deterministic` and `is_deterministic` are ignored. `enable_pdl` is ignored too,
+  because it only affects the launch.
+- If tokens tie at the top-k threshold, the tokens with lower ids are kept, so that exactly k tokens are kept.
+- With `check_nan` the host waits for the device, as in FlashInfer.
+- Without `seed` the random numbers come from `generator`, or from torch's default generator for the device. This also
+  works in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ __all__ = [
 
 __getattr__ = not_covered("cukern.compat.flashinfer.sampling", "flashinfer.sampling", names=("get_seed_and_offset",))
 
-#: The dtypes that cukern's functions take. Other dtypes are converted, as in FlashInfer.
+#: The dtypes that cukern's functions support for parameters. Other dtypes are converted, as in FlashInfer.
 _INTEGERS = torch.int32, torch.int64
 _NUMBERS = torch.float32, *_INTEGERS
 
 
 def _randomness(generator: Any, seed: Any, offset: Any) -> dict[str, Any]:
-    """Return the arguments generator, seed and offset. Without a seed the offset is ignored, as in FlashInfer."""
+    """Return cukern's arguments for the random numbers. Without a seed the offset is ignored, as in FlashInfer."""
     if seed is None:
         return {"generator": generator}
     if offset is not None and isinstance(seed, torch.Tensor) != isinstance(offset, torch.Tensor):
@@ -68,7 +69,7 @@ def _refuse_nan(check_nan: bool, name: str, values: Any) -> None:
 
 
 def _parameter(name: str, given: Any, values: Any, indices: Any = None) -> Any:
-    """Convert a parameter to a form that cukern takes: top-k at most the vocabulary size, no float64 and no float16.
+    """Convert a sampling parameter for cukern: limit top_k to the vocabulary size, and convert unsupported dtypes.
 
     Raises ValueError, with FlashInfer's message, for a tensor that is not [batch].
     """
@@ -87,14 +88,14 @@ def _parameter(name: str, given: Any, values: Any, indices: Any = None) -> Any:
     if not counts:
         return given if given.dtype in _NUMBERS else given.float()
     given = given if given.dtype in _INTEGERS else given.int()
-    # The kernels clamp top-k to the vocabulary. The NumPy references raise for larger values, so clamp for them here.
+    # The kernels clamp top_k to the vocabulary size. The NumPy references raise for larger values, so clamp on the CPU.
     return given if given.is_cuda else given.clamp(max=vocab)
 
 
 def _drawn(
     function: Any, name: str, values: Any, filters: dict[str, Any], draw: tuple[Any, ...], **options: Any
 ) -> Any:
-    """Draw tokens; `draw` is (indices, generator, check_nan, seed, offset)."""
+    """Sample tokens with `function`. `draw` is the tuple (indices, generator, check_nan, seed, offset)."""
     indices, generator, check_nan, seed, offset = draw
     _refuse_nan(check_nan, name, values)
     converted = [_parameter(each, given, values, indices) for each, given in filters.items()]
@@ -115,7 +116,7 @@ def sampling_from_logits(
     seed: int | AnyArray | None = None,
     offset: int | AnyArray | None = None,
 ) -> AnyArray:
-    """Call `cukern.sampling_from_logits`; ids are int32, or of the dtype of `indices`."""
+    """Call `cukern.sampling_from_logits`. The ids have the dtype of `indices`, or int32 without `indices`."""
     draw = indices, generator, check_nan, seed, offset
     return _drawn(cukern.sampling_from_logits, "logits", logits, {}, draw)
 
@@ -250,7 +251,7 @@ def chain_speculative_sampling(
     seed: int | AnyArray | None = None,
     offset: int | AnyArray | None = None,
 ) -> tuple[AnyArray, AnyArray, AnyArray]:
-    """Call `cukern.chain_speculative_sampling`. Counts are added to the count arrays, if given."""
+    """Call `cukern.chain_speculative_sampling`. If count arrays are given, the counts are added to them."""
     draws = _randomness(generator, seed, offset)
     drafts = draft_token_ids.int() if isinstance(draft_token_ids, torch.Tensor) else draft_token_ids
     ids, accepted, emitted = cukern.chain_speculative_sampling(draft_probs, drafts, target_probs, **draws)

@@ -1,15 +1,15 @@
-"""SGLang's kernels, `sgl_kernel`, that cukern covers: the names, orders and defaults of the arguments, and the results.
+"""A replacement for SGLang's `sgl_kernel`, with the same arguments and results.
 
 The signatures match sglang-kernel 0.4.2.post2. `enable_pdl`, which only affects the launch, `cumsum_buffer` and
 `enable_v2` are ignored.
 
-Not covered: packed UE8M0 scales (`scale_ue8m0`) in the quantization by groups, ranges in that quantization other than
-those of e4m3 and int8, and the functions of `NOT_COVERED`. They raise NotImplementedError when called.
+Not covered: in the quantization with one scale per group, packed UE8M0 scales (`scale_ue8m0`) and ranges other than the
+ranges of e4m3 and int8; and the functions in `NOT_COVERED`. They raise NotImplementedError when called.
 
 Differences:
 
 - Gates compute scores in float32 for every dtype of the logits.
-- The order of an expert's tokens is stable.
+- The rows of an expert are always in token order.
 - An activation is not rounded to 16 bits before it is quantized. It is divided by the scale, instead of multiplied by
   the reciprocal of the scale.
 - `top_k_renorm_probs` keeps exactly k probabilities. Among equal ones, lower ids come first.
@@ -116,14 +116,14 @@ def gelu_and_mul(input: AnyArray, out: AnyArray | None = None) -> AnyArray:
 
 
 def gelu_quick(input: AnyArray, out: AnyArray | None = None) -> AnyArray:
-    """Call `cukern.gelu_quick`, which SGLang only has on AMD GPUs."""
+    """Call `cukern.gelu_quick`. In SGLang this function exists only for AMD GPUs."""
     return cukern.gelu_quick(input, out=out)
 
 
 def top_k_renorm_probs(probs: AnyArray, top_k: AnyArray | int) -> AnyArray:
-    """Call `cukern.top_k_renorm_probs`. It keeps exactly k probabilities; among equal ones, those with lower ids.
+    """Call `cukern.top_k_renorm_probs`. It keeps exactly k probabilities; of equal probabilities, lower ids come first.
 
-    SGLang keeps all that are equal to the k-th. A `top_k` above the vocabulary size keeps all probabilities.
+    SGLang keeps all probabilities that are equal to the k-th. A `top_k` above the vocabulary size keeps all.
     """
     return sampling.top_k_renorm_probs(probs, top_k)
 
@@ -175,7 +175,7 @@ def moe_fused_gate(
 ) -> tuple[AnyArray, AnyArray]:
     """Call `cukern.moe_fused_gate`. Returns weights float32 and ids int32, [tokens, topk]."""
     sizes = num_expert_group, topk_group, topk, num_fused_shared_experts
-    # The default factor of 0 is a placeholder. Pass 1 if the factor has no effect.
+    # The default factor, 0, is a placeholder. If the factor has no effect, pass 1 instead.
     factor = routed_scaling_factor if num_fused_shared_experts or apply_routed_scaling_factor_on_output else 1.0
     return cukern.moe_fused_gate(input_tensor, bias, *sizes, factor, apply_routed_scaling_factor_on_output)
 
@@ -208,9 +208,10 @@ def moe_align_block_size(
 ) -> None:
     """Call `cukern.moe_align_block_size` into the three arrays; `num_experts` is the number of experts plus 1.
 
-    As in SGLang, tokens that were filtered out have the id -1, which counts as an additional expert. Its blocks have -1
-    in `experts_ids`. Two small torch kernels renumber the ids so that it is the first expert. The elements past the
-    last block are always filled: with `topk_ids.numel()` in `sorted_token_ids`, and with -1 in `experts_ids`.
+    As in SGLang, tokens that were filtered out have the id -1, which counts as an additional expert. The blocks of this
+    expert have -1 in `experts_ids`. Two small torch kernels renumber the ids so that it is the first expert. The
+    elements after the last block are always filled: with `topk_ids.numel()` in `sorted_token_ids`, and with -1 in
+    `experts_ids`.
     """
     ids: Any = topk_ids + 1
     numbers = torch.arange(-1, num_experts - 1, dtype=torch.int32, device=ids.device)
@@ -224,7 +225,7 @@ def moe_sum(input_tensor: AnyArray, output_tensor: AnyArray) -> None:
 
 
 def moe_sum_reduce(input_tensor: AnyArray, output_tensor: AnyArray, routed_scaling_factor: float = 0) -> None:
-    """Add up the slots of each token, times a factor, and round once. Calls `cukern.moe_unpermute` on unsorted rows."""
+    """Add up the slots of each token, multiply by a factor, and round once. This calls `cukern.moe_unpermute`."""
     tokens, topk, hidden = input_tensor.shape
     weights = torch.full((tokens, topk), routed_scaling_factor, dtype=torch.float32, device=input_tensor.device)
     cukern.moe_unpermute(output_tensor, input_tensor.reshape(tokens * topk, hidden), weights, None)
@@ -232,7 +233,7 @@ def moe_sum_reduce(input_tensor: AnyArray, output_tensor: AnyArray, routed_scali
 
 # --- quantization -------------------------------------------------------------------------------------
 
-#: The quantized range of a dtype, with the bounds that SGLang's callers pass.
+#: The smallest and the largest value of each quantized dtype, as SGLang's callers pass them.
 _RANGES = {torch.float8_e4m3fn: (-448.0, 448.0), torch.int8: (-128.0, 127.0)}
 
 
@@ -301,7 +302,10 @@ def merge_state_v2(
     v_merged: AnyArray | None = None,
     s_merged: AnyArray | None = None,
 ) -> tuple[AnyArray, AnyArray]:
-    """Call `cukern.merge_attention_states` on [tokens, heads, head_dim] and lse [tokens, heads]; return both merged."""
+    """Call `cukern.merge_attention_states` on outputs [tokens, heads, head_dim] and lse [tokens, heads].
+
+    Return the merged output and the merged lse.
+    """
     out = torch.empty_like(v_a) if v_merged is None else v_merged
     lse = torch.empty_like(s_a, dtype=torch.float32) if s_merged is None else s_merged
     return cukern.merge_attention_states(v_a, s_a.float(), v_b, s_b.float(), out=(out, lse))

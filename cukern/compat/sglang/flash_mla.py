@@ -1,8 +1,8 @@
-"""SGLang's `sgl_kernel.flash_mla`: the names, orders and defaults of the arguments, and the results.
+"""A replacement for SGLang's `sgl_kernel.flash_mla`, with the same arguments and results.
 
-The signatures match sglang-kernel 0.4.2.post2. The plan that `get_mla_metadata` returns has cukern's format, so use
-both functions from this module. Not covered: 8-bit queries with `descale_q` and `descale_k`, a plan for a dense FP8
-cache, and `flash_mla_sparse_fwd`. They raise NotImplementedError.
+The signatures match sglang-kernel 0.4.2.post2. The plan that `get_mla_metadata` returns has cukern's format, so pass it
+only to `flash_mla_with_kvcache` of this module. Not covered: 8-bit queries with `descale_q` and `descale_k`, a plan for
+a dense FP8 cache, and `flash_mla_sparse_fwd`. They raise NotImplementedError.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def get_mla_metadata(
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
 ) -> tuple[AnyArray, AnyArray]:
-    """Call `cukern.get_mla_metadata`. Refuses `is_fp8_kvcache` without `topk`, which is SGLang's 576-byte cache."""
+    """Call `cukern.get_mla_metadata`. Raises for `is_fp8_kvcache` without `topk`, which is SGLang's 576-byte cache."""
     if is_fp8_kvcache and topk is None:
         refuse("get_mla_metadata", "is_fp8_kvcache", "False without topk", True)
     return cukern.get_mla_metadata(

@@ -1,8 +1,8 @@
-"""vLLM's functions that cukern covers: `vllm._custom_ops`, with the names and arguments of vLLM 0.33.0.
+"""A replacement for `vllm._custom_ops`, with the names and arguments of vLLM 0.33.0.
 
 `from cukern.compat import vllm as ops` replaces `from vllm import _custom_ops as ops`. The docstring of
 `cukern.compat.vllm._custom_ops` lists the covered functions and the differences.
-`cukern.compat.vllm.moe_permute_unpermute` has the two functions of vLLM's module of that name.
+`cukern.compat.vllm.moe_permute_unpermute` contains the two functions of vLLM's module of the same name.
 """
 
 from cukern.runtime.packages import missing

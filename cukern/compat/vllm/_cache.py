@@ -1,4 +1,4 @@
-"""The functions of `vllm._custom_ops` that write, copy and read a paged KV cache."""
+"""Replacements for the functions of `vllm._custom_ops` that write, copy and read a paged KV cache."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def reshape_and_cache(
 def _over_scales_of_heads(
     x: AnyArray, cache: AnyArray, kv_cache_dtype: str, scale: AnyArray
 ) -> tuple[AnyArray, AnyArray | None]:
-    """Return the array to store, and its scale. If there is a scale per head, return `x / scale` and None.
+    """Divide `x` by its scales, if there is one scale per head and the cache is FP8. Return the quotients and None.
 
-    The quotients are rounded as in the kernel: once to float32, and once to the format of the cache. A cache that is
-    not FP8 stores x itself.
+    Otherwise return `x` and `scale` unchanged. The quotients are rounded as in the kernel: once to float32 here, and
+    once to the format of the cache.
     """
     by_heads = isinstance(scale, torch.Tensor) and scale.dim() == 1 and scale.numel() > 1
     if not by_heads or scale.dtype != torch.float32 or scale.device != x.device or scale.shape != x.shape[1:2]:
-        return x, scale  # one element, or an invalid scale: `cukern.reshape_and_cache_flash` raises
+        return x, scale  # one scale, or an invalid scale, for which `cukern.reshape_and_cache_flash` raises
     is_fp8 = kv_cache_dtype != "auto" or cache.dtype in _FP8
     return (x / scale[:, None] if is_fp8 else x), None
 
@@ -56,12 +56,13 @@ def reshape_and_cache_flash(
 ) -> None:
     """Call `cukern.reshape_and_cache_flash`.
 
-    With scales [kv_heads] and an FP8 cache, the keys or values are first divided by their scales, into a float32 copy.
+    If the scales are [kv_heads] and the cache is FP8, a float32 copy of the keys or values is divided by the scales
+    first.
     """
     are_alike = key.dtype == value.dtype
     key, k_scale = _over_scales_of_heads(key, key_cache, kv_cache_dtype, k_scale)
     value, v_scale = _over_scales_of_heads(value, value_cache, kv_cache_dtype, v_scale)
-    if are_alike and key.dtype != value.dtype:  # only one of the two has scales of heads
+    if are_alike and key.dtype != value.dtype:  # only keys or only values have one scale per head
         key, value = key.float(), value.float()
     cukern.reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
 
@@ -126,7 +127,7 @@ def cp_gather_cache(
     batch_size: int,
     seq_starts: AnyArray | None = None,
 ) -> None:
-    """Call `cukern.gather_cache`, which copies the numbers without conversion."""
+    """Call `cukern.gather_cache`, which copies the elements without conversion."""
     cukern.gather_cache(src_cache, dst, block_table, cu_seq_lens, batch_size, seq_starts)
 
 

@@ -1,20 +1,21 @@
-"""The functions of vLLM's `vllm._custom_ops` that cukern covers, with vLLM's names, arguments and results.
+"""A replacement for `vllm._custom_ops`, with the same names, arguments and results.
 
-The signatures match vLLM 0.33.0. Functions that 0.10.2 has and 0.33.0 lacks have the signatures of 0.10.2:
-`paged_attention_v1`, `paged_attention_v2`, `copy_blocks`, `copy_blocks_mla`, `get_flash_mla_metadata`,
+The signatures match vLLM 0.33.0. Some functions exist in vLLM 0.10.2 but not in 0.33.0, and have the signatures of
+0.10.2: `paged_attention_v1`, `paged_attention_v2`, `copy_blocks`, `copy_blocks_mla`, `get_flash_mla_metadata`,
 `flash_mla_with_kvcache`. Tensors may be on the CPU, where the NumPy references run.
 
 Not covered: `grouped_topk` and `gather_and_maybe_dequant_cache` with the arguments of 0.10.2; int8 results of the fused
 norms and activations; FP8 with given scales per group, row or column; `is_padding`; the 8x4 layout of NVFP4 scales.
-A function that refuses an argument raises NotImplementedError. The functions of `NOT_COVERED` raise it when called.
+Where a docstring says that a function refuses an argument, the function raises NotImplementedError. The functions in
+`NOT_COVERED` raise NotImplementedError when called.
 
 Differences:
 
-- Norms are rounded once, at the end. vLLM also rounds before it multiplies by the weight.
-- The order of the tokens of an expert is stable.
+- The results of norms are rounded once, at the end. vLLM also rounds before it multiplies by the weight.
+- The rows of an expert are always in token order.
 - Unused elements of `experts_ids` are -1.
 - Activations are not rounded to 16 bits before they are quantized.
-- The smallest scales are those of `cukern.rms_norm_quant` and `cukern.silu_and_mul_quant`.
+- The smallest scale is the same as in `cukern.rms_norm_quant` and `cukern.silu_and_mul_quant`.
 """
 
 from __future__ import annotations
@@ -243,7 +244,7 @@ def _expect_e4m3(function: str, quant_dtype: Any, scale_ub: Any) -> None:
 
 
 def _normalized(input: Any, weight: Any, epsilon: float, residual: Any, group_size: int | None) -> tuple[Any, Any]:
-    """Return the RMS norm in FP8, and its scales [rows, groups]. With `residual`, normalize the float32 sum."""
+    """Return the RMS norm in FP8, and its scales [rows, groups]. With `residual`, add it first, in float32."""
     if residual is None:
         q, scales = cukern.rms_norm_quant(input, weight, epsilon, group_size=group_size)
     else:
@@ -288,7 +289,7 @@ def rms_norm_per_block_quant(
     is_scale_transposed: bool = False,
     tma_alignment: int = 0,
 ) -> tuple[AnyArray, AnyArray]:
-    """Call `cukern.rms_norm_quant` with a scale for each `group_size[1]` numbers of a row.
+    """Call `cukern.rms_norm_quant` with one scale per `group_size[1]` elements of a row.
 
     With `residual`, normalize the sum and write `residual`. Transposed scales are copied. Refuses a `quant_dtype` other
     than float8_e4m3fn, `scale_ub`, and a `group_size[0]` other than 1.
@@ -343,7 +344,7 @@ def scaled_fp8_quant(
 def scaled_int8_quant(
     input: AnyArray, scale: AnyArray | None = None, azp: AnyArray | None = None, symmetric: bool = True
 ) -> tuple[AnyArray, AnyArray, AnyArray | None]:
-    """Call `cukern.scaled_int8_quant`. Given scales and zero points are returned unchanged, new ones as [rows, 1]."""
+    """Call `cukern.scaled_int8_quant`. Returns given scales and zero points unchanged, and new ones as [rows, 1]."""
     q, scales, zero = cukern.scaled_int8_quant(input, scale, azp, symmetric)
     if scale is not None:
         return q, scale, azp
@@ -351,7 +352,7 @@ def scaled_int8_quant(
 
 
 def _swizzled(scale: Any) -> Any:
-    """Copy scales [rows, groups] into tiles of 128 x 4, the layout of Blackwell's tensor cores, padded with zeros.
+    """Copy scales [rows, groups] to the layout for Blackwell's tensor cores: tiles of 128 x 4, padded with zeros.
 
     In a tile, the scale of (row, group) is at byte `row % 32 * 16 + row // 32 * 4 + group`.
     """
@@ -390,7 +391,7 @@ def scaled_fp4_quant(
 def apply_repetition_penalties(
     logits: AnyArray, prompt_mask: AnyArray, output_mask: AnyArray, repetition_penalties: AnyArray
 ) -> None:
-    """Call `cukern.apply_penalties` for the tokens of both masks. Writes `logits`. Penalties become float32 [batch]."""
+    """Call `cukern.apply_penalties` for the tokens of both masks. Writes `logits`."""
     penalties: Any = repetition_penalties
     masks = {"prompt_mask": prompt_mask, "output_mask": output_mask}
     cukern.apply_penalties(logits, repetition_penalty=penalties.float(), **masks, out=logits)
@@ -406,7 +407,7 @@ def apply_repetition_penalties_cuda(
 def apply_repetition_penalties_torch(
     logits: AnyArray, prompt_mask: AnyArray, output_mask: AnyArray, repetition_penalties: AnyArray
 ) -> None:
-    """Compute vLLM's formula with torch operations, for any strides. Writes `logits`."""
+    """Apply repetition penalties with torch operations, which support any strides. Writes `logits`."""
     given: Any = logits
     is_used: Any = prompt_mask | output_mask
     penalties = torch.where(is_used, repetition_penalties.reshape(-1, 1), 1.0)
@@ -421,7 +422,7 @@ def moe_sum(
 ) -> None:
     """Call `cukern.moe_sum`, which writes `output`. An input that is not contiguous is copied.
 
-    Refuses `topk_ids` and `expert_map`, with which vLLM leaves out the experts of other ranks.
+    Refuses `topk_ids` and `expert_map`. In vLLM these arguments leave out the experts of other ranks.
     """
     unless_default("moe_sum", None, topk_ids=topk_ids, expert_map=expert_map)
     rows: Any = input
@@ -440,8 +441,8 @@ def moe_align_block_size(
 ) -> None:
     """Call `cukern.moe_align_block_size`, which writes the three arrays.
 
-    With `expert_map`, experts of other ranks are left out. The arrays must be large enough for any ids, as in vLLM's
-    layers. Refuses `scatter_idx`.
+    With `expert_map`, experts of other ranks are left out. The arrays must be large enough for every possible
+    assignment of tokens to experts, as they are in vLLM's layers. Refuses `scatter_idx`.
     """
     unless_default("moe_align_block_size", None, scatter_idx=scatter_idx)
     options: dict[str, Any] = {"ignore_invalid_experts": expert_map is not None}
@@ -452,7 +453,7 @@ def moe_align_block_size(
 def _topk(
     function: Any, topk_weights: Any, topk_ids: Any, token_expert_indices: Any, gating_output: Any, **options: Any
 ) -> None:
-    """Call a gate. Also write `topk_ids` of an integer dtype other than int32, and `token_expert_indices`."""
+    """Call the gate `function`. Convert the ids to the dtype of `topk_ids`, and write `token_expert_indices`."""
     tokens, topk = topk_ids.shape
     ids = topk_ids if topk_ids.dtype == torch.int32 else torch.empty_like(topk_ids, dtype=torch.int32)
     function(topk_weights, ids, gating_output, **options)
@@ -474,8 +475,8 @@ def topk_softmax(
 ) -> None:
     """Call `cukern.topk_softmax`, which writes `topk_weights` and `topk_ids`.
 
-    Element [t, s] of `token_expert_indices` becomes `s * tokens + t`. If the array is None, a launch is saved. Refuses
-    `is_padding`.
+    Element [t, s] of `token_expert_indices` becomes `s * tokens + t`. None instead of the array saves a kernel launch.
+    Refuses `is_padding`.
     """
     unless_default("topk_softmax", None, is_padding=is_padding)
     arrays = topk_weights, topk_ids, token_expert_indices, gating_output
@@ -511,7 +512,7 @@ def grouped_topk(
 ) -> tuple[AnyArray, AnyArray]:
     """Call `cukern.moe_fused_gate` on logits. Returns weights float32 and ids int32, [tokens, topk].
 
-    Refuses a `scoring_func` other than 1 (sigmoid). With 0, for example, `scores` are not logits.
+    Refuses a `scoring_func` other than 1 (sigmoid), because with other values `scores` are not logits.
     """
     if scoring_func != 1:
         refuse("grouped_topk", "scoring_func", "1 (sigmoid of logits)", scoring_func)

@@ -1,8 +1,9 @@
-"""vLLM's `moe_permute` and `moe_unpermute`, of `vllm.model_executor.layers.fused_moe.moe_permute_unpermute`.
+"""A replacement for `vllm.model_executor.layers.fused_moe.moe_permute_unpermute`.
 
 The signatures match vLLM 0.33.0. For `moe_permute` of vLLM 0.10.2, with `align_block_size`, use `cukern.moe_permute`.
-Not covered: `scratch`, which raises NotImplementedError. A pair (token, slot) whose expert is on another rank has the
-row -1 in `inv_permuted_idx`. In vLLM it has a row past the rows of the last expert. `moe_unpermute` ignores both.
+Not covered: `scratch`, which raises NotImplementedError. If the expert of a pair (token, slot) is on another rank,
+`inv_permuted_idx` contains -1 for the pair. In vLLM it contains a row after the rows of the last expert.
+`moe_unpermute` accepts and ignores both.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ def moe_permute(
 ) -> tuple[AnyArray, AnyArray | None, AnyArray, AnyArray, AnyArray]:
     """Call `cukern.moe_permute`, and also return the pair (token, slot) of each row.
 
-    Returns rows, scales, expert_first_token_offset, inv_permuted_idx and permuted_idx. permuted_idx int32 [tokens *
-    topk] has `token * topk + slot` for each row, or `tokens * topk` for a row without a pair. Refuses `scratch`.
+    Returns rows, scales, expert_first_token_offset, inv_permuted_idx and permuted_idx. `permuted_idx`, int32
+    [tokens * topk], contains `token * topk + slot` for each row, or `tokens * topk` for a row without a pair. Refuses
+    `scratch`.
     """
     unless_default("moe_permute", None, scratch=scratch)
     rows, scales, offsets, inverse, _ = cukern.moe_permute(
@@ -51,7 +53,7 @@ def moe_permute(
         permuted_hidden_states=permuted_hidden_states,
     )
     pairs = inverse.numel()
-    # The extra element at the end receives all pairs without a row.
+    # Pairs without a row are written to an extra element at the end.
     permuted = torch.full((pairs + 1,), pairs, dtype=torch.int32, device=inverse.device)
     numbers = torch.arange(pairs, dtype=torch.int32, device=inverse.device)
     permuted.scatter_(0, torch.where(inverse < 0, pairs, inverse).long(), numbers)

@@ -7,9 +7,9 @@
     ck.generate(model, prompts, max_new_tokens=100)
     ck.disable(model)                # as it was
 
-Experts and attention are registered through interfaces of transformers. Routers, norms and rotary embeddings have no
-interface, so `enable` replaces their forwards if they compute the formula of a kernel. To find out, `enable` runs the
-module and the kernel on random numbers; it has no list of models.
+Experts and attention are registered through interfaces of transformers. There is no such interface for routers, norms
+and rotary embeddings. So `enable` replaces the `forward` of such a module if the module computes the same formula as a
+kernel. To find out, `enable` runs both on random inputs. It does not use a list of models.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PARTS = tuple(_ENABLE)
 
 
 def _check_model(model: Any) -> torch.device:
-    """Check that a model can be enabled, and return its device. Raises TypeError or ValueError."""
+    """Check that `enable` supports a model, and return its device. Raises TypeError or ValueError if not."""
     if not isinstance(model, PreTrainedModel):
         check.fail("model", "a PreTrainedModel of transformers", type(model).__name__, TypeError)
     if model.training:
@@ -69,22 +69,22 @@ def enable(model: Any, *, parts: Sequence[str] = PARTS) -> Report:
     Args:
         model: a `PreTrainedModel` in evaluation mode, on one device. On the CPU the NumPy references run, and a warning
             says that they are slow.
-        parts: the parts to replace: "experts", "routers", "norms", "sums" (a residual sum and the norm after it),
-            "rotary", "attention" and "products" (dense products).
+        parts: the kinds of modules to replace: "experts", "routers", "norms", "sums" (a residual sum and the norm after
+            it), "rotary", "attention" and "products" (the matrix multiplications of linear layers).
 
     Returns:
-        A report of the replaced parts, and of the other parts with the reason. If the model is already enabled, this is
-        the earlier report.
+        A report that lists the replaced modules, and the other modules with the reason why they were not replaced. If
+        the model is already enabled, the earlier report.
 
     Raises:
         TypeError: not a model of transformers.
         ValueError: a model in training mode or on several devices, or an unknown part.
 
-    If a gradient may be needed (outside of `torch.no_grad()` and `generate`), the model's own code runs. Do not pickle
-    an enabled model; `save_pretrained` writes the same files as before.
+    The model's own code runs if a gradient may be needed, that is, outside of `torch.no_grad()` and `generate`. Do not
+    pickle an enabled model. `save_pretrained` writes the same files as for a model that is not enabled.
 
-    With a version of transformers outside the tested range, `enable` may not recognize some parts. It then warns, once
-    per model class.
+    With a version of transformers outside the tested range, `enable` may not recognize some modules. It then warns,
+    once per model class.
     """
     device = _check_model(model)
     for part in parts:

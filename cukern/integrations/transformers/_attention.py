@@ -1,11 +1,13 @@
-"""Attention: `paged_attention` for a step of one new token over a cache, scaled_dot_product_attention for prefill.
+"""The attention of an enabled model: `paged_attention` for decoding, and torch's sdpa for prefill.
 
-A cache [batch, kv_heads, tokens, head_dim] is viewed as overlapping pages of 16 tokens: a page begins at every token
-that 15 more tokens follow. A sequence may therefore begin after padding on its left, and the cache may have any length.
+A decoding step has one new token per sequence. `paged_attention` needs pages, so the cache, which is
+[batch, kv_heads, tokens, head_dim], is viewed as overlapping pages of 16 tokens: every token starts a page, except the
+last 15 tokens. So a sequence may start at any token, for example after padding, and the cache may have any length.
 
-The last, incomplete page of a sequence may reach past the end of the cache. In that case the block table covers the
-remainder at the front: its last entry is the page that starts at the first token of the sequence, and the other pages
-follow the remainder. The order of the tokens does not matter for the attention of one token.
+The last page of a sequence may be incomplete. If that page would extend past the end of the cache, the tokens are
+divided differently: the remainder is taken from the start of the sequence, and full pages follow it. The last entry of
+the block table is then the page at the first token. Only its first tokens, the remainder, count. The order of the keys
+does not matter for the attention of one query token.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ MAX_HEAD_DIM = 256
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: The attribute of a mask tensor that caches its `Rows`.
 _ROWS = "_cukern_rows"
-#: The global of transformers that maps names to attention functions.
+#: The name of the global variable of transformers that maps names to attention functions.
 _CHOICE = "ALL_ATTENTION_FUNCTIONS"
 
 
@@ -46,10 +48,10 @@ class Rows(NamedTuple):
 
     @classmethod
     def of_mask(cls, mask: torch.Tensor, batch: int) -> Rows | None:
-        """Return the visible tokens of a mask bool [batch or 1, 1, 1, tokens]; None if they are not contiguous.
+        """Return the range of visible tokens of each sequence in a mask, bool [batch or 1, 1, 1, tokens].
 
-        During tracing or capture the host cannot read the mask. Then a sequence with non-contiguous tokens gets a
-        length that exceeds every cache, which makes its result NaN.
+        Return None if the visible tokens of a sequence are not contiguous. During tracing or capture the host cannot
+        read the mask. Such a sequence then gets a length that exceeds every cache, which makes its result NaN.
         """
         seen = mask[:, 0, 0].expand(batch, -1)
         lengths, starts = seen.sum(-1, dtype=torch.int32), seen.int().argmax(-1)
@@ -61,7 +63,7 @@ class Rows(NamedTuple):
 
 
 def _rows(mask: torch.Tensor | None, query: torch.Tensor, tokens: int) -> Rows | None:
-    """Return the tokens that a step attends to. They are computed once for all layers that share a mask."""
+    """Return the range of tokens that a step attends to. It is computed once for all layers that share a mask."""
     batch = query.shape[0]
     if mask is None:
         return Rows.of_all(batch, tokens, query.device)
@@ -75,7 +77,7 @@ def _rows(mask: torch.Tensor | None, query: torch.Tensor, tokens: int) -> Rows |
 
 
 class Pages(NamedTuple):
-    """A cache as pages, and the pages of each sequence."""
+    """A cache that is viewed as pages, and the block tables, which list the pages of each sequence."""
 
     keys: torch.Tensor  # [blocks, PAGE, kv_heads, head_dim], overlapping
     values: torch.Tensor
@@ -84,7 +86,10 @@ class Pages(NamedTuple):
 
 
 def _as_blocks(x: torch.Tensor) -> torch.Tensor | None:
-    """View keys or values [batch, kv_heads, tokens, head_dim] as overlapping pages; None if the strides prevent it."""
+    """View keys or values [batch, kv_heads, tokens, head_dim] as overlapping pages.
+
+    Return None if the strides do not allow such a view.
+    """
     batch, heads, tokens, dim = x.shape
     of_batch, of_head, of_token, of_number = x.stride()
     if batch == 1:
@@ -100,9 +105,9 @@ def _sequence_distance(x: torch.Tensor) -> int:
 
 
 def tables(starts: torch.Tensor, distance: int, pages: int) -> torch.Tensor:
-    """Return block tables [batch, pages] of sequences that begin at `starts`.
+    """Return block tables [batch, pages] for a cache with PAGE unused tokens after each sequence.
 
-    The sequences are `distance` tokens apart, and each has PAGE unused tokens after it.
+    Sequence i starts at token `i * distance + starts[i]`.
     """
     batch = torch.arange(len(starts), device=starts.device) * distance
     first = (batch + starts)[:, None]
@@ -110,7 +115,10 @@ def tables(starts: torch.Tensor, distance: int, pages: int) -> torch.Tensor:
 
 
 def _tables_within(rows: Rows, distance: int, tokens: int) -> torch.Tensor:
-    """Return block tables for a cache without unused tokens. Their last page starts at the first token (see above)."""
+    """Return block tables for a cache without unused tokens after each sequence.
+
+    The last page starts at the first token of the sequence, as the module docstring describes.
+    """
     batch = torch.arange(len(rows.starts), device=rows.starts.device) * distance
     first = (batch + rows.starts)[:, None]
     rest, whole = (rows.lengths % PAGE)[:, None], (rows.lengths // PAGE)[:, None]
@@ -150,9 +158,10 @@ def attention_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Return the mask for transformers' `AttentionMaskInterface`: bool, True where a token is visible, or None for all.
+    """Return the mask for transformers' `AttentionMaskInterface`.
 
-    A step of `generate` uses its session's mask. All other calls return sdpa's mask.
+    The mask is bool and True where a token is visible. None means that all tokens are visible. A step of `generate`
+    uses the mask of its session. All other calls return the mask that transformers makes for sdpa.
     """
     session = active.session
     if session is not None and session.tokens and q_length == 1:
@@ -166,7 +175,7 @@ def attention_mask(
 
 
 def _why_not(query: Any, key: Any, value: Any, mask: Any, dropout: float, kwargs: dict[str, Any]) -> str:
-    """Return why a call must use sdpa; empty if `paged_attention` can run it."""
+    """Return the reason why a call must use sdpa. The reason is empty if `paged_attention` can run the call."""
     if query.shape[2] != 1:
         return "prefill"
     if key.shape[-1] != value.shape[-1] or key.shape[-1] % 8 or key.shape[-1] > MAX_HEAD_DIM:
@@ -192,7 +201,10 @@ def attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend for transformers' `AttentionInterface`: [batch, heads, tokens, head_dim] to [batch, tokens, ...]."""
+    """Compute attention, as a function for transformers' `AttentionInterface`.
+
+    The query is [batch, heads, tokens, head_dim], and the result is [batch, tokens, heads, head_dim].
+    """
     out = None
     if not _why_not(query, key, value, attention_mask, dropout, kwargs):
         out = _step(query, key, value, attention_mask, scaling, kwargs)
@@ -210,7 +222,10 @@ def _step(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: Any,
     kwargs: dict[str, Any],
 ) -> torch.Tensor | None:  # fmt: skip
-    """Run the attention of one token with `paged_attention`; None if the cache cannot be viewed as pages."""
+    """Run the attention of one new token per sequence with `paged_attention`.
+
+    Return None if the cache cannot be viewed as pages.
+    """
     rows = _rows(mask, query, key.shape[2])
     if rows is None or (rows.shortest is not None and rows.shortest < PAGE):
         return None
@@ -225,7 +240,7 @@ def _step(
             sinks=None if sinks is None else sinks.detach().float().contiguous(),
         )  # fmt: skip
         if rows.shortest is None and mask is not None:
-            # A sequence shorter than a page may have no whole page in memory, so torch computes its attention.
+            # The page of a sequence shorter than PAGE may extend past the cache, so torch computes its attention.
             out = torch.where(
                 (rows.lengths < PAGE)[:, None, None], _short(query, key, value, mask, scaling, kwargs), out
             )
@@ -233,7 +248,7 @@ def _step(
 
 
 def _short(query: Any, key: Any, value: Any, mask: Any, scaling: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Return the attention of one token, [batch, heads, head_dim], composed of torch operations."""
+    """Compute the attention of one token with torch operations. Return [batch, heads, head_dim]."""
     return _composed(None, query, key, value, mask, scaling, kwargs)[:, 0]
 
 
@@ -241,7 +256,7 @@ def _composed(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: Any,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:  # fmt: skip
-    """Return attention with a softcap or sinks, which sdpa lacks, composed of torch operations."""
+    """Compute attention with torch operations, for a softcap or sinks, which sdpa does not support."""
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -249,7 +264,7 @@ def _composed(
         scores = torch.tanh(scores / kwargs["softcap"]) * kwargs["softcap"]
     if mask is None and query.shape[2] > 1 and getattr(module, "is_causal", True):
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device)
-        # A static cache has the tokens of later steps after the queries.
+        # A static cache also has room for the tokens of later steps, which must not be visible.
         mask = mask.tril(0 if module is not None and key.shape[2] > query.shape[2] else key.shape[2] - query.shape[2])
     if mask is not None:
         mask = mask[..., : key.shape[2]]
@@ -266,18 +281,18 @@ def _composed(
 
 
 def _classes(model: Any) -> list[Any]:
-    """Return the modules of a model whose forwards look up an attention by name."""
+    """Return the modules of a model whose `forward` looks up an attention function by name."""
     return [module for module in model.modules() if _CHOICE in read_globals(module)]
 
 
 def _tells_sdpa(module: Any) -> bool:
-    """Return whether a module's forward compares the name of the attention with "sdpa", to treat it differently."""
+    """Return whether a module's `forward` contains a test for the attention name "sdpa"."""
     constants = getattr(getattr(written(module), "__code__", None), "co_consts", ())
     return any(x == "sdpa" or (isinstance(x, tuple) and "sdpa" in x) for x in constants)
 
 
 def _extends_mask(module: Any) -> bool:
-    """Return whether a module's forward pads or concatenates its mask with floats, which a bool mask does not allow."""
+    """Return whether a module's `forward` extends its mask with floats. This fails for a bool mask."""
     code = getattr(written(module), "__code__", None)
     if code is None or not {"cat", "pad", "concat"} & {*code.co_names}:
         return False
@@ -285,7 +300,7 @@ def _extends_mask(module: Any) -> bool:
 
 
 def _why_bound(module: Any) -> str:
-    """Return why a module's attention must stay; empty if it can be replaced."""
+    """Return the reason why a module's attention cannot be replaced. The reason is empty if it can."""
     if _tells_sdpa(module):
         return "a forward of its configuration tells sdpa from other attentions"
     if _extends_mask(module):
@@ -294,7 +309,7 @@ def _why_bound(module: Any) -> str:
 
 
 def _why_never(module: Any) -> str:
-    """Return why no step of a module can use `paged_attention`; empty if its sizes do not rule it out."""
+    """Return the reason why a module can never use `paged_attention`. It is empty if the sizes allow it."""
     keys, values = (getattr(module, name, None) for name in ("qk_head_dim", "v_head_dim"))
     keys = getattr(module, "head_dim", None) if not isinstance(keys, int) else keys
     if isinstance(keys, int) and isinstance(values, int) and keys != values:

@@ -1,4 +1,7 @@
-"""Tensors that are computed only when other code reads them. A kernel can use the tensors they are made of instead."""
+"""Tensors that are computed only when other code reads them.
+
+A kernel of this package can use the inputs of such a tensor instead, so that the tensor need not be computed.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,13 @@ import torch
 
 
 class Deferred(torch.Tensor):
-    """A placeholder for another tensor. Any torch function or attribute access computes that tensor and uses it.
+    """A placeholder for a tensor. Any torch function or attribute access computes the tensor and uses it.
 
-    Functions of this package check for the subclasses first, and use the tensors that the placeholder is made of.
+    Functions of this package check for the subclasses first, and use the inputs of the computation instead.
     """
 
     def made(self) -> torch.Tensor:
-        """Compute the tensor."""
+        """Compute the tensor and return it."""
         raise NotImplementedError
 
     @classmethod
@@ -23,7 +26,7 @@ class Deferred(torch.Tensor):
 
 
 def _made(x: Any) -> Any:
-    """Return `x` with all deferred tensors computed, also in tuples, lists and dicts."""
+    """Replace the deferred tensors in `x`, also in tuples, lists and dicts, by the computed tensors."""
     if isinstance(x, Deferred):
         return x.made()
     if type(x) in (tuple, list):
@@ -32,17 +35,20 @@ def _made(x: Any) -> Any:
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, computed if it is deferred."""
+    """Return the tensor. If it is deferred, compute it first."""
     return x.made() if isinstance(x, Deferred) else x
 
 
 class Sum(Deferred):
-    """`residual + hidden_states`, which a layer returns during `generate` so that the next norm can add the two."""
+    """The deferred sum `residual + hidden_states`. A layer returns it during `generate`.
+
+    The norm of the next layer then adds the two tensors in its own kernel.
+    """
 
     @staticmethod
     def of(hidden_states: torch.Tensor, residual: torch.Tensor) -> Sum:
         self = residual.as_subclass(Sum)
-        # Use __dict__, because setting or reading an attribute would compute the sum.
+        # Write to `__dict__`, because setting an attribute would compute the sum.
         self.__dict__.update(_parts=(hidden_states, residual), _made=None)
         return self
 
@@ -54,17 +60,17 @@ class Sum(Deferred):
         return own["_made"]  # type: ignore[no-any-return]
 
     def parts(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the terms; None if the sum has been computed."""
+        """Return `hidden_states` and `residual`. Return None if the sum has been computed."""
         own = object.__getattribute__(self, "__dict__")
         return None if own["_made"] is not None else own["_parts"]
 
     def keep(self, made: torch.Tensor) -> None:
-        """Store the sum that a kernel has computed. The kernel may have overwritten one of the terms with it."""
+        """Store the sum that a kernel has computed. The kernel may have overwritten `hidden_states` or `residual`."""
         object.__getattribute__(self, "__dict__")["_made"] = made
 
 
 class Ids(Deferred):
-    """The int32 expert ids that a gate has written. They are converted to int64 when other code reads them."""
+    """The int32 expert ids of a router. They are converted to int64 only when other code reads them."""
 
     @staticmethod
     def of(ids: torch.Tensor) -> Ids:

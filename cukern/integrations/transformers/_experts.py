@@ -1,6 +1,7 @@
-"""The experts of a model run on `fused_experts` if it has their activation.
+"""Run the experts of a model on cukern.
 
-Otherwise they run on grouped GEMMs, and the model's own code computes the activation.
+They run on `fused_experts` if it implements their activation. Otherwise they run on the grouped GEMMs of cukern, and
+the model's own code computes the activation between them.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ _GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 class MatchedActivation:
     """The kernel activation that equals the activation of a module of experts, if there is one."""
 
-    activation: str | None  # None: the module's own code
+    activation: str | None  # the name of the kernel activation; None: the module's own code computes it
     options: dict[str, Any] = field(default_factory=dict)  # options of the activation
-    why: str = ""  # the most similar kernel activation, and where the module differs from it
+    why: str = ""  # without a match: the most similar kernel activation, and how the module differs from it
 
     @property
     def is_fused(self) -> bool:
@@ -52,7 +53,7 @@ class MatchedActivation:
 
 
 def is_experts(module: torch.nn.Module) -> bool:
-    """Return whether the module has transformers' interface for experts, which looks up an implementation by name."""
+    """Return whether transformers looks up the implementation of this module of experts by name."""
     return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "_apply_gate", "down_proj"))
 
 
@@ -63,7 +64,7 @@ def _first(module: Any) -> torch.Tensor:
 
 
 def _bounds(module: Any) -> Iterator[tuple[float, float]]:
-    """Yield the constants alpha and limit of swigluoai, if the module has such attributes."""
+    """Yield (alpha, limit), the constants of the activation swigluoai, if the module has such attributes."""
     for alpha in ("alpha", "swiglu_alpha"):
         for limit in ("limit", "swiglu_limit"):
             found = getattr(module, alpha, None), getattr(module, limit, None)
@@ -72,9 +73,10 @@ def _bounds(module: Any) -> Iterator[tuple[float, float]]:
 
 
 def _candidates(module: Any) -> Iterator[tuple[str, dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]]:
-    """Yield the activations of the kernels: name, options, and a function that computes the formula.
+    """Yield each activation of the kernels: its name, its options, and a function that computes it in torch.
 
-    The function takes rows of gates and ups, or, without a gate, rows of sums.
+    The input of the function is the output of the first GEMM. Its rows contain gates and ups, or only ups without a
+    gate.
     """
     if not module.has_gate:
         for name, function in _GATES.items():
@@ -100,7 +102,7 @@ def _candidates(module: Any) -> Iterator[tuple[str, dict[str, Any], Callable[[to
 
 @torch.no_grad()
 def match_activation(module: Any) -> MatchedActivation:
-    """Find the kernel activation of a module, by running the module's activation on random numbers."""
+    """Find the kernel activation that equals a module's activation, by running both on random numbers."""
     if getattr(module, "has_post_expert_norm", False):
         return MatchedActivation(None)
     device = _first(module).device
@@ -128,17 +130,17 @@ def match_activation(module: Any) -> MatchedActivation:
 def experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return the weighted sums of tokens [tokens, hidden], for transformers' `ExpertsInterface`.
+    """Run the experts on tokens [tokens, hidden], as a function for transformers' `ExpertsInterface`.
 
-    An id outside the experts, which expert parallelism uses for experts of other ranks, adds nothing. If a gradient is
-    needed, the module's own code runs.
+    Return the weighted sum over the experts of each token. An id that is not the id of an expert adds nothing; expert
+    parallelism uses such ids for experts of other ranks. If a gradient is needed, the module's own code runs.
     """
     first, second = _first(self), self.down_proj
     if wants_gradient(hidden_states, first, top_k_weights):
         return written(self)(self, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
     with torch.no_grad():
         matched = self.__dict__.get(_MATCHED)
-        if matched is None:  # the module belongs to another model with the same configuration
+        if matched is None:  # `enable` was called for another model with the same configuration, not for this one
             matched = self.__dict__[_MATCHED] = match_activation(self)
         biases = None, None
         if self.has_bias:
@@ -146,7 +148,7 @@ def experts_forward(
         x = hidden_states.to(first.dtype).contiguous()
         ids = top_k_index.raw if isinstance(top_k_index, Ids) else top_k_index
         weights, ids = top_k_weights.float().contiguous(), ids.contiguous()
-        if self.is_transposed:  # weights [experts, in, out]: the kernels take views, without a copy
+        if self.is_transposed:  # the weights are [experts, in, out]; pass transposed views, which are not copied
             first, second = first.transpose(1, 2), second.transpose(1, 2)
         if matched.is_fused:
             out = cukern.fused_experts(
@@ -161,7 +163,7 @@ def experts_forward(
 def _in_pieces(
     self: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, products: Any, biases: Any
 ) -> torch.Tensor:
-    """Run the experts with grouped GEMMs, and with the module's own activation and norm."""
+    """Run the experts with two grouped GEMMs, and with the module's own activation and norm between and after them."""
     rows, _, offsets, inverse, _ = cukern.moe_permute(x, None, ids, products[0].shape[0])
     sums: Any = cukern.moe_gemm(rows, products[0], offsets, bias=biases[0])
     activated = self._apply_gate(sums) if self.has_gate else self.act_fn(sums)
@@ -186,7 +188,7 @@ def _why_not(module: Any) -> str:
 
 
 def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
-    """Make all experts of the model run on the kernels."""
+    """Make all experts of the model run on cukern's kernels."""
     ExpertsInterface.register(NAME, experts_forward)
     assert NAME in ALL_EXPERTS_FUNCTIONS
     configs: dict[int, tuple[Any, Any]] = {}
@@ -209,7 +211,7 @@ def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
             raise ValueError(
                 "model has experts of one configuration that the kernels take, and others that they do not"
             )
-        # A model chooses its experts by its configuration, which its modules of experts share.
+        # A module looks up its implementation under a name in its configuration. Modules share a configuration.
         config._experts_implementation_internal = NAME
         state.undo.append(
             lambda config=config, before=before: setattr(config, "_experts_implementation_internal", before)  # type: ignore[misc]

@@ -1,7 +1,7 @@
-"""Check whether a session gives the same results as a model.
+"""Check whether a session gives the same results as the model.
 
-A session runs steps over a static cache. The check runs the session and the model on random tokens, and reads
-properties of the model.
+A session (`Session`) decodes with a static cache, so that its steps can be captured in a CUDA graph. The check runs a
+session and the model's own code on random tokens, and reads properties of the model.
 """
 
 from __future__ import annotations
@@ -24,34 +24,35 @@ from cukern.integrations.transformers._state import ATTRIBUTE
 
 #: Kinds of rotary embeddings whose angles depend only on the position.
 _FIXED_ROPE = "default", "linear", "llama3", "proportional", "yarn"
-#: The lengths of the test prompts, and the number of prompts of each length.
+#: The lengths of the test prompts, and the number of test prompts of each length.
 _LENGTHS, _ROWS = (6, 4), 2
-#: The cache length of the tested session. It is much longer than needed, to detect a dependence on the cache length.
+#: The cache length of the session in the check. It is much longer than the prompts, so that the check notices whether
+#: results depend on the cache length.
 _TOKENS = 1024
-#: Largest allowed difference between the session's and the model's logits, relative to the spread of the logits.
+#: Largest allowed distance (see `_distance`) between the logits of the session and the logits of the model.
 _BOUND_OF_32_BITS = 1e-3
 _BOUND_OF_16_BITS = 0.1
-#: If later tokens change the logits of a token by at least this, relative to their spread, the token attends to them.
+#: A token attends to later tokens if they change its logits by at least this distance.
 _SEEN = 1e-2
-#: Exceptions of a forward that cannot handle the arguments that a session passes.
+#: Exceptions that a `forward` may raise if it cannot handle the arguments that a session passes.
 _REFUSALS = (
     ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
 
 
 class Fit(NamedTuple):
-    """What a session can do for a model."""
+    """The result of the check: whether a session can run a model, and with which prompts."""
 
-    why: str  # why a session cannot serve the model; empty if it can
-    pads: bool  # whether a session serves prompts of several lengths
-    sees_later: bool = False  # whether tokens attend to later ones, so that the model is an encoder
+    why: str  # the reason why a session cannot run the model; empty if it can
+    pads: bool  # whether a session can run prompts of different lengths in one batch
+    sees_later: bool = False  # whether tokens attend to later tokens, as in an encoder
 
 
 _known: weakref.WeakKeyDictionary[Any, dict[bool, Fit]] = weakref.WeakKeyDictionary()
 
 
 def fit(model: Any) -> Fit:
-    """Return what a session can do for a model. The result is cached, separately for the enabled model."""
+    """Check a model, and return the result. The result is cached, separately for the enabled and the original model."""
     found = _known.setdefault(model, {})
     enabled = ATTRIBUTE in model.__dict__
     if enabled not in found:
@@ -60,15 +61,20 @@ def fit(model: Any) -> Fit:
 
 
 def _distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the norm of the difference of two rows of logits, relative to their spread: the median over the rows."""
+    """Return the distance between two arrays of logits [rows, vocab].
+
+    For each row this is the norm of the difference, divided by the norm of the wanted logits minus their mean. The
+    distance is the median over the rows.
+    """
     spread = (wanted - wanted.mean(1, keepdim=True)).norm(dim=1)
     return float(((got - wanted).norm(dim=1) / spread.clamp(min=1e-30)).nan_to_num(float("inf")).median())
 
 
 def _distance_of(model: Any, batches: list[torch.Tensor]) -> float:
-    """Return the distance between a session's and the model's logits, after prompts and after one more token.
+    """Return the distance between the logits of a session and the logits of the model.
 
-    The model runs each length of prompts as a batch; the session runs all prompts in one batch.
+    The logits after the prompts and after one more token are compared. The model runs each batch separately, and all
+    prompts of a batch have the same length. The session runs all prompts in one batch.
     """
     prompts = [x for batch in batches for x in batch]
     session = Session(model, len(prompts), _TOKENS, Sampling())
@@ -79,7 +85,7 @@ def _distance_of(model: Any, batches: list[torch.Tensor]) -> float:
     for i, batch in enumerate(batches):
         own = slice(i * _ROWS, (i + 1) * _ROWS)
         for got, ids in zip(logits, (batch, torch.cat([batch, drawn[own]], 1)), strict=True):
-            # transformers passes positions to a forward that takes them.
+            # transformers passes `position_ids` to a `forward` that has this argument, so do the same.
             places = {"position_ids": torch.arange(ids.shape[1], device=ids.device)[None].expand_as(ids)}
             options = places if "position_ids" in session.takes else {}
             wanted = model(input_ids=ids, use_cache=False, **options).logits[:, -1].float()
@@ -108,7 +114,7 @@ def _measured(model: Any) -> Fit:
 
 
 def _tried(model: Any, batches: list[torch.Tensor]) -> float | str:
-    """Return the distance, or the error message if the model's forward cannot handle what a session passes."""
+    """Return the distance, or the error message if the model's `forward` fails with the arguments of a session."""
     try:
         return _distance_of(model, batches)
     except torch.OutOfMemoryError:
@@ -118,7 +124,10 @@ def _tried(model: Any, batches: list[torch.Tensor]) -> float | str:
 
 
 def _sees_later(model: Any) -> bool:
-    """Return whether a token's logits depend on later tokens, for a model whose configuration says it is no decoder."""
+    """Return whether the logits of a token depend on later tokens.
+
+    Only a model whose configuration says that it is not a decoder is tested; for other models the result is False.
+    """
     if getattr(model.config, "is_decoder", None) is not False:
         return False
     device = next(model.parameters()).device
@@ -131,7 +140,7 @@ def _sees_later(model: Any) -> bool:
 
 
 def _named(numbers: Any, name: str) -> Iterator[int]:
-    """Yield the values of a key in nested dicts."""
+    """Yield all integer values of the key `name` in nested dicts."""
     for key, value in numbers.items() if isinstance(numbers, dict) else ():
         if key == name and isinstance(value, int):
             yield value
@@ -139,15 +148,15 @@ def _named(numbers: Any, name: str) -> Iterator[int]:
 
 
 def positions(model: Any) -> int | None:
-    """Return the number of positions of a model; None if its configuration does not say."""
+    """Return the maximum number of positions of a model. Return None if its configuration does not contain it."""
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def drops_seen_tokens(model: Any, tokens: int) -> bool:
-    """Return whether the model's own cache would drop tokens that the model's masks do not hide.
+    """Return whether the model's own cache drops tokens to which the model would attend if they were kept.
 
-    A session keeps all `tokens` tokens, so it would give other results for such a model.
+    A session keeps all `tokens` tokens, so its results would differ for such a model.
     """
     layers = StaticCache(config=model.config, max_cache_len=tokens).layers
     if all(type(x) is not StaticSlidingWindowLayer or x.max_cache_len >= tokens for x in layers):
@@ -157,7 +166,10 @@ def drops_seen_tokens(model: Any, tokens: int) -> bool:
 
 
 def rope_limit(model: Any) -> int | None:
-    """Return the length above which a rotary embedding depends on the sequence length; None if it never does."""
+    """Return the sequence length above which a rotary embedding of the model depends on the sequence length.
+
+    Return None if no rotary embedding does.
+    """
     limits: list[int] = []
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -172,7 +184,7 @@ def rope_limit(model: Any) -> int | None:
 
 
 def is_dynamic(model: Any) -> bool:
-    """Return whether a rotary embedding of the model remembers the longest sequence so far."""
+    """Return whether a rotary embedding of the model is of a "dynamic" type, which remembers the longest sequence."""
     kinds = [getattr(x, "rope_type", None) for x in model.modules()]
     return any("dynamic" in str(kind) for kind in kinds)
 
@@ -184,7 +196,7 @@ def _is_alike(one: Any, other: Any) -> bool:
 
 
 def prepares_alike(model: Any, prompt: int, most: int) -> bool:
-    """Return whether the model's `prepare_inputs_for_generation` gives the same inputs as transformers' default one."""
+    """Return whether the model's `prepare_inputs_for_generation` returns the same inputs as transformers' default."""
     common = GenerationMixin.prepare_inputs_for_generation
     if type(model).prepare_inputs_for_generation is common:
         return True

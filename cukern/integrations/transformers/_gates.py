@@ -1,4 +1,7 @@
-"""Find the gate of cukern that a router computes, by running both on several kinds (regimes) of random numbers."""
+"""Find the gate of cukern that computes the same formula as a router of a model.
+
+The gates and the router run on several kinds of random inputs, which are called regimes.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,15 @@ _SCORES = {
     "sigmoid": torch.sigmoid,
     "sqrtsoftplus": lambda x: F.softplus(x).sqrt(),
 }
-#: Largest relative difference between two float32 computations of the same formula: 4 roundings.
+#: Largest allowed relative difference between two float32 computations of the same formula: 4 rounding errors.
 _BOUND = 4 * torch.finfo(torch.float32).eps
-#: Weights are compared only if the scores of a token sum to at least this. Some routers add 1e-20 to the sum; at this
-#: size that changes less than a rounding.
+#: Weights are compared only if the scores of a token sum to at least this. Some routers add 1e-20 to the sum before
+#: they divide by it. For a sum of this size that changes the result by less than a rounding error.
 _LEAST_SUM = 1e-12
 
 
 class Gate(NamedTuple):
-    """The arguments of the gate that a router computes."""
+    """The arguments with which a gate of cukern computes the formula of a router."""
 
     scoring: str
     topk: int
@@ -36,7 +39,7 @@ class Gate(NamedTuple):
     renormalize: bool
     scaling: float
     bias: str  # the name of the correction bias; empty if there is none
-    in_float32: bool  # whether the router's product is in float32
+    in_float32: bool  # whether the router multiplies by its weight in float32
 
     @property
     def op(self) -> str:
@@ -49,7 +52,7 @@ class Gate(NamedTuple):
         return f"{self.op}, the best {self.topk} by {self.scoring}{' and a bias' * bool(self.bias)}{groups}"
 
     def route(self, logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return weights float32 and ids int32, [tokens, topk]."""
+        """Run the gate on logits. Return the weights, float32, and the ids, int32, both [tokens, topk]."""
         if bias is None and self.groups == 1:
             shape = logits.shape[0], self.topk
             weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
@@ -65,7 +68,7 @@ class Gate(NamedTuple):
         )  # fmt: skip
 
     def weights_of(self, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return the weights of given experts."""
+        """Return the weights of the experts `ids`, computed from their scores."""
         weights = scores.gather(1, ids)
         if self.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -74,9 +77,9 @@ class Gate(NamedTuple):
 
 # --- regimes --------------------------------------------------------------------------------------------
 
-#: Magnitudes of logits.
+#: The magnitudes of the logits in the regimes.
 _SIZES = (1.0, 0.1, 8.0, 14.0, 60.0)
-#: Mean values of biases, by name.
+#: The mean values of the correction biases in the regimes, keyed by name.
 _LEVELS = {"0": 0.0, "-0.5": -0.5, "-4": -4.0, "0.5": 0.5, "4": 4.0}
 _ROWS = 12
 
@@ -84,7 +87,7 @@ _ROWS = 12
 def _logits(experts: int, hidden: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
     """Return input rows [tokens, hidden], a router weight [experts, hidden], and the name of the regime of each row.
 
-    The first column of the weight is 1, so the first number of a row shifts all of the row's logits.
+    The first column of the weight is 1, so the first element of an input row is added to all logits of the row.
     """
 
     def normal(*shape: int) -> torch.Tensor:
@@ -110,14 +113,14 @@ def _biases(experts: int, groups: int, generator: torch.Generator) -> Iterator[t
     for name, level in _LEVELS.items():
         yield f"a bias around {name}", level + 0.3 * torch.randn(experts, generator=generator)
     if groups > 1:
-        # In every second group all scores plus bias are below 0. This detects routers that set these values to 0 in
-        # groups that are not kept, instead of to -inf.
+        # In every second group of experts all values (score plus bias) are below 0. This detects a router that sets the
+        # values of groups that are not kept to 0 instead of -inf.
         levels = torch.tensor([0.5, -4.0]).repeat(groups)[:groups].repeat_interleave(experts // groups)
         yield "groups below 0 by their bias", levels + 0.3 * torch.randn(experts, generator=generator)
 
 
 class _Routing(NamedTuple):
-    """The results of a router for all rows, with one correction bias."""
+    """The results of a router for all rows, for one correction bias."""
 
     regime: str
     bias: torch.Tensor | None
@@ -127,7 +130,7 @@ class _Routing(NamedTuple):
 
 
 def _routing(probe: Any, rows: torch.Tensor, regime: str, bias: torch.Tensor | None) -> _Routing | None:
-    """Return a router's results; None if they are not logits, weights and ids."""
+    """Run a router. Return its results, or None if the results are not logits, weights and ids."""
     try:
         given = type(probe).forward(probe, rows.clone())
     except (RuntimeError, TypeError, ValueError, AttributeError):
@@ -148,28 +151,28 @@ def _routing(probe: Any, rows: torch.Tensor, regime: str, bias: torch.Tensor | N
 
 
 class _Choices(NamedTuple):
-    """The values by which a gate ranks the experts, [tokens, experts], and their rounding errors."""
+    """The values by which a gate ranks the experts, and their rounding errors, all [tokens, experts]."""
 
     scores: torch.Tensor
     rounding: torch.Tensor  # relative rounding error of the scores
     values: torch.Tensor
     noise: torch.Tensor  # values that differ by at most this are ties
-    decided: torch.Tensor  # [tokens]: no kept group ties with another group
+    decided: torch.Tensor  # [tokens]: whether no kept group ties with a group that is not kept
 
     def of(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the values of chosen experts, largest first, and their noise."""
+        """Return the values of the experts `ids`, largest first, and their noise."""
         values, order = self.values.gather(1, ids).sort(-1, descending=True)
         return values, self.noise.gather(1, ids).gather(1, order)
 
     def above(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return which experts are chosen without a tie with the last chosen expert."""
+        """Return which of the experts `ids` have a value that is clearly larger than the smallest value among `ids`."""
         values, noise = self.of(ids)
         chosen = torch.zeros_like(self.values, dtype=torch.bool).scatter(1, ids, True)
         return chosen & (self.values > values[:, -1:] + torch.maximum(self.noise, noise[:, -1:]))
 
 
 def _kept(values: torch.Tensor, noise: torch.Tensor, gate: Gate) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which experts are in a group that a token may keep, and which tokens have no tie between groups."""
+    """Return which experts are in a group that a token keeps, and which tokens have no tie between groups."""
     best, order = values.view(len(values), gate.groups, -1).topk(min(2, values.shape[1] // gate.groups))
     best, noise = best.sum(-1), noise.view(len(values), gate.groups, -1).gather(-1, order).sum(-1)
     last, at = (x[:, -1:] for x in best.topk(gate.topk_group))
@@ -181,7 +184,7 @@ def _choices(gate: Gate, logits: torch.Tensor, bias: torch.Tensor | None) -> _Ch
     scores = _SCORES[gate.scoring](logits)
     values = scores if bias is None else scores + bias
     rounding = torch.full_like(scores, _BOUND)
-    if gate.scoring == "softmax":  # the difference in the exponent is rounded
+    if gate.scoring == "softmax":  # softmax also rounds `logit - max`, and the error grows with this difference
         rounding = rounding * (1 + (logits - logits.amax(-1, keepdim=True)).abs())
     noise = scores * rounding + torch.finfo(torch.float32).tiny
     if bias is not None:
@@ -189,8 +192,8 @@ def _choices(gate: Gate, logits: torch.Tensor, bias: torch.Tensor | None) -> _Ch
     decided = torch.ones(len(logits), dtype=torch.bool)
     if gate.groups > 1:
         kept, decided = _kept(values, noise, gate)
-        # Without a bias, scores are at least 0. A router that sets the scores of other groups to 0 then differs from
-        # the gate only in ties.
+        # Without a bias, scores are at least 0. A router that sets the scores of the other groups to 0 instead of -inf
+        # then differs from the gate only if scores are 0.
         values = values.masked_fill(~kept, 0.0 if bias is None else -torch.inf)
     return _Choices(scores, rounding, values, noise, decided)
 
@@ -201,11 +204,10 @@ def _by_id(weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def _differences(gate: Gate, routing: _Routing, bound: float = _BOUND) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return for which tokens the gate and the router choose different experts, and for which the weights differ.
+    """Return the tokens for which gate and router choose different experts, and the tokens with different weights.
 
-    Both results are bool [tokens].
-
-    Experts that tie with the last chosen expert are compared by value, because `torch.topk` may choose any of them.
+    Both results are bool [tokens]. If several experts tie for the last place, `torch.topk` may choose any of them, so
+    the values of these experts are compared instead of their ids.
     """
     bias = routing.bias if gate.bias else None
     weights, ids = gate.route(routing.logits, bias)
@@ -221,8 +223,8 @@ def _differences(gate: Gate, routing: _Routing, bound: float = _BOUND) -> tuple[
     same = (ids == ids_of_theirs).all(-1, keepdim=True)
     wanted = torch.where(same, weights, gate.weights_of(choices.scores, ids_of_theirs))
     largest = torch.maximum(wanted.abs().amax(-1), theirs.abs().amax(-1))
-    # Compare relative to the largest weight of the token. The expert with the largest logit has it, unless a bias moves
-    # that expert down.
+    # Compare relative to the largest weight of the token. It belongs to the expert with the largest logit, unless the
+    # bias ranks that expert lower.
     bounds = choices.rounding.gather(1, ids_of_theirs).amin(-1).clamp(min=bound)
     alike = (wanted - theirs).abs().amax(-1) <= bounds * largest
     counts = choices.scores.gather(1, ids_of_theirs).sum(-1) >= _LEAST_SUM
@@ -238,7 +240,7 @@ def _number(module: Any, *names: str, default: Any = None) -> Any:
 
 
 def _gates(module: Any, bias: str) -> Iterator[Gate]:
-    """Yield the gates that are possible with the attributes of a router, such as `top_k`."""
+    """Yield all gates that are consistent with the attributes of a router, such as `top_k`."""
     topk = _number(module, "top_k", "num_experts_per_tok", "topk")
     if not isinstance(topk, int) or topk < 1:
         return
@@ -266,7 +268,7 @@ def _resembles(gate: Gate, routing: _Routing, names: list[str]) -> bool:
 
 
 def _disagreement(gate: Gate, routing: _Routing, names: list[str]) -> str:
-    """Return how a router differs from a gate, with the regime; empty if they agree."""
+    """Return a text that says how a router differs from a gate, and in which regime. It is empty if they agree."""
     for tokens, what in zip(_differences(gate, routing), ("chooses other experts", "gives other weights"), strict=True):
         if tokens.any():
             regime = " with ".join(filter(None, (names[int(tokens.int().argmax())], routing.regime)))
@@ -276,7 +278,10 @@ def _disagreement(gate: Gate, routing: _Routing, names: list[str]) -> str:
 
 @torch.no_grad()
 def gate_of(module: Any, seed: int = 2) -> tuple[Gate | None, str]:
-    """Return the gate that a router computes, found with random tokens; None and the reason if there is none."""
+    """Find the gate that equals a router, by running both on random tokens.
+
+    Return the gate and an empty text. If there is no such gate, return None and the reason.
+    """
     none = "its formula is none of the gates"
     probe, generator = copied(module), torch.Generator().manual_seed(seed)
     experts, hidden = probe.weight.shape
@@ -307,10 +312,10 @@ def gate_of(module: Any, seed: int = 2) -> tuple[Gate | None, str]:
 
 
 def _is_in_float32(module: Any, rows: torch.Tensor) -> bool:
-    """Return whether a router computes its product in float32 for every dtype of the model."""
+    """Return whether a router multiplies by its weight in float32 even if the model has another dtype."""
     halves = copied(module).to(torch.bfloat16)
     try:
         logits: torch.Tensor = type(halves).forward(halves, rows.bfloat16())[0]
     except RuntimeError:
-        return True  # the forward only takes float32 weights
+        return True  # the forward fails with bfloat16 weights, so it needs float32
     return logits.dtype == torch.float32

@@ -1,6 +1,6 @@
-"""`generate`: continue prompts with a model of transformers, with a CUDA graph per step where possible.
+"""`generate`: continue prompts with a model of transformers. If possible, a step is the replay of a CUDA graph.
 
-The host reads a step's tokens while the next step runs, so the GPU does not wait for the host.
+The host reads the tokens of a step while the next step runs, so the GPU does not wait for the host.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cukern.models._steps import watch
 from cukern.runtime import check
 from cukern.runtime.progress import progress as progress_bar
 
-#: A cache length is rounded up to a multiple of this, so that prompts of similar lengths share a graph.
+#: The cache length is rounded up to a multiple of this, so that calls with similar prompt lengths share a graph.
 _CAPACITY = 256
 #: Maximum number of sessions that a model keeps, each with a cache and a graph.
 _SESSIONS = 4
@@ -38,16 +38,16 @@ class Generated:
     """The result of `generate`."""
 
     tokens: list[list[int]]  # the new tokens of each prompt, including a stop token
-    steps: int  # number of steps, which is the largest number of new tokens of a prompt
-    ready_s: float  # seconds to capture a step; about 0 if a session of these sizes exists
-    prefill_s: float  # seconds from the capture to the first token
-    decode_s: float  # seconds for all other tokens
+    steps: int  # the number of steps, which is the largest number of new tokens of a prompt
+    ready_s: float  # seconds to capture a step; about 0 if a session of these sizes already exists
+    prefill_s: float  # seconds from the capture until the first token of each prompt
+    decode_s: float  # seconds for all further tokens
     captured: bool  # whether the steps were replays of a CUDA graph
-    why: str  # the reason if they were not replays; else empty
+    why: str  # the reason why the steps were not replays; empty if they were
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the tokens per second of all prompts, from the second token of each prompt on."""
+        """Return the decoding throughput of the batch in tokens/s. The first token of each prompt does not count."""
         return (sum(map(len, self.tokens)) - len(self.tokens)) / self.decode_s if self.decode_s > 0 else 0.0
 
 
@@ -75,7 +75,7 @@ def _row(prompt: Any) -> torch.Tensor:
 
 
 def _prompts(prompts: Any, attention_mask: Any, vocab: int, device: torch.device) -> list[torch.Tensor]:
-    """Return the tokens of each prompt, without padding, on the device."""
+    """Check the prompts. Return the tokens of each prompt, without padding, on the device."""
     if isinstance(prompts, torch.Tensor):
         rows = _rows(prompts, attention_mask)
     else:
@@ -150,7 +150,7 @@ def _session(state: State | None, model: Any, batch: int, tokens: int, sampling:
 
 
 def _why_growing(model: Any, lengths: list[int], options: Options) -> str:
-    """Return why a generation must use the model's own cache (`Growing`); empty if a session can run it."""
+    """Return the reason why a call must use the model's own cache (`Growing`). It is empty if a session can run it."""
     if options.config.use_cache is False:
         return "use_cache is False"
     if options.processed:
@@ -195,31 +195,31 @@ def generate(
     progress: bool | None = False,
     **settings: Any,
 ) -> Generated:
-    """Decode with a model of transformers, with one CUDA graph per step.
+    """Generate tokens with a model of transformers. If possible, each step is the replay of one CUDA graph.
 
-    An argument that is left out comes from the model's generation_config, or from the defaults of transformers.
+    The default of an argument comes from the model's generation_config, or else from transformers.
 
     Args:
-        model: an enabled decoder. Its steps are captured if it gives the same results over a static cache of keys and
+        model: an enabled decoder. Its steps are captured if it gives the same results with a static cache of keys and
             values. Otherwise, and on a CPU, a loop without a graph runs, and `Generated.why` gives the reason.
         prompts: token ids [batch, tokens], or a sequence of prompts of any lengths.
-        attention_mask: [batch, tokens], 0 for padding, for a tensor of prompts that is padded on the left.
-        max_new_tokens: maximum new tokens of each prompt; 128 if nothing limits them.
-        max_length: maximum length of a prompt with its new tokens, if max_new_tokens is not set.
-        min_new_tokens: new tokens of each prompt before a stop token may come.
-        do_sample: whether to sample tokens; otherwise the largest logit is taken.
-        temperature: the sampling temperature; 0 takes the largest logit. A value above 0 implies sampling, unless
-            do_sample is False.
+        attention_mask: [batch, tokens], 0 for padding. Only for `prompts` in one tensor, padded on the left.
+        max_new_tokens: maximum new tokens of each prompt. The default is 128 if nothing else limits the tokens.
+        max_length: maximum tokens of a prompt and its new tokens together, if max_new_tokens is not set.
+        min_new_tokens: minimum new tokens of each prompt. No stop token is generated before.
+        do_sample: whether to sample tokens. If not, each token is the token with the largest logit.
+        temperature: the sampling temperature. With 0, each token is the token with the largest logit. A value above 0
+            implies sampling, unless do_sample is False.
         top_k, top_p, min_p: as in `cukern.sample`. None turns a limit off; so do a `top_k` of 0, -1 or at least the
             vocabulary size, a `top_p` of 1, and a `min_p` of 0.
-        repetition_penalty: the positive logits of tokens that have occurred are divided by this number, and their
-            negative logits are multiplied by it.
-        seed: the seed of the samples.
-        eos_token_id: the tokens that end a sequence, one or several; None for none.
-        pad_token_id: the padding of short prompts; no result depends on it.
-        on_token: called with the index of each step and its tokens int64 [batch], while the next step runs. If it
+        repetition_penalty: applies to tokens that have already occurred in the sequence. Their positive logits are
+            divided by this number, and their negative logits are multiplied by it.
+        seed: the seed for sampling.
+        eos_token_id: the token, or a list of tokens, that end a sequence. None: no token ends a sequence.
+        pad_token_id: the token that pads short prompts. The results do not depend on it.
+        on_token: called with the index of each step and its tokens, int64 [batch], while the next step runs. If it
             returns False, generation ends.
-        progress: show a bar; None: on a terminal.
+        progress: whether to show a progress bar; None: only on a terminal.
         settings: a `generation_config` that replaces the model's, and other settings of a GenerationConfig. A setting
             such as no_repeat_ngram_size needs a logits processor of transformers; then steps are not captured.
 
@@ -228,13 +228,13 @@ def generate(
 
     Raises:
         TypeError: not a model of transformers, not prompts, or an unknown setting.
-        ValueError: a model that cannot generate on its own or is in training mode, an unsupported setting, or invalid
-            numbers.
+        ValueError: a model that cannot generate on its own or is in training mode, an unsupported setting, or an
+            invalid value.
 
-    The model keeps a session, with a cache and a graph, for each of the four latest sizes. A size consists of the batch
-    size, the number of tokens (prompt and new tokens, rounded up to a multiple of 256), and the sampling parameters.
-    `disable` frees the sessions. Before its first generation a model runs a few short random prompts, to find out
-    whether a session gives the same results.
+    A session consists of a cache and a graph for one batch size, one number of tokens (prompt and new tokens, rounded
+    up to a multiple of 256) and one set of sampling parameters. The model keeps its four latest sessions; `disable`
+    frees them. The first call runs a few short random prompts, to find out whether a session gives the same results as
+    the model.
     """
     state = _check_model(model)
     device = next(model.parameters()).device
@@ -278,7 +278,7 @@ def _decode(
     passed()
 
     def take(found: Iterable[Any]) -> bool:
-        """Store the tokens of the steps that the host can read. Return whether generation ends."""
+        """Store the tokens of the steps whose results are on the host. Return whether generation ends."""
         end = False
         for step, (tokens, finished) in found:
             columns.append(tokens[:, 0])

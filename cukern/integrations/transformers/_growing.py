@@ -1,8 +1,8 @@
-"""A decoding loop over the model's own cache, with inputs that the model prepares itself.
+"""A decoding loop with the model's own cache, for models whose steps cannot be captured in a CUDA graph.
 
-transformers' `generate` prepares the first inputs. The model's `prepare_inputs_for_generation` prepares the inputs of
-each step. The loop therefore gives the same results as transformers, also for a model whose state is more than keys and
-values. Prompts of one length run together, without padding.
+transformers' `generate` prepares the first inputs, and the model's `prepare_inputs_for_generation` prepares the inputs
+of each step. So the loop gives the same results as transformers, also for a model whose state is more than keys and
+values. Prompts of the same length run as one batch, without padding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cukern.runtime import check
 
 
 class _Group:
-    """Prompts of one length, and the model's state for them."""
+    """The prompts of one length, which run as one batch, and the model's state for them."""
 
     def __init__(self, rows: list[int], ids: torch.Tensor, prepared: dict[str, Any]) -> None:
         self.rows, self.ids = torch.tensor(rows, device=ids.device), ids
@@ -41,12 +41,12 @@ def _hold(
     streamer: Any = None,
     **inputs: Any,
 ) -> dict[str, Any]:
-    """Return the prepared inputs instead of decoding. transformers' `generate` calls this as its decoding method."""
+    """Return the prepared inputs instead of decoding. transformers' `generate` calls this as a custom decoding loop."""
     return {"processors": logits_processor, **inputs}
 
 
 def _held(model: Any) -> dict[tuple[str, str], torch.Tensor]:
-    """Return the tensors that modules hold as plain attributes, keyed by module name and attribute name."""
+    """Return the tensors that are plain attributes of modules, keyed by module name and attribute name."""
     return {
         (name, attribute): value
         for name, module in model.named_modules()
@@ -56,7 +56,7 @@ def _held(model: Any) -> dict[tuple[str, str], torch.Tensor]:
 
 
 class Growing:
-    """The buffers of a batch, and its groups of prompts of one length."""
+    """The decoding loop for one batch of prompts: its buffers, and its prompts grouped by length."""
 
     captures = False
 
@@ -68,7 +68,7 @@ class Growing:
         self.rows = torch.arange(batch, device=self.device)
         self.stop = torch.tensor(self.sampling.stop, dtype=torch.int64, device=self.device)
         self.groups: list[_Group] = []
-        self.order = self.rows  # the index of each prompt in the concatenated rows of all groups
+        self.order = self.rows  # for each prompt, the index of its row when the rows of all groups are concatenated
         self.seed = self.drawn = 0
 
     def ready(self) -> None:
@@ -80,14 +80,14 @@ class Growing:
             do_sample=False, max_new_tokens=self.options.most[rows[0]], max_length=None, min_length=None,
             min_new_tokens=self.options.fewest[rows[0]] or None, cache_implementation=None,
         )  # fmt: skip
-        # Without a mask, transformers would treat tokens with the pad id as padding.
+        # Pass a mask, because otherwise transformers treats prompt tokens with the pad id as padding.
         takes_mask = "attention_mask" in inspect.signature(written(self.model)).parameters
         mask = {"attention_mask": torch.ones_like(ids)} if takes_mask else {}
         made = self.model.generate(ids, generation_config=config, custom_generate=_hold, **mask)
         return _Group(rows, ids, made)
 
     def prefill(self, prompts: list[torch.Tensor], seed: int, fewest: list[int], pad: int = 0) -> None:
-        """Run the prompts, and draw the first token of each. `fewest` and `pad` are not used."""
+        """Run the prompts, and sample the first new token of each. `fewest` and `pad` are not used."""
         self.seed = seed
         for length in dict.fromkeys(map(len, prompts)):
             rows = [i for i, x in enumerate(prompts) if len(x) == length]
@@ -102,7 +102,10 @@ class Growing:
             check.fail("prompts", f"of one length, since {holder} holds the state of its sequences", lengths)
 
     def _logits(self, group: _Group) -> torch.Tensor:
-        """Return the logits of a group's next tokens, float32 [rows, vocab], after transformers' processors."""
+        """Run the model on a group. Return the logits of the next tokens, after transformers' logits processors.
+
+        The logits are float32 [rows, vocab].
+        """
         if not group.is_first:
             group.ids = torch.cat([group.ids, self.token[group.rows]], dim=1)
         many = None if group.is_first or not group.inputs["use_cache"] else 1
@@ -117,7 +120,7 @@ class Growing:
         return group.processors(group.ids, logits)  # type: ignore[no-any-return]
 
     def run(self) -> None:
-        """Run a step of all groups, and draw one token per prompt."""
+        """Run one step of all groups: sample one token per prompt."""
         found = [self._logits(group) for group in self.groups]
         logits = torch.cat(found)[self.order]
         draw(self.sampling, logits, self.token, self.finished, self.stop, self.seed, self.drawn, self.rows)

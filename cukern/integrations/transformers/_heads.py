@@ -1,7 +1,8 @@
-"""Fuse the operations of an attention layer before the attention, during this package's `generate`.
+"""Fuse the operations before the attention in an attention layer, during this package's `generate`.
 
-One dense product computes q, k and v. `fused_qk_norm_rope_and_cache` then replaces the head norms, the rotary embedding
-and the cache update. The statements of a forward that these two replace are recognized by their text.
+One matrix multiplication computes q, k and v. Then `fused_qk_norm_rope_and_cache` runs the head norms, the rotary
+embedding and the cache update in one kernel. The source text of the model's `forward` shows which statements these two
+calls can replace.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _NAMES = ("q_proj", "k_proj", "v_proj")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _HEAD = "query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)"
 _UPDATE = "key_states, value_states = {cache}.update(key_states, value_states, self.layer_idx{more})"
-#: Further arguments of the cache update in several versions of transformers.
+#: Arguments that some versions of transformers also pass to the cache update.
 _MORE = "", ", cache_kwargs", ", kwargs=kwargs"
 
 
@@ -31,9 +32,9 @@ def _product(name: str, states: str, norm: str = "") -> str:
 
 
 def _texts() -> dict[str, tuple[bool, str]]:
-    """Return the texts of the statements that can be replaced.
+    """Return the source texts of the statements that can be replaced.
 
-    Each text maps to whether its statements normalize heads, and to the name of the cache.
+    Each text is mapped to a pair: whether the statements normalize the heads, and the name of the cache.
     """
     value = _product("v_proj", "value_states")
     plain = _product("q_proj", "query_states"), _product("k_proj", "key_states"), value
@@ -53,9 +54,10 @@ _TEXTS = _texts()
 
 
 def fused(body: list[ast.stmt]) -> tuple[list[ast.stmt], bool | None]:
-    """Replace the known statements by a call of `states`, which runs them only if the kernel cannot.
+    """Replace the statements whose text is known by a call of `states`. They still run if `states` returns None.
 
-    Returns the new statements, and whether the known ones normalize heads; None if no statement is known.
+    Returns the new statements, and whether the replaced statements normalize heads. The latter is None if nothing was
+    replaced.
     """
     for count in (6, 8):
         for begin in range(len(body) - count + 1):
@@ -76,7 +78,10 @@ def fused(body: list[ast.stmt]) -> tuple[list[ast.stmt], bool | None]:
 
 
 def _layer(module: Any, cache: Any, key: torch.Tensor) -> PagedLayer | None:
-    """Return the cache layer of a module if it has pages, allocated like `key` [batch, kv_heads, tokens, head_dim]."""
+    """Return the cache layer of a module, or None if the layer is not a `PagedLayer`.
+
+    If the layer is not allocated yet, allocate it for keys like `key` [batch, kv_heads, tokens, head_dim].
+    """
     layer = cache.layers[module.layer_idx]
     if type(layer) is not PagedLayer:
         return None
@@ -86,7 +91,7 @@ def _layer(module: Any, cache: Any, key: torch.Tensor) -> PagedLayer | None:
 
 
 def _norm_of(module: Any, norms: bool) -> tuple[Any, Any, float | None, float] | None:
-    """Return the weights of both norms, epsilon and weight_offset; None if the two norms cannot be fused."""
+    """Return the weights of q_norm and k_norm, epsilon and weight_offset. Return None if the norms cannot be fused."""
     if not norms:
         return None, None, None, 0.0
     of_query, of_key = (getattr(module, name).__dict__.get(_norms.NUMBERS) for name in ("q_norm", "k_norm"))
@@ -101,7 +106,10 @@ def _norm_of(module: Any, norms: bool) -> tuple[Any, Any, float | None, float] |
 def states(
     module: Any, hidden_states: torch.Tensor, position_embeddings: Any, cache: Any, norms: bool, formula: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """Return queries [batch, heads, tokens, head_dim] and the cache's keys and values; None: run the original code."""
+    """Compute the queries [batch, heads, tokens, head_dim], and write the new keys and values to the cache.
+
+    Return the queries, and all keys and values of the cache. Return None if the original statements must run.
+    """
     session = active.session
     if torch.compiler.is_compiling() or session is None or cache is None:
         return None
@@ -137,6 +145,6 @@ def states(
 
 
 def prepare(module: Any, state: State) -> bool:
-    """Join the three products of a module into one. Return whether that is possible."""
+    """Join the weights of q, k and v, so that one matrix multiplication suffices. Return whether that is possible."""
     sizes = getattr(module, "head_dim", None), getattr(module, "layer_idx", None)
     return all(isinstance(x, int) for x in sizes) and _products.join(module, _NAMES, state)

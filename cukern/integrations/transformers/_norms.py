@@ -1,4 +1,4 @@
-"""Replace RMS norms, and combine each norm with the residual sum before it."""
+"""Replace the RMS norms of a model, and fuse each norm with the residual sum before it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from cukern.integrations.transformers._state import (
     wants_gradient,
 )
 
-#: The attribute of a norm that holds its (epsilon, weight_offset).
+#: The attribute of a norm module that holds the pair (epsilon, weight_offset).
 NUMBERS = "_cukern_norm"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _takes(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
-    """Return whether the kernel can take the rows without a copy."""
+    """Return whether the kernel supports `x` and the weight without a copy."""
     if x.dtype not in _DTYPES or (weight is not None and weight.dtype not in (x.dtype, torch.float32)):
         return False
     return x.stride(-1) == 1 and (x.dim() <= 3 or x.is_contiguous()) and not wants_gradient(x, weight)
@@ -38,7 +38,7 @@ def _detached(weight: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def norm_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Run a replaced norm. With further arguments, such as a gate, the module's own forward runs."""
+    """Run a norm on the kernel. If a call has further arguments, such as a gate, run the module's own `forward`."""
     hidden_states = alone(args, kwargs)
     if isinstance(hidden_states, Sum):
         return entry_norm(self, hidden_states)[0]
@@ -51,12 +51,12 @@ def norm_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def add_norm(norm: Any, hidden_states: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of a sum, and the sum."""
+    """Return norm(hidden_states + residual), and the sum hidden_states + residual."""
     hidden_states, residual = plain(hidden_states), plain(residual)
     weight, numbers = getattr(norm, "weight", None), norm.__dict__.get(NUMBERS)
     fits = numbers is not None and hidden_states.dtype == residual.dtype and hidden_states.shape == residual.shape
-    # The kernel overwrites both tensors. Code that records hidden states would see that, so the kernel runs only in
-    # `generate`, where no such code runs.
+    # The kernel overwrites both tensors. Code that records hidden states would see wrong values, so the kernel runs
+    # only in `generate`, where no such code runs.
     if active.session is not None and fits and _takes(hidden_states, weight) and _takes(residual, weight):
         return cukern.fused_add_rms_norm(  # type: ignore[return-value]
             hidden_states, residual, _detached(weight), numbers[0], weight_offset=numbers[1]
@@ -66,7 +66,10 @@ def add_norm(norm: Any, hidden_states: torch.Tensor, residual: torch.Tensor) -> 
 
 
 def entry_norm(norm: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm at the beginning of a layer, or after the last layer, and the norm's input."""
+    """Run the first norm of a layer, or the norm after the last layer. Return the result and the norm's input.
+
+    If `hidden_states` is a deferred sum, one kernel computes the sum and the norm.
+    """
     if isinstance(hidden_states, Sum) and (parts := hidden_states.parts()) is not None:
         normed, made = add_norm(norm, *parts)
         hidden_states.keep(made)
@@ -76,7 +79,10 @@ def entry_norm(norm: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def last_sum(hidden_states: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """Return a layer's sum; during `generate` it is deferred, so that the next norm can add the terms."""
+    """Return hidden_states + residual, the output of a layer. During `generate` the result is a deferred sum.
+
+    The next norm then computes the sum in its own kernel.
+    """
     hidden_states, residual = plain(hidden_states), plain(residual)
     alike = hidden_states.dtype == residual.dtype and hidden_states.shape == residual.shape
     if alike and not torch.compiler.is_compiling() and active.session is not None:
@@ -89,7 +95,10 @@ def last_sum(hidden_states: torch.Tensor, residual: torch.Tensor) -> torch.Tenso
 
 @torch.no_grad()
 def _numbers_of(module: Any) -> tuple[tuple[float, float] | None, str]:
-    """Find epsilon and weight_offset of an RMS norm with random numbers; None and the reason for other modules."""
+    """Find epsilon and weight_offset of an RMS norm, by running it on random inputs.
+
+    Return (epsilon, weight_offset) and an empty text. For a module with another formula, return None and the reason.
+    """
     other = "its formula is not that of an RMS norm alone"
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
@@ -166,9 +175,9 @@ def _replaced(text: str, at: ast.stmt) -> ast.stmt:
 
 
 def _fused(body: list[ast.stmt]) -> tuple[list[ast.stmt], list[str]]:
-    """Combine each sum with the norm after it. Return the new statements, and the names of these norms.
+    """Fuse each residual sum with the norm after it. Return the new statements, and the names of these norms.
 
-    The sum that a layer returns is combined with the first norm of the next layer.
+    The sum that a layer returns is fused with the first norm of the next layer.
     """
     added, kept, made = "hidden_states = residual + hidden_states", "residual = hidden_states", list(body)
     names: list[str] = []
@@ -190,9 +199,9 @@ def _fused(body: list[ast.stmt]) -> tuple[list[ast.stmt], list[str]]:
 
 
 def _rewritten(module: Any) -> tuple[Callable[..., Any], list[str]] | None:
-    """Return a layer's forward with `add_norm` for each sum before a norm.
+    """Return a copy of a layer's `forward` that calls `add_norm` for each residual sum before a norm.
 
-    None if the forward has no such sum, or if its source is not available.
+    Also return the names of the norms. Return None if there is no such sum, or if the source is not available.
     """
     names: list[str] = []
     functions = {"_cukern_add_norm": add_norm, "_cukern_entry_norm": entry_norm, "_cukern_last_sum": last_sum}
@@ -207,7 +216,7 @@ def _rewritten(module: Any) -> tuple[Callable[..., Any], list[str]] | None:
 
 
 def enable_sums(model: torch.nn.Module, state: State, notes: Notes) -> None:
-    """Make the layers of the model add and normalize in one kernel during `generate`."""
+    """Make the layers of the model compute each residual sum and norm in one kernel during `generate`."""
     known: dict[Any, Any] = {}
     for module in model.modules():
         forward = type(module).forward

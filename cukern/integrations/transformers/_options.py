@@ -12,29 +12,29 @@ from cukern.runtime import check
 
 #: Maximum new tokens of a prompt if neither an argument nor the generation_config limits them.
 NEW_TOKENS = 128
-#: Unsupported settings that change tokens, with the values that have no effect.
+#: Unsupported settings that change the tokens, each with the values that are accepted because they have no effect.
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,), "num_beam_groups": (1,), "num_return_sequences": (1,), "typical_p": (1.0,), "top_h": (),
     "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,), "guidance_scale": (1.0,), "watermarking_config": (),
     "token_healing": (False,), "max_time": (), "stop_strings": (), "prompt_lookup_num_tokens": (), "use_mtp": (False,),
     "penalty_alpha": (0.0,), "dola_layers": (), "constraints": (), "force_words_ids": (), "assistant_early_exit": (),
 }  # fmt: skip
-#: Settings that a transformers processor implements on the host, with the values that have no effect.
+#: Settings that a logits processor of transformers implements on the host, each with the values that have no effect.
 _PROCESSED: dict[str, tuple[Any, ...]] = {
     "no_repeat_ngram_size": (0,), "bad_words_ids": (), "sequence_bias": (), "suppress_tokens": (),
     "begin_suppress_tokens": (), "forced_bos_token_id": (), "forced_eos_token_id": (),
     "exponential_decay_length_penalty": (), "remove_invalid_values": (False,),
     "encoder_repetition_penalty": (1.0,), "encoder_no_repeat_ngram_size": (0,),
 }  # fmt: skip
-#: The sampling filters, with the values that do not limit anything.
+#: The sampling filters, each with the values that turn the filter off.
 _UNLIMITED: dict[str, tuple[float, ...]] = {"top_k": (0, -1), "top_p": (1.0,), "min_p": (0.0,)}
-#: Settings that `generate` accepts besides its own arguments, which are lengths and sampling parameters.
+#: Settings that `generate` accepts although they are not arguments of it.
 _TAKEN = "min_length", "use_cache", "bos_token_id", "renormalize_logits", "early_stopping", "length_penalty"
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling parameters, which are fixed in a graph."""
+    """The sampling parameters. A CUDA graph contains their values, so other values need another graph."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -42,18 +42,18 @@ class Sampling:
     min_p: float | None = None
     stop: tuple[int, ...] = ()
     repetition_penalty: float = 1.0
-    delays_stop: bool = False  # whether a stop token is forbidden at first
+    delays_stop: bool = False  # whether stop tokens are forbidden in the first steps (min_new_tokens)
 
 
 @dataclass
 class Options:
-    """The options of one generation."""
+    """The options of one call of `generate`."""
 
     sampling: Sampling
     most: list[int]  # maximum new tokens of each prompt
     fewest: list[int]  # minimum new tokens of each prompt
-    config: GenerationConfig  # for the processors of transformers
-    processed: str  # the setting that only a transformers processor implements; empty if there is none
+    config: GenerationConfig  # for the logits processors of transformers
+    processed: str  # a setting that needs a logits processor of transformers; empty if there is none
 
 
 def _stop_tokens(given: Any) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ def _stop_tokens(given: Any) -> tuple[int, ...]:
 
 
 def _is_unlimited(name: str, value: Any, vocab: int) -> bool:
-    """Return whether a sampling filter has no effect, by the rules of vLLM, SGLang, FlashInfer and transformers."""
+    """Return whether a value turns a sampling filter off in vLLM, SGLang, FlashInfer or transformers."""
     if value is None:
         return True
     if isinstance(value, (bool, str)):
@@ -86,7 +86,7 @@ def _check_known(options: dict[str, Any]) -> None:
 
 
 def _merged(model: Any, generation_config: Any, options: dict[str, Any]) -> GenerationConfig:
-    """Merge the arguments, `generation_config`, the model's own config and the defaults, in this order of priority."""
+    """Merge the settings: the arguments override `generation_config`, then the model's own, then the defaults."""
     if generation_config is not None and not isinstance(generation_config, GenerationConfig):
         check.fail("generation_config", "a GenerationConfig", type(generation_config).__name__, TypeError)
     with warnings.catch_warnings():
@@ -109,7 +109,7 @@ def _processed(config: GenerationConfig) -> str:
 
 
 def _draw(config: GenerationConfig, given: dict[str, Any], vocab: int) -> dict[str, Any]:
-    """Return the sampling parameters. A temperature without `do_sample` implies sampling, as in `cukern.sample`."""
+    """Return the sampling parameters. A temperature above 0 implies sampling if `do_sample` is not given."""
     asked = given["temperature"]
     temperature = float(check.number("temperature", config.temperature if asked is None else asked))
     if temperature < 0:
@@ -125,7 +125,7 @@ def _draw(config: GenerationConfig, given: dict[str, Any], vocab: int) -> dict[s
 
 
 def _first(name: str, low: int, *places: Any) -> int | None:
-    """Return the first of `places` that is not None. Raises for a value that is not an integer of at least `low`."""
+    """Return the first value in `places` that is not None. Raises if it is not an integer of at least `low`."""
     value = next((x for x in places if x is not None), None)
     return None if value is None else check.integer(name, value, low, 2**24)
 
@@ -159,9 +159,9 @@ def _lengths(
 def resolve(
     model: Any, prompts: list[int], vocab: int, limit: int | None, given: dict[str, Any], others: dict[str, Any]
 ) -> Options:
-    """Return the options of a generation for prompts of these lengths.
+    """Combine all settings of a call of `generate` into its options, for prompts of these lengths.
 
-    `given` has the named arguments. `others` has settings of a GenerationConfig and `generation_config`.
+    `given` contains the named arguments. `others` contains `generation_config` and settings of a GenerationConfig.
 
     Raises TypeError or ValueError for unsupported settings.
     """
@@ -176,7 +176,7 @@ def resolve(
             check.fail("eos_token_id", f"in the vocabulary of {vocab}", max(stop))
         merged["eos_token_id"] = list(stop) or None
     config = _merged(model, generation_config, {**others, **merged})
-    # A generation_config may name tokens outside the vocabulary; ignore them.
+    # A generation_config may contain stop tokens outside the vocabulary. Ignore them.
     stop = tuple(x for x in _stop_tokens(config.eos_token_id) if x < vocab)
     penalty = (
         1.0

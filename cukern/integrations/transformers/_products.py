@@ -1,8 +1,7 @@
-"""Dense products of few rows, and dense products that share an input.
+"""Speed up linear layers with few input rows, and linear layers that share an input.
 
-A decoding step multiplies one or a few rows by every weight of the model, so its time is limited by the memory
-bandwidth. On an H200, `moe_gemm` with one expert reaches 50% to 80% of the bandwidth. cuBLAS takes 1.1 to 3.9 times as
-long as `moe_gemm`.
+A decoding step multiplies one or a few rows by every weight of the model, so the memory bandwidth limits its speed. On
+an H200, `moe_gemm` with one expert reaches 50% to 80% of the bandwidth. cuBLAS takes 1.1 to 3.9 times as long.
 """
 
 from __future__ import annotations
@@ -19,28 +18,31 @@ from cukern.integrations.transformers._regimes import difference
 from cukern.integrations.transformers._rewrite import NOT_ONE, alone, takes_one
 from cukern.integrations.transformers._state import Notes, State, active, simple_attributes, wants_gradient
 
-#: `moe_gemm` replaces cuBLAS for up to FEW rows, or up to _FEW_OF_SMALL rows if the weight has at most _SMALL elements:
-#: for small weights cuBLAS launches too few blocks.
+#: `moe_gemm` replaces cuBLAS for up to FEW rows. For weights with at most _SMALL elements it replaces cuBLAS for up to
+#: _FEW_OF_SMALL rows, because cuBLAS launches too few blocks for small weights.
 FEW, _FEW_OF_SMALL, _SMALL = 2, 4, 2**21
-#: Weights with more elements stay with cuBLAS, which reaches the memory bandwidth for them.
+#: Weights with more elements than this use cuBLAS, because cuBLAS reaches the memory bandwidth for them.
 _LARGE = 2**26
 _HALVES = (torch.float16, torch.bfloat16)
-#: The attributes of a module that hold its joined weights, and the activation of a multilayer perceptron.
+#: The attributes of a module that hold its joined weights (`_Together`), and the activation of a gated MLP.
 _TOGETHER, _ACTIVATION = "_cukern_together", "_cukern_activation"
 _offsets: dict[tuple[int, torch.device], torch.Tensor] = {}
 
 
 def _offsets_of(rows: int, device: torch.device) -> torch.Tensor:
-    """Return the offsets of one expert with all rows. They are created before capture, in the uncaptured first step."""
+    """Return the offsets [0, rows], with which `moe_gemm` treats all rows as the rows of one expert.
+
+    The tensor is cached. The first step of a session runs before the capture and creates it.
+    """
     if (rows, device) not in _offsets:
         _offsets[rows, device] = torch.tensor([0, rows], dtype=torch.int32, device=device)
     return _offsets[rows, device]
 
 
 def _streams(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether `moe_gemm` should run a product.
+    """Return whether `moe_gemm` should multiply `x` by the weight.
 
-    It does in a step of `generate`, for few rows in 16 bits, if the sizes and the alignment allow it.
+    It should in a step of `generate`, for few rows with 16-bit elements, if the sizes and the alignment allow it.
     """
     return (
         not torch.compiler.is_compiling()
@@ -59,7 +61,10 @@ def _streams(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
 ) -> torch.Tensor:
-    """Return x [rows, k] @ weight.T + bias for weight [n, k]: [rows, n], or with a gated activation [rows, n / 2]."""
+    """Return activation(x @ weight.T + bias), for x [rows, k] and weight [n, k].
+
+    The result is [rows, n], or [rows, n / 2] with a gated activation.
+    """
     if not _streams(x, weight):
         made = F.linear(x, weight, bias)
         return made if activation is None else cukern.moe_activation(made, activation)  # type: ignore[return-value]
@@ -73,7 +78,7 @@ def product(
 
 
 class _Together(NamedTuple):
-    """The weights of several modules in one tensor. The parameters of the modules are views of it."""
+    """The weights of several modules in one tensor. The parameters of the modules are views of this tensor."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -84,7 +89,7 @@ def is_linear(module: Any) -> bool:
     """Return whether a module is a plain linear layer."""
     if type(module) is not torch.nn.Linear or not isinstance(module.weight, torch.nn.Parameter):
         return False
-    if "forward" in module.__dict__:  # for example from a library that moves weights
+    if "forward" in module.__dict__:  # another library replaced it, for example a library that offloads weights
         return False
     return not module._forward_hooks and not module._forward_pre_hooks and not hasattr(module, "parametrizations")
 
@@ -100,7 +105,7 @@ def _places(parameters: list[list[torch.Tensor | None]]) -> tuple[int, ...]:
 
 @torch.no_grad()
 def join(module: Any, names: Sequence[str], state: State) -> bool:
-    """Make the weights of these children consecutive in memory. Return whether that is possible."""
+    """Copy the weights of the linear layers `names` of a module into one tensor. Return whether that is possible."""
     if not all(is_linear(getattr(module, name, None)) for name in names):
         return False
     weights, biases = _parameters(module, names)
@@ -130,7 +135,7 @@ def join(module: Any, names: Sequence[str], state: State) -> bool:
 
 
 def together(module: Any, names: Sequence[str]) -> _Together | None:
-    """Return the weights that `join` made; None if a parameter has been replaced."""
+    """Return the weights that `join` has joined. Return None if a parameter has been replaced since."""
     found: _Together | None = module.__dict__.get(_TOGETHER)
     if found is None or torch.compiler.is_compiling() or found.places != _places(_parameters(module, names)):
         return None
@@ -141,7 +146,7 @@ def together(module: Any, names: Sequence[str]) -> _Together | None:
 
 
 def linear_forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-    """Run a `Linear`; in a step of few rows, with `moe_gemm`."""
+    """Run a `torch.nn.Linear`. In a decoding step with few rows, `moe_gemm` runs it."""
     if torch.compiler.is_compiling() or active.session is None:
         return F.linear(input, self.weight, self.bias)
     made = product(input.reshape(-1, input.shape[-1]), self.weight, self.bias)
@@ -152,7 +157,10 @@ _GATE_UP = ("gate_proj", "up_proj")
 
 
 def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Run a gated MLP with one product for gates and ups. With further arguments the module's own forward runs."""
+    """Run a gated MLP, with one matrix multiplication for gates and ups.
+
+    If a call has further arguments, the module's own `forward` runs.
+    """
     own, x = together(self, _GATE_UP), alone(args, kwargs)
     if own is None or x is None or wants_gradient(x, self.gate_proj.weight) or x.dtype != own.weight.dtype:
         return type(self).forward(self, *args, **kwargs)  # type: ignore[no-any-return]
@@ -178,7 +186,10 @@ def _small(module: Any, inputs: int, inner: int) -> Any:
 
 @torch.no_grad()
 def _activation_of(module: Any) -> tuple[str | None, str]:
-    """Find the activation of an MLP, by running small MLPs of its class. Return None and the reason if unknown."""
+    """Find the activation of an MLP, by running small MLPs of its class on random inputs.
+
+    Return its name and an empty text. Return None and the reason if no kernel has this activation.
+    """
     found: list[str] = []
     probes = {inputs: _small(module, inputs, inner) for inputs, inner in ((16, 24), (15, 25))}
 
@@ -204,7 +215,7 @@ def _activation_of(module: Any) -> tuple[str | None, str]:
 
 
 def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
-    """Make gated MLPs run as two products instead of three, and make products of few rows run on `moe_gemm`."""
+    """Make gated MLPs run two matrix multiplications instead of three, and linear layers of few rows use `moe_gemm`."""
     known: dict[Any, tuple[str | None, str]] = {}
     for module in list(model.modules()):
         if "forward" in module.__dict__:

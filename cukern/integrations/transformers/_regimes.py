@@ -1,4 +1,4 @@
-"""Compare a module with a kernel on several kinds (regimes) of random numbers."""
+"""Compare the results of a module and of a kernel on several kinds of random inputs, which are called regimes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Regime(NamedTuple):
-    """A kind of test rows: a name, the function that makes them from normally distributed numbers, and a dtype."""
+    """A kind of random input rows. `change` makes the rows from normally distributed values."""
 
     name: str
     change: Callable[[torch.Tensor], torch.Tensor]
@@ -28,15 +28,15 @@ REGIMES = (
 )
 #: Rows whose squares overflow float16.
 LARGE_HALVES = Regime("large rows of float16", lambda x: x * 1e3, torch.float16)
-#: The allowed difference between two results, in units of eps times the largest number of a row. Float32 results get
-#: more, because their sums have many roundings.
+#: The allowed difference between two results, in units of eps times the largest element of the row. It is larger for
+#: float32, because float32 sums accumulate many rounding errors.
 _ROUNDINGS = {torch.float32: 80, torch.float16: 4, torch.bfloat16: 4}
-#: Exceptions of a forward that cannot handle the test rows.
+#: Exceptions that a `forward` may raise if it cannot handle the random rows.
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
 
 def are_near(got: torch.Tensor, wanted: Any) -> bool:
-    """Return whether two results differ only by roundings, relative to the largest number of each row."""
+    """Return whether two results differ only by rounding errors, relative to the largest element of each row."""
     if not isinstance(wanted, torch.Tensor) or got.shape != wanted.shape or got.dtype != wanted.dtype:
         return False
     bound = _ROUNDINGS[got.dtype] * torch.finfo(got.dtype).eps
@@ -54,10 +54,10 @@ def difference(
     spread: float = 1.0,
     seed: int = 3,
 ) -> str | None:
-    """Return the name of the first regime where a module's own code and a kernel differ; empty if they agree.
+    """Return the name of the first regime for which the module's code and the kernel differ. It is empty if they agree.
 
-    A key of `shapes` is appended to the name of the regime. The result is None if the module's code cannot handle
-    ordinary rows, or already differs for them.
+    The keys of `shapes` are suffixes of the name. The result is None if the module's code fails for the first regime,
+    or differs already for it.
     """
     generator = torch.Generator().manual_seed(seed)
     for i, ((besides, shape), regime) in enumerate(itertools.product(shapes.items(), regimes)):

@@ -1,4 +1,4 @@
-"""Rewrite forwards of transformers' modules: find the undecorated function, and rebind globals that it names."""
+"""Rewrite the `forward` of a module of transformers: find the undecorated function, and change its statements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def written(module: Any) -> Any:
-    """Return the undecorated forward of a torch module's class."""
+    """Return the `forward` of a module's class without its decorators."""
     return inspect.unwrap(type(module).forward)
 
 
@@ -20,21 +20,21 @@ NOT_ONE = "its forward has an argument besides the rows whose default is not Non
 
 
 def takes_one(module: Any) -> bool:
-    """Return whether a module's forward requires one argument, and all other arguments default to None."""
+    """Return whether a module's `forward` has one required argument, and all other arguments default to None."""
     takes = list(inspect.signature(written(module)).parameters.values())[1:]
     named = [x for x in takes if x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL)]
     return bool(named) and named[0].default is inspect.Parameter.empty and all(x.default is None for x in named[1:])
 
 
 def alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the first positional argument of a call. Return None if it is missing, or if others are not None."""
+    """Return the first positional argument of a call. Return None if the call has other arguments that are not None."""
     if not args or any(x is not None for x in (*args[1:], *kwargs.values())):
         return None
     return args[0]
 
 
 def read_globals(module: Any) -> dict[str, Any]:
-    """Return the globals that a module's undecorated forward names."""
+    """Return the global variables that a module's undecorated `forward` reads, by name."""
     forward = written(module)
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
     scope = getattr(forward, "__globals__", {})
@@ -42,7 +42,7 @@ def read_globals(module: Any) -> dict[str, Any]:
 
 
 def read_names(module: Any) -> set[str]:
-    """Return the names that a module's undecorated forward reads, including those in its lambdas."""
+    """Return the names that a module's undecorated `forward` and its lambdas read."""
 
     def found(code: types.CodeType) -> set[str]:
         inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
@@ -57,14 +57,14 @@ def rewritten(
     names: dict[str, Any],
     change: Callable[[list[ast.stmt]], list[ast.stmt]] = lambda body: body,
 ) -> Callable[..., Any] | None:
-    """Return a copy of the forward of a module's class with changed statements.
+    """Return a copy of the `forward` of a module's class with changed statements.
 
-    `names` maps some globals of the forward to other values. Decorators of the forward also wrap the copy. The result
-    is None if the source is not available, if the undecorated function is a closure, or if a decorator does not hold
-    the function in its closure.
+    `names` maps some global variables of the function to other values. They are free variables of the copy. The copy
+    shares all other global variables with the original function, so that torch.compile finds them in their module. The
+    decorators of the original function also wrap the copy.
 
-    The `names` are free variables of the copy. It shares all other globals with the original function, so that
-    torch.compile finds them in their module.
+    Return None if the source is not available, if the undecorated function is a closure, or if a decorator does not
+    have the function in its closure.
     """
     forward = written(module)
     if not isinstance(forward, types.FunctionType) or forward.__closure__:
@@ -78,7 +78,7 @@ def rewritten(
         return None
     function.body = change(function.body)
     function.decorator_list = []
-    # Annotations and defaults would be evaluated again. The new function gets the old defaults below.
+    # Remove annotations and defaults, because they would be evaluated again. The defaults are copied below.
     arguments = function.args
     for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
         if argument is not None:
@@ -99,7 +99,10 @@ def rewritten(
 
 
 def _wrapped(forward: Any, made: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Wrap `made` in copies of the decorators of a forward; None if a decorator's closure lacks the forward."""
+    """Wrap `made` in copies of the decorators of `forward`.
+
+    Return None if a decorator does not have the function in its closure.
+    """
     if not hasattr(forward, "__wrapped__"):
         return made
     inner = _wrapped(forward.__wrapped__, made)

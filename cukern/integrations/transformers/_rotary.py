@@ -1,4 +1,4 @@
-"""Rotary embedding: replace the functions that attention modules call for it."""
+"""Replace the functions that the attention modules of a model call for the rotary embedding."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class RotaryFormula(NamedTuple):
     """The formula of a rotary function of transformers."""
 
     layout: str
-    halves: int  # cos has halves * rotary_dim / 2 columns; 1: both halves share their angles
-    takes_float32: bool  # whether float32 cos and sin may come with 16-bit queries, and give 16-bit results
+    halves: int  # cos has `halves * rotary_dim / 2` columns: 2 if they are repeated for the second half, otherwise 1
+    takes_float32: bool  # whether 16-bit queries with float32 cos and sin give 16-bit results
 
     def __str__(self) -> str:
         return f"rotary_embedding, {self.layout}"
@@ -34,15 +34,14 @@ class RotaryFormula(NamedTuple):
 def _probe(
     function: Callable[..., Any], formula: RotaryFormula, angles: torch.dtype | None = None
 ) -> tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], torch.Tensor]]:
-    """Return the function and the kernel as functions of one array [batch, heads, tokens, head_dim].
+    """Return a rotary function and the kernel, both wrapped as functions of one array [batch, heads, tokens, head_dim].
 
-    The array holds the heads of the queries and then the heads of the keys.
+    The array contains the heads of the queries, then the heads of the keys.
     """
 
     def given(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         generator = torch.Generator().manual_seed(5)
-        # Repeat the first half of cos and sin, because both halves are equal in all models, and some functions read
-        # only one of them.
+        # Make both halves of cos and sin equal. They are equal in all models, and some functions read only one half.
         shape = rows.shape[0], rows.shape[2], rows.shape[3] // 2
         cos, sin = (torch.randn(shape, generator=generator).repeat(1, 1, formula.halves) for _ in range(2))
         query, key = rows.split([rows.shape[1] // 3 * 2, rows.shape[1] // 3], 1)
@@ -61,7 +60,10 @@ def _probe(
 
 @torch.no_grad()
 def _formula_of(function: Callable[..., Any]) -> tuple[RotaryFormula | None, str]:
-    """Find the formula of a rotary function with random numbers. Return None and the reason for an unknown formula."""
+    """Find the formula of a rotary function, by running it on random inputs.
+
+    Return the formula and an empty text. Return None and the reason for an unknown formula.
+    """
     found: list[str] = []
     shapes = {"": (2, 6, 5, 16), " of one head and 7 tokens": (1, 3, 7, 16)}
     for halves, layout in itertools.product((2, 1), ("half", "interleaved", "deinterleaved")):
@@ -75,7 +77,10 @@ def _formula_of(function: Callable[..., Any]) -> tuple[RotaryFormula | None, str
 
 
 def _in_place(function: Callable[..., Any], formula: RotaryFormula) -> Callable[..., Any]:
-    """Return a function that rotates in place. It calls the original for arguments that the kernel does not take."""
+    """Return a function that rotates in place on the kernel.
+
+    For arguments that the kernel does not support, it calls the original function.
+    """
 
     def rotate(*args: Any, **kwargs: Any) -> Any:
         if len(args) != 4 or kwargs.keys() - {"unsqueeze_dim"}:
@@ -105,12 +110,12 @@ def _in_place(function: Callable[..., Any], formula: RotaryFormula) -> Callable[
 
 # --- angles ---------------------------------------------------------------------------------------------
 
-#: Kinds of angles that also depend on the sequence length.
+#: Types of rotary embeddings whose angles depend on the sequence length, not only on the position.
 _OF_LENGTH = ("dynamic", "longrope")
 
 
 def angles_forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Return cos and sin. During `generate` they come from a table, which saves nine small kernels."""
+    """Return cos and sin of the positions. During `generate` they come from a table, which saves nine small kernels."""
     session = None if torch.compiler.is_compiling() else active.session
     if session is None or args or kwargs or not getattr(session, "tokens", 0) or position_ids.dim() != 2:
         return type(self).forward(self, x, position_ids, *args, **kwargs)
@@ -127,7 +132,7 @@ def angles_forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor, *args
 
 
 def _table(module: Any, x: torch.Tensor, tokens: int) -> torch.Tensor | None:
-    """Return a table with cos and sin of all positions; None if the angles do not depend on the position only."""
+    """Return a table with cos and sin of all positions. Return None if the angles depend on more than the position."""
     if getattr(module, "rope_type", "default") in _OF_LENGTH:
         return None
 
@@ -144,7 +149,7 @@ def _table(module: Any, x: torch.Tensor, tokens: int) -> torch.Tensor | None:
 
 
 def _has_angles(module: Any) -> bool:
-    """Return whether the module computes angles from `x` and positions only."""
+    """Return whether the module is a rotary embedding whose `forward` takes only `x` and the positions."""
     if not type(module).__name__.endswith("RotaryEmbedding") or "forward" in module.__dict__:
         return False
     takes = list(inspect.signature(written(module)).parameters)
@@ -155,7 +160,10 @@ def _has_angles(module: Any) -> bool:
 
 
 def _rewritten(module: Any, found: dict[str, tuple[Any, RotaryFormula]]) -> tuple[Callable[..., Any] | None, bool]:
-    """Return a forward that rotates in place, and whether `_heads` can replace some of its statements."""
+    """Return a copy of a module's `forward` that rotates in place.
+
+    Also return whether `_heads` can replace some of its statements.
+    """
     functions = {name: _in_place(function, formula) for name, (function, formula) in found.items()}
     formula = found[_PREFIX][1] if _PREFIX in found else None
     knows: list[bool] = []

@@ -1,4 +1,4 @@
-"""Routers: replace those that compute one of the gates."""
+"""Replace the routers of a model that compute the same formula as a gate of cukern."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from cukern.integrations.transformers._state import Notes, State, active, simple
 
 #: The attribute of a router that holds its `Gate`.
 _GATE = "_cukern_gate"
-#: The attribute of a router that holds its weight in float32, if its product is in float32.
+#: The attribute of a router that caches its weight in float32, if the router multiplies in float32.
 _WEIGHT = "_cukern_weight"
 
 
 def _in_float32(self: Any) -> torch.Tensor:
-    """Return a router's weight in float32. It is small, so it is converted once instead of in each step."""
+    """Return a router's weight in float32. The converted weight is cached, because it is small."""
     weight: torch.Tensor = self.weight
     if weight.dtype == torch.float32 or torch.compiler.is_compiling():
         return weight.float()
@@ -30,7 +30,10 @@ def _in_float32(self: Any) -> torch.Tensor:
 
 
 def router_forward(self: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-    """Return a replaced router's logits, weights and ids. With further arguments its own forward runs."""
+    """Run a replaced router. Return its logits, weights and ids.
+
+    If a call has further arguments, the router's own `forward` runs.
+    """
     hidden_states = alone(args, kwargs)
     if hidden_states is None or wants_gradient(hidden_states, self.weight):
         return type(self).forward(self, *args, **kwargs)  # type: ignore[no-any-return]
@@ -43,7 +46,7 @@ def router_forward(self: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, 
     with torch.no_grad():
         logits = product(x, weight, own_bias)
         weights, ids = gate.route(logits, bias)
-        # This package's experts take int32 ids.
+        # The experts of this package take the int32 ids, so convert to int64 only if other code reads them.
         defers = not torch.compiler.is_compiling() and active.session is not None
         return logits, weights, Ids.of(ids) if defers else ids.long()
 
@@ -59,7 +62,7 @@ def _is_router(module: Any) -> bool:
 
 
 def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
-    """Make the routers of the model run on the gates, if they compute one."""
+    """Make the routers of the model run on cukern's gates, if they compute the formula of a gate."""
     known: dict[Any, tuple[Gate | None, str]] = {}
     for module in model.modules():
         if "forward" in module.__dict__:

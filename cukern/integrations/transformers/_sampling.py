@@ -14,15 +14,16 @@ from cukern.integrations.transformers._options import Sampling
 class Sampler(LogitsProcessor):  # type: ignore[misc]
     """A logits processor for transformers' `generate` that samples the next token with `cukern.sample`.
 
-    Pass it in `logits_processor=[...]`. It masks all other tokens, so `generate` chooses the sampled token, greedy or
-    not; do not set the temperature, top_k and top_p of `generate`. Use a sampler for one generation only: its samples
-    depend on its seed and on the number of earlier samples.
+    Pass it in `logits_processor=[...]`. It masks all tokens except the sampled one, so `generate` chooses that token,
+    whether it decodes greedily or not. Do not set the temperature, top_k and top_p of `generate`. Use a sampler for a
+    single generation, because its samples depend on its seed and on the number of earlier samples.
 
     Args:
-        temperature, top_k, top_p, min_p: as in `cukern.sample`. A temperature of 0 takes the largest logit.
-        seed: the seed of the samples.
+        temperature, top_k, top_p, min_p: as in `cukern.sample`. With a temperature of 0, the token with the largest
+            logit is chosen.
+        seed: the seed for sampling.
 
-    Raises the ValueErrors of `cukern.sample`, at the first token.
+    Raises the ValueErrors of `cukern.sample` when the first token is sampled.
     """
 
     def __init__(
@@ -49,9 +50,9 @@ def draw(
     own: Sampling, logits: torch.Tensor, token: torch.Tensor, finished: torch.Tensor, stop: torch.Tensor, seed: Any,
     offset: Any, rows: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Draw a token of each row into `token` int64 [batch, 1], and set `finished` for rows that end.
+    """Sample a token for each row into `token`, int64 [batch, 1]. Set `finished` for rows whose token is a stop token.
 
-    `stop` has the stop tokens, int64 on the device. `rows` has the indices of the rows.
+    `stop` contains the stop tokens, int64 on the device. `rows` contains the indices of the rows.
     """
     ends: dict[str, Any] = {"finished": finished, "end_id": own.stop[0]} if own.stop else {}
     cukern.sample(

@@ -1,7 +1,7 @@
-"""A decoding loop with one CUDA graph for a whole step: the model over a static paged cache, and the sampling.
+"""A decoding loop with one CUDA graph for a whole step: the model's forward pass with a static cache, and sampling.
 
-In transformers' `generate`, at batch size 1, the host takes several times as long per step as the GPU. Here the host
-prepares a step only once, and then replays it.
+In transformers' `generate`, at batch size 1, a step takes several times as long on the host as on the GPU. Here the
+host launches the kernels of a step once, to capture them in a graph, and then replays the graph.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cukern.models._steps import StepGraphs
 
 
 class Session:
-    """The buffers for one batch size, the cache, and the graph of a step."""
+    """The buffers and the cache for one batch size, and the CUDA graph of a decoding step."""
 
     def __init__(self, model: Any, batch: int, tokens: int, sampling: Sampling) -> None:
         device = next(model.parameters()).device
@@ -44,25 +44,26 @@ class Session:
         self.mask = zeros(batch, 1, 1, tokens, dtype=torch.bool)
         self.starts, self.finished, self.seed = zeros(batch), zeros(batch, dtype=torch.bool), zeros(1)
         self.rows = torch.arange(batch, device=device)  # int64, because sampled tokens get the dtype of the indices
-        self.angles: dict[Any, torch.Tensor | None] = {}  # cos and sin of all positions, by module and dtype
+        self.angles: dict[Any, torch.Tensor | None] = {}  # cos and sin of all positions, keyed by module and dtype
         self.stop = torch.tensor(sampling.stop, dtype=torch.int64, device=device)
-        # The cache has a page of free tokens after each sequence.
+        # PAGE, because the cache has a page of unused tokens after each sequence.
         self.mask.__dict__["_cukern_rows"] = _attention.Rows(self.starts, self.lengths, _attention.PAGE)
         self._tables: dict[int, torch.Tensor] = {}
         self.fewest = zeros(batch)
-        self.mentioned: torch.Tensor | None = None  # the tokens of each sequence, if they are penalized
+        self.mentioned: torch.Tensor | None = None  # [batch, vocab]: which tokens have occurred, if they are penalized
         layers: Any = SimpleNamespace(is_cuda_torch=device.type == "cuda", device=device)
         self.graphs = StepGraphs(layers)
         takes = inspect.signature(written(model)).parameters
         self.takes = {name for name in ("position_ids", "logits_to_keep") if name in takes}
-        # If the forward has no argument for the cache, it passes the cache on in its keyword arguments.
+        # If `forward` does not have an argument for the cache, it passes the cache on in its keyword arguments.
         self._cache_name = next((name for name in takes if name in CACHE_NAMES), CACHE_NAME)
 
     def _count(self, batch: int, device: torch.device) -> None:
-        """Create the counters that a step increments with one kernel: tokens in the cache, drawn tokens, positions,
-        slots and lengths.
+        """Create the counters of a step in one array, so that one kernel increments all of them.
 
-        The lengths are int32, the others int64. Only the lower half of an int64 is incremented; it does not overflow.
+        They are the number of tokens in the cache, the number of sampled tokens, positions, slots and lengths. The
+        lengths are int32, and the others are int64. Only the lower 32 bits of an int64 are incremented. They do not
+        overflow.
         """
         wide = 2 + 2 * batch
         counts = torch.zeros(2 * wide + batch + batch % 2, dtype=torch.int32, device=device)
@@ -83,7 +84,7 @@ class Session:
         return self._tables[distance]
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return the logits [batch, vocab] after the last of these tokens."""
+        """Run the model on these tokens. Return the logits [batch, vocab] after the last token."""
         options: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 1}
         options = {name: options[name] for name in self.takes} | {self._cache_name: self.cache}
         with running(self):
@@ -92,7 +93,7 @@ class Session:
         return logits[:, -1]
 
     def _penalize(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits after penalties that depend on the tokens so far."""
+        """Apply the repetition penalty, and forbid stop tokens before the minimum length. Return the logits."""
         own = self.sampling
         if own.repetition_penalty != 1:
             self.mentioned = torch.zeros_like(logits, dtype=torch.bool) if self.mentioned is None else self.mentioned
@@ -105,7 +106,7 @@ class Session:
         return logits
 
     def _draw(self, logits: torch.Tensor) -> None:
-        """Draw a token of each sequence, and update which sequences are finished."""
+        """Sample a token for each sequence, and update which sequences are finished."""
         logits = self._penalize(logits).contiguous()
         draw(self.sampling, logits, self.token, self.finished, self.stop, self.seed, self.drawn, self.rows)
         if self.mentioned is not None:
@@ -128,12 +129,12 @@ class Session:
         self.padding.fill_(1)
 
     def _follow(self, count: int) -> None:
-        """Prepare for steps after `count` tokens of each sequence. The lengths of a step include its new token."""
+        """Prepare decoding steps after `count` tokens per sequence. The lengths of a step include its new token."""
         self.slots.follow(count)
         self.lengths += 1
 
     def _begin(self, prompts: list[torch.Tensor], seed: int, fewest: list[int], pad: int) -> torch.Tensor:
-        """Fill the buffers for these prompts. Return their ids [batch, tokens], padded on the left."""
+        """Initialize the buffers for these prompts. Return the token ids [batch, tokens], padded on the left."""
         count = max(map(len, prompts))
         ids = torch.stack([torch.cat([x.new_full((count - len(x),), pad), x]) for x in prompts])
         lengths = torch.tensor([len(x) for x in prompts], device=self.device)
@@ -151,7 +152,7 @@ class Session:
         return ids
 
     def _mention(self, prompts: list[torch.Tensor], like: torch.Tensor) -> None:
-        """Record the tokens of the prompts, if they are penalized."""
+        """Record which tokens occur in the prompts, if a repetition penalty applies to them."""
         if self.sampling.repetition_penalty == 1:
             return
         if self.mentioned is None:
@@ -161,7 +162,7 @@ class Session:
             row[prompt] = True
 
     def prefill(self, prompts: list[torch.Tensor], seed: int, fewest: list[int], pad: int = 0) -> torch.Tensor:
-        """Start a generation: run the prompts, and draw the first token of each. Return the logits."""
+        """Start a generation: run the prompts, and sample the first new token of each. Return the logits."""
         ids = self._begin(prompts, seed, fewest, pad)
         count = ids.shape[1]
         padding = self.padding[:, :count]
@@ -182,18 +183,18 @@ class Session:
         return logits
 
     def step(self) -> None:
-        """Run a step, for capture in a graph."""
+        """Run a step without returning the logits. This is the function that is captured in a graph."""
         self.advance()
 
     def run(self) -> None:
-        """Run a step, as a graph if possible."""
+        """Run a step. If possible, replay the graph."""
         if not self.captures:
             self.step()
             return
         try:
             self.graphs.run("step", self.step)
         except RuntimeError as error:
-            # The capture failed, so none of its launches has run.
+            # The capture failed, so none of the captured kernels has run. Run the step without a graph.
             self.why = f"its step cannot be captured ({str(error).splitlines()[0]})"
             warnings.warn(f"generate: {self.why}", stacklevel=3)
             torch.cuda.synchronize(self.device)

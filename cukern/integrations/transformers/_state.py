@@ -19,24 +19,24 @@ NAME = "cukern"
 
 @dataclass(frozen=True)
 class Line:
-    """A part of the model, and how it runs."""
+    """A line of the report: modules of one class, and how they run."""
 
-    part: str  # such as "experts"
+    part: str  # the kind of the modules, such as "experts"
     what: str  # the class of the modules
     count: int
-    how: str  # the ops that run it, or why it was not replaced
+    how: str  # the ops that run the modules, or the reason why they were not replaced
 
 
 @dataclass
 class Report:
-    """The parts that `enable` has replaced, and the other parts with the reason. `str` gives a table."""
+    """The modules that `enable` has replaced, and the other modules with the reason. `str(report)` is a table."""
 
     model: str
     replaced: list[Line] = field(default_factory=list)
     kept: list[Line] = field(default_factory=list)
 
     def parts(self) -> set[str]:
-        """Return the parts with at least one replaced module."""
+        """Return the kinds of modules ("experts", "norms", ...) with at least one replaced module."""
         return {line.part for line in self.replaced}
 
     def __str__(self) -> str:
@@ -48,16 +48,16 @@ class Report:
 
 
 class State:
-    """The changes of a model, so that they can be undone."""
+    """The changes that `enable` has made to a model, so that `disable` can undo them."""
 
     def __init__(self, report: Report) -> None:
         self.report = report
         self.undo: list[Callable[[], None]] = []
-        self.sessions: dict[Any, Any] = {}  # the sessions of `generate`, by their sizes
+        self.sessions: dict[Any, Any] = {}  # the sessions of `generate`, keyed by sizes and sampling parameters
         self.places = 0  # a hash of the addresses of the weights that the sessions use
 
     def replace_forward(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
-        """Replace the forward of one module, not of its class."""
+        """Replace the `forward` of one module. Other modules of the class keep theirs."""
         before = module.__dict__.get("forward")
         module.forward = types.MethodType(forward, module)
 
@@ -76,7 +76,7 @@ class State:
 
 
 class _Gathered(dict[tuple[str, str, str], int]):
-    """The lines of a report, with the number of modules that each line describes."""
+    """The lines of a report, each mapped to the number of modules that it describes."""
 
     def add(self, part: str, module: Any, how: str) -> None:
         name = module if isinstance(module, str) else type(module).__name__
@@ -88,7 +88,7 @@ class _Gathered(dict[tuple[str, str, str], int]):
 
 
 class Notes:
-    """The lines of a report under construction."""
+    """Collects the lines of a report while `enable` runs."""
 
     def __init__(self) -> None:
         self.replaced, self.kept = _Gathered(), _Gathered()
@@ -98,7 +98,7 @@ class Notes:
 
 
 def wants_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Return whether a gradient may be needed. The kernels have none, so the model's own code must run then."""
+    """Return whether a gradient may be needed. Then the model's own code runs, because the kernels lack a backward."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
@@ -110,7 +110,7 @@ def is_traced() -> bool:
 
 
 class _Active(threading.local):
-    """The session that this thread's `generate` runs on."""
+    """The session of the `generate` call that runs in this thread, or None."""
 
     session: Any = None
 
@@ -120,9 +120,9 @@ active = _Active()
 
 @contextlib.contextmanager
 def running(session: Any) -> Iterator[None]:
-    """Make `session` active in this context.
+    """Make `session` the active session of this thread within the context.
 
-    In the context, sums may overwrite their terms, because no other code sees the hidden states.
+    Within the context the kernels may overwrite hidden states, because no other code reads them.
     """
     before, active.session = active.session, session
     try:
@@ -132,7 +132,7 @@ def running(session: Any) -> Iterator[None]:
 
 
 def copied(module: torch.nn.Module) -> torch.nn.Module:
-    """Return a float32 CPU copy of a small module with random numbers, for comparison with a formula."""
+    """Return a float32 copy of a small module on the CPU, with random parameters, to compare it with a formula."""
     import copy
 
     generator = torch.Generator().manual_seed(1)
@@ -149,9 +149,9 @@ def copied(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def simple_attributes(module: torch.nn.Module) -> tuple[Any, ...]:
-    """Return a key with all that the formula of a module may depend on.
+    """Return a key for caching the formula of a module. Modules with the same key have the same formula.
 
-    These are its class, numbers, functions, configuration, shapes and children.
+    The key contains the module's class, simple attributes, functions, configuration, parameter shapes and children.
     """
     plain = (str, int, float, bool, type(None), types.FunctionType, types.BuiltinFunctionType)
     own = {k: v for k, v in vars(module).items() if isinstance(v, plain) and k not in ("layer_idx", "forward")}

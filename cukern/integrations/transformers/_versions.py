@@ -1,4 +1,4 @@
-"""The tested versions of transformers, and the warning for an untested version that leaves parts unreplaced."""
+"""The tested versions of transformers, and the warning if `enable` misses modules in an untested version."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import transformers
 from cukern.integrations.transformers._state import Report
 
 TESTED = "5.17", "5.24"
-#: The suffixes of class names that identify a part. A model has the part if it has a class for each of its suffixes.
-#: cukern replaces the modules of the class with the last suffix.
+#: The suffixes of class names that identify each kind of module. A model has modules of a kind if, for each suffix of
+#: the kind, it has a class whose name ends in the suffix. cukern replaces modules of the class with the last suffix.
 _KINDS = {
     "experts": ("Experts",),
     "routers": ("Router",),
@@ -31,7 +31,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def _left(model: Any, report: Report, parts: Sequence[str]) -> list[str]:
-    """Return the parts of the model that the report does not list as replaced."""
+    """Return the kinds of modules that the model has but that `enable` has not replaced."""
     names = {type(x).__name__ for x in model.modules()}
 
     def has(part: str) -> bool:
@@ -42,7 +42,7 @@ def _left(model: Any, report: Report, parts: Sequence[str]) -> list[str]:
 
 
 def warn(model: Any, report: Report, parts: Sequence[str]) -> None:
-    """Warn, once per class of models, if an untested version of transformers leaves parts unreplaced."""
+    """Warn, once per model class, if `enable` misses modules and the version of transformers is not tested."""
     version = transformers.__version__
     first, last = map(numbers, TESTED)
     if first <= numbers(version) <= last or type(model) in _warned:
