@@ -11,7 +11,7 @@
 //
 // Grid: x: tiles of rows; y: parts of long rows. In a tile, `row_threads` = tile_columns / ITEMS neighbouring threads
 // process a row. A thread has ITEMS units of the row, which are row_threads units apart. It loads all of them before it
-// computes the first.
+// computes the first result.
 //
 // Speed of light: memory bandwidth. Each result takes one element to read, one to write and about fifteen flops.
 #include "common/numeric.cuh"

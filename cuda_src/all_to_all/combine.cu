@@ -15,15 +15,16 @@
 // few tokens they send lines instead, which need no flags (all_to_all/lines.cuh). The other blocks handle this rank's
 // own tokens: they compute this rank's contribution, wait for the contributions of the other ranks, and add them.
 //
-// Speed of light: with many tokens, the bandwidth to the peers; each token's row crosses NVLink once per other rank
-// that contributes to it. With few tokens, the latency of a store to a peer. On two H200s, with rows of 7168 bfloat16,
-// 4096 tokens per rank take 186 us with SUMMED, which is 86% of the bandwidth of plain stores to the peer, and 253 us
-// with BY_SLOT. 128 tokens take 11.1 us (SUMMED) and 12.9 us (BY_SLOT); 8 tokens take 4.5 us and 5.6 us.
+// Speed of light: with many tokens the limit is the bandwidth to the peers; each token's row crosses NVLink once per
+// other rank that contributes to it. With few tokens the limit is the latency of a store to a peer. On two H200s, with
+// rows of 7168 bfloat16, 4096 tokens per rank take 186 us with SUMMED, which is 86% of the bandwidth of plain stores to
+// the peer, and 253 us with BY_SLOT. 128 tokens take 11.1 us (SUMMED) and 12.9 us (BY_SLOT); 8 tokens take 4.5 us and
+// 5.6 us.
 #include "all_to_all/contribution.cuh"
 #include "all_to_all/writer.cuh"
 
-// Return the index of a received row in the window of the token's source. `part` is the slot if APART, else the rank
-// that sends the row.
+// Return the index of a received row in the window of the token's source (the rank that owns the token). `part` is the
+// slot if APART, else the rank that sends the row.
 template <int MODE> __device__ __forceinline__ long long row_of(const Params& p, int token, int part) {
     return MODE == APART ? (long long)token * p.topk + part : (long long)part * p.max_tokens + token;
 }
@@ -44,8 +45,8 @@ __device__ __forceinline__ char* line_at(const Params& p, int source, int token,
     return line < p.lines ? p.ranks.windows[source] + p.lines_at + (row * p.lines + line) * LINE_BYTES : nullptr;
 }
 
-// Work item of a sending block: one chunk to send to the source of a token. With APART, the chunk belongs to one slot
-// of the token.
+// Work item of a sending block: one chunk (a part of a row) to send to the source of a token. With APART, the chunk
+// belongs to the row of one slot of the token.
 struct Job {
     unsigned number;
     int source, token, part, chunk;
@@ -99,8 +100,8 @@ __device__ __forceinline__ void send(const Params& p, unsigned long long step) {
         const int first = job.chunk * CHUNK<UNITS>;
         uint4 value[UNITS];
         contribution<T, MODE>(value, p, job.slots, which, job.place(p), first);
-        // If a row is missing, stop before the flags are set, so that no receiver takes an incomplete row for a
-        // complete one. `have_rows` has reported the failure to all ranks.
+        // If a row is missing, stop before the flags are set, so that no receiver reads an incomplete row. `have_rows`
+        // has reported the failure to all ranks.
         if (MODE != SUMMED && __syncthreads_or(!job.slots.have_rows<MODE>(p, which, step))) break;
         if (MODE != APART && tokens[job.source] <= p.line_tokens) {
 #pragma unroll
@@ -133,7 +134,7 @@ struct Piece {
     float weight = 1.f; // in lane k, the weight of slot k; APART only
     Slots slots;        // the row and weight of each slot, if its expert is on this rank
 
-    // Start to load piece `number`, one chunk of the output. The first use of the loaded values waits for them.
+    // Issue the loads of piece `number`, one chunk of the output. The first use of a loaded value waits for its load.
     template <int MODE, typename ID> static __device__ __forceinline__ Piece load(const Params& p, unsigned number) {
         Piece piece = {number, int(number / p.chunks), int(number % p.chunks)};
         if (piece.token >= p.tokens) return piece;
@@ -159,8 +160,8 @@ struct Piece {
     }
 };
 
-// Wait until the flags of a chunk are set for all rows that other ranks send for a token. Return whether all arrived;
-// the result is the same in all lanes.
+// Wait until the flags of a chunk are set for all rows that other ranks send for a token. Return whether all these
+// chunks arrived; the result is the same in all lanes.
 template <int MODE, int UNITS>
 __device__ __forceinline__ bool wait_for_chunk(const Params& p, const Parts& parts, int token, int chunk,
                                                unsigned long long step) {
@@ -173,8 +174,8 @@ __device__ __forceinline__ bool wait_for_chunk(const Params& p, const Parts& par
     return __all_sync(FULL_WARP, there);
 }
 
-// Receive a thread's units of a chunk that was sent as lines. Return whether they arrived; the result is the same in
-// all lanes.
+// Receive a thread's units of a chunk that was sent as lines. Return whether all of them arrived; the result is the
+// same in all lanes.
 template <int UNITS>
 __device__ __forceinline__ bool receive_lines(uint4 (&value)[UNITS], const Params& p, int token, int rank, int chunk,
                                               unsigned long long step) {

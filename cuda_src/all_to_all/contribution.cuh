@@ -5,16 +5,17 @@
 #include "common/numeric.cuh"
 
 constexpr int THREADS = 256;
-// A block processes one chunk of a row at a time. A unit is 16 bytes. Each eight lanes process UNITS lines of a chunk,
-// and a line has 7 units (all_to_all/lines.cuh). Smaller chunks have less latency; larger chunks have less overhead.
+// A block processes one chunk of a row at a time. A unit is 16 bytes. Every eight neighbouring lanes process UNITS
+// lines of a chunk; a line has 7 units of data (all_to_all/lines.cuh). Smaller chunks have less latency; larger chunks
+// have less overhead.
 constexpr int LINES_AT_ONCE = THREADS / LANES_OF_LINE, UNITS_AT_ONCE = LINES_AT_ONCE * UNITS_OF_LINE;
 template <int UNITS> constexpr int CHUNK = UNITS * UNITS_AT_ONCE;
 // Units per thread that one flag covers. This is a constant, because the sending and the receiving rank may use
 // different chunk sizes.
 constexpr int FLAG_UNITS = 2;
 // SUMMED: src holds one row per token, summed by the caller. BY_SLOT: src holds one row per slot, a (token, expert)
-// pair; `inverse` gives the row of a slot, and this rank sums the rows of a token. APART: like BY_SLOT, but each row is
-// sent separately.
+// pair; `inverse` gives the row of a slot, and this rank sums the rows of a token. APART: src also holds one row per
+// slot, but each row is sent separately.
 constexpr int SUMMED = 0, BY_SLOT = 1, APART = 2;
 // Resident blocks per multiprocessor that the registers allow. RESIDENT_LARGE applies to BY_SLOT and to large chunks.
 constexpr int RESIDENT = 3, RESIDENT_LARGE = 2;
@@ -26,7 +27,7 @@ struct Params {
     const void* topk_ids; // [tokens, topk]  ID, of this rank's own tokens
     const float* weights; // [tokens, topk], of this rank's own tokens
     void* out;            // [tokens, 8 * units]  T
-    long long ids_at;     // offsets in a window, for the last dispatch's buffer; ids: [ranks, max_tokens, topk]
+    long long ids_at;     // byte offsets in a window, for the last dispatch's buffer; ids: [ranks, max_tokens, topk]
     long long weights_at; // [ranks, max_tokens, topk]
     long long partial_at; // [ranks, max_tokens, 8 * units]; APART: [max_tokens, topk, 8 * units]
     long long flags_at;   // [ranks, max_tokens, flags], unsigned; APART: [max_tokens, topk, flags]
@@ -64,8 +65,8 @@ struct Slots {
     int id = -1, row = -1; // row: index of the row in src
     float weight = 1.f;
 
-    // Start to load the slots of a token; `place` is source * max_tokens + token. The first use of the slots, in `here`
-    // or `has_row`, waits for the loads.
+    // Issue the loads of the slots of a token; `place` is source * max_tokens + token. The first use of the slots, in
+    // `here` or `has_row`, waits for the loads.
     template <int MODE> static __device__ __forceinline__ Slots load(const Params& p, long long place) {
         const char* const window = p.ranks.windows[p.ranks.rank];
         const int lane = threadIdx.x % 32;
@@ -87,8 +88,8 @@ struct Slots {
     // Return whether this lane's slot has a row.
     __device__ __forceinline__ bool has_row(const Params& p) const { return unsigned(row) < unsigned(p.rows); }
 
-    // Return whether every slot of the mask `here` has a row in src. A slot has none if its expert was over capacity.
-    // In that case, record the failure on all ranks.
+    // Return whether every slot of the mask `here` has a row in src. A slot has no row if the capacity of its expert
+    // was exceeded. If a row is missing, record the failure on all ranks.
     template <int MODE>
     __device__ __forceinline__ bool have_rows(const Params& p, unsigned here, unsigned long long step) const {
         if (MODE == SUMMED) return true;
@@ -98,8 +99,8 @@ struct Slots {
     }
 };
 
-// Return the index, within a chunk, of a thread's i-th line (line_of) and i-th unit (unit_of). has_unit: the last of
-// the eight lanes of a line has no unit, because it stores the epoch.
+// Return the index, within a chunk, of a thread's i-th line (line_of) and i-th unit (unit_of). has_unit() is false in
+// the last of the eight lanes of a line, because that lane stores the epoch and no unit.
 __device__ __forceinline__ int line_of(int i) { return i * LINES_AT_ONCE + threadIdx.x / LANES_OF_LINE; }
 __device__ __forceinline__ int unit_of(int i) { return line_of(i) * UNITS_OF_LINE + threadIdx.x % LANES_OF_LINE; }
 __device__ __forceinline__ bool has_unit() { return threadIdx.x % LANES_OF_LINE < UNITS_OF_LINE; }

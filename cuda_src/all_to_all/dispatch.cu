@@ -1,22 +1,24 @@
 // Send each token's row over NVLink to every rank that has at least one of the token's experts, once per rank.
 //
-//   rows[s, t]    = hidden[t] of source s, unchanged or in FP8 (a scale per 128), if one of its experts is here
-//   ids[s, t]     = topk_ids[t] of source s; -1 for t >= its tokens
-//   weights[s, t] = topk_weights[t] of source s; 0 for t >= its tokens
+//   rows[s, t]    = hidden[t] of source s, unchanged or in FP8 (one scale per 128 elements), if at least one of the
+//                   experts of token t is on this rank
+//   ids[s, t]     = topk_ids[t] of source s; -1 if source s has no token t
+//   weights[s, t] = topk_weights[t] of source s; 0 if source s has no token t
 //
-// (source, token) is the index of a received row, so the ranks need not exchange counts first. If a token has no expert
-// on this rank, its received row is undefined, but its ids show that. Each rank may have a different number of tokens,
-// at most max_tokens.
+// The source of a token is the rank that owns it. (source, token) is the index of a received row, so the ranks need not
+// exchange counts first. If a token has no expert on this rank, its received row is undefined, but its ids show that.
+// Each rank may have a different number of tokens, at most max_tokens.
 //
 // Grid: blocks of 256 threads. A block handles every gridDim.x-th token: it stores the token's row, in units of 16
 // bytes, into the windows of the ranks that have its experts. After its last token the block signals all ranks. Then
 // each block waits for all sources and copies its share of the ids and weights out of the window. PHASES: either one
 // launch sends and receives, or one launch sends (SEND) and the next launch receives (RECEIVE).
 //
-// Speed of light: with many tokens, the bandwidth to the peers; each row crosses NVLink once per destination rank. With
-// few tokens, the latency of a store to a peer, a release and the atomic addition of the signal. On two H200s, with
-// rows of 7168 FP8 elements, 4096 tokens per rank take 97 us, which is 86% of the bandwidth of plain stores to the
-// peer. 128 tokens take 8.1 us and 8 tokens take 5.1 us; a minimal exchange of 16 bytes and a flag takes 2.9 us.
+// Speed of light: with many tokens the limit is the bandwidth to the peers; each row crosses NVLink once per
+// destination rank. With few tokens the limit is the latency of a store to a peer, a release and the atomic addition of
+// the signal. On two H200s, with rows of 7168 FP8 elements, 4096 tokens per rank take 97 us, which is 86% of the
+// bandwidth of plain stores to the peer. 128 tokens take 8.1 us and 8 tokens take 5.1 us; a minimal exchange of 16
+// bytes and a flag takes 2.9 us.
 #include "all_to_all/window.cuh"
 #include "common/quantize.cuh"
 

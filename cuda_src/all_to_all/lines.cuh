@@ -1,9 +1,9 @@
-// Lines as in NCCL's LL128 protocol. A line is 128 bytes: 112 bytes of data, and then the epoch (the number of the
-// call), repeated in the last 16 bytes.
+// Store and load lines, as in NCCL's LL128 protocol. A line is 128 bytes: 112 bytes of data, and then the epoch (the
+// number of the call), repeated in the last 16 bytes.
 //
 // Eight neighbouring lanes store a line with one instruction, and NVLink delivers the line as a whole. A reader that
 // sees the epoch therefore also sees the data. So a line needs no flag, and no release, which would wait for a round
-// trip to the peer. PCIe does not guarantee this.
+// trip to the peer. PCIe does not guarantee that a line arrives as a whole.
 #pragma once
 #include "all_to_all/window.cuh"
 

@@ -92,7 +92,7 @@ template <typename Number> __device__ __forceinline__ Number now(const Number& w
 
 // Record that a wait for `rank` failed, or that this rank cannot continue. Then set the abort flag of every rank,
 // because the other ranks would otherwise wait for this rank. Only the first failure is recorded. The atomicCAS that
-// selects it works on device memory, because not every device supports atomics on host memory.
+// selects the first failure works on device memory, because not every device supports atomics on host memory.
 __device__ inline void fail(const Ranks& ranks, int code, int rank, int phase, unsigned long long step) {
     if (atomicCAS(&ranks.progress->failed, 0, code)) return;
     volatile Failure* const to = ranks.failure;

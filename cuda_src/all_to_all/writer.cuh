@@ -6,7 +6,8 @@
 #pragma once
 #include "all_to_all/contribution.cuh"
 
-// The flags of a chunk: one flag per FLAG_UNITS units of a thread, so one or two flags.
+// The flags of a chunk. A chunk has UNITS units per thread and one flag per FLAG_UNITS of these units, so it has one or
+// two flags.
 template <int UNITS> struct Flags {
     unsigned* at;
 

@@ -8,10 +8,9 @@
 //   new_done      true if done was true, or this is the last step, or the pool is full and (unless stop_when_full)
 //                 no running beam can still beat its worst hypothesis
 //
-// Grid: one block per batch entry. Thread i handles candidate i and pool entry i.
-// GROUPS: 32 for up to 16 candidates, THREADS for more.
-// LATE: the kernel reads the index of the step from device memory (`step`), so that one captured CUDA graph serves all
-// steps.
+// Grid: one block per batch entry. Thread i handles candidate i and pool entry i. GROUPS (groups of threads, see
+// selection.cuh): 32 for up to 16 candidates, else THREADS. LATE: the kernel reads the index of the step from device
+// memory (`step`), so that one captured CUDA graph serves all steps.
 //
 // Speed of light: the latency of a launch and of a chain of block reductions; the state is only a few values per beam.
 // On an H200, a step for 32 requests with 4 beams each and a vocabulary of 128256 (float32) takes 27 us including
@@ -47,7 +46,7 @@ struct StepParams {
     int dtype;   // type of log_probs: 0 float, 1 half, 2 bfloat16
     int diverse; // the keys include the diversity term, but the scores must not: recompute them
     int length;  // length of a hypothesis that ends in this step
-    int last;    // this is the last step, so all candidates end
+    int last;    // this is the last step, so every candidate ends
     int stop_when_full;
     int ends;
     int end_ids[MAX_ENDS];
@@ -65,7 +64,8 @@ struct Found {
     float penalty, furthest_penalty;
 };
 
-// Accessors to the values that depend on the step. They come from Found if LATE, else from the kernel's parameters.
+// Accessors to the values that depend on the step. The values come from `found` if LATE, else from the kernel's
+// parameters.
 template <bool LATE> struct Moment {
     const StepParams& p;
     const Found& found;
@@ -110,8 +110,8 @@ struct Candidate {
         bool is_end = false;
         for (int e = 0; e < p.ends; ++e) is_end |= token == p.end_ids[e];
         runs = !is_end;
-        // Only the best `beams` candidates may enter the pool. The other candidates are needed so that at least `beams`
-        // candidates do not end.
+        // Only the best `beams` candidates may enter the pool. The list has more candidates, so that at least `beams`
+        // of them do not end.
         ends = threadIdx.x < p.beams && (is_end || now.last()) && !was_done && score > -CUDART_INF_F;
     }
 };
@@ -130,7 +130,7 @@ struct Hypothesis {
 };
 
 // Write the running beams: the best candidates that do not end. `running` is a mask of the lanes of this warp whose
-// candidate runs.
+// candidate may become a running beam.
 __device__ __forceinline__ void write_running(const StepParams& p, long long b, Exchange& shared, const Candidate& mine,
                                               unsigned running) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -145,8 +145,8 @@ __device__ __forceinline__ void write_running(const StepParams& p, long long b, 
     }
 }
 
-// Write the new pool: the best hypotheses of the old pool and of the candidates that end. At equal scores, entries of
-// the old pool are better.
+// Write the new pool: the best hypotheses of the old pool and of the candidates that end. If scores are equal, entries
+// of the old pool rank before candidates.
 template <bool LATE>
 __device__ __forceinline__ void write_pool(const StepParams& p, long long b, Exchange& shared, const Hypothesis& old,
                                            const Candidate& mine, float ended, const Moment<LATE>& now) {

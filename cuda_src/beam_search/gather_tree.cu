@@ -41,8 +41,8 @@ template <int ENTRIES> __global__ void __launch_bounds__(THREADS) gather_tree(co
     if (j < beams) {
         length = p.steps;
         if (p.lengths) length = min(max(p.lengths[p.length_per_beam ? base + j : b], 0), p.steps);
-        // The fill writes end_id from step `ended` on: the beam's length, or the step of its first end_id if that is
-        // earlier.
+        // The fill writes end_id from step `ended` on. `ended` is the beam's length, or the step of the beam's first
+        // end_id if that step is earlier.
         ended = length;
     }
     const int at_once = ENTRIES / beams;

@@ -7,7 +7,7 @@
 //
 // The merge first finds a lower bound of the k-th largest key from one entry of each list: the entry at position
 // `depth`, counted from 1. At least `m * depth` keys are greater than or equal to the m-th largest of these entries.
-// Position 1 (the maximum of each list) gives a poor bound if there are fewer lists than results, or if a few lists
+// With depth 1 (the maximum of each list) the bound is poor if there are fewer lists than results, or if a few lists
 // contain nearly all results. In the first step of a search, the lists of one beam contain all results. In these cases
 // a larger depth gives a better bound. The merge computes the bound for two depths and takes the larger: `depth` suits
 // results that are spread over all lists, and `beam_depth` suits results that are all in the lists of one beam.

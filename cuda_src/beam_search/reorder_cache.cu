@@ -2,12 +2,12 @@
 //
 //   new_keys[t, b, j] = keys[t, b, parents[b, j]]   for t < steps; the same for the values
 //
-// Grid: `2 * steps * batch * tiles` blocks (2: keys and values). A tile is a range of columns. A block loads the tile
-// of all beams into registers before it writes, so the new cache may be the same array as the old cache. In that case a
-// beam that is its own parent is skipped.
-// WIDTH: bytes of a vector, a power of two up to 16 that divides the row size and the addresses.
-// LATE: the kernel reads the number of steps from device memory (`step`), so that one captured CUDA graph serves all
-// steps. The grid is then one wave of resident blocks, and each block loops over tiles.
+// Grid: `2 * steps * batch * tiles` blocks (the factor 2 stands for keys and values). A tile is a range of columns. A
+// block loads the tile of all beams into registers before it writes, so the new cache may be the same array as the old
+// cache. In that case a beam that is its own parent is skipped. WIDTH: bytes of a vector, a power of two up to 16 that
+// divides the row size and the addresses. LATE: the kernel reads the number of steps from device memory (`step`), so
+// that one captured CUDA graph serves all steps. The grid is then one wave of resident blocks, and each block loops
+// over tiles.
 //
 // Speed of light: memory bandwidth; each element is read once and written once. On an H200, 512 steps of 32 beams with
 // 16 heads of 64 bfloat16 take 30 us, the same bandwidth as a copy. With random parents some rows are read several

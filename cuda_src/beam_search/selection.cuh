@@ -1,18 +1,18 @@
 // Select the k largest of n keys with one block. The method needs neither a sort of all keys nor k passes over them.
 //
 // A key is a 64-bit integer. Its high half is the value, mapped to an unsigned integer so that the integers have the
-// same order as the floats. Its low half is the complement of the id. All keys are therefore distinct. Of two keys, the
-// larger has the larger value, or the lower id if the values are equal.
+// same order as the floats. Its low half is the complement of the id. All keys are therefore distinct. The larger of
+// two keys has the larger value, or the lower id if the values are equal.
 //
 //   1. Bound: find the largest value of each group of threads. The k-th largest of these maxima is a lower bound on the
 //      k-th largest value, and a close one: with n values spread over G groups, about k + k * k / (2 * G) values reach
 //      the bound.
-//   2. List: threads whose largest value reaches the bound read all their values again, and append those that reach it
-//      to a list in shared memory.
+//   2. List: threads whose largest value reaches the bound read all their values again, and append the keys of the
+//      values that reach the bound to a list in shared memory.
 //   3. Rank: rank each key of the list by counting the larger keys.
 //
-// In a masked or sorted row, more keys may reach the bound than the list can hold. A bisection then raises the bound
-// until the keys fit.
+// In a masked or sorted row, more keys may reach the bound than the list can hold. In that case a bisection raises the
+// bound until the keys fit.
 //
 // GROUPS == 32 is for up to 16 results; each warp then finds the bound without the other warps. GROUPS == THREADS is
 // for more results.

@@ -7,8 +7,8 @@
 // Because k is much smaller than the vocabulary, the lists are short, and the second stage (topk_merge.cu or
 // beam_step.cu) reads little.
 //
-// Grid: rows * chunks, one block per chunk. selection.cuh describes the selection and the keys.
-// GROUPS: 32 for up to 16 results, THREADS for more.
+// Grid: rows * chunks, one block per chunk. selection.cuh describes the selection and the keys. GROUPS (groups of
+// threads, see selection.cuh): 32 for up to 16 results, else THREADS.
 //
 // Speed of light: memory bandwidth; each value is read once. A few threads read their values again, from L1 or L2. On
 // an H200, both stages together take 24 us for 32 requests with 4 beams each, a vocabulary of 128256 (float32) and k =
@@ -34,8 +34,8 @@ struct ChunkParams {
 // A chunk of a row, and the values in it that this thread reads.
 //
 // A row may start at any address, but vectors are aligned to 16 bytes. Vector 0 is the vector that contains column 0;
-// its first `skipped` items lie before the row. The edge values of a row lie before its first whole vector or after its
-// last whole vector. The block of the first chunk reads the edges, one value per thread.
+// the first `skipped` values of this vector lie before the row. The edge values of a row lie before its first whole
+// vector or after its last whole vector. The block of the first chunk reads the edges, one value per thread.
 template <typename T> struct Chunk {
     static constexpr int ITEMS = 16 / sizeof(T);
     struct alignas(16) Vector {

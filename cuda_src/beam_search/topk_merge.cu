@@ -1,14 +1,14 @@
 // Merge the lists of the chunks of a row: the second stage of a top-k.
 //
 //   values, ids = the k largest keys of the lists, best first, ties to the lower id
-//   best        = with a diversity rate, instead of values and ids: the keys with diversity_rate * r added to the value
-//                 of rank r, sorted again
+//   best        = the same keys with diversity_rate * r added to the value of rank r, sorted again; written instead of
+//                 values and ids if there is a diversity rate
 //
 // With a diversity rate, the candidates of each beam are ranked separately first: this kernel runs with one row per
 // beam. A second merge then combines the lists of the beams, just as it would combine lists of chunks.
 //
-// Grid: one block per row. A row is a batch entry, or a beam if there is a diversity rate.
-// GROUPS: 32 for up to 16 results, THREADS for more.
+// Grid: one block per row. A row is a batch entry, or a beam if there is a diversity rate. GROUPS (groups of threads,
+// see selection.cuh): 32 for up to 16 results, else THREADS.
 //
 // Speed of light: latency. The lists are small: k keys per chunk of 4 to 32 KB. The time is therefore a launch and a
 // chain of dependent steps: load one entry of each list, find a bound, load the keys that reach the bound, and rank

@@ -35,7 +35,8 @@ template <int CLUSTER> __device__ __forceinline__ void cluster_sync() {
     cluster_wait<CLUSTER>();
 }
 
-// Return the shared::cluster address of the variable in block `rank` that this block has at `here`.
+// `here` is the address of a shared variable of this block. Return the shared::cluster address of the same variable in
+// block `rank`.
 __device__ __forceinline__ unsigned map_shared_rank(const void* here, int rank) {
     unsigned there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;"

@@ -4,7 +4,7 @@
 
 #include "common/numeric.cuh"
 
-// The scale of a quantized array, in memory or by value.
+// The scale of a quantized array: either one float in device memory, or a number passed by value.
 struct Scale {
     const float* array; // one float; null: `number` is the scale
     float number;

@@ -3,9 +3,9 @@
 //
 // Swizzled tiles. A tile in shared memory has rows of 128 bytes, which span all 32 banks. Without a swizzle, eight
 // lanes that access the 16-byte chunk with the same index in eight rows would access the same four banks, an 8-way bank
-// conflict. TMA writes and wgmma reads chunk c of row r at position `c ^ (r % 8)` of its row instead. The hardware
-// computes the position from address bits: bits 4 to 6, XOR bits 7 to 9. A tile must therefore begin at a multiple of
-// 1024 bytes, the size of eight rows.
+// conflict. TMA therefore stores chunk c of row r at position `c ^ (r % 8)` of the row, and wgmma reads the chunk from
+// this position. The hardware computes the position by an XOR of address bits 4 to 6 with address bits 7 to 9. A tile
+// must therefore begin at a multiple of 1024 bytes, the size of eight rows.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -71,7 +71,8 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, int 
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Return the shared::cluster address of the barrier in block `rank` that this block has at `barrier`.
+// `barrier` is the shared address of a barrier of this block. Return the shared::cluster address of the same barrier in
+// block `rank`.
 __device__ __forceinline__ unsigned map_shared_rank(unsigned barrier, unsigned rank) {
     unsigned there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(barrier), "r"(rank));
@@ -152,7 +153,7 @@ __device__ __forceinline__ void tma_load_multicast(unsigned short blocks, unsign
                  : "memory");
 }
 
-// ---- products by wgmma ----
+// ---- matrix multiplications by wgmma ----
 //
 // Descriptors. A 64-bit descriptor gives wgmma the location of an operand in shared memory: the address / 16 (bits 0 to
 // 13), the leading byte offset / 16 (bits 16 to 29), the stride byte offset / 16 (bits 32 to 45), and the layout (bits
@@ -202,7 +203,7 @@ template <int N> __device__ __forceinline__ void wgmma_fence_operand(float (&c)[
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(c[i])::"memory");
 }
 
-// Compute c = a b, or c += a b if `accumulate`, with a warpgroup:
+// Compute c = a b, or c += a b if `accumulate` is true, with a warpgroup:
 //
 //   64 rows: warp w of the warpgroup has 16 rows, which start at row 16 * w
 //   8, 16, 32, 64, 128 or 256 columns: twice the number of registers of c

@@ -29,9 +29,9 @@ template <int N> __device__ __forceinline__ void cp_async_wait_group() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// Load matrices of 8 rows of 16 bytes. The i-th group of 8 lanes gives the addresses of the rows of matrix i. Of each
-// matrix, lane l receives 4 bytes of row `l / 4`, from byte `4 * (l % 4)` on. For 16-bit elements this is a fragment of
-// A if the rows are rows of A, or of B if the rows are columns of B.
+// Load matrices of 8 rows of 16 bytes. The i-th group of 8 lanes gives the addresses of the rows of matrix i. Lane l
+// receives 4 bytes of each matrix: from row `l / 4`, beginning at byte `4 * (l % 4)`. For 16-bit elements this is a
+// fragment of A if the rows are rows of A, or of B if the rows are columns of B.
 __device__ __forceinline__ void ldmatrix(unsigned (&to)[2], unsigned from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                  : "=r"(to[0]), "=r"(to[1])
@@ -46,8 +46,8 @@ __device__ __forceinline__ void ldmatrix(unsigned (&to)[4], unsigned from) {
                  : "memory");
 }
 
-// Load the matrices transposed. Of each matrix, lane l receives two 16-bit elements of column `l / 4`, in row `2 * (l %
-// 4)` and the next row.
+// Load the matrices transposed. Lane l receives two 16-bit elements of each matrix: from column `l / 4`, in row `2 * (l
+// % 4)` and the next row.
 __device__ __forceinline__ void ldmatrix_trans(unsigned (&to)[2], unsigned from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
                  : "=r"(to[0]), "=r"(to[1])

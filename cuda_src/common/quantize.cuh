@@ -1,5 +1,5 @@
-// Quantization to 8 bits. Quotients are rounded as by IEEE division before they are converted to bytes, so any
-// implementation in IEEE arithmetic gives the same bits.
+// Quantization to 8 bits. Before the conversion to bytes, each quotient is rounded as IEEE division rounds it. Any
+// implementation with IEEE division therefore gives the same bits.
 #pragma once
 #include "common/fp8.cuh"
 #include "common/quotient.cuh"
@@ -21,9 +21,9 @@ __device__ __forceinline__ unsigned to_int8(int x, int y, unsigned above) {
     return bytes;
 }
 
-// Convert EACH quotients to FORMAT and return their bytes. A quotient is rounded to nearest, ties to even (INT8_CUT:
-// towards zero), and saturated. azp: the zero point, which is added after rounding. WHOLE: quotients and azp are below
-// 2^24, so that azp can be added as an integer.
+// Convert the array `quotient` to FORMAT and return one byte per element. EACH is the number of elements. Each quotient
+// is rounded to nearest, ties to even (INT8_CUT: towards zero), and saturated. `azp` is the zero point, which is added
+// after rounding. If WHOLE is true, the quotients and `azp` are below 2^24, so `azp` can be added as an integer.
 template <int FORMAT, int EACH, bool WHOLE = true>
 __device__ __forceinline__ Unit<EACH> to_bytes(const float (&quotient)[EACH], float azp) {
     unsigned word[(EACH + 3) / 4] = {};

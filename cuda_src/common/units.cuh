@@ -1,4 +1,5 @@
-// Units of 1 to 16 bytes, in which rows of any type are copied, and a fast division, which finds the row of a unit.
+// A unit is 1, 2, 4, 8 or 16 contiguous bytes. Kernels copy rows of any element type unit by unit. Divisor is a fast
+// division, which finds the row of a unit.
 #pragma once
 
 // The unsigned type of BYTES bytes.

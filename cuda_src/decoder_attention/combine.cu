@@ -5,8 +5,8 @@
 //   weight  = 2^(statistics[split, row].x - largest)
 //   out     = sum over splits of partial[split, row] * weight / sum over splits of statistics[split, row].y * weight
 //
-// Grid: one block per row. Thread: one element of the row. The splits are processed 32 at a time, and lane l of each
-// warp holds the statistics of the l-th of them.
+// Grid: one block per row. A thread computes one element of the row. The splits are processed in chunks of 32, and lane
+// l of each warp holds the statistics of the l-th split of the current chunk.
 //
 // Speed of light: latency of the launch and of two dependent loads. `partial` has at most 256 KB per row. It is read
 // once, from L2, because `decoder_attention` has just written it. The time for one sequence in decoder_attention.cu

@@ -2,7 +2,7 @@
 // cross-attention.
 //
 //   query = (q[b, h] + bias_q[h]) * scale * log2(e), in float32
-//   key, value [s] = entry s of row r = b * heads + h. Self-attention has one more, the new token's: k + bias_k and
+//   key, value [s] = entry s of row r = b * heads + h. In self-attention the new token adds one entry: k + bias_k and
 //                    v + bias_v, rounded to T and written into the caches
 //   score[s] = query . key[s]
 //   out   = sum over s of 2^(score[s] - largest) * value[s] / sum over s of 2^(score[s] - largest)
@@ -10,7 +10,7 @@
 // If there are no entries, or only scores of -inf, the result is zero.
 //
 // Grid: blockIdx.x selects 32 / LANES rows, where a row is one head of one sequence. blockIdx.y selects a split, a
-// range of cache entries. The warps of a block take the entries of the split in turn, STEPS entries at a time. In a
+// range of cache entries. The warps of a block take the entries of the split in turn, in chunks of STEPS entries. In a
 // warp, LANES lanes share a row, so that one load of a warp reads one entry of neighbouring rows, 512 contiguous bytes.
 // A lane loads CHUNKS vectors of VECTOR elements of each key and value.
 //
@@ -19,9 +19,9 @@
 //
 // DIM == 0: the head size is `p.dim`, which is at most LANES * CHUNKS * VECTOR.
 //
-// MODE == LATE_STEP: the number of entries is read from `step`, so that a launch captured in a CUDA graph is valid for
-// all steps. The grid is sized for the largest number of entries. Splits that begin after the last entry contribute
-// nothing.
+// MODE == LATE_STEP: the kernel reads the number of tokens from device memory (`step`), so that a launch captured in a
+// CUDA graph is valid for every decoding step. The grid is sized for the largest number of entries. Splits that begin
+// after the last entry contribute nothing.
 //
 // MODE == SHARED_MEMORY: `copies` consecutive sequences share keys, values and length, as the beams of a beam search
 // share the output of the encoder.
@@ -143,8 +143,8 @@ __device__ __forceinline__ float dot_chunk(const Place<F>& own, const float (&qu
     return own.held[c] ? sum : 0.f;
 }
 
-// The online softmax of a warp. `total` is the sum of the weights of a row, `sums` is the weighted sum of values for
-// the lane's elements, and `largest` is the largest score. Both sums are relative to `largest`.
+// The online softmax of a warp. A weight is 2^(score - largest), where `largest` is the largest score of the row so
+// far. `total` is the sum of the row's weights. `sums` is the weighted sum of the values, for the lane's elements.
 template <typename F> struct Softmax {
     float total = 0.f, sums[F::VALUES] = {}, largest = -CUDART_INF_F;
 

@@ -8,16 +8,17 @@
 //   x = n[i] > 0 ? x - frequency * n[i] : x
 //   x = made[i] ? x - presence : x
 //   x = -inf   if token i would complete a bad word, or is end_id before min_length tokens are generated
-//   out[b, i] = x * (1 / temperature)   (x if the temperature is not a positive normal number)
+//   out[b, i] = x * (1 / temperature), or x if the temperature is not a positive normal number
 //
 // Grid: `slices` blocks per row, each for TOKENS neighbouring tokens of the vocabulary. A block stores one 32-bit mark
 // per token in shared memory. The mark contains the token's count and flags. The block reads the whole sequence of its
 // row and counts with integer atomics, so the result does not depend on their order. Then one thread per token applies
 // the penalties once, with the final count.
 //
-// COUNTED: the kernel computes marks and applies penalties; else it only divides by the temperature. WHOLE: all logits
-// are read and written; else `out` is `logits`, the temperature is 1, and only logits of tokens with a nonzero mark are
-// read and written. A WIDTH above 1 needs aligned rows whose length is a multiple of WIDTH.
+// COUNTED: the kernel computes marks and applies penalties; if not COUNTED, it only divides by the temperature. WHOLE:
+// all logits are read and written; if not WHOLE, `out` is `logits`, the temperature is 1, and only the logits of tokens
+// with a nonzero mark are read and written. WIDTH: logits per load; a WIDTH above 1 needs aligned rows whose length is
+// a multiple of WIDTH.
 //
 // `logits` and `out` are [batch, vocab] with separate row strides. They may be the same array, because the thread that
 // reads a logit also writes it.

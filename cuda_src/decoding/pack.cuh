@@ -1,4 +1,4 @@
-// Load and store WIDTH neighbouring items with one instruction.
+// Load and store a pack (WIDTH neighbouring elements) with one instruction.
 #pragma once
 #include "common/units.cuh"
 
@@ -7,5 +7,5 @@ template <typename T, int WIDTH> struct alignas(WIDTH * sizeof(T)) Pack {
 };
 
 // The type of a pack in registers between its load and its use. A RawPack uses all bits of its 32-bit registers, but a
-// Pack of 16-bit items would take one register per item.
+// Pack of 16-bit elements would take one register per element.
 template <typename T, int WIDTH> using RawPack = typename UnitOf<sizeof(Pack<T, WIDTH>)>::Type;

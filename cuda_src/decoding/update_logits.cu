@@ -7,7 +7,8 @@
 // reads a logit also writes it.
 //
 // Grid: `slices` blocks per row. A thread handles PACKS packs that are THREADS packs apart; a pack is WIDTH
-// neighbouring tokens. A WIDTH above 1 needs aligned rows whose length is a multiple of WIDTH.
+// neighbouring tokens. WIDTH is the number of tokens per load; a WIDTH above 1 needs aligned rows whose length is a
+// multiple of WIDTH.
 //
 // Speed of light: memory bandwidth; each logit is read once and written once, and the bias stays in L2. On an H200, 64
 // rows of 128256 float32 take 19 us, which is 83% of the bandwidth of a copy.

@@ -3,7 +3,8 @@
 #pragma once
 
 // A list of words in FasterTransformer's layout [2, size]. The first row contains the tokens of all words, one word
-// after the other. The second row contains the end index (in the first row) of each word, and is then filled with -1.
+// after the other. The second row contains the end index (in the first row) of each word; the rest of the second row is
+// filled with -1.
 struct Words {
     const int* ids;
     const int* ends;
@@ -19,7 +20,7 @@ struct Words {
     }
 };
 
-// Return whether the last `count` of the `length` tokens equal `word`.
+// Return whether the last `count` of the `length` tokens equal the tokens of `word`, which has `count` tokens.
 __device__ __forceinline__ bool ends_with(const int* tokens, int length, const int* word, int count) {
     if (count > length) return false;
     for (int i = 0; i < count; ++i)

@@ -1,4 +1,4 @@
-// Shared by embedding_add and embedding_copy: the parameters, the load of an index, and the work of a thread.
+// Define the parameters, the load of an index, and the work of a thread, for embedding_add and embedding_copy.
 //
 // Grid: x: groups of rows; y: parts of a row. A row is `chunks` chunks of WIDTH bytes. Neighbouring threads handle
 // neighbouring chunks of a row. A long row is divided among several blocks, and several short rows share a block. Each
@@ -33,7 +33,8 @@ __device__ __forceinline__ long long load_index(const void* indices, int at, boo
     return is_int64 ? static_cast<const long long*>(indices)[at] : static_cast<const int*>(indices)[at];
 }
 
-// The work of one thread: chunk `chunk` of ROWS_AT_ONCE rows, first_row, first_row + distance and so on.
+// The work of one thread: the chunk with index `chunk` in each of ROWS_AT_ONCE rows. These rows are `first_row`,
+// `first_row + distance` and so on.
 struct Part {
     int first_row, distance, chunk;
     __device__ explicit Part(const Params& p) {

@@ -21,7 +21,7 @@ struct CopyBlocksParams {
     const long long* block_mapping; // [pairs, 2]: block numbers (from, to)
     long long block_stride;
     int blocks;  // blocks per cache
-    int columns; // units per block
+    int columns; // units of BYTES bytes per cache block
     int parts;   // thread blocks per cache block, each for THREADS * ITEMS units
 };
 

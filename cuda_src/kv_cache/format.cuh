@@ -31,7 +31,7 @@ struct Quotient {
     }
 };
 
-// Converts a unit of T to the format of the cache.
+// Convert a unit of T to the format of the cache.
 template <typename T, int FORMAT, int BYTES> struct Store {
     static constexpr int OUT_BYTES = FORMAT == SAME ? BYTES : BYTES / int(sizeof(T));
     static __device__ __forceinline__ Unit<OUT_BYTES> convert(const Unit<BYTES>& unit, const Quotient& quotient) {
@@ -54,7 +54,7 @@ template <typename T, int FORMAT, int BYTES> struct Store {
     }
 };
 
-// Converts a unit in the format of the cache to T.
+// Convert a unit in the format of the cache to T.
 template <typename T, int FORMAT, int BYTES> struct Read {
     static constexpr int IN_BYTES = FORMAT == SAME ? BYTES : BYTES / int(sizeof(T));
     static __device__ __forceinline__ Unit<BYTES> convert(const Unit<IN_BYTES>& unit, float scale) {

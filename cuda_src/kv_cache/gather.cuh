@@ -3,9 +3,9 @@
 //   row cu_seq_lens[b] + t of dst is token u % block_size of block block_table[b, u / block_size],
 //   with u = seq_starts[b] + t
 //
-// A row of dst is skipped in three cases: it does not belong to a sequence, its entry is outside of the block table, or
-// its block is outside of the cache. Wrong values in the index arrays therefore never cause an access outside of an
-// array.
+// A unit is the bytes of a row that a thread handles in one iteration. A row of dst is skipped in three cases: it does
+// not belong to a sequence, its entry is outside of the block table, or its block is outside of the cache. Wrong values
+// in the index arrays therefore never cause an access outside of an array.
 #pragma once
 #include "common/warp.cuh"
 #include "kv_cache/format.cuh"

@@ -1,6 +1,6 @@
 // Copy the tokens of sequences from FlashMLA's FP8 cache to consecutive rows of type T.
 //
-//   dst[cu_seq_lens[b] + t] = [latents * scales, rotary numbers], with one scale per GROUP latents
+//   dst[cu_seq_lens[b] + t] = [latents * scales, rotary elements], with one scale per GROUP latents
 //
 // kv_cache/latents.cuh describes the layout of a token, and kv_cache/gather.cuh its location in the cache.
 //

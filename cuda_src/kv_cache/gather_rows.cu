@@ -6,7 +6,7 @@
 // Here `u = seq_starts[b] + t` (kv_cache/gather.cuh), and read() is the conversion of kv_cache/format.cuh.
 //
 // Grid: x: tiles of rows of dst; y: column ranges of a row. A block first locates its rows in the cache. Then each
-// thread copies ITEMS units, as in store_rows.cu.
+// thread copies ITEMS units (BYTES bytes of dst each), as in store_rows.cu.
 //
 // Speed of light: memory bandwidth; each row is read once and written once. An H200 reaches 81% of the bandwidth of a
 // copy at 8 sequences of 4096 rows of 576 bfloat16, and 73% from an FP8 cache.

@@ -1,6 +1,6 @@
 // Store the keys and values of new tokens in a paged cache in vLLM's layout.
 //
-//   key_cache[block, head, d / x, place, d % x] = stored(key[token, head, d]), x elements = 16 bytes
+//   key_cache[block, head, d / x, place, d % x] = stored(key[token, head, d]); x elements are 16 bytes
 //   value_cache[block, head, d, place] = stored(value[token, head, d])        stored: see kv_cache/format.cuh
 //
 // slot_mapping has the slot of each new token. Slot s is place `s % block_size` of block `s / block_size`. A token
@@ -12,7 +12,7 @@
 // one whole vector. So the kernel loads a run as rows, transposes it in registers and stores column vectors. Values of
 // tokens outside of runs are stored element by element.
 //
-// Grid: x: PARTS thread blocks per window, which is WINDOW consecutive tokens; y: groups of WARPS * LINE units of 16
+// Grid: x: PARTS thread blocks per window; a window is WINDOW consecutive tokens; y: groups of WARPS * LINE units of 16
 // bytes along a row; z: keys, values. With PARTS > 1, the tokens of a window are divided among PARTS blocks, so that a
 // small batch keeps the whole GPU busy. The first of these blocks stores all runs. A large batch uses PARTS = 1,
 // because it needs many loads in flight: 32 warps per multiprocessor with 8 loads per thread.
@@ -254,8 +254,8 @@ template <typename T, int FORMAT, bool ALIGNED> struct Values {
     }
 };
 
-// Store the values of a window. Lane l copies unit `l % LINE` of the window's run number `l / LINE`, and then the same
-// unit of tokens outside of runs.
+// Store the values of a window. Lane l copies unit `l % LINE` of run `l / LINE` of the window, and then the same unit
+// of tokens outside of runs.
 template <typename T, int FORMAT, bool ALIGNED, int WARPS, int PARTS>
 __device__ __forceinline__ void store_values(const StoreBlocksParams& p, int first, int part) {
     using Columns = Values<T, FORMAT, ALIGNED>;

@@ -2,16 +2,17 @@
 // CONCAT, of multi-head latent attention (MLA).
 //
 //   cache[slot, head, d] = stored(src[token, head, d])              stored: see kv_cache/format.cuh
-//   cache[slot] = [stored(src0[token]), stored(src1[token])]        if CONCAT: latents, then rotary numbers
+//   cache[slot] = [stored(src0[token]), stored(src1[token])]        if CONCAT: latents, then rotary elements
 //
 // slot_mapping has the slot of each new token. Slot s is place `s % block_size` of block `s / block_size`. A token
 // whose slot is outside of the cache, such as -1, is not stored.
 //
 // Grid: x: tiles of tokens; y: column ranges of a row; z: keys, values. If CONCAT, a row has the columns of both
-// sources, and z is 0. A block stores one tile: several whole rows, or the same column range of several long rows.
-// Thread t stores ITEMS units: t, t + THREADS and so on. It issues all loads of units and slots before its first store.
-// The kernel does not trigger programmatic dependent launch early. With an early trigger, 8192 tokens of 512 + 64
-// columns take 6.6 us instead of 6.1 us, because all blocks of the next kernel begin at once.
+// sources, and z is 0. A block stores one tile: several whole rows, or the same column range of several long rows. A
+// unit is BYTES bytes of a source row. Thread t stores ITEMS units: `t`, `t + THREADS` and so on. It issues all loads
+// of units and slots before its first store. The kernel does not trigger programmatic dependent launch early. With an
+// early trigger, 8192 tokens of 512 + 64 columns take 6.6 us instead of 6.1 us, because all blocks of the next kernel
+// begin at once.
 //
 // Speed of light: memory bandwidth; each row is read once and written once. At 8192 tokens of 8 heads of 128 in
 // bfloat16, an H200 reaches 84% of the bandwidth of a copy, and 65% with an FP8 cache. With CONCAT, at 8192 tokens of

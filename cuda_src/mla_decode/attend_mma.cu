@@ -1,7 +1,7 @@
 // Multi-head latent attention (DeepSeek) at decode time with mma.sync, for every GPU from sm_80 on. The heads of a
 // group share one key per token, and the first head_dim_v elements of the key are the value.
 //
-//   score[t] = scale * dot(q[b, i, head, :], cache[t, head / group, :])    if causal for t <= length - query_tokens + i
+//   score[t] = scale * dot(q[b, i, head, :], cache[t, head / group, :])    causal: only t <= length - query_tokens + i
 //   p        = softmax over the tokens
 //   out      = sum_t p[t] * cache[t, head / group, : head_dim_v], times exp(lse) / (exp(lse) + exp(sink[head]))
 //   lse      = log sum_t exp(score[t])
@@ -18,7 +18,8 @@
 // the time of the operations at the rate of a large GEMM. On an H200 with 128 sequences of 4096 tokens and 16 heads,
 // the kernel reaches 96 % of the floor over a 16-bit cache (148.8 us) and 81 % over an 8-bit cache (101.6 us). With 128
 // heads the tensor cores are the limit. On Hopper, mma.sync reaches only part of the tensor cores' rate, so the kernel
-// reaches 36 % of the floor (500.8 us), and 24 % with DIM == 0 (768.2 us).
+// reaches 36 % of the floor (500.8 us). With DIM == 0 (head sizes from the kernel arguments) it reaches 24 % (768.2
+// us).
 #include "common/barrier.cuh"
 #include "common/launch.cuh"
 #include "common/mma.cuh"
@@ -71,7 +72,7 @@ __device__ __forceinline__ void write_rows(const Params& p, const Thread<F>& thr
 }
 
 // Merges the results of the two groups of warps if both groups compute all rows, each over every second tile (RINGS ==
-// 2).
+// 2). The exponentials of a row are 2^(score - base), and the two groups may have different bases.
 template <typename F> struct MergedRows {
     float base[2], total[2];
     float factors[2][2]; // [group][row half]: rescales a group to the common base

@@ -21,7 +21,8 @@
 // distributed shared memory of a cluster, as in FlashMLA. In an experiment sharing was 2 % faster for an 8-bit cache,
 // and slower for `indices` over a 16-bit cache (figures in notebooks/mla_decode.ipynb).
 //
-// Speed of light: as in attend_wgmma.cu. Times on an H200; a percentage is the floor divided by the time:
+// Speed of light: as in attend_wgmma.cu. Times on an H200, for a cache with 8-bit or 16-bit elements; a percentage is
+// the floor divided by the time:
 //
 //                                                heads   attend_two_loaders   attend_wgmma
 //   8 bits, 128 sequences of 4096 tokens           128     328 us   (56 %)       462 us
@@ -38,8 +39,8 @@
 #include "mla_decode/wgmma_compute.cuh"
 
 template <bool FP8> __device__ __forceinline__ void init_two_loaders(WgmmaShared& shared) {
-    // WARPS is the number of arrivals at the full barrier of a half. All producer warps convert a share of each half,
-    // but only two warps gather a half.
+    // WARPS is the number of warps that arrive at the full barrier of one half of the value columns. All producer warps
+    // convert a share of each half, but only two warps gather a half.
     constexpr int WARPS = FP8 ? LOADING_WARPS : 2;
     for (int i = 0; i < 2; ++i) {
         for (int tile = 0; tile < TILES; ++tile)

@@ -2,7 +2,7 @@
 // 8-bit cache, and values have 512. The heads of a group share one key per token, and the first 512 elements of the key
 // are the value.
 //
-//   score[t] = scale * dot(q[b, i, head, :], cache[t, head / group, :])    if causal for t <= length - query_tokens + i
+//   score[t] = scale * dot(q[b, i, head, :], cache[t, head / group, :])    causal: only t <= length - query_tokens + i
 //   p        = softmax over the tokens
 //   out      = sum_t p[t] * cache[t, head / group, : 512], times exp(lse) / (exp(lse) + exp(sink[head]))
 //   lse      = log sum_t exp(score[t])
@@ -15,26 +15,27 @@
 // multiprocessor.
 //
 // A block has 64 query rows and three warpgroups. One is the producer. It loads the keys in one of three ways: by TMA
-// (wgmma_tma.cuh), by cp.async if there are `indices` (wgmma_gather.cuh), or through registers if the cache has 8 bits
-// and must be converted (wgmma_convert.cuh). The other two are consumers. Each consumer computes half of the output
-// columns, because one warpgroup has too few registers for all. Tiles of 64 keys go alternately into two buffers, one
-// for each consumer. For its own tile n a consumer computes
+// (wgmma_tma.cuh), by cp.async if there are `indices` (wgmma_gather.cuh), or through registers if the cache has 8-bit
+// elements, which must be converted (wgmma_convert.cuh). The other two warpgroups are consumers. Each consumer computes
+// half of the output columns, because one warpgroup has too few registers for all columns. Tiles of 64 keys go
+// alternately into two buffers, one for each consumer. For its own tile n a consumer computes
 //
-//   S = Q K[n]',   then its half of P[n - 1] V[n - 1], whose probabilities the other consumer has stored by now,
+//   S = Q K[n]',   then its half of P[n - 1] V[n - 1]; the other consumer has already stored P[n - 1],
 //   P[n] = exp2(S - base), stored for the other consumer,   then its half of P[n] V[n].
 //
 // The consumers alternate: while one exponentiates, the MMAs of the other keep the tensor cores busy. (FlashMLA's
 // "seesaw" schedule has the same idea. Here both consumers run the same program, half a period apart.) Both consumers
-// need the same base of a row, so the base is passed on with the probabilities. The base is raised to the row's maximum
-// only if the maximum exceeds the base by more than BASE_LAG. The probabilities overwrite the rotary part of their own
-// keys, which only S reads. A half of a buffer is refilled as soon as the last MMA that reads it is complete.
+// must use the same base for a row, so a consumer passes its base on with the probabilities. A consumer raises the base
+// to the row's maximum only if the maximum exceeds the base by more than BASE_LAG. The probabilities of a tile
+// overwrite the rotary part of its keys, which is used only for S. A half of a buffer is refilled as soon as the last
+// MMA that reads it is complete.
 //
-// Speed of light: memory bandwidth up to about 100 rows per kv head, tensor cores with more rows. A row costs 2 (576 +
-// 512) operations per token of 1152 bytes. The floor is the longer of two times: the time to copy that many bytes, and
-// the time of the operations at the rate of a large GEMM. On an H200 with 128 sequences of 4096 tokens, the kernel
-// reaches 89 % of the floor with 64 heads (164.5 us), 75 % with 128 heads (246.3 us), and 80 % with two query tokens of
-// 128 heads (459.7 us). One sequence of 8192 tokens is latency-bound: it takes 22.1 us, combine_parts included, and its
-// floor is 2.8 us.
+// Speed of light: up to about 100 rows per kv head the limit is memory bandwidth, and with more rows it is the tensor
+// cores. A row costs 2 (576 + 512) operations per token of 1152 bytes. The floor is the longer of two times: the time
+// to copy that many bytes, and the time of the operations at the rate of a large GEMM. On an H200 with 128 sequences of
+// 4096 tokens, the kernel reaches 89 % of the floor with 64 heads (164.5 us), 75 % with 128 heads (246.3 us), and 80 %
+// with two query tokens of 128 heads (459.7 us). One sequence of 8192 tokens is latency-bound: it takes 22.1 us,
+// combine_parts included, and its floor is 2.8 us.
 //
 // attend_two_loaders replaces this kernel if TMA cannot copy the tokens and EXTRA is false, except for float16 queries
 // over an 8-bit cache.

@@ -3,13 +3,14 @@
 //
 //   lse = log2 sum_i 2^lse[i],   out = sum_i 2^(lse[i] - lse) * out[i], over the partial results i of the sequence
 //
-// TEAM == 8, for few rows: (sequences * rows, kv_heads, ceil(head_dim_v / (EACH * 128))) blocks of 256 threads. A block
-// merges EACH * 128 columns of one row, so that even a few rows occupy many multiprocessors. Each warp adds up every
-// 8th partial result, and the first warp adds up the sums of the warps in order.
+// TEAM == 8, for few rows. The grid is (sequences * rows, kv_heads, ceil(head_dim_v / (EACH * 128))) blocks of 256
+// threads. A lane merges EACH vectors of four columns, and a block merges EACH * 128 columns of one row. Even a few
+// rows therefore occupy many multiprocessors. Each warp adds up every 8th partial result, and the first warp adds up
+// the sums of the warps in order.
 //
-// TEAM == 1, for many rows: (any, kv_heads, parts) blocks of 256 threads. A warp merges whole rows, so EACH * 128 is at
-// least head_dim_v. At most one sequence has part i as its second part. The blocks with blockIdx.z == i merge this
-// sequence, or exit at once if there is none.
+// TEAM == 1, for many rows. The grid is (n, kv_heads, parts) blocks of 256 threads, with any n. A warp merges whole
+// rows, so EACH * 128 is at least head_dim_v. At most one sequence has part i as its second part. The blocks with
+// blockIdx.z == i merge this sequence, or exit at once if there is none.
 //
 // DIM_V == 0: the number of columns is p.head_dim_v.
 //
@@ -30,7 +31,7 @@ struct Partials {
     int count, fours;
 };
 
-// Call `use` with the lse of partial results lane, lane + 32, ... of a row.
+// Call `use` with the lse of each partial result of a row whose index is `lane`, `lane + 32`, and so on.
 template <int TEAM, typename USE>
 __device__ __forceinline__ void each_lse(const Partials& row, int lane, const USE& use) {
     // From sm_100 on, unrolling this loop spills registers if a warp holds a whole row (TEAM == 1).
@@ -42,7 +43,7 @@ __device__ __forceinline__ void each_lse(const Partials& row, int lane, const US
     }
 }
 
-// Issue the loads of BATCH partial results of a row: split, split + TEAM, ...
+// Issue the loads of BATCH partial results of a row: those with the indices `split`, `split + TEAM`, and so on.
 template <int DIM_V, int TEAM, int EACH, int BATCH>
 __device__ __forceinline__ void load_batch(float4 (&values)[BATCH][EACH], const Partials& row, int split,
                                            int first_four) {

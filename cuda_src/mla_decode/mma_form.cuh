@@ -17,8 +17,8 @@
 // ldmatrix can therefore read the chunk with the same index from eight tokens without bank conflicts. Queries, partial
 // scores and probabilities are stored as mma.sync fragments, lane by lane.
 //
-// A tile of an 8-bit cache keeps the layout of the cache. A token of 656 bytes is an odd number of chunks, so eight
-// tokens have the chunk with the same index in different banks even without a swizzle. A warp converts the e4m3
+// A tile of an 8-bit cache keeps the layout of the cache. A token of 656 bytes has an odd number of chunks (41), so
+// eight tokens have the chunk with the same index in different banks even without a swizzle. A warp converts the e4m3
 // elements to float16 in registers, which is exact, and the MMAs use them without their scales. In the first MMA the
 // 128 dimensions of a warp share one scale per token, so the scores are multiplied by the scale afterwards. In the
 // second MMA the 128 columns of a warp share one scale per token. The probabilities are therefore stored once per
@@ -30,7 +30,7 @@
 #include "mla_decode/parts.cuh"
 
 // The sizes that follow from the template arguments of attend_mma. BYTES is the shared memory of a block. With G =
-// GROUPS and H = HALVES it is
+// GROUPS, H = HALVES and M = GROUP_ROWS / 16 this is
 //
 //   RINGS * STAGES * (tile + 32) + ROWS / 16 * (36 - KEPT_STEPS * 4 / (G H / 2)) * 512 + 4096 * SENT * M
 //   + G * GROUP_ROWS * TILE * 2 * SCALES + GROUP_ROWS * 64,
@@ -67,7 +67,8 @@ struct Form {
     // A warp has STEPS MMA steps of 16 dimensions each: LINE_STEPS in whole lines, and REST_STEPS in the last line,
     // which the warps share if LINES is odd.
     static constexpr int STEPS = LINES * 4 / DEPTHS, LINE_STEPS = LINES / DEPTHS * 4, REST_STEPS = STEPS - LINE_STEPS;
-    // Steps whose query fragments stay in registers. Other fragments are in shared memory.
+    // The number of steps whose query fragments stay in registers. The fragments of the other steps are in shared
+    // memory.
     static constexpr int KEPT_STEPS = M == 1 || GROUPS == 1 ? STEPS : FP8 ? 0 : 4;
     // A warp has V fragments of 8 output columns: LINE_V in whole lines of 64 columns, and REST_V in the last line.
     static constexpr int V = DIMS_V / 8 / MEMBERS, LINE_V = DIMS_V / 64 / MEMBERS * 8, REST_V = V - LINE_V;
@@ -96,8 +97,8 @@ struct Form {
     static constexpr int BARRIERS = ARRIVALS + RINGS * STAGES * 16;
     static constexpr int BYTES = BARRIERS + RINGS * STAGES * 16;
 
-    // With RINGS == 2, group 1 passes its output to group 0 through shared memory, GIVEN fragments at a time. They
-    // overwrite the partial scores and the probabilities.
+    // With RINGS == 2, group 1 passes its output to group 0 through shared memory, in chunks of GIVEN fragments. The
+    // chunks overwrite the partial scores and the probabilities.
     static constexpr int GIVEN = MAXIMA - PARTIAL_SCORES >= V * MEMBERS * 512       ? V
                                  : MAXIMA - PARTIAL_SCORES >= V / 2 * MEMBERS * 512 ? V / 2
                                                                                     : V / 4;
@@ -108,11 +109,13 @@ struct Form {
     static_assert(!CONVERTS || (EXTRA && DIM_V == 512), "");
     static_assert(!FP8 || (DIM == 576 && DIM_V == 512 && DEPTHS == SCALES && MEMBERS == SCALES), "");
 
-    // Return the sizes of a head. They come from the kernel arguments if DIM or DIM_V is 0.
+    // head_dim: return DIM, or the kernel argument if DIM is 0. head_dim_v: return DIM_V, or the kernel argument if
+    // DIM_V is 0.
     static __device__ __forceinline__ int head_dim(const Params& p) { return DIM ? DIM : p.head_dim; }
     static __device__ __forceinline__ int head_dim_v(const Params& p) { return DIM_V ? DIM_V : p.head_dim_v; }
 
-    // Return the index of the first 16-byte chunk of an MMA step (16 dimensions) of a warp.
+    // Return the index of the first 16-byte chunk of MMA step `step` (16 dimensions) of a warp in range `depth` of the
+    // dimensions.
     static __device__ __forceinline__ int chunk_of_step(int depth, int step) {
         return step < LINE_STEPS ? depth * LINE_STEPS * 2 + step * 2
                                  : (LINES - 1) * 8 + (depth * REST_STEPS + step - LINE_STEPS) * 2;
@@ -168,13 +171,14 @@ template <typename F> struct Thread {
 
     __device__ __forceinline__ int first_row() const { return block_row + (F::RINGS == 2 ? 0 : group * F::GROUP_ROWS); }
 
-    // Return the index in the group of this thread's row in half j (8 rows) of fragment m.
+    // Return the index, among the rows of the group, of this thread's row in half j (8 rows) of fragment m.
     __device__ __forceinline__ int row_of(int m, int j) const { return m * 16 + j * 8 + row; }
 
     // Return the index of the first stage of the group's ring among the stages of all rings.
     __device__ __forceinline__ int first_stage() const { return F::RINGS == 2 ? group * F::STAGES : 0; }
 
-    // Return the offset, in tokens, of the group's first tile from the start of the visit.
+    // Return the offset of the group's first tile, in tokens after the first token of a visit (the work of one part on
+    // one sequence).
     __device__ __forceinline__ int first_token() const { return F::RINGS == 2 ? group * F::TILE : 0; }
 
     __device__ __forceinline__ void group_barrier() const { named_barrier(1 + group, F::MEMBERS * 32); }

@@ -46,7 +46,7 @@ template <typename F> struct QueryFragments {
         return rest[m * F::DEPTHS * SHARED_STEPS * 32 + (step - F::KEPT_STEPS) * 32];
     }
 
-    // Fill all fragments. `load_step(step, m, a)` loads fragment m of a step.
+    // Fill all fragments. `load_step(step, m, a)` loads fragment m of MMA step `step` into `a`.
     template <typename LOAD> __device__ __forceinline__ void fill(const Thread<F>& thread, const LOAD& load_step) {
 #pragma unroll
         for (int m = 0; m < M; ++m) {

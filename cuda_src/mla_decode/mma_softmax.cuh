@@ -1,4 +1,5 @@
-// The online softmax of attend_mma. It turns the partial scores of each tile into probabilities.
+// The online softmax of attend_mma. It turns the partial scores of each tile into probabilities, 2^(score - base). The
+// base of a row may be up to BASE_LAG below the row's maximum (see rows.cuh).
 #pragma once
 #include "common/warp.cuh"
 #include "mla_decode/mma_form.cuh"
@@ -16,7 +17,7 @@ template <typename F, typename SCALES> struct Softmax {
     float *const maxima, *const sums;
 
     float base[M][2], sum[M][2];          // over the tokens so far; a sum is in units of 2^base
-    float tile_max[M][2], tile_sum[M][2]; // over the tokens of the tile that the warp owns
+    float tile_max[M][2], tile_sum[M][2]; // over the tokens that the warp owns in this tile
     bool lags;                            // whether a base is more than BASE_LAG below its row's maximum
     SCALES scales;
 

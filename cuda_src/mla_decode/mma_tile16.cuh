@@ -174,7 +174,7 @@ template <typename F> struct Tile16 {
         }
     }
 
-    // Store output row lane / 4 + 8 j of the fragments.
+    // Store row `lane / 4 + 8 * j` of the output fragments.
     static __device__ __forceinline__ void store(const Params& p, const Thread<F>& thread, const Destination<T>& to,
                                                  const float (&out)[V][4], int j) {
         to.template store<F::LINE_V, F::DIM_V>(p, out, j, F::column_of(thread.member, 0));

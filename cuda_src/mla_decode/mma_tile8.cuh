@@ -272,7 +272,7 @@ template <typename F> struct Tile8 {
         }
     }
 
-    // Store output row lane / 4 + 8 j of the fragments.
+    // Store row `lane / 4 + 8 * j` of the output fragments.
     static __device__ __forceinline__ void store(const Params&, const Thread<F>& thread, const Destination<T>& to,
                                                  const float (&out)[V][4], int j) {
         to.template store_interleaved<V>(out, j, F::column_of(thread.member, 0));

@@ -1,8 +1,8 @@
 // The arguments of latent attention, and the parts and visits that its work is divided into.
 //
-// A (sequence, kv head) has one query row for each query token and each head of the group. All of these rows attend to
-// the same tokens, so the tokens are read once for all of them. With `indices` every query token counts as a sequence
-// of its own, because it has its own list of tokens.
+// Each pair of a sequence and a kv head has one query row per query token and head of the group. All of these rows
+// attend to the same tokens, so the tokens are read once for all of them. With `indices` every query token counts as a
+// sequence of its own, because it has its own list of tokens.
 //
 // Sequences are cut into token blocks of 64 tokens, and `plan_parts` assigns the token blocks to parts. A part is the
 // work of the thread blocks with the same blockIdx.z. It covers consecutive sequences, and may begin and end in the
@@ -19,6 +19,7 @@ constexpr int BLOCK_TOKENS = 64; // tokens of a token block, the unit of the pla
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// The arguments of the attention kernels and of combine_parts. T is the element type of the queries and the results.
 struct Params {
     const void* q;          // [batch, query_tokens, heads, head_dim]  T
     const void* cache;      // [pages, page_size, kv_heads, head_dim]  T, or [..., 656] bytes
@@ -129,7 +130,7 @@ template <> struct VisitOf<true> : Visit {
 // The first area stores 448 e4m3 elements and 64 rotary elements in bfloat16 per token. The second area stores 8 bytes
 // per token: 7 scales and an unused byte. A scale is a power of two (E8M0) for 64 elements.
 constexpr int BYTES_OF_576 = 656, BYTES_OF_512 = 584;
-constexpr int PAGED_BYTES = 576, PAGED_SCALES = 8; // bytes per token in the two areas of such a page
+constexpr int PAGED_BYTES = 576, PAGED_SCALES = 8; // bytes per token in the first and the second area
 constexpr int PAGED_LATENT = 448;                  // byte offset of a token's rotary elements in the first area
 
 // Decode an E8M0 scale, 2^(byte - 127); 255 is NaN.

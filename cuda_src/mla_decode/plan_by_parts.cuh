@@ -21,7 +21,7 @@
 
 constexpr int MOST_PARTS = 255; // one thread per part, and one for the end of the last part
 constexpr int CUT_PITCH = MOST_PARTS + 1;
-constexpr int FILLED_EARLY = 32768; // bytes of the table that are filled while the loads of the lengths are in flight
+constexpr int FILLED_EARLY = 32768; // bytes of the table that are filled while the lengths are read from memory
 
 struct PartsMemory {
     int cuts[LOADS][CUT_PITCH];     // [load][part]: position where the part begins; the total cost for an unused part
@@ -47,7 +47,7 @@ __device__ __forceinline__ int last_up_to(const int* numbers, int count, int val
     return low;
 }
 
-// Follow the chain for one load, with one warp. Return whether `parts` parts hold all sequences.
+// Follow the chain for one candidate load, with one warp. Return whether `parts` parts hold all sequences.
 __device__ __forceinline__ bool follow(const unsigned char* spare, int* cuts, int load, int total, int parts) {
     const int lane = threadIdx.x % 32;
     int end = load, part = 0, usual = FIXED; // the part has room up to `end`; `usual` predicts `spare`
@@ -130,8 +130,8 @@ template <int THREADS, bool EXTRA> __device__ __forceinline__ bool plan_by_parts
     const unsigned fitting = __ballot_sync(FULL_WARP, lane < LOADS && memory.fits[min(lane, LOADS - 1)]);
     const int* const cuts = memory.cuts[fitting ? __ffs(fitting) - 1 : LOADS - 1];
 
-    // Find the part in which each sequence begins. Threads take the sequences in reverse order, because the first
-    // threads do the other search below. `part_of` overwrites the table.
+    // Find the part in which each sequence begins. Threads take the sequences in reverse order, because the threads
+    // with low indices also search for the start of a part below. `part_of` overwrites the table.
     int* const part_of = reinterpret_cast<int*>(spare);
     for (int i = THREADS - 1 - thread; i < p.sequences; i += THREADS) part_of[i] = last_up_to(cuts, p.parts, starts[i]);
     // Thread k finds where part k begins.

@@ -8,7 +8,7 @@ constexpr int LOADS = 2 * FIXED + 1; // number of candidates for the cost limit 
 
 struct PlanParams {
     const int* lengths; // [sequences]; null: every length is `length`
-    int* metadata;      // [parts, 8]: the rows that Part reads; the row of an unused part is sequences, 0, 0, ...
+    int* metadata;      // [parts, 8]: a row per part, see Part; an unused part has the row (sequences, 0, 0, ...)
     int* splits;        // [sequences + 1]: splits[i] is the number of visits to sequences 0 ... i - 1
     int sequences, parts, length;
     // The members below are used only with EXTRA, where each query token is a sequence. Sequence i belongs to batch

@@ -1,12 +1,12 @@
 // The producer warpgroups of attend_two_loaders for an 8-bit cache of 656 bytes per token, addressed by block table or
 // by `indices`. They convert the tokens to bfloat16.
 //
-// A warp converts eight tokens of each tile, one half of the value columns after the other. A lane converts 16 elements
-// of every second token. Four lanes write the 64 columns of one row of a tile in shared memory. The next four lanes
-// write the row of the next token, whose chunks are in other banks. Registers hold the bytes of a whole tile. As soon
-// as a half is converted, loads for the next tile are issued into its registers, and are in flight while the other half
-// is converted. The rotary part is copied unchanged, because it is bfloat16 already. The lanes look up the addresses of
-// four tiles at once, four to seven tiles before the tiles are converted.
+// A warp converts eight tokens of each tile: first one half of their value columns, then the other half. In each half a
+// lane converts 16 elements of every second token. Four lanes write the 64 columns of one row of a tile in shared
+// memory. The next four lanes write the row of the next token, whose chunks are in other banks. Registers hold the
+// bytes of a whole tile. As soon as a half is converted, loads for the next tile are issued into its registers, and are
+// in flight while the other half is converted. The rotary part is copied unchanged, because it is bfloat16 already. The
+// lanes look up the addresses of four tiles at once, four to seven tiles before the tiles are converted.
 //
 // No warp waits for data that it does not need yet. The producers execute no proxy fence before they arrive at a full
 // barrier, because the fence would also wait for the loads of the next tile. The consumers execute the fence instead
@@ -45,8 +45,8 @@ __device__ __forceinline__ void copy_token_async(unsigned to, unsigned long long
                  : "memory");
 }
 
-// What a converting warp stores about a tile: whether a sequence begins with it, and which of the warp's eight tokens
-// exist.
+// The record that a converting warp keeps for a tile. It says whether a sequence begins with the tile, and which of the
+// warp's eight tokens exist.
 struct TileNote {
     static constexpr int NONE = -1, END = -2;
 
@@ -58,7 +58,7 @@ struct TileNote {
 // The state of the converting warps. Each warp uses its own entries. The state is in shared memory, so that it occupies
 // no registers in the mainloop.
 struct ConverterShared : WgmmaShared {
-    static constexpr int FOUND = 8, AHEAD = FOUND / 2; // tiles with addresses; tiles from lookup to conversion
+    static constexpr int FOUND = 8, AHEAD = FOUND / 2; // tiles with an address; tiles from lookup to conversion
 
     alignas(16) float scales[2][BLOCK_TOKENS][4];      // [tile % 2][token]: the scales of this tile and the next one
     unsigned long long addresses[FOUND][BLOCK_TOKENS]; // first an Entry, then the address of a token or MISSING
@@ -205,7 +205,8 @@ struct Converter {
         return make_uint4(to[0], to[1], to[2], to[3]);
     }
 
-    // Convert and store this lane's share of half `half` of a tile, then arrive at its full barrier for the warp.
+    // Convert and store this lane's share of half `half` of a tile, then arrive once for the whole warp at the full
+    // barrier of this half.
     __device__ __forceinline__ void convert(const uint4 (&raw)[EACH], unsigned tile, unsigned half) const {
         const unsigned lane = Converter::lane(), odd = lane / 4 % 2, buffer = tile & 1;
         const unsigned to = key_tile(queries, buffer, half * 4) + lane / 8 * TILE_BYTES + (first() + odd) * ROW_BYTES +

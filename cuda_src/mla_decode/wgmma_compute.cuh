@@ -40,7 +40,8 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         for (int i = 0; i < 2; ++i) sum[i] = 0.f, base[i] = -CUDART_INF_F;
     }
 
-    // Rescale the output and the sums to a higher base.
+    // Rescale the output and the sums of the thread's two rows from their bases `base` to the new bases `higher`, which
+    // are equal or larger. The exponentials of a row are 2^(score - base).
     __device__ __forceinline__ void rescale(const float (&higher)[2]) {
         if (!__any_sync(FULL_WARP, higher[0] != base[0] || higher[1] != base[1])) return;
         float factor[2];
@@ -100,8 +101,8 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
     }
 
     // Compute P as A fragments, and store it in float32 in `scores`. Row i attends to the first limits[i] tokens of the
-    // tile, or to all tokens if `all`. `higher` holds the bases of the two rows; a base is raised to the row's maximum
-    // if the maximum exceeds it by more than BASE_LAG.
+    // tile, or to all tokens if `all` is true. `higher` holds the bases of the two rows; a base is raised to the row's
+    // maximum if the maximum exceeds it by more than BASE_LAG.
     __device__ __forceinline__ void exponentiate(unsigned (&probabilities)[4][4], float (&scores)[32],
                                                  const int (&limits)[2], bool all, float (&higher)[2]) {
         if (!all) {
@@ -129,7 +130,8 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
             for (int i = 0; i < 4; ++i) probabilities[k][i] = pack<T>(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1]);
     }
 
-    // Clear the values from `token` on. Slots that a sequence has not filled may hold NaN, and 0 * NaN is NaN.
+    // Set the values of the tokens from `token` on to 0. Slots that a sequence has not filled may hold NaN, and 0 * NaN
+    // is NaN.
     __device__ __forceinline__ void clear_from(int token) {
         for (int i = token * 8 + threadIdx.x % WARPGROUP; i < BLOCK_TOKENS * 8; i += WARPGROUP)
 #pragma unroll
@@ -157,7 +159,8 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
         }
     }
 
-    // Issue the MMA of 16 columns of P (fragments or a descriptor) with 16 rows of V, `offset` bytes after the queries.
+    // Issue the MMA of 16 columns of P with 16 rows of V. `probabilities` contains the fragments or the descriptor of
+    // P. The rows of V begin `offset` bytes after the queries in shared memory.
     template <typename P> __device__ __forceinline__ void add_values(const P& probabilities, int offset) {
         if constexpr (ROTARY_APART == 0) {
             wgmma_mn_major<T>(output, probabilities, mn_major(offset), true);
@@ -205,7 +208,7 @@ template <typename T, bool FP8, bool GATHER, int SIDE, int KEY_TILES, int ROTARY
     }
 
     // Publish the row sums, and wait for the sums of the other consumer. `visit` is the index of the sequence in the
-    // part.
+    // part (the work of this block).
     __device__ __forceinline__ void exchange_sums(int visit) {
         float (&sums)[WGMMA_ROWS] = shared.sums[visit & 1][SIDE];
 #pragma unroll

@@ -1,11 +1,11 @@
 // The producer warpgroup of attend_wgmma for an 8-bit cache, addressed by block table or by `indices`. The producer
 // converts the tokens to the 16-bit dtype of the queries.
 //
-// A warp converts 16 tokens of each tile, one half of the value columns after the other. A lane converts 16 elements of
-// every second token. Four lanes write the 64 columns of one row of a tile in shared memory. The next four lanes write
-// the row of the next token, whose chunks are in other banks. The bytes of a half are loaded into registers while the
-// consumers still read the previous contents of its buffer in shared memory. The tokens two tiles ahead are prefetched
-// into L2.
+// A warp converts 16 tokens of each tile: first one half of their value columns, then the other half. In each half a
+// lane converts 16 elements of every second token. Four lanes write the 64 columns of one row of a tile in shared
+// memory. The next four lanes write the row of the next token, whose chunks are in other banks. The bytes of a half are
+// loaded into registers while the consumers still read the previous contents of its buffer in shared memory. The tokens
+// two tiles ahead are prefetched into L2.
 #pragma once
 #include "common/fp8.cuh"
 #include "mla_decode/wgmma_tokens.cuh"
@@ -18,7 +18,7 @@ struct ConvertShared : WgmmaShared {
 
 // A lane's share of the conversion.
 template <int BYTES> struct ConverterLane {
-    static constexpr bool PAGED = BYTES == BYTES_OF_512;
+    static constexpr bool PAGED = BYTES == BYTES_OF_512; // tokens of 584 bytes, in pages with two areas (parts.cuh)
     static constexpr int WARPS = WARPGROUP / 32, TOKENS = BLOCK_TOKENS / WARPS;
     static constexpr int HELD = TOKENS / 2;     // registers of 16 bytes for one half of the columns of the tokens
     static constexpr int ROTARIES = TOKENS / 4; // registers of 16 bytes for the rotary part

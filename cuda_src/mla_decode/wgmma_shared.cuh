@@ -9,7 +9,7 @@
 
 constexpr int WGMMA_ROWS = 64;
 constexpr int WGMMA_THREADS = 3 * WARPGROUP;
-// A tile in shared memory has 64 rows of COLUMNS elements of 16 bits, 128 bytes per row.
+// A tile in shared memory has 64 rows of COLUMNS 16-bit elements, 128 bytes per row.
 constexpr int COLUMNS = 64;
 constexpr int TILE_BYTES = 64 * COLUMNS * 2;
 // 64 queries, or the keys of 64 tokens, take nine tiles: four for each half of the value columns, and one for the
@@ -26,7 +26,7 @@ struct WgmmaShared {
     unsigned long long queries_full;   // full barrier: the queries of a sequence are loaded
     unsigned long long queries_empty;  // empty barrier: the queries have been read
     unsigned long long summed;         // both consumers have stored their sums of a sequence
-    float base[2][WGMMA_ROWS];         // [consumer]: bases after its latest tile
+    float base[2][WGMMA_ROWS];         // [consumer]: bases of the rows (see BASE_LAG) after its latest tile
     float sums[2][2][WGMMA_ROWS];      // [index of the sequence in the part % 2][consumer]
     int bad[VISITS];                   // bad[i % VISITS] is i if sequence i (with tiles) has an invalid page or slot
     unsigned long long valid[2];       // with `indices`: a bit per token of a buffer, set if it exists

@@ -52,8 +52,8 @@ __device__ __forceinline__ void load_tiles(const WgmmaParams& params, WgmmaShare
             find(start + BLOCK_TOKENS, next_page, next_slot);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                // Each consumer reads one half of the buffer as values. The half of the other consumer is loaded
-                // second, because it is freed last. The rotary tile is freed together with it, because the other
+                // Each consumer reads one half of the buffer as values. The other consumer's half is loaded second,
+                // because this half is freed last. The rotary tile is freed together with this half, because the other
                 // consumer reads the probabilities from the rotary tile.
                 const int half = i ^ buffer;
                 mbarrier_wait(shared_address(&shared.empty[buffer][half]), phase);

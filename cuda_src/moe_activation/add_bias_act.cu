@@ -15,7 +15,7 @@
 // all of them.
 //
 // Grid: x: tiles of rows; y: parts of long rows. In a tile, tile_columns neighbouring threads process ROWS rows. Each
-// thread has one unit of each of these rows, and loads all its units before it computes the first.
+// thread has one unit of each of these rows, and loads all its units before it computes the first result.
 //
 // Speed of light: memory bandwidth. Each result takes one element to read, one to write and ten to thirty flops.
 #include "common/activation.cuh"

@@ -11,8 +11,8 @@
 // activation come from the kernel's arguments.
 //
 // Grid: x: tiles of rows; y: parts of long rows. In a tile, `threads` = tile_columns / ITEMS neighbouring threads
-// process a row. Thread t has ITEMS units of the row: t, t + threads and so on. It loads all of them before it computes
-// the first.
+// process a row. Thread t has ITEMS units of the row: `t`, `t + threads` and so on. It loads all of them before it
+// computes the first result.
 //
 // Speed of light: memory bandwidth. Each result takes two elements to read, one to write and about ten flops. On an
 // H200 with bfloat16, 8192 tokens with inter = 2048 take 25 us (93% of a copy's bandwidth), and 4096 tokens with inter

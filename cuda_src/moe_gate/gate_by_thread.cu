@@ -1,8 +1,9 @@
 // Route each token to its top-k of at most 16 experts, without groups and bias, with one thread per token.
 //
 // The header of moe_gate.cu has the formulas and the rule for ties. The results of this kernel are bit-identical to
-// moe_gate.cu. A row of 8 logits takes one or two 16-byte loads. Everything else stays in the registers of one thread,
-// so no lane waits for another.
+// moe_gate.cu. The choice of an expert is a number; the experts with the largest choices are selected. In this kernel
+// the choice is the expert's logit. A row of 8 logits takes one or two 16-byte loads. Everything else stays in the
+// registers of one thread, so no lane waits for another.
 //
 // EXPERTS: at most 16. SCORING: SOFTMAX, or ANY if the argument `scoring` selects another scoring function.
 //
@@ -34,7 +35,8 @@ struct Params {
     float output_scale;
 };
 
-// Return the weight of an expert before normalization, computed from its choice. The weight of a choice of -inf is 0.
+// Return the weight of an expert before normalization. `choice`: the expert's choice, which is its logit in this
+// kernel. If `choice` is -inf, the weight is 0.
 template <int SCORING> __device__ __forceinline__ float weigh(const Scores<false>& scores, float choice) {
     if constexpr (SCORING == SOFTMAX)
         // Like Scores::softmax without inverse_sum, but a choice of -inf is not clamped, so its weight is 0.
@@ -73,7 +75,8 @@ template <int COUNT> __device__ __forceinline__ Ranked best_of(const Ranked (&ra
     return best[0];
 }
 
-// Find the choice and the id of each slot: select the best choice and remove it, topk times.
+// Fill the topk result slots, best first. Each iteration finds the remaining expert with the largest choice (its
+// logit), writes its choice and its id to the next slot, and removes it.
 template <int EXPERTS>
 __device__ __forceinline__ void select(const float (&choice)[EXPERTS], int topk, float (&slot)[EXPERTS],
                                        int (&id)[EXPERTS]) {
@@ -98,9 +101,9 @@ __device__ __forceinline__ unsigned sign_mask(unsigned bits) {
     return mask;
 }
 
-// Find the choices and ids of all slots with a sort. The logits must be 16-bit: converted to float32 their lowest byte
-// is 0, so the lowest byte of a key can hold the id. All keys then differ, and min and max instructions are enough to
-// sort them.
+// Fill all result slots by sorting: write the choice (here the logit) and the id of the best expert to the first slot,
+// and so on. The logits must be 16-bit: converted to float32 their lowest byte is 0, so the lowest byte of a key can
+// hold the id. All keys then differ, and min and max instructions are enough to sort them.
 template <int EXPERTS>
 __device__ __forceinline__ void select_by_keys(const float (&choice)[EXPERTS], float (&slot)[EXPERTS],
                                                int (&id)[EXPERTS]) {

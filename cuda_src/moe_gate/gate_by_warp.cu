@@ -1,10 +1,11 @@
 // Route each token to its top-k experts with one warp per token. This kernel is for few tokens.
 //
 // The header of moe_gate.cu has the formulas and the rule for ties. The results of this kernel are bit-identical to
-// moe_gate.cu. Lane l holds VALUES = EXPERTS / 32 consecutive experts, starting at `l * VALUES`, and sorts their
-// choices. Then the warp fills the topk slots, one per iteration. A redux instruction finds the largest of the lanes'
-// best remaining choices. A vote finds the winner: the lowest lane that holds this choice. The winner removes the
-// choice from its sorted choices. At the end the warp looks up the expert ids of all slots at once.
+// moe_gate.cu. The choice of an expert is a number; the experts with the largest choices are selected. Lane l holds
+// VALUES = EXPERTS / 32 consecutive experts, starting at `l * VALUES`, and sorts their choices. Then the warp fills the
+// topk slots, one per iteration. A redux instruction finds the largest of the remaining choices of all lanes. A vote
+// finds the winner: the lowest lane that holds this choice. The winner removes the choice from its sorted choices. At
+// the end the warp looks up the expert ids of all slots at once.
 //
 // With few tokens the time depends only on the length of the chain of dependent instructions. The chain of this kernel
 // has about ten instructions per slot. With many slots the chain of moe_gate.cu, which uses a candidate list, is
@@ -61,7 +62,8 @@ template <typename T, int COUNT> __device__ __forceinline__ void store_own(T* to
     }
 }
 
-// Set `largest` and `inverse_sum` of `scores`, with the same result as Scores::sum_exponentials but with redux.
+// Set `largest` and `inverse_sum` of `scores`, as Scores::sum_exponentials does, but with redux instructions. The
+// results are bit-identical.
 template <typename Scores, int VALUES>
 __device__ __forceinline__ void sum_exponentials(Scores& scores, const float (&logit)[VALUES], float largest) {
     scores.largest = scores.softmax_argument(largest);
@@ -76,7 +78,7 @@ __device__ __forceinline__ void sum_exponentials(Scores& scores, const float (&l
     scores.inverse_sum = __fdividef(0x1p31f, float(((unsigned long long)high << 24) + low));
 }
 
-// A result slot. Lane k holds slot k, the k-th best choice of the token.
+// A result slot. Lane k holds slot k, for the expert with the k-th largest choice of the token, counted from 0.
 struct Slot {
     unsigned key = 0; // the choice as a sortable integer; 0 in lanes from topk on
     int winner = 0;   // the lane that holds the expert
@@ -106,7 +108,7 @@ template <int VALUES> __device__ __forceinline__ Slot select_slots(unsigned (&so
 }
 
 // Return the index of the slot's key among the winner's keys, which are in expert order. If several keys are equal,
-// skip the ones that belong to earlier slots.
+// skip the keys that belong to earlier slots.
 template <int VALUES> __device__ __forceinline__ int place_of(const unsigned* keys, const Slot& slot) {
     unsigned equal = 0;
 #pragma unroll

@@ -6,15 +6,15 @@
 //   ids       = the topk experts of the kept groups with the largest choice, best first
 //   weights   = score[ids] * output_scale; with renormalize, divided by the sum of score[ids]
 //
-// Among equal groups or equal choices the lower index wins. Experts with a NaN or -inf logit or choice rank last, by
-// id, with weight 0.
+// The choice of an expert is a number; the experts with the largest choices are selected. Among equal groups or equal
+// choices the lower index wins. Experts with a NaN or -inf logit or choice rank last, by id, with weight 0.
 //
-// Selecting the best remaining choice topk times would scan the row topk times. Instead:
+// A kernel that selects the largest remaining choice topk times would scan the row topk times. Instead:
 //   1. One pass over the row finds a threshold. At least topk choices reach it, and usually only a few more.
 //   2. The choices that reach the threshold (about 12 of 256) go to a candidate list in shared memory.
 //   3. Each lane takes a few list entries. The rank of an entry is the number of entries that beat it.
 //
-// Template parameters. All instances return bit-identical results, because no sum depends on which lane holds an
+// Template parameters. All instances return bit-identical results, because no sum depends on the lane that holds an
 // expert:
 //   - EXPERTS > 0: the numbers of experts and groups are compile-time constants. Lane l holds VALUES = EXPERTS / LANES
 //     consecutive experts, starting at `l * VALUES`. So a group consists of one or more whole neighbouring lanes.
@@ -42,12 +42,12 @@ constexpr int WARPS_PER_BLOCK = 2;
 constexpr int CAPACITY = 28; // entries in a token's candidate list, except in dynamic instances without WHOLE_LANES
 static_assert(CAPACITY + 4 <= 2 * BLOCK, "a list has at most two blocks");
 constexpr int WHOLE_LANES = -1;
-constexpr int STAGED_LANES = 16; // up to this many lanes per token, rows are staged in shared memory
+constexpr int STAGED_LANES = 16; // rows are staged in shared memory if a token has at most STAGED_LANES lanes
 constexpr int KEPT_SCORES = 16;  // with more 16-bit logits per lane, registers are too few to keep scores
-// In grids of up to this many blocks, each block triggers programmatic dependent launch at its start. In larger grids,
-// all waiting blocks of the next grid would begin at the same moment, so all would load at the same time and then
-// compute at the same time. Instances with groups and up to STAGED_LANES lanes process many tokens, which fill the GPU.
-// They trigger the launch just before they write their results.
+// In grids of at most MANY_BLOCKS blocks, each block triggers programmatic dependent launch at its start. In larger
+// grids, all waiting blocks of the next grid would begin at the same moment, so all would load at the same time and
+// then compute at the same time. Instances with groups and up to STAGED_LANES lanes process many tokens, which fill the
+// GPU. They trigger the launch just before they write their results.
 constexpr int MANY_BLOCKS = 4096;
 
 struct Params {
@@ -84,7 +84,7 @@ struct Params {
 // Copy a token's row from global memory to the lanes through shared memory. If each lane loaded its own COUNT values
 // from global memory, a load of a warp would touch one cache line for every one or two lanes. Instead, the lanes copy
 // whole lines to shared memory with cp.async. Then each lane reads its part of the row: the values of its experts. If a
-// part has an even number of 16-byte chunks, one unused chunk follows it, so that 8 neighbouring lanes read from
+// part has an even number of 16-byte chunks, one unused chunk follows the part, so that 8 neighbouring lanes read from
 // different banks. Dynamic instances need no staging, because their neighbouring lanes load neighbouring experts. ROOM:
 // bytes reserved per value; if more than sizeof(T), wider values may overwrite the staged ones.
 template <typename T, int COUNT, int LANES, int ROOM = sizeof(T)> struct Staging {
@@ -224,7 +224,8 @@ template <typename T, int EXPERTS, int LANES, int VALUES, bool BIASED, typename 
             reinterpret_cast<float4*>(BiasStage::part(staged, lane))[i / 4] =
                 make_float4(score[i], score[i + 1], score[i + 2], score[i + 3]);
     }
-    // Set the kept score of value i to 0. Used for an expert that is listed although its choice is -inf.
+    // Set the kept score of value `i` to 0. The caller uses this for an expert that is listed although its choice is
+    // -inf.
     __device__ __forceinline__ void drop_score(int i) const {
         if constexpr (KEEPS_SCORES) BiasStage::part(staged, lane)[i] = 0.f;
     }
@@ -309,15 +310,16 @@ __device__ __forceinline__ bool choose(const Row& row, const Scores& scores, boo
     return any_irregular;
 }
 
-// The experts that a lane holds after `hand_on`. Passed to list_candidates instead of a Row.
+// The experts that a lane holds after `hand_on`. A Part is passed to list_candidates instead of a Row.
 struct Part {
     int first, lane;
     __device__ __forceinline__ int expert_of(int value) const { return first + value; }
     __device__ __forceinline__ void drop_score(int) const {}
 };
 
-// Redistribute the choices through shared memory: lane l holds experts l, l + LANES, ... before, and VALUES consecutive
-// experts from `l * VALUES` afterwards. A gap of 16 bytes after each lane's values avoids bank conflicts.
+// Redistribute the choices through shared memory: lane l holds experts `l`, `l + LANES`, ... before the call. After the
+// call it holds VALUES consecutive experts, starting at `l * VALUES`. A gap of 16 bytes after each lane's values avoids
+// bank conflicts.
 template <int VALUES> constexpr int HANDED_ON = VALUES + 4; // words of shared memory per lane
 
 template <int LANES, int VALUES>
@@ -349,8 +351,8 @@ __device__ __forceinline__ float2 score_listed(const Row& row, const Scores& sco
 }
 
 // Write the scores and ids of the topk best listed experts to `sorted`, best first, and their scores to
-// `ranked_scores`. The list is in order of the ids, or best first if `best_first`. Only with `best_first` it may
-// contain -inf.
+// `ranked_scores`. The list is in order of the ids, or best first if `best_first`. Only with `best_first` may the list
+// contain experts whose choice is -inf.
 template <int LANES, typename Row, typename Scores>
 __device__ __forceinline__ void sort_listed(const Row& row, const Scores& scores, const int* listed, int count,
                                             bool biased, bool any_irregular, bool best_first, int topk, float* choices,
@@ -463,7 +465,8 @@ __device__ __forceinline__ void write_results(const Params& p, const uint2* sort
 
 // Return the resident blocks per multiprocessor for __launch_bounds__. They limit the registers per thread.
 constexpr int resident_blocks(int lanes, int values, bool dynamic) {
-    // More blocks would spill registers with more than 16 values from sm_100 on, and with 16 values from sm_120 on.
+    // With more resident blocks, instances with more than 16 values per lane would spill registers from sm_100 on, and
+    // instances with 16 values from sm_120 on.
     const int fewer_from = values > 16 ? 1000 : values == 16 ? 1200 : 9999;
     const int resident_warps = dynamic ? 24 : (values <= 16 ? 32 : 28) - (__CUDA_ARCH__ >= fewer_from ? 4 : 0);
     return lanes > STAGED_LANES ? 1 : resident_warps / WARPS_PER_BLOCK;
@@ -559,7 +562,7 @@ __global__ void __launch_bounds__(WARPS_PER_BLOCK * 32,
     TopTwo top;
     const bool any_irregular = choose(row, scores, biased, bias, choice, top);
 
-    unsigned alive = existing; // mask of the values that may be chosen
+    unsigned alive = existing; // mask of the values that may be selected
     // Each kept group has two choices that are at least its second best choice. So if topk <= 2 * topk_group, the
     // smallest second best choice of all kept groups is a threshold that at least topk choices reach.
     const bool threshold_from_groups = (HANDS_ON || (GROUPS > 1 && EXPERTS > GROUPS)) && topk <= 2 * p.topk_group;
@@ -579,7 +582,7 @@ __global__ void __launch_bounds__(WARPS_PER_BLOCK * 32,
         constexpr int LANES_PER_GROUP = DYNAMIC ? 1 : GROUPS > 1 ? LANES / GROUPS : LANES;
         threshold = groups_min<LANES, LANES_PER_GROUP>(alive ? second : CUDART_INF_F);
     } else if (topk <= LANES) {
-        // If groups are whole lanes, either all values of a lane may be chosen or none.
+        // If groups are whole lanes, either all values of a lane may be selected or none of them.
         const float best = DYNAMIC && !HANDS_ON ? best_of(choice, alive) : alive ? top.best : -CUDART_INF_F;
         threshold = lane_threshold<LANES>(best, topk);
     }

@@ -1,7 +1,7 @@
 // Select a token's experts from choices in registers: find the kept groups, list the choices that reach a threshold,
-// and rank them. A choice is the number by which experts compete (defined in moe_gate.cu). LANES lanes hold the choices
-// of a token, VALUES choices each. `row` maps a lane's values to experts (Row in moe_gate.cu). A mask has one bit per
-// value of a lane.
+// and rank them. The choice of an expert is a number; the experts with the largest choices are selected (moe_gate.cu
+// defines it). LANES lanes hold the choices of a token, VALUES choices each. `row` maps a lane's values to experts (Row
+// in moe_gate.cu). A mask has one bit per value of a lane.
 #pragma once
 #include "common/numeric.cuh"
 #include "common/warp.cuh"
@@ -143,10 +143,10 @@ template <int VALUES> __device__ __forceinline__ TopTwo top_two(const float (&ch
     return top;
 }
 
-// Return whether this lane's group is one of the topk_group best groups. A group is LANES / GROUPS neighbouring lanes.
-// `top` has the lane's own two best choices. A group's score is the sum of its two best choices if BY_TWO, else its
-// best choice. Set `second` to the second best choice of the lane's group. The rank of a group is the number of groups
-// that beat it. One shuffle per other group fetches that group's score.
+// Return whether this lane's group is one of the topk_group groups with the largest scores. A group is LANES / GROUPS
+// neighbouring lanes. `top` has the lane's own two best choices. A group's score is the sum of its two best choices if
+// BY_TWO, else its best choice. Set `second` to the second best choice of the lane's group. The rank of a group is the
+// number of groups that beat it. One shuffle per other group fetches that group's score.
 template <int LANES, int GROUPS, bool BY_TWO>
 __device__ __forceinline__ bool own_group_is_kept(TopTwo top, int lane, int topk_group, float& second) {
     constexpr int LANES_PER_GROUP = LANES / GROUPS;
@@ -166,7 +166,7 @@ __device__ __forceinline__ bool own_group_is_kept(TopTwo top, int lane, int topk
     return -minus_rank < topk_group;
 }
 
-// The same as own_group_is_kept, but the number of lanes per group is an argument: 2^log2_lanes_per_group.
+// Do the same as own_group_is_kept, but take the number of lanes per group as an argument: 2^log2_lanes_per_group.
 template <int LANES>
 __device__ __forceinline__ bool own_dynamic_group_is_kept(TopTwo top, int lane, int log2_lanes_per_group, bool by_two,
                                                           int topk_group, float& second) {
@@ -257,7 +257,8 @@ template <int LANES> __device__ __forceinline__ float lane_threshold(float best,
     return from_sortable(lanes_kth_largest<LANES>(sortable(best), topk));
 }
 
-// Slow path: write the ids of the topk best choices of the mask `reached` to `listed`, best first.
+// Slow path: write to `listed` the ids of the topk experts with the largest choices, best first. Only values whose bit
+// is set in the lane's mask `reached` take part.
 template <int LANES, typename Row, int VALUES>
 __device__ __forceinline__ void list_topk(const Row& row, const float (&choice)[VALUES], unsigned reached, int topk,
                                           int* listed) {
@@ -288,10 +289,10 @@ __device__ __forceinline__ void store_if(bool condition, unsigned to, int value)
                  : "memory");
 }
 
-// List the experts whose choices reach the threshold, and return their number. If more than `capacity` choices reach it
-// (many are equal, or the row is in an unfavourable order), list only the topk best experts, best first, and set
-// `best_first`. With FINITE do the same if the threshold is -inf, so that a list in order of the ids contains no choice
-// of -inf.
+// Write the ids of the experts whose choices reach the threshold to `listed`, and return the number of these experts.
+// If more than `capacity` choices reach it (because many choices are equal, or because the row is in an unfavourable
+// order), list only the topk best experts, best first, and set `best_first`. With FINITE do the same if the threshold
+// is -inf, so that a list in order of the ids contains no choice of -inf.
 template <int LANES, bool FINITE, typename Row, int VALUES>
 __device__ __forceinline__ int list_candidates(const Row& row, const float (&choice)[VALUES], unsigned alive,
                                                float threshold, int topk, int capacity, int* listed, bool& best_first) {

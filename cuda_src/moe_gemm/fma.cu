@@ -27,7 +27,7 @@ constexpr int FMA_THREADS = 256, FMA_WEIGHTS = 64, FMA_STEP = 32;
 
 struct FmaParams : GemmParams {
     // b_row: stride between rows of weights (TRANSPOSED: between neighbours along k). b_expert: stride between experts.
-    // The unit is elements, with 4-bit weights bytes.
+    // Both strides count elements; with 4-bit weights they count bytes.
     long long b_row, b_expert;
 };
 
@@ -39,7 +39,7 @@ __device__ __forceinline__ float e2m1_of(unsigned code) {
     return code & 8 ? -x : x;
 }
 
-// Return 2^(byte - 127); byte 255 is NaN.
+// Return the value of an E8M0 byte: 2^(byte - 127), or NaN if the byte is 255.
 __device__ __forceinline__ float e8m0_of(unsigned byte) {
     return __uint_as_float(byte == 255 ? 0x7fc00000u : byte ? byte << 23 : 0x00400000u);
 }
@@ -101,7 +101,8 @@ __global__ __launch_bounds__(FMA_THREADS) void gemm_fma(const __grid_constant__ 
     if (!find_tile<TOKENS, FMA_THREADS>(p, tile, group)) return;
     const int first_row = group.begin + (tile - group.before) * TOKENS, first_column = blockIdx.x % strips * COLUMNS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, x = threadIdx.x % 16, y = threadIdx.x / 16;
-    // For row r of the tile's weights: the column of the result, and the row of the expert's weights.
+    // Row `r` of the tile's weights contributes to column `column_of(r)` of the result. It is row `row_of(r)` of the
+    // expert's weights.
     auto column_of = [&](int r) { return first_column + r % COLUMNS; };
     auto row_of = [&](int r) { return weight_row<ACTIVATION>(p, min(column_of(r), columns - 1), r / COLUMNS); };
 

@@ -12,18 +12,18 @@ __host__ __device__ constexpr int folded_threads(int tokens) {
     return WARPGROUPS * WARPGROUP + (tokens >= 128 ? WARPGROUP : 32 + 32 * folded_scale_warps(tokens));
 }
 
-// Byte offsets from a 1024-byte boundary. The order is: stages of tokens, stages of weights, stages of token scales,
-// staging buffers of the epilogue, Shared.
+// Byte offsets from a 1024-byte boundary. The order is: the tokens of all stages, the weights of all stages, the token
+// scales of all stages, staging buffers of the epilogue, Shared.
 template <int TOKENS_, int STAGES_, int CLUSTER_> struct FoldedLayout {
     static constexpr int TOKENS = TOKENS_, STAGES = STAGES_, CLUSTER = CLUSTER_;
     static constexpr int WIDTH = TOKENS < 128 ? TOKENS : 128, PARTS = TOKENS / WIDTH; // WIDTH: tokens of a wgmma
     static constexpr int ROWS = WARPGROUPS * 64;                                      // rows of weights of a tile
-    static constexpr int TOKEN_BYTES = TOKENS * FOLDED_K;                             // of a stage, like WEIGHT_BYTES
+    static constexpr int TOKEN_BYTES = TOKENS * FOLDED_K;                             // per stage, as WEIGHT_BYTES
     static constexpr int WEIGHT_BYTES = ROWS / FOLDED_ROWS * FOLDED_UNIT;
-    // The scales of WIDTH tokens are stored in the order in which a lane reads them: as four rows of floats. A lane
-    // with `lane % 4 == c` has the sums of tokens `8 * j + 2 * c + i` (i = 0, 1; see wgmma_k_major). Float `2 * j + i`
-    // of row c is the scale of this token. SCALE_PITCH is the distance between two rows in bytes; its padding puts the
-    // four rows into different banks.
+    // The scales of WIDTH tokens are stored as four rows of floats, one row for each value `c` of `lane % 4`. Row c has
+    // the scales in the order in which these lanes read them: the lanes have the sums of tokens `8 * j + 2 * c + i`
+    // (`i` is 0 or 1; see wgmma_k_major), and float `2 * j + i` of row c is the scale of this token. SCALE_PITCH is the
+    // distance between two rows in bytes; its padding puts the four rows into different banks.
     static constexpr int SCALE_PITCH = WIDTH / 4 * 4 + 16;
     static constexpr int SCALES_EACH = 4 * SCALE_PITCH, SCALE_BYTES = PARTS * SCALES_EACH;
     static constexpr int SCALE_WARPS = folded_scale_warps(TOKENS);

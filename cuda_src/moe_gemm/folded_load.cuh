@@ -6,8 +6,9 @@
 #include "moe_gemm/folded_layout.cuh"
 #include "moe_gemm/wgmma_tiles.cuh"
 
-// Run the TMA producer warp: copy the tokens and weights of this block's tiles to the ring. The first stage of a tile
-// carries the tile's description (shared.tiles). A description with 0 tokens ends the loop of the consumers.
+// Run the TMA producer warp: copy the tokens and weights of this block's tiles to the ring of stages in shared memory.
+// The first stage of a tile carries the tile's description (shared.tiles). After the last tile, a description with 0
+// tokens ends the loops of the consumer warps.
 template <class Layout, int ACTIVATION, bool STREAMED>
 __device__ __forceinline__ void load_folded_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                   unsigned ring) {
@@ -64,11 +65,12 @@ __device__ __forceinline__ void store_shared_pair(unsigned to, float x, float y)
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
 }
 
-// Run a scale producer warp: copy token scales of each tile to the ring of stages. The warp has the 128 tokens that
-// start at token `128 * part` of the tile, 4 neighbouring tokens per lane. The warp goes through the same stages as the
-// TMA producer and arrives at the same full barriers: a stage is full when its TMA bytes and its scales are both
-// written. Each step along k fills one stage. The warp loads the scales of BATCH_STEPS steps from global memory before
-// it waits for the first of these stages to be empty, so the loads overlap the wait.
+// Run a scale producer warp: copy token scales of each tile to the ring of stages. The warp copies the scales of the
+// 128 tokens that start at token `128 * part` of the tile; each lane copies the scales of 4 neighbouring tokens. The
+// warp goes through the same stages as the TMA producer and arrives at the same full barriers: a stage is full when its
+// TMA bytes and its scales are both written. Each step along k fills one stage. The warp loads the scales of
+// BATCH_STEPS steps from global memory before it waits for the first of these stages to be empty, so the loads overlap
+// the wait.
 template <class Layout>
 __device__ __forceinline__ void load_folded_scales(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                    unsigned scales, int part) {

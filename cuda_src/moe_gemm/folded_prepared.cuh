@@ -10,8 +10,8 @@
 // row. Units are ordered by k, then by rows, then by expert. Elements past k are 0.
 //
 // The elements are stored in the order of A fragments (wgmma_k_major in common/hopper.cuh). Lane l reads row `l / 4`:
-// one 32-bit word for each group g of 32 elements along k, at byte `256 * (g / 2) + 8 * l + 4 * (g % 2)` of the unit.
-// The word holds elements `m = 4 * (l % 4) + i` of the group (i = 0 to 3) and elements `m + 16`:
+// one 32-bit word for each group `g` (0 to 3) of 32 elements along k, at byte `256 * (g / 2) + 8 * l + 4 * (g % 2)` of
+// the unit. The word holds elements `m = 4 * (l % 4) + i` of the group (i = 0 to 3) and elements `m + 16`:
 //
 //                   magnitude (a __byte_perm selector)   sign
 //   element m       bits 4 i to 4 i + 2                  bit 8 i + 7
@@ -23,9 +23,9 @@
 #pragma once
 #include "moe_gemm/params.cuh"
 
-constexpr int FOLDED_ROWS = 8, FOLDED_K = 128, FOLDED_NUMBERS = FOLDED_ROWS * FOLDED_K / 2; // bytes, no scales
-constexpr int FOLDED_ROW_NUMBERS = 32;                                                      // the same of a row
-constexpr int FOLDED_UNIT = FOLDED_NUMBERS + FOLDED_ROWS * 4;                               // with scales
+constexpr int FOLDED_ROWS = 8, FOLDED_K = 128, FOLDED_NUMBERS = FOLDED_ROWS * FOLDED_K / 2; // bytes of elements
+constexpr int FOLDED_ROW_NUMBERS = 32;                                                      // bytes of elements per row
+constexpr int FOLDED_UNIT = FOLDED_NUMBERS + FOLDED_ROWS * 4;                               // bytes with scale words
 constexpr int FOLDED_GROUP = 32;      // elements that share a scale
 constexpr int FOLDED_DIFFERENCE = 19; // cap of `E - e`; at this difference every element becomes 0
 constexpr int FOLDED_SHIFT = 6;       // the e4m3 elements are scaled by 2^6
@@ -54,8 +54,9 @@ struct FoldedParams {
 
 constexpr int FOLDED_THREADS = 256, FOLDED_WORDS = FOLDED_NUMBERS / 4;
 
-// Position of word `in` of a unit. `lane`: the lane of gemm_folded_wgmma that reads the word. `group`: the word's group
-// of 32 elements along k.
+// Position of a 32-bit word of elements in a unit. `lane`: the lane of gemm_folded_wgmma that reads the word. `group`:
+// the index of the word's 32 elements along k, 0 to 3. The constructor's argument `in` is the index of the word in the
+// unit.
 struct FoldedPlace {
     int lane, group;
 

@@ -11,25 +11,25 @@ __device__ __forceinline__ uint2 folded_numbers(int difference) {
     return make_uint2(two(0.f, 0.5f) | two(1.f, 1.5f) << 16, two(2.f, 3.f) | two(4.f, 6.f) << 16);
 }
 
-// Return the factor 2^(E - 6) of a row from its scale word. The E8M0 byte 255 is NaN, so the factor is NaN. If E is
-// below -120, the factor would be subnormal; the result is then 0.
+// Return the factor 2^(E - 6) of a row. `word`: the row's scale word, which holds E as an E8M0 byte. If this byte is
+// 255 (NaN), the factor is NaN. If E is below -120, the factor would be subnormal, and the function returns 0 instead.
 __device__ __forceinline__ float folded_factor(unsigned word) {
     const int exponent = int(folded_exponent(word));
     return exponent == 255 ? __uint_as_float(0x7fc00000) : __uint_as_float(max(exponent - FOLDED_SHIFT, 0) << 23);
 }
 
-// The 32-bit words of weights that a lane reads from a stage for two MMAs along k. In the fragment, lane l has rows `l
-// / 4` and `l / 4 + 8` of its warp's 16 rows. With PAIRS these two are a gate row and its up row, which are neighbours
-// in memory.
+// The 32-bit words of weights that a lane reads from a stage for two MMAs along k. In an A fragment, lane l has rows
+// `l / 4` and `l / 4 + 8` of its warp's 16 rows. With PAIRS these two rows are a gate row and its up row, which are
+// neighbours in memory.
 template <bool PAIRS> struct FoldedWords {
-    // Bytes from the lane's first row to its second row: 8 rows, with PAIRS one row.
+    // Distance in bytes from the lane's first row to its second row: the size of 8 rows or, with PAIRS, of one row.
     static constexpr int NUMBERS_APART = PAIRS ? FOLDED_ROW_NUMBERS : FOLDED_UNIT;
     static constexpr int ROWS_APART = PAIRS ? 4 : FOLDED_UNIT;
 
     uint2 numbers[2];
     unsigned rows[2]; // the scale words of the two rows, for all MMAs of a stage
 
-    // from: shared address of the lane's elements in its first row.
+    // `from`: shared address of the lane's elements in its first row.
     __device__ __forceinline__ void load_numbers(unsigned from) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
@@ -49,7 +49,8 @@ template <bool PAIRS> struct FoldedWords {
 struct FoldedFragments {
     unsigned a[4][4];
 
-    // Convert the fragments of MMAs `FIRST` and `FIRST + 1`. table: shared address of the table, a multiple of 256.
+    // Convert the fragments of MMAs `FIRST` and `FIRST + 1`. `table`: shared address of FoldedLayout's table, a
+    // multiple of 256.
     template <int FIRST, bool PAIRS>
     __device__ __forceinline__ void convert(const FoldedWords<PAIRS>& words, unsigned table) {
 #pragma unroll

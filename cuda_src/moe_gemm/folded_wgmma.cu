@@ -8,9 +8,9 @@
 // MMAs; each row of weights has one power of two that multiplies its sums.
 //
 // Weights are the M side of wgmma (64 rows) and tokens (rows of a group) are the N side, as in gemm_fp4_wgmma. So each
-// weight is converted once for all tokens of a tile. The conversion is a table lookup: for each ratio of a group's
-// scale to the row's largest scale, a table in shared memory has the 8 magnitudes of e2m1 times this ratio, as 8 bytes.
-// One __byte_perm looks up four elements.
+// weight is converted once for all tokens of a tile. The conversion is a table lookup: a table in shared memory has one
+// entry for each ratio of a scale (of 32 elements) to the largest scale of its row. The entry is the 8 magnitudes of
+// e2m1 times this ratio, as 8 bytes. One __byte_perm looks up four elements.
 //
 // FP8 tensor cores accumulate with less than float32 precision. So the tensor cores sum only 128 elements along k, as
 // in gemm_fp8_wgmma. This partial sum is multiplied by its token's scale and added to a float32 total in registers. At
@@ -25,9 +25,9 @@
 //   warps 9, 10      copy the scales of up to 128 tokens each
 //   warpgroup w < 2  converts and multiplies weight rows `64 * w` to `64 * w + 63` of a tile, and writes the results
 //
-// A warpgroup multiplies up to 128 tokens at a time. While one warpgroup adds partial sums to its totals, the MMAs of
-// the other warpgroup run. A warpgroup converts the weights of the next stage during and after the last MMAs of the
-// current stage.
+// A warpgroup multiplies its weights by the tokens of a tile in chunks of up to 128 tokens. While one warpgroup adds
+// partial sums to its totals, the MMAs of the other warpgroup run. A warpgroup converts the weights of the next stage
+// during and after the last MMAs of the current stage.
 //
 // Speed of light: for few rows the time to read the weights; for many rows the time of 2 * rows * n * k operations at
 // the FP8 rate, twice the bfloat16 rate. On an H200 with n = 4096, k = 7168, 8 experts of 1024 rows take 461 us (1043
@@ -50,7 +50,7 @@ template <int FIRST, int N>
 __device__ __forceinline__ void start_folded_products(float (&sums)[N], const FoldedFragments& fragments,
                                                       unsigned tokens) {
 #pragma unroll
-    for (int i = FIRST; i < FIRST + 2; ++i) // an MMA has 32 bytes along k, 2 descriptor units
+    for (int i = FIRST; i < FIRST + 2; ++i) // an MMA reads 32 bytes along k: 2 descriptor units of 16 bytes
         wgmma_k_major<__nv_fp8_e4m3>(sums, fragments.a[i], k_major_descriptor_of(tokens + i * 2), i > 0);
 }
 
@@ -158,9 +158,10 @@ template <class Layout, bool PAIRS> struct FoldedMultiplier {
         }
     }
 
-    // Multiply the weights of the current stage by the first ACTIVE parts of its tokens and add the scaled sums to
-    // `total`. A part is WIDTH tokens. The weights are already converted to fragments. Then convert the weights of the
-    // next stage. last: this is the last stage of the tile.
+    // Multiply the weights of the current stage by the stage's tokens, and add the scaled sums to `total`. The weights
+    // are already converted to fragments. The tokens are divided into parts of WIDTH tokens, and only the first ACTIVE
+    // parts are multiplied. Then convert the weights of the next stage. `last`: the current stage is the last stage of
+    // the tile.
     template <int ACTIVE> __device__ __forceinline__ void multiply_stage(float (&total)[PARTS][N], bool last) {
         const unsigned tokens = first.tokens + place.stage * (Layout::TOKEN_BYTES >> 4);
         const unsigned scales = first.scales + place.stage * Layout::SCALE_BYTES;

@@ -10,14 +10,15 @@ constexpr int FP4_SHARED = 304;           // bytes of Fp4Layout::Shared without 
 constexpr int EIGHT_ROWS = 8 * ROW_BYTES; // bytes of 8 rows of a swizzled tile
 constexpr int MOST_BOX_WORDS = 256;       // TMA's limit of a box dimension, in elements of 8 bytes
 
-// Byte offsets from a 1024-byte boundary. The order is: stages of tokens, stages of weights, staging buffers of the
-// epilogue, partial sums (if SPLIT > 1), Shared. SIDES and SPLIT: see gemm_fp4_wgmma.
+// Byte offsets from a 1024-byte boundary. The order is: the tokens of all stages, the weights of all stages, staging
+// buffers of the epilogue, partial sums (if SPLIT > 1), Shared. SIDES and SPLIT: see gemm_fp4_wgmma.
 //
 // The tokens of a stage are stored in groups of 8. A group has the first 64 elements along k of its 8 tokens, then the
 // next 64 elements of these tokens, and so on. So one TMA box can write all elements of 8 tokens.
 //
 // STAGES is a multiple of SPLIT, so a given stage is always used by the same warpgroups. This is required because an
-// mbarrier wait tests only the parity of the phase: a warpgroup must wait for every phase of a stage that it uses.
+// mbarrier wait tests only the parity of the phase. So a warpgroup that uses a stage must wait for every phase of this
+// stage.
 template <int FORMAT_, int TOKENS_, int UNITS_, int STAGES_, int CLUSTER_, int SIDES_, int SPLIT_, int HALVES_>
 struct Fp4Layout {
     static constexpr int FORMAT = FORMAT_, TOKENS = TOKENS_, UNITS = UNITS_, STAGES = STAGES_, CLUSTER = CLUSTER_;

@@ -7,8 +7,9 @@
 #include "moe_gemm/shared_memory.cuh"
 #include "moe_gemm/wgmma_tiles.cuh"
 
-// Start the copy of a stage's weights, which start at unit `unit` along k. If gate rows and up rows are the halves of
-// n, the TMA box has 8 gate rows, their 8 up rows, the next 8 gate rows, and so on.
+// Start the copy of a stage's weights. `unit` is the index along k of the stage's first unit (64 elements along k). If
+// the gate rows are the first half of the n rows of weights and the up rows the second half, the TMA box has 8 gate
+// rows, their 8 up rows, the next 8 gate rows, and so on.
 template <class Layout, int ACTIVATION, bool STREAMED>
 __device__ __forceinline__ void load_fp4_weights(const MappedGemmParams& p, unsigned ring, int stage, int unit,
                                                  int first_weight, int expert, unsigned full) {
@@ -30,8 +31,8 @@ __device__ __forceinline__ void publish_tile(Shared& shared, const RingPlace<TIL
 }
 
 // Start the copies of a stage's tokens to all blocks of the cluster. Each block copies every CLUSTER-th TMA box.
-// `whole`: k is a multiple of 64, the elements of a unit. The tensor map then has a dimension for units, and one box
-// has all units of the stage.
+// `whole`: k is a multiple of 64, the number of elements of a unit along k. In this case the tensor map has a dimension
+// for units, and one box copies all units of the stage for its tokens.
 template <class Layout>
 __device__ __forceinline__ void load_fp4_tokens(const MappedGemmParams& p, unsigned to, int unit, int row, int boxes,
                                                 int rank, bool whole, unsigned full) {

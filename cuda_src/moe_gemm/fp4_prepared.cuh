@@ -4,15 +4,15 @@
 // byte each (MXFP4: 2 per row, NVFP4: 4 per row). Units are ordered by k, then by rows, then by expert. Elements and
 // scales past k are 0.
 //
-// The elements are stored in the order of A fragments (common/mma.cuh). Lane l has 8 bytes of row `l / 4`: one 32-bit
-// word for each 32 elements along k. A word packs four pairs of neighbouring elements; pair i starts at element `16 *
-// (i / 2) + 8 * (i % 2) + 2 * (l % 4)`.
+// The elements are stored in the order of A fragments (common/mma.cuh). Lane l reads 8 bytes of row `l / 4`: one 32-bit
+// word for each 32 elements along k. A word packs four pairs of neighbouring elements; pair i starts at element
+// `16 * (i / 2) + 8 * (i % 2) + 2 * (l % 4)`.
 //
 // Unpacking moves the sign of an element to bit 15 of 16 bits, and its other three bits to bits 6 to 8. Read as
-// bfloat16, this is the element times 2^-126, also if the element is subnormal in e2m1. One shift or rotation and a
-// mask unpack each of the pairs 0 to 2. Pair 3 uses the remaining bits of the word. No single shift aligns them, so one
-// bit of each element is rotated separately. The table shows the bits of the word that hold each element (magnitude,
-// sign):
+// bfloat16, these 16 bits are the element times 2^-126. This also holds if the element is subnormal in e2m1. One shift
+// or rotation and a mask unpack each of the pairs 0 to 2. Pair 3 uses the remaining bits of the word. No single shift
+// aligns them, so one bit of each element is rotated separately. The table shows the bits of the word that hold each
+// element (magnitude, sign):
 //
 //           first element        second element
 //   pair 0: bits 0 to 2, 9       16 to 18, 25       shifted left by 6
@@ -22,8 +22,9 @@
 //
 // A stored scale becomes a 16-bit factor by the addition of a constant to its exponent (Fp4Factors). An MXFP4 scale is
 // stored as its E8M0 byte, capped at 2^34; 2^34 becomes an infinite factor. An NVFP4 scale is stored with 5 exponent
-// bits and 3 mantissa bits, so that no positive e4m3 scale is subnormal in this form. NVFP4 weights with a scale of 0
-// are stored as 0. NVFP4 weights with a negative scale are stored with the opposite sign.
+// bits and 3 mantissa bits, so that no positive e4m3 scale is subnormal in this form. If the scale of NVFP4 weights is
+// 0, the weights are stored as 0. If the scale is negative, the weights are stored with the opposite sign, and the
+// scale without its sign.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

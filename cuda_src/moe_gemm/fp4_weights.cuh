@@ -26,8 +26,8 @@ template <int BYTES> __device__ __forceinline__ unsigned load_shared_bytes(unsig
     return value;
 }
 
-// Return a pair that has the low (HIGH: the high) half of `pair` in both halves. It costs no instruction: the compiler
-// makes it an operand modifier of the multiplication that reads the result.
+// Return a pair whose two halves are both equal to the low half of `pair` (HIGH: the high half). This costs no
+// instruction: the compiler turns the selection into an operand modifier of the multiplication that reads the result.
 template <bool HIGH> __device__ __forceinline__ unsigned twice(unsigned pair) {
     unsigned both;
     if constexpr (HIGH)
@@ -37,8 +37,9 @@ template <bool HIGH> __device__ __forceinline__ unsigned twice(unsigned pair) {
     return both;
 }
 
-// Factors of one row of weights for `32 * HALVES` elements along k. Unpacked elements are too small by 2^126 (float16:
-// 2^14). So a factor is the scale times 2^126 (2^14), divided by MISSING. Without the division the factor would
+// Factors of the unpacked elements of one row of weights, for `32 * HALVES` elements along k. Each element is
+// multiplied by its factor. Unpacking multiplies each element by 2^-126 (bfloat16) or 2^-14 (float16). To undo this, a
+// factor is the element's scale times 2^126 or 2^14, divided by MISSING. Without the division the factor would
 // overflow. The epilogue multiplies the sums by MISSING.
 //
 // The factors are exact for all e4m3 scales. They are exact for E8M0 scales from 2^-100 to 2^33 in bfloat16, and from
@@ -48,7 +49,8 @@ template <typename T, int FORMAT, int HALVES> struct Fp4Factors {
     static constexpr int EACH = UNIT_SCALES<FORMAT> / 2, COUNT = HALVES * EACH; // EACH: scales of half a unit
     unsigned pairs[(COUNT + 1) / 2];
 
-    // Return the factors of two scales as a pair of T. The scales are bytes 0 and 2 of `scales`.
+    // Convert two scales to factors, and return the two factors as a packed pair of T. The scales are bytes 0 and 2 of
+    // `scales`.
     static __device__ __forceinline__ unsigned factors_of(unsigned scales) {
         if constexpr (FORMAT == NVFP4) {
             if constexpr (IS_BFLOAT16<T>) return scales * 0x10 + 0x66806680; // scale * 2^126 * 2^-32
@@ -69,20 +71,21 @@ template <typename T, int FORMAT, int HALVES> struct Fp4Factors {
         if constexpr (COUNT == 4) pairs[1] = factors_of(__byte_perm(bytes, 0, 0x4342));
     }
 
-    // Return the factor of 16 elements along k, in both halves of a pair. HALF: which half of the unit (32 elements).
-    // STEP: which 16 elements of the half.
+    // Return the factor of 16 elements along k, in both halves of a pair. `HALF` (0 or 1) selects 32 elements of the
+    // unit along k, and `STEP` (0 or 1) selects 16 of these.
     template <int HALF, int STEP> __device__ __forceinline__ unsigned factor() const {
         constexpr int AT = HALF * EACH + (EACH == 2 ? STEP : 0);
         return twice<AT % 2>(pairs[AT / 2]);
     }
 };
 
-// A fragments of a warp for 16 rows and `32 * HALVES` elements along k. Half a unit along k is two MMAs of 16 elements.
+// A fragments of a warp for 16 rows and `32 * HALVES` elements along k. Half a unit has 32 elements along k, which take
+// two MMAs of 16 elements.
 template <int HALVES> struct Fp4Fragments {
     unsigned a[2 * HALVES][4];
 
-    // Convert half HALF of a unit. `words`, `factors`: packed elements and factors of rows `l / 4` and `l / 4 + 8`, for
-    // lane l.
+    // Convert one half of a unit along k, selected by `HALF` (0 or 1). `words` and `factors` are the packed elements
+    // and the factors of the lane's two rows: lane l has rows `l / 4` and `l / 4 + 8`.
     template <typename T, int HALF, class Factors>
     __device__ __forceinline__ void convert(const unsigned (&words)[2], const Factors (&factors)[2]) {
 #pragma unroll

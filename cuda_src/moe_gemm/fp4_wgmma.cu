@@ -12,8 +12,9 @@
 // elements along k of its 16 rows while the tensor cores multiply the 32 elements before them.
 //
 // Grid: CLUSTER * (number of resident clusters) persistent blocks of Fp4Layout::THREADS threads. A tile is 64 * SIDES
-// rows of weights times up to TOKENS tokens. The blocks of a cluster have the same tokens and neighbouring weights.
-// Each block copies every CLUSTER-th TMA box of tokens, by multicast to the whole cluster.
+// rows of weights times up to TOKENS tokens; a side is 64 of these rows of weights. The blocks of a cluster have the
+// same tokens and neighbouring weights. Each block copies every CLUSTER-th TMA box of tokens, by multicast to the whole
+// cluster.
 //
 //   the last warp   finds tiles; copies UNITS * 64 elements along k per stage to a ring of STAGES stages, by TMA.
 //                   GATHER: copies the tokens by cp.async
@@ -41,15 +42,15 @@ struct Fp4Operands {
     unsigned weights, scales, tokens;
 };
 
-// Convert HALVES halves of unit `unit`, starting with half `half`, and start their MMAs. A unit has 64 elements along
-// k, half a unit has 32. PAIRS: the two rows of lane l in an MMA (`l / 4` and `l / 4 + 8`) are a gate row and its up
-// row, which are neighbours in memory.
+// Convert weights of a stage and start their MMAs. A unit has 64 elements along k, half a unit has 32. The call handles
+// HALVES halves of the unit with index `unit`, starting with half `half` (0 or 1). PAIRS: the two rows of lane l in an
+// MMA (`l / 4` and `l / 4 + 8`) are a gate row and its up row, which are neighbours in memory.
 template <typename T, class Layout, bool PAIRS, int REGISTERS>
 __device__ __forceinline__ void multiply_part(float (&c)[REGISTERS], Fp4Fragments<Layout::HALVES>& fragments,
                                               const Fp4Operands& stage, int unit, int half, int width, bool add) {
     constexpr int HALVES = Layout::HALVES;
     const unsigned at = unit * UNIT_BYTES<Layout::FORMAT>;
-    // Bytes from the lane's first row to its second row: 8 rows, with PAIRS one row.
+    // Distance in bytes from the lane's first row to its second row: the size of 8 rows or, with PAIRS, of one row.
     constexpr int NUMBERS_APART = PAIRS ? ROW_NUMBERS : Layout::EIGHT;
     constexpr int SCALES_APART = PAIRS ? UNIT_SCALES<Layout::FORMAT> : Layout::EIGHT;
     unsigned words[HALVES][2];
@@ -72,7 +73,7 @@ __device__ __forceinline__ void multiply_part(float (&c)[REGISTERS], Fp4Fragment
     with_width<Layout::TOKENS>(width, [&](auto columns) {
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 2 * HALVES; ++i) // an MMA has 32 bytes along k, 2 descriptor units
+        for (int i = 0; i < 2 * HALVES; ++i) // an MMA reads 32 bytes along k: 2 descriptor units of 16 bytes
             multiply_step<T, decltype(columns)::value>(
                 c, fragments.a[i], k_major_descriptor_of<Layout::UNITS * EIGHT_ROWS>(tokens + i * 2), i > 0 || add);
         wgmma_commit_group();
@@ -80,14 +81,15 @@ __device__ __forceinline__ void multiply_part(float (&c)[REGISTERS], Fp4Fragment
     wgmma_wait_group<1>(); // the previous MMAs are complete, so their fragments may be overwritten
 }
 
-// Compile-time argument: the fragment set, 0 or 1, that the first part of a stage uses. A part is the work of one call
-// of multiply_part.
+// Compile-time argument: successive calls of multiply_part use two fragment sets alternately, and the first call of a
+// stage uses set `I` (0 or 1).
 template <int I> struct FragmentSet {
     static constexpr int value = I;
 };
 
-// Compute a warpgroup's partial sums of a tile of at most `width` tokens, over steps `part`, `part + SPLIT`, ... along
-// k. `at`: ring position of the first of these steps; the function advances it to the warpgroup's first step of the
+// Compute a warpgroup's partial sums of a tile of at most `width` tokens. `part` (0 to SPLIT - 1) is the index of the
+// warpgroup among the SPLIT warpgroups of its side. The warpgroup multiplies steps `part`, `part + SPLIT`, ... along k.
+// `at`: ring position of the warpgroup's first step; the function advances `at` to the warpgroup's first step of the
 // next tile. `first_stage`: addresses of the operands in stage 0. `skewed_after`: the step after which the other
 // warpgroup may begin, or -1.
 template <typename T, class Layout, bool PAIRS, int REGISTERS>
@@ -126,7 +128,7 @@ __device__ __forceinline__ void sum_fp4_tile(float (&c)[REGISTERS], typename Lay
         else
             skip(at, SPLIT);
     };
-    // The two fragment sets alternate from part to part, also across stages.
+    // Successive calls of multiply_part use the two fragment sets alternately, also across stages.
     int step = part;
 #pragma unroll 1
     for (; step < steps; step += SPLIT) {
@@ -195,8 +197,9 @@ __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typ
     // The shuffle tells the compiler that the value is warp-uniform, so descriptors stay in uniform registers.
     const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
     const int side = SIDES == 1 ? 0 : SPLIT == 1 ? warpgroup : warpgroup % SIDES, lane = threadIdx.x % 32;
-    // The warpgroups that write the results get the highest `part`, because this part may have the fewest steps. A loop
-    // bound depends on `part`; the reduction tells the compiler that it is warp-uniform.
+    // Index of the warpgroup among the SPLIT warpgroups of its side. The warpgroups that write the results get the
+    // highest `part`, because the warpgroup with the highest `part` may have the fewest steps. A loop bound depends on
+    // `part`; the reduction tells the compiler that it is warp-uniform.
     const int part = SPLIT == 1 ? 0 : __reduce_max_sync(FULL_WARP, SPLIT - 1 - warpgroup / SIDES);
     const unsigned weights = ring + Layout::WEIGHTS + (side * 8 + threadIdx.x % WARPGROUP / 32 * 2) * Layout::EIGHT;
     Fp4Operands operands{weights + lane * 8, weights + UNIT_NUMBERS + lane / 4 * UNIT_SCALES<Layout::FORMAT>,

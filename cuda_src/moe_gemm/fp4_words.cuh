@@ -12,8 +12,8 @@ struct PrepareParams {
     int k;
 };
 
-// Position of a thread's word: its unit, its row, the lane of gemm_fp4_wgmma that reads the word, and the half of the
-// unit along k.
+// Position of the 32-bit word that a thread handles. `lane`: the lane of gemm_fp4_wgmma that reads the word. `half`: 0
+// if the word is in the first 32 elements of the unit along k, else 1.
 struct WordPlace {
     long long unit, row;   // row: index over the rows of all experts
     int half, lane, first; // first: index along k of the half's first element

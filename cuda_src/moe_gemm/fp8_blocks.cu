@@ -12,7 +12,7 @@
 //
 // Grid: CLUSTER * (number of resident clusters) persistent blocks of 384 threads, one block per multiprocessor. The
 // blocks of a cluster have the same weights and neighbouring rows. In a cluster of two blocks, each block loads half of
-// the weights, by multicast to both.
+// the weights and multicasts them to both blocks.
 //
 //   warp 8          finds tiles; copies 128 bytes along k per stage to a ring of STAGES stages, by TMA
 //   warp 9          multiplies the scales of the rows by the scales of the weights, and writes them to the same stages
@@ -23,7 +23,7 @@
 // writes 48 bytes per cycle. So a warpgroup loads its rows to registers once, for the gate rows and the up rows. This
 // reduces the reads to 80 bytes per cycle. While one warpgroup adds the sums of 128 elements along k to its totals, the
 // MMAs of the other warpgroup run. With CLUSTER > 1 the two warpgroups start their MMAs alternately, which saves 5% of
-// the time for 4 x 8192 rows.
+// the time for 4 groups of 8192 rows.
 //
 // Speed of light: as for gemm_fp8_wgmma, but the result has half the bytes. Times on an H200 with n = 4096, k = 7168:
 //
@@ -33,9 +33,9 @@
 //   32 x 1024 rows, random routing  1634 us       1692 us
 //
 // For 32 x 256 rows with random routing gemm_fp8_wgmma is faster, because it multiplies a few extra rows as the tail of
-// a tile: it takes 429 us without the activation, and this kernel takes 508 us. Odd tiles (the short last tiles of
-// groups) are distributed to the clusters separately, as Fp8Tiles explains. If all tiles were distributed together, 32
-// x 256 rows would take 557 us, and 32 x 1024 rows would take 1665 us.
+// a tile: gemm_fp8_wgmma takes 429 us without the activation, and this kernel takes 508 us with it. Odd tiles (the
+// short last tiles of groups) are distributed to the clusters separately, as Fp8Tiles explains. If all tiles were
+// distributed together, 32 x 256 rows would take 557 us, and 32 x 1024 rows would take 1665 us.
 #include "common/fp8.cuh"
 #include "common/launch.cuh"
 #include "moe_gemm/fp8_blocks_products.cuh"
@@ -213,7 +213,7 @@ __device__ __forceinline__ void multiply_block_tile(Fp8BlocksRing<Layout>& ring,
     }
 }
 
-// Run a consumer warpgroup. It computes rows 64 * side to 64 * side + 63 of each tile, if the tile has such rows.
+// Run a consumer warpgroup. It computes rows `64 * side` to `64 * side + 63` of each tile, if the tile has such rows.
 template <typename T, class Layout>
 __device__ __forceinline__ void multiply_block_tiles(const Fp8BlocksParams& p, typename Layout::Shared& shared,
                                                      unsigned start, int side) {

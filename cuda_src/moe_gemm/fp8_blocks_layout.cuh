@@ -5,7 +5,7 @@
 // Arguments of gemm_fp8_blocks. `out` is e4m3 [rows, n / 2].
 struct Fp8BlocksParams : MappedGemmParams {
     float* out_scale; // [rows, n / 256]
-    float smallest;   // lower bound of the largest magnitude, from which a scale is computed
+    float smallest;   // a scale is max(largest magnitude, smallest) / 448
 };
 
 constexpr int FP8_PAD = 16; // padding in bytes after a staged row, against bank conflicts
@@ -21,7 +21,7 @@ template <int CLUSTER_, int ACTIVATION_> struct Fp8BlocksLayout {
     static constexpr int TILE_TOKENS = TOKENS * CLUSTER, OUT_COLUMNS = FP8_COLUMNS;
     static constexpr bool DEALS_ODD = true; // odd tiles are distributed separately (Fp8Tiles)
     static constexpr int ROW_BYTES = TOKENS * FP8_K, STAGE_BYTES = ROW_BYTES + 2 * FP8_WEIGHT_BYTES;
-    static constexpr int STAGED_PITCH = OUT_COLUMNS + FP8_PAD, STAGED_BYTES = 16 * STAGED_PITCH; // of a row; of a warp
+    static constexpr int STAGED_PITCH = OUT_COLUMNS + FP8_PAD, STAGED_BYTES = 16 * STAGED_PITCH; // bytes: row; warp
     static constexpr int SCALED_ROWS = TOKENS;
     static constexpr int SETS = 2, SCALE_BYTES = SETS * TOKENS * 4; // SETS: gates and ups have separate scales
     static constexpr int STAGED = STAGES * STAGE_BYTES, SCALES = STAGED + 2 * WARPGROUP / 32 * STAGED_BYTES;
@@ -30,8 +30,8 @@ template <int CLUSTER_, int ACTIVATION_> struct Fp8BlocksLayout {
 };
 
 // Tiles of a block. The blocks of a cluster divide the rows of each of the cluster's tiles. If a block gets none of the
-// rows, `next` returns a tile of AT_LEAST rows. The TMA producer uses AT_LEAST = 0. The scale producer uses AT_LEAST =
-// 1, because it clamps row indices to the last row, so there must be one.
+// rows of a tile, `next` returns a tile of AT_LEAST rows for this block. The TMA producer uses AT_LEAST = 0. The scale
+// producer uses AT_LEAST = 1, because it clamps row indices to the last row, so there must be one.
 template <class Layout, int AT_LEAST> struct Fp8BlocksTiles : Fp8Tiles<Layout> {
     using Fp8Tiles<Layout>::Fp8Tiles;
 

@@ -4,8 +4,8 @@
 #include "moe_gemm/fp8_tiles.cuh"
 #include "moe_gemm/shared_memory.cuh"
 
-// Load the four scales of a row that start at index `k`. `scales`: number of scales of the row; an index past the last
-// scale loads the last scale.
+// Load the four scales of a row that start at index `k`. `scales`: number of scales of the row. Indices past the last
+// scale are replaced by the last index.
 __device__ __forceinline__ void load_four_scales(float (&to)[FP8_SCALES], const float* row, int k, int scales,
                                                  bool aligned) {
     if (aligned) {
@@ -17,11 +17,11 @@ __device__ __forceinline__ void load_four_scales(float (&to)[FP8_SCALES], const 
     }
 }
 
-// Run a scale producer warp. For SCALED_ROWS rows of each tile, starting at row `SCALED_ROWS * part`, it multiplies the
-// row scales by the weight scales and writes the results to the ring of stages. The warp goes through the same stages
-// as the TMA producer and arrives at the same full barriers: a stage is full when its TMA bytes and its scales are both
-// written. The warp loads the scales of four stages before it waits for the first of these stages to be empty. So the
-// loads run during the wait.
+// Run a scale producer warp. The warp handles SCALED_ROWS rows of each tile, starting at row `SCALED_ROWS * part`. It
+// multiplies the scales of these rows by the weight scales and writes the results to the ring of stages. The warp goes
+// through the same stages as the TMA producer and arrives at the same full barriers: a stage is full when its TMA bytes
+// and its scales are both written. The warp loads the scales of four stages before it waits for the first of these
+// stages to be empty. So the loads run during the wait.
 template <class Layout, class Tiles = Fp8Tiles<Layout>>
 __device__ __forceinline__ void load_fp8_scales(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                 unsigned scales, int part) {

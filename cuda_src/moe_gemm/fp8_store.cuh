@@ -28,7 +28,7 @@ template <bool ONE> struct Fp8RowScales {
     float row_scales[2] = {1.f, 1.f};
     const float* column_scales;
 
-    // first: the warp's first row of the result. left: rows from `first` to the end of the tile.
+    // `first`: the warp's first row of the result. `left`: number of rows from `first` to the end of the tile.
     __device__ __forceinline__ Fp8RowScales(const MappedGemmParams& p, const Fp8Tile& tile, long long first, int left,
                                             int out_columns)
         : p(p), lane(threadIdx.x % 32), last_column(out_columns - 1 - tile.w),
@@ -39,9 +39,9 @@ template <bool ONE> struct Fp8RowScales {
         column_scales += p.b_scale_step ? (long long)tile.x * p.n + tile.w : tile.x;
     }
 
-    // A lane has two of the eight columns of block `eight`. Return the weight scale of the lane's column `i` (0 or 1).
-    // `side` 1 selects the up row instead of the gate row. The code is branch-free, because with a branch the compiler
-    // would not unroll the caller's loop.
+    // Return the weight scale of one of the lane's columns. Block `eight` is the 8 columns from `8 * eight` on. A lane
+    // has two of these columns, and `i` (0 or 1) selects one. `side` 1 selects the up row instead of the gate row. The
+    // code is branch-free, because with a branch the compiler would not unroll the caller's loop.
     __device__ __forceinline__ float of_column(int eight, int i, int side) const {
         const int column = min(eight * 8 + lane % 4 * 2 + i, last_column) + side * (p.n / 2);
         return column_scales[column * p.b_scale_step];
@@ -57,8 +57,8 @@ template <bool ONE> struct Fp8ScalesOf<false, ONE> {
     using Type = Fp8RowScales<ONE>;
 };
 
-// Compute a lane's results in the eight columns of block `eight`. A lane has two rows and two columns:
-// results[row][column].
+// Compute a lane's results in block `eight`, the 8 columns from `8 * eight` on. The lane has two rows and two of these
+// columns: results[row][column].
 template <typename T, int ACTIVATION, class Scales>
 __device__ __forceinline__ void finish_fp8_sums(float (&results)[2][2], const float (&sums)[64], int eight,
                                                 const MappedGemmParams& p, const Fp8Tile& tile, const Scales& scales) {
@@ -136,9 +136,9 @@ __device__ __forceinline__ void store_fp8_rows(const MappedGemmParams& p, const 
 
 // Write the tail of a tile: the rows from row `2 * FP8_BOX * ROW_BLOCKS` of the tile on. Weights are the M side of the
 // tail's wgmma, so the sums are transposed, and stmatrix transposes them back. A lane has two of the warp's 16 rows of
-// weights: row `lane / 4` in sums[4 * j] and sums[4 * j + 1], and row `lane / 4 + 8` in sums[4 * j + 2] and sums[4 * j
-// + 3]. The two sums are for row `8 * j + lane % 4 * 2` of the tail and for the next row. column: the warp's first
-// column of the result.
+// weights: row `lane / 4` in `sums[4 * j]` and `sums[4 * j + 1]`, and row `lane / 4 + 8` in `sums[4 * j + 2]` and
+// `sums[4 * j + 3]`. The first of these two sums is for row `8 * j + lane % 4 * 2` of the tail, the second for the next
+// row. `column`: the warp's first column of the result.
 template <typename T, class Layout>
 __device__ __forceinline__ void store_fp8_tail(const MappedGemmParams& p, const Fp8Tile& tile, int column,
                                                const float (&sums)[FP8_TAIL / 2], unsigned staged) {

@@ -14,9 +14,10 @@
 // tiles per group, every second cluster. So with DEALS_ODD there are two deals, one for the odd tiles and one for all
 // other tiles. The odd tile of a group comes after the other tiles of the group.
 template <class Layout> struct Fp8Tiles {
-    // A strip is the columns of the result that a cluster computes at once. The order of tiles is: BAND row tiles in
-    // the first strip, the same row tiles in the next strip, and so on. The tiles that run at the same time then form
-    // roughly a square of the result, and the operands of the square fit in L2.
+    // A strip is the columns of the result that a cluster computes at once. A row tile is TOKENS rows of a group. The
+    // order of tiles is: the first strip of BAND row tiles, then the next strip of the same row tiles, and so on. The
+    // tiles that run at the same time then form roughly a square of the result, and the operands of the square fit in
+    // L2.
     static constexpr int BAND = 2048 / Layout::TILE_TOKENS;
     static constexpr int MOST = (1 << 26) - 1; // cap of an expert's tiles; the sum over 32 experts fits in an int
     static constexpr int TOKENS = Layout::TILE_TOKENS, CLUSTER = Layout::CLUSTER, OUT_COLUMNS = Layout::OUT_COLUMNS;
@@ -75,7 +76,8 @@ template <class Layout> struct Fp8Tiles {
     }
 
     // Return a bit mask of the experts of the window (32 experts). The lowest set bit is the expert that has the
-    // cluster's next odd tile; all later experts are set too. 0: the window has no further odd tile of this cluster.
+    // cluster's next odd tile; the bits of all later experts are set too. Return 0 if the window has no further odd
+    // tile for this cluster.
     __device__ __forceinline__ unsigned experts_with_odd_tiles() const {
         if constexpr (!Layout::DEALS_ODD) return 0;
         const unsigned upto = odd & ((2u << threadIdx.x % 32) - 1);

@@ -18,9 +18,9 @@
 //
 // Tails. With TOKENS = 288 the last tile of a group has up to 288 rows, and the other tiles have 256. The rows after
 // row 256 are the tail. For the tail the operands are swapped: each warpgroup has 64 rows of weights as M and the 32
-// rows of the tail as N, so that the sums fit in the available registers. Why tails: with random routing of about 256
-// rows (or a multiple of 256) to each expert, a group often has a few rows more than its whole tiles. A separate tile
-// for these rows would read all weights of the expert again.
+// rows of the tail as N, so that the sums fit in the available registers. Tails save time because, with random routing
+// of about 256 rows (or a multiple of 256) to each expert, a group often has a few rows more than fill its whole tiles.
+// A separate tile for these rows would read all weights of the expert again.
 //
 // FP8 tensor cores align the products of an MMA to the largest product and so keep too few bits of their sum. Therefore
 // the tensor cores sum only 128 elements along k. The partial sum is multiplied by its scale and added to a float32
@@ -97,8 +97,8 @@ __device__ __forceinline__ void load_fp8_tiles(const MappedGemmParams& p, typena
     __syncwarp();
 }
 
-// Scales of a stage's partial sums for a block of 64 rows. A lane has the scales of its two rows; if gated, the sums of
-// gate rows and of up rows have separate scales.
+// Factors of a stage's partial sums for a block of 64 rows. A factor is a row scale times a weight scale. A lane has
+// the factors of its two rows; if gated, gate rows and up rows have separate factors.
 template <class Layout> struct Fp8BlockFactors {
     float factors[Layout::SETS][2];
 
@@ -117,8 +117,7 @@ template <class Layout> struct Fp8BlockFactors {
     }
 };
 
-// Used instead of Fp8BlockFactors if the scales do not change along k: the partial sums of a stage are added without
-// factors.
+// Replaces Fp8BlockFactors if the scales do not change along k. The partial sums of a stage are added without factors.
 struct Fp8NoFactors {
     __device__ __forceinline__ void load(unsigned, int) {}
 
@@ -154,7 +153,7 @@ struct Fp8Tail {
     // Reuse the first registers of `others`: these sums are already added to their total.
     __device__ __forceinline__ Fp8Tail(float (&others)[64]) : sums(reinterpret_cast<float (&)[FP8_TAIL / 2]>(others)) {}
 
-    // scales: address of the scales of the lane's first two rows of the tail.
+    // `scales`: address of the scales of the lane's first two rows of the tail.
     __device__ __forceinline__ void load(unsigned scales) {
 #pragma unroll
         for (int j = 0; j < FP8_TAIL / 8; ++j)
@@ -183,8 +182,8 @@ template <int N> __device__ __forceinline__ void clear(float (&sums)[N]) {
 }
 
 // Release a stage: arrive at its empty barrier in every block of the cluster. Call this after the stage's MMAs are
-// complete, and after a __syncwarp that follows the warp's last read of the stage's scales. empty: address of the empty
-// barrier; lane i has the address in block i of the cluster.
+// complete, and after a __syncwarp that follows the warp's last read of the stage's scales. `empty`: address of the
+// empty barrier; lane i passes its address in block i of the cluster.
 template <int CLUSTER> __device__ __forceinline__ void release_fp8_stage(unsigned empty) {
     if (threadIdx.x % 32 < CLUSTER) {
         if constexpr (CLUSTER == 1)
@@ -194,8 +193,8 @@ template <int CLUSTER> __device__ __forceinline__ void release_fp8_stage(unsigne
     }
 }
 
-// Return the tile, assembled from the lanes: `part` is field `lane % 4` of the tile. The shuffles tell the compiler
-// that the tile is warp-uniform.
+// Assemble a tile from four lanes and return it in all lanes. `part`: the field of the tile that the lane holds, which
+// has index `lane % 4`. The shuffles tell the compiler that the tile is warp-uniform.
 __device__ __forceinline__ Fp8Tile tile_of_parts(int part) {
     return make_int4(__shfl_sync(FULL_WARP, part, 0), __shfl_sync(FULL_WARP, part, 1), __shfl_sync(FULL_WARP, part, 2),
                      __shfl_sync(FULL_WARP, part, 3));
@@ -257,8 +256,8 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
             Fp8Tail tail(sums);
             tail.load(scales_here + to_tail_scales);
             __syncwarp();
-            // For side 1, tokens_here includes an offset of 64 rows. So tokens_here plus the size of all tokens of a
-            // stage is the address of the 64 rows of weights of `side`.
+            // For side 1, `tokens_here` includes an offset of 64 rows. So `tokens_here` plus the size of all tokens of
+            // a stage is the address of the 64 rows of weights of this side.
             tail.start(tokens_here + Layout::TOKENS * FP8_K / 16, tokens_here + further_weights - TAIL * FP8_K / 16);
             const unsigned used = empty + stage * 8;
             advance();

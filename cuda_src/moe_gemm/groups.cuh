@@ -32,8 +32,8 @@ struct GroupTile {
     int before, tiles;      // number of tiles of TOKENS rows in all earlier groups, and in this group
 };
 
-// `wanted` indexes the tiles of all groups. Set `found`, which is in shared memory, to the group that contains this
-// tile. Return false if `wanted` is past the last tile. All threads of the block call this.
+// `wanted` is an index over the tiles of all groups. Set `found`, which is in shared memory, to the group that contains
+// this tile. Return false if `wanted` is past the last tile. All threads of the block call this.
 template <int TOKENS, int THREADS>
 __device__ __forceinline__ bool find_tile(const GemmParams& p, int wanted, GroupTile& found) {
     constexpr int WARPS = THREADS / 32;

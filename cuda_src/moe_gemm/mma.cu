@@ -35,7 +35,7 @@
 #include "moe_gemm/mma_store.cuh"
 #include "moe_gemm/mma_transposed.cuh"
 
-// Selects the form of an operand format. A form is the class that defines the shared memory layout for one format, and
+// Selects the form of an operand format. A form is the class that defines, for one format, the shared memory layout and
 // the types ScaleCopies (copies of the scales), Products (mainloop) and Factors (scales of the finished sums).
 template <typename T, int FORMAT, bool BLOCK_SCALES, class Block> struct MmaFormOf {
     using Type = PlainForm<T, Block>;
@@ -65,8 +65,9 @@ constexpr Launch gemm_mma_launch() {
 }
 
 // T: __nv_bfloat16 or __half; the type of the result, and of `a` and `b` if they have 16-bit elements. STEP: 32 or 64
-// with PLAIN and TRANSPOSED, otherwise 128. STAGES: steps in shared memory. BLOCKS: resident blocks per multiprocessor.
-// ACTIVATION: see moe_gemm/epilogue.cuh. BLOCK_SCALES: FP8 with block scales, otherwise with row scales.
+// with PLAIN and TRANSPOSED, otherwise 128. STAGES: number of steps that shared memory holds. BLOCKS: resident blocks
+// per multiprocessor. ACTIVATION: see moe_gemm/epilogue.cuh. BLOCK_SCALES: FP8 with block scales, otherwise with row
+// scales.
 template <typename T, int FORMAT, int TOKENS, int WEIGHTS, int TOKEN_WARPS, int WEIGHT_WARPS, int STEP, int STAGES,
           int BLOCKS, int ACTIVATION, bool BLOCK_SCALES>
 __global__ __launch_bounds__(TOKEN_WARPS * WEIGHT_WARPS * 32,

@@ -4,8 +4,8 @@
 #include "moe_gemm/mma_block.cuh"
 #include "moe_gemm/shared_memory.cuh"
 
-// Whether the weights of a form (the class for one operand format, see MmaFormOf) are [experts, k, n] in memory. A row
-// of weights in shared memory then belongs to one index along k.
+// True if the weights of a form (the class for one operand format, see MmaFormOf) are [experts, k, n] in memory. If
+// true, a row of weights in shared memory belongs to one index along k.
 template <class Form> constexpr bool IS_TRANSPOSED = false;
 
 // The global-to-shared copies that one thread issues. In each step along k it copies one 16-byte chunk of every
@@ -19,8 +19,8 @@ template <class Form> struct MmaCopies {
     static constexpr int B_CHUNKS = Form::B_LINE / 16, B_ROWS = THREADS / B_CHUNKS;
     static constexpr int B_LINES = BY_STEPS ? Block::STEP : WEIGHTS; // rows of weights in a stage
     static constexpr int A_COPIES = (TOKENS + A_ROWS - 1) / A_ROWS, B_COPIES = (B_LINES + B_ROWS - 1) / B_ROWS;
-    // Distance in the expert's weights between the rows of two successive copies. With HALVES, B_ROWS rows of the tile
-    // are B_ROWS / 2 gate rows and their up rows.
+    // Distance, in rows of the expert's weights, between two successive copies of this thread. With HALVES, B_ROWS rows
+    // of the tile are B_ROWS / 2 gate rows and their up rows.
     static constexpr int B_APART = HALVES ? B_ROWS / 2 : B_ROWS;
     static_assert(A_ROWS % 8 == 0 && B_ROWS % (GATED && !BY_STEPS ? 16 : 8) == 0, "");
     static_assert(!BY_STEPS || B_LINES % B_ROWS == 0, "");

@@ -98,8 +98,9 @@ template <class Block, int GROUP> struct GroupScaleCopies {
     }
 };
 
-// MXFP4 scales: 2^(byte - 127) for every 32 elements. `of_lane` returns which of a row's scales in a step a lane needs
-// for a block of 64 elements. `factor` returns the scale times 2^126, divided by MISSING, in both halves of a register.
+// MXFP4 scales: 2^(byte - 127) for every 32 elements. A row has several scales in a step along k. `of_lane` returns the
+// index of the scale that a lane needs for a block of 64 elements. `factor` returns the scale times 2^126, divided by
+// MISSING, in both halves of a register.
 template <typename T> struct E8m0Scale {
     static constexpr int GROUP = 32;
     static constexpr float MISSING = IS_BFLOAT16<T> ? 0x1p32f : 0x1p14f;
@@ -128,8 +129,8 @@ template <typename T> struct E4m3Scale {
     }
 };
 
-// All arrays of the mainloop (Fp4Products). The other structs have no arrays, because the compiler splits a struct with
-// an array into registers only after it has unrolled all loops over the array, which costs registers.
+// All arrays of the mainloop (Fp4Products). The other structs have no arrays, because arrays in structs cost registers:
+// the compiler splits a struct with an array into registers only after it has unrolled all loops over the array.
 template <int M, int N> struct Fp4Registers {
     uint2 nibbles[N];       // 4-bit weights of each MMA tile, 16 per lane
     unsigned factors[N];    // FoldedScales: factors of the weights, as pairs
@@ -139,9 +140,9 @@ template <int M, int N> struct Fp4Registers {
     float group_factors[2]; // GroupScales: the scales of the two columns
 };
 
-// The scales of a row start at byte 0, 1, 2 or 3 of its slot. Return the difference of two starts: of row `r + 8` of
-// the tile minus of row `r`. With interleaved gates the two rows are neighbours in the weights, so their starts may
-// differ. Otherwise they are a multiple of 8 rows apart in the weights, and the difference is 0.
+// The scales of a row start at byte 0, 1, 2 or 3 of its slot. Return the start of row `r + 8` of the tile minus the
+// start of row `r`. With interleaved gates the two rows are neighbours in the weights, so their starts may differ.
+// Otherwise they are a multiple of 8 rows apart in the weights, and the difference is 0.
 template <class Form, typename SlotOf> __device__ __forceinline__ int shift_of_up(int r, const SlotOf& slot_of) {
     if constexpr (Form::Block::GATED && !Form::Block::HALVES) return slot_of(r + 8) - slot_of(r) - 8 * Form::SLOT;
     return 0;
@@ -191,7 +192,7 @@ template <typename T, class Form> struct GroupScales {
     using Registers = Fp4Registers<Block::M, Block::N>;
     Registers& r;
     const MmaThread<Block>& me;
-    const int shift_0, shift_1; // for the lane's two columns
+    const int shift_0, shift_1; // results of shift_of_up for the lane's two columns
 
     template <typename SlotOf>
     __device__ __forceinline__ GroupScales(Registers& r, const MmaThread<Block>& me, int slots_at,

@@ -80,7 +80,8 @@ template <class Block> struct PlainSums {
     __device__ __forceinline__ void end(MmaSums<Block>&) {}
 };
 
-// Sums of one step with block scales. The sums are multiplied by the step's scales and added to the totals.
+// Sums of one step along k, for FP8 with block scales. After the step, each sum is multiplied by the step's scales and
+// added to its total.
 template <class Block> struct BlockScaledSums {
     MmaSums<Block> sums;
     float a_scales[Block::M][2], b_scales[Block::N];

@@ -12,7 +12,8 @@ template <typename T, class Block> struct MmaBiases {
     __device__ __forceinline__ MmaBiases(const MmaTile<Block>& tile, const MmaThread<Block>& me)
         : tile(tile), first(me.weight_warp * Block::N * 8 + me.pair * 2) {}
 
-    // Return `sum * factor` plus the bias. n: index of the MMA tile. i: which of the lane's two columns.
+    // Return `sum * factor` plus the bias. `n`: index of the MMA tile. `i` (0 or 1) selects one of the lane's two
+    // columns.
     __device__ __forceinline__ float add(float sum, float factor, int n, int i) const {
         if constexpr (Block::ACTIVATION & BIASED)
             return sum * factor + bias_of<T>(tile.p, tile.group.expert, tile.weight_of(first + n * 8 + i));
@@ -32,8 +33,8 @@ __device__ __forceinline__ float result(const float (&sums)[Block::N][4], int n,
         return finish<Block::ACTIVATION>(p, biases.add(sums[n][at], factor, n, at % 2));
 }
 
-// Compute the lane's results in row `j` (0 or 1) of its two rows of an MMA tile. Each MMA tile along n gives one pair
-// of results.
+// Compute a lane's results in one row. A lane has two rows of an MMA tile, and `j` (0 or 1) selects one. Each MMA tile
+// along n gives one pair of results.
 template <typename T, class Block>
 __device__ __forceinline__ void pack_row(unsigned (&pairs)[Block::OUT], const float (&sums)[Block::N][4], int j,
                                          float factor, const MmaBiases<T, Block>& biases) {

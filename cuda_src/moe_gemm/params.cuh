@@ -28,14 +28,15 @@ struct GemmParams {
     int a_scale_step;                // 1: a_scale has a scale per token. 0: one scale
     int b_scale_step;                // 1: b_scale has a scale per row of weights. 0: one per expert
     int together;                    // consecutive token tiles that use the same weight tile (WgmmaTiles)
-    // Read only with the flags BIASED and BOUNDED of moe_gemm/epilogue.cuh.
+    // The kernels read the bias only with the flag BIASED, and alpha and limit only with BOUNDED
+    // (moe_gemm/epilogue.cuh).
     const void* bias;   // [experts, n], float32 or T
-    float alpha, limit; // of swigluoai
+    float alpha, limit; // constants of swigluoai
     int bias_is_float;
 };
 
-// GemmParams with tensor maps for TMA. A box is the rectangle that one TMA copy transfers; the producer code describes
-// the boxes.
+// GemmParams with tensor maps for TMA. A box is the rectangle that one TMA copy transfers. The kernels' producer warps
+// choose the boxes; the comments there describe them.
 struct MappedGemmParams : GemmParams {
     TensorMap b_map, a_map;
 };

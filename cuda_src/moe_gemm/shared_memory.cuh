@@ -31,9 +31,9 @@ template <int BYTES> __device__ __forceinline__ void copy_part_async(unsigned to
                      : "memory");
 }
 
-// Store 8 x 8 matrices of 16-bit elements, transposed. The two elements in from[i] of lane l go to matrix i, column `l
-// / 4`, rows `2 * (l % 4)` and `2 * (l % 4) + 1`. `to`: lanes `8 * i` to `8 * i + 7` give the addresses of the rows of
-// matrix i.
+// Store 8 x 8 matrices of 16-bit elements, transposed. Lane l passes two elements in from[i]. They go to matrix i,
+// column `l / 4`, rows `2 * (l % 4)` and `2 * (l % 4) + 1`. `to`: a row's shared address; lanes `8 * i` to `8 * i + 7`
+// pass the addresses of the 8 rows of matrix i.
 template <int MATRICES>
 __device__ __forceinline__ void store_transposed(unsigned to, const unsigned (&from)[MATRICES]) {
     if constexpr (MATRICES == 4)

@@ -33,7 +33,7 @@
 //   2 experts, n = 28672, k = 4096   100%, 108 us
 //   2 experts, n = 4096, k = 14336   99%
 //   8 experts, n = 1536, k = 2048    85%
-//   8 experts, n = 2048, k = 768     72%; the kernel takes only 8 us, so its start counts
+//   8 experts, n = 2048, k = 768     72%; the kernel takes only 8 us, so its launch is a large share
 #include "common/fp8.cuh"
 #include "common/hopper.cuh"
 #include "common/mma.cuh"
@@ -67,7 +67,7 @@ template <typename T, class Task> struct PlainUnits {
 
     __device__ __forceinline__ PlainUnits(const Task&, int) {}
 
-    // Multiply two units of weights (a pair) by a unit of a token, and add to `sums`.
+    // Multiply a unit of each row of a pair of weight rows by a unit of a token, and add the products to `sums`.
     __device__ __forceinline__ void multiply(Registers&, float (&sums)[4], const uint4& w0, const uint4& w1,
                                              const uint4& x, int, int, int) const {
         const unsigned low[4] = {w0.x, w1.x, w0.y, w1.y}, high[4] = {w0.z, w1.z, w0.w, w1.w};
@@ -168,8 +168,8 @@ template <typename T, class Task> struct UnitsOf<T, FP8, true, Task> {
     using Type = Fp8BlockUnits<Task>;
 };
 
-// Load LOADS units of each row of the warp's weights: unit `at + lane` and then every 32nd unit. A row has `loads`
-// units; units past the end become 0.
+// Load LOADS units of each row of the warp's weights: unit `at + lane` and then every 32nd unit. `loads`: number of
+// units of a row. Units past the end of the row are set to 0.
 template <int ROWS, int LOADS, class Task>
 __device__ __forceinline__ void load_weights(uint4 (&w)[ROWS][LOADS], const Task& task, const uint4* weights, int loads,
                                              int at, int lane) {
@@ -181,9 +181,9 @@ __device__ __forceinline__ void load_weights(uint4 (&w)[ROWS][LOADS], const Task
                 load_or_zero(weights + (unsigned(task.weight_of(j)) * loads + at + 32 * i), at + 32 * i + lane < loads);
 }
 
-// Diagonal of the 8 x 8 result in an accumulator fragment. With g = lane / 4 and q = lane % 4, the lane with `q == g /
-// 2` holds element (g, g); `here` says whether this lane does. The element is in the second of the lane's two registers
-// of row g if g is odd (`odd`).
+// Diagonal of the 8 x 8 result in an accumulator fragment. With g = lane / 4 and q = lane % 4, the lane with
+// `q == g / 2` holds element (g, g). `here`: this lane holds an element of the diagonal. `odd`: g is odd. A lane has
+// two registers of row g; the element is in the second register if g is odd, else in the first.
 struct Diagonal {
     const bool here, odd;
 

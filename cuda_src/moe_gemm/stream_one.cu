@@ -10,8 +10,8 @@
 // Grid: blockIdx.x selects pairs of rows of weights, blockIdx.y a tile of TOKENS rows. A block has PAIRS * ONE_WARPS /
 // SPLIT pairs.
 //
-// Speed of light: the time to read the weights, n * k elements. If all blocks are resident at once (as for weights of
-// 20 MB), all loads are in flight together, and the memory latency is added to the time only once.
+// Speed of light: the time to read the weights, n * k elements. If all blocks are resident at once (for example with 20
+// MB of weights), all loads are in flight together, and the memory latency is added to this time only once.
 #include "common/overlap.cuh"
 #include "moe_gemm/groups.cuh"
 #include "moe_gemm/stream_rows.cuh"

@@ -4,9 +4,9 @@
 //   x[r, j]   = sum over i of a[r / topk, i] * b[e, j, i]
 //   out[r, j] = activate(x[r, j], x[r, n / 2 + j]); moe_gemm/epilogue.cuh lists all forms
 //
-// Row r of the result is one slot of token `r / topk`, for all tokens * topk slots. `e` is the expert of topk_ids[r].
-// If expert `e` is not in these weights, row r is not written. The sums are bit-identical to moe_gemm/stream.cu. If two
-// tokens chose the same expert, its weights are read twice, the second time from L2.
+// The result has one row for each of the `tokens * topk` slots; row r belongs to token `r / topk`. `e` is the expert
+// with the id topk_ids[r]. If expert `e` is not in these weights, row r is not written. The sums are bit-identical to
+// moe_gemm/stream.cu. If two tokens chose the same expert, its weights are read twice, the second time from L2.
 //
 // Grid: as many blocks of WARPS warps as are resident at once. The work item of a warp, called a strip, is PAIRS pairs
 // of rows of weights for one row of the result. Strips are distributed to the warps round-robin.
@@ -25,7 +25,7 @@
 template <typename T, int ACTIVATION, int PAIRS> struct RoutedStrips {
     const RoutedParams& p;
     const RoutedRows rows;
-    const int of_row, lane; // of_row: strips of a row
+    const int of_row, lane; // of_row: strips of a row of the result
 
     __device__ __forceinline__ Strip at(int i) const {
         const int index = i / of_row, row = rows.row_of(index, lane);

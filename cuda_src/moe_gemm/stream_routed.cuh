@@ -31,7 +31,7 @@ struct RoutedRows {
 
     __device__ __forceinline__ RoutedRows(int expert) : expert(expert), here(__ballot_sync(FULL_WARP, expert >= 0)) {}
 
-    // Return the present row with number `index`.
+    // Return the present row whose number among the present rows is `index`.
     __device__ __forceinline__ int row_of(int index, int lane) const {
         const bool is_it = here >> lane & 1 && __popc(here & ((1u << lane) - 1)) == index;
         return __ffs(__ballot_sync(FULL_WARP, is_it)) - 1;
@@ -49,12 +49,12 @@ struct Strip {
 //   at(i)                returns strip i
 //   source_of(row)       returns the row of `a` for a strip's row
 //   finish(strip, sums)  stores the sums of a strip
-// As soon as a unit (16 bytes of weights) is multiplied, a later unit is loaded to its registers, if necessary from the
-// next strip. So loads are always in flight. LOADS: units of a row that a lane loads at once.
+// As soon as a lane has multiplied a unit (16 bytes of weights), it loads a later unit to the same registers, if
+// necessary from the next strip. So loads are always in flight. LOADS: units of a row that a lane loads at once.
 template <typename T, int ACTIVATION, int PAIRS, int LOADS, class Strips>
 __device__ __forceinline__ void stream_strips(const GemmParams& p, const Strips& strips, int first, int end, int step) {
     if (first >= end) return;
-    // Units of a token that are loaded together. If the weights take 64 registers, only one unit fits.
+    // Number of units of a token that a lane loads at once. If the weights take 64 registers, only one unit fits.
     constexpr int BATCH = PAIRS * LOADS < 8 ? 2 : 1;
     const int lane = threadIdx.x % 32, loads = p.k / STREAM_UNIT, pairs = p.n / 2;
     const uint4* const tokens = static_cast<const uint4*>(p.a) + lane;

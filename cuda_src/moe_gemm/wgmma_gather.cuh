@@ -1,9 +1,10 @@
 // Producer warps of gemm_wgmma with GATHER: the rows of `a` are gathered.
 //
 // A TMA box is one row. The swizzle depends only on address bits, so single rows can be copied into the swizzled tile.
-// The producer warps of all blocks of a cluster share the rows of a tile, and multicast each row to the whole cluster.
-// Without multicast every block would read all tokens from L2, which exceeds the L2 bandwidth. Each warp copies
-// neighbouring rows of a tile, a multiple of 4. Rows past the tile's tokens only affect sums that are not written.
+// The producer warps of all blocks of a cluster divide the rows of a tile among themselves, and multicast each row to
+// the whole cluster. Without multicast every block would read all tokens from L2, which exceeds the L2 bandwidth. Each
+// warp copies neighbouring rows of a tile, a multiple of 4. Rows past the tile's tokens only affect sums that are not
+// written.
 //
 // A stage is full when its bytes have arrived and every producer warp of the block has arrived at the barrier. Warp 0
 // arrives once more, when it announces the number of bytes (expect_tx).

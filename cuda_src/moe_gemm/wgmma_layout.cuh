@@ -6,15 +6,16 @@ constexpr int WARPGROUPS = 2; // consumer warpgroups; each has 64 weight rows of
 constexpr int DEPTH = 64;     // elements along k of a stage: 128 bytes, one row of a swizzled tile
 constexpr int ROW_BYTES = DEPTH * 2;
 
-// Return whether tiles have the largest size, which is for groups of many rows. With this size the last tile of a group
-// may have a tail, groups are sorted by size (both in wgmma_tiles.cuh), the epilogue overlaps its rounds
-// (wgmma_store.cuh), and the second warpgroup stays one stage behind the first.
+// Return whether tiles of up to `tokens` tokens are the largest tiles, which are for groups of many rows. With the
+// largest tiles, the last tile of a group may have a tail, groups are sorted by size (both in wgmma_tiles.cuh), the
+// epilogue overlaps its rounds (wgmma_store.cuh), and the second warpgroup stays one stage behind the first.
 __host__ __device__ constexpr bool is_largest(int tokens) { return tokens > 128; }
 
-// Return the tokens of a TMA box.
+// Return the number of tokens that one TMA copy transfers (a box).
 __host__ __device__ constexpr int box_of(int tokens) { return tokens >= 64 ? 32 : tokens >= 16 ? tokens / 2 : 8; }
 
-// Return the tokens of one round of the epilogue. A round transposes this many tokens through shared memory.
+// Return the number of tokens of one round of the epilogue. A round transposes the results of these tokens through
+// shared memory.
 __host__ __device__ constexpr int round_of(int tokens) {
     return tokens > 128 ? 32 : tokens == 128 ? 64 : tokens < 16 ? 8 : 16;
 }

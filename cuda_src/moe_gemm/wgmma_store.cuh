@@ -18,10 +18,10 @@ __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
 // neighbouring tokens. So stmatrix transposes the results through shared memory, in rounds of ROUND tokens. Then 8
 // threads (gated: 4) write contiguous bytes of one token.
 //
-// Rounds alternate between two buffers in `staging`; `round` counts them. A round overwrites the buffer of the round
-// before the previous one. This is safe, because every thread has read that buffer before it arrives at the barrier of
-// the previous round. OVERLAPPED: the next round is written to shared memory before the results of the current round
-// are stored to global memory, and gated rounds have twice as many tokens.
+// Rounds alternate between two buffers in `staging`; `round` counts the rounds. A round overwrites the buffer of the
+// round before the previous one. This is safe, because every thread has read that buffer before it arrives at the
+// barrier of the previous round. OVERLAPPED: the next round is written to shared memory before the results of the
+// current round are stored to global memory, and gated rounds have twice as many tokens.
 template <typename T, int ACTIVATION, int TOKENS, bool OVERLAPPED = false>
 __device__ __forceinline__ void store_tile(const GemmParams& p, const float (&c)[TOKENS / 2], const WgmmaTile& tile,
                                            int warpgroup, unsigned staging, int& round, float factor = 1.f) {

@@ -35,7 +35,7 @@ template <int TOKENS, bool SORTED = false> struct WgmmaTiles {
     int begin, count, tiles, through;     // of the lane's group; through: inclusive prefix sum of `tiles`
     int mine;                             // SORTED: the group's expert
 
-    // room: MAX_SORTED bytes of shared memory for this warp; unused if not SORTED.
+    // `room`: MAX_SORTED bytes of shared memory for this warp; unused if not SORTED.
     __device__ __forceinline__ WgmmaTiles(const MappedGemmParams& p, int weight_tiles, unsigned char* room = nullptr)
         : p(p), weight_tiles(weight_tiles) {
         if constexpr (SORTED) {
@@ -114,8 +114,9 @@ template <int TOKENS, bool SORTED = false> struct WgmmaTiles {
         through = before + lanes_inclusive_sum<32>(tiles);
     }
 
-    // `tile` indexes all tiles. Find its expert, first row, tokens and tile of weights. Return false if `tile` is past
-    // the last tile. Successive calls must not decrease `tile`.
+    // `tile` is an index over the tiles of all groups. Set the other arguments to this tile's expert, first row, number
+    // of tokens and tile of weights. Return false if `tile` is past the last tile. Successive calls must not decrease
+    // `tile`.
     __device__ __forceinline__ bool find(int tile, int& expert, int& row, int& tokens, int& weight_tile) {
         int last;
         while (tile >= (last = __shfl_sync(FULL_WARP, through, 31))) {

@@ -44,8 +44,8 @@ template <bool TURNED, int ACTIVATION> __device__ __forceinline__ auto weights_a
         return MMajor{mn_major_descriptor<TILE>(stages + warpgroup * TILE)};
 }
 
-// Compute `c += a * b`, or `c = a * b` if `add` is false, for the 16 elements along k of a stage that start at `16 *
-// i`. `at`: offset of the stage from stage 0, in units of 16 bytes.
+// Compute `c += a * b`, or `c = a * b` if `add` is false, for 16 elements along k of a stage, starting at element
+// `16 * i`. `at`: offset of the stage from stage 0, in units of 16 bytes.
 template <typename T, int WIDTH, int REGISTERS>
 __device__ __forceinline__ void multiply_weights(float (&c)[REGISTERS], unsigned long long a, unsigned long long b,
                                                  unsigned long long at, int i, bool add) {
@@ -71,7 +71,8 @@ template <int REGISTERS> __device__ __forceinline__ void clear(float (&c)[REGIST
     for (int i = 0; i < REGISTERS; ++i) c[i] = 0.f;
 }
 
-// Return a warpgroup's share of the tokens of a tile. The share starts at a multiple of 8.
+// Return the part of a tile that a warpgroup writes: about half of the tokens, starting at a token whose index in the
+// tile is a multiple of 8.
 __device__ __forceinline__ WgmmaTile share_of(WgmmaTile tile, int warpgroup) {
     const int each = (tile.tokens + 15) / 16 * 8;
     // The shuffle tells the compiler that the value is warp-uniform.
@@ -112,9 +113,9 @@ __device__ __forceinline__ void store_share(const MappedGemmParams& p, float (&c
 
 // Bring the sums of each gate row and its up row into one thread, for the first `tokens` tokens of the tile. In a
 // warp's 16 rows of weights, even rows are gate rows, and the row after a gate row is its up row. A pair is the sums of
-// one row of weights for two tokens. Before the call a thread has a pair of row `lane / 4` and a pair of row `lane / 4
-// + 8`. After the call it has a pair of gate `lane / 4` of the 8 gates and a pair of its up. Two shuffles exchange the
-// pairs. In each shuffle a thread provides one of its pairs.
+// one row of weights for two tokens. Before the call a thread has a pair of row `lane / 4` and a pair of row
+// `lane / 4 + 8`. After the call it has a pair of gate row `lane / 4` (of the 8 gate rows) and a pair of the up row of
+// this gate row. Two shuffles exchange the pairs. In each shuffle a thread provides one of its pairs.
 template <int REGISTERS> __device__ __forceinline__ void part_pairs(float (&c)[REGISTERS], int tokens) {
     const int lane = threadIdx.x % 32, column = lane / 4;
     const bool has_ups = column & 1, is_high = column & 4;

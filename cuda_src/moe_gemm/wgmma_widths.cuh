@@ -140,7 +140,7 @@ __device__ __forceinline__ void multiply_width(float (&c)[N], const unsigned (&a
 #undef PRODUCTS_OF_REGISTERS
 
 // Compute the first WIDTH columns of `c += a * b`, or of `c = a * b` if `add` is false, for 16 elements along k. One
-// wgmma has at most 256 columns, so more columns take a second one. a: a descriptor, or fragments in registers.
+// wgmma has at most 256 columns, so more columns take a second wgmma. `a`: a descriptor, or fragments in registers.
 template <typename T, int WIDTH, int REGISTERS, typename A>
 __device__ __forceinline__ void multiply_step(float (&c)[REGISTERS], const A& a, unsigned long long b, bool add) {
     constexpr int FIRST = WIDTH < 256 ? WIDTH : 256;

@@ -4,10 +4,10 @@
 //
 // The kernel runs before sort_pairs if there are too many pairs for each block of sort_pairs to count all of them.
 //
-// ID: an unsigned type of the size of an id.
+// ID: an unsigned integer type as wide as an id in topk_ids.
 //
-// Grid: as many blocks as in sort_pairs. A block counts in shared memory. Bin `experts` counts the pairs without an
-// expert.
+// Grid: as many blocks as in sort_pairs. Each block counts in shared memory. The last bin (index `experts`) counts the
+// pairs without a local expert.
 //
 // Speed of light: latency. Each block reads its ids once (2^16 ids are 0.25 MiB) and writes `experts` counts. Moving
 // these bytes takes less time than the launch and one sequence of load, shared memory atomic and store. The kernel was
@@ -23,7 +23,7 @@ struct Params {
     int pairs_per_block;
 };
 
-// mapped: the size of the map, or 0.
+// `mapped` is the size of the expert map, or 0 without a map.
 template <typename> constexpr Launch count_pairs_launch(int experts, int mapped) {
     return {SORT_THREADS, int(sizeof(int)) * (experts + 1 + (mapped ? mapped + 1 : 0))};
 }

@@ -37,7 +37,8 @@ __device__ __forceinline__ void load_experts(const Pairs& p, const int* map, int
     for (int j = 0; j < NUMBER; ++j) expert[j] = int(min(unsigned(expert[j]), unsigned(p.experts)));
 }
 
-// Copy the map to shared memory as [global_experts + 1]. The last entry is -1; all invalid ids use it.
+// Copy the expert map to shared memory as [global_experts + 1]. The last entry is -1, and all invalid ids use this
+// entry.
 __device__ __forceinline__ void load_map(const Pairs& p, int* map) {
     if (p.expert_map)
         for (int i = threadIdx.x; i <= p.global_experts; i += int(blockDim.x))

@@ -1,4 +1,5 @@
-// Quantize each token's row to FP8 (e4m3) and write it to the rows of all its slots.
+// Quantize each token's row to FP8 (e4m3) and write it to the rows of all its slots. A slot is one of the `topk`
+// experts of a token.
 //
 //   scale                       = max(max |src[t, g]|, smallest) / 448, over a group g of 128 elements, without NaNs
 //   out[inverse[t, s], g]       = e4m3(src[t, g] / scale)      where 0 <= inverse[t, s] < rows

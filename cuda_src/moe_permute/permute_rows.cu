@@ -1,4 +1,4 @@
-// Copy each token's row to the rows of all its slots.
+// Copy each token's row to the rows of all its slots. A slot is one of the `topk` experts of a token.
 //
 //   out[inverse[t, s]]       = src[t]           where 0 <= inverse[t, s] < rows
 //   out_scale[inverse[t, s]] = scale[t]

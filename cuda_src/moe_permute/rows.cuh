@@ -4,7 +4,7 @@
 
 constexpr int ROW_THREADS = 256;
 
-// A block handles blockDim.y tokens and tile_columns columns of them. `chunks` consecutive blocks cover all columns of
+// A block handles blockDim.y tokens, and tile_columns columns of each. `chunks` consecutive blocks cover all columns of
 // the same tokens.
 struct Tiling {
     int tokens;

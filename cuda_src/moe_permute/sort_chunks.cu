@@ -1,24 +1,25 @@
 // Sort the pairs (token, slot) by expert with a shorter chain of dependent steps than sort_pairs.
 //
-// Formulas, order and results are the same as in sort_pairs.cu. A chunk is 32 consecutive pairs, one per lane of a
-// warp. A block ranks CHUNKS chunks. For each expert and chunk it keeps the number of pairs in one byte:
+// Formulas, order and results are the same as in sort_pairs.cu. To rank a pair is to count the pairs of the same expert
+// before it. A chunk is 32 consecutive pairs, one per lane of a warp. A block ranks CHUNKS chunks. For each expert and
+// chunk it keeps the number of pairs in one byte:
 //
 //   pairs of expert e before p = in earlier segments + in earlier chunks (a prefix sum of bytes) + in earlier lanes
 //
 // One multiplication computes the prefix sums of four bytes, so one thread per expert needs only a few instructions for
 // all chunks. The ids are loaded once, at the start, and stay in registers.
 //
-// CLUSTER == 1 is for few pairs. Every block ranks all pairs, which takes no longer than to wait for other blocks. Only
+// CLUSTER == 1 is for few pairs. Every block ranks all pairs, because waiting for other blocks would take as long. Only
 // the output is divided among the blocks: each block assembles a range of `rows` in shared memory, including the fill
 // values, and writes the range.
 //
 // CLUSTER > 1 is for more pairs. The pairs are cut into segments of 32 * CHUNKS pairs. Each cluster counts all pairs:
-// its block of rank r counts `clusters` segments, starting with segment `r * clusters`, and sends the counts to the
+// block r of the cluster counts `clusters` segments, starting with segment `r * clusters`, and sends the counts to the
 // other blocks of the cluster. Then each block knows, for each expert, how many pairs there are in all and how many are
-// before the segments that it counted. A block ranks only one of the segments that it counted: a block of cluster c
-// ranks the c-th of its segments.
+// before the segments that it counted. A block ranks only one of the segments that it counted: in cluster c, each block
+// ranks the c-th of the segments that it counted.
 //
-// ID: an unsigned type of the size of an id. BITS: enough bits for the index of any expert, at most 9.
+// ID: an unsigned integer type as wide as an id in topk_ids. BITS: enough bits for the index of any expert, at most 9.
 //
 // Grid: blocks of whole warps with at least one thread per expert; if CLUSTER > 1, CHUNK_THREADS threads. Each warp
 // ranks CHUNKS / 16 chunks: warp w ranks chunk w and then every (threads / 32)-th chunk.
@@ -55,7 +56,7 @@ struct Params {
     Divisor by_block_size;
 };
 
-// The pairs and the shared memory of a block. The member functions are the steps of the kernel below.
+// The pairs and the shared memory of a block. The function sort_all below calls the member functions.
 template <typename ID, int BITS, int CHUNKS, int CLUSTER> struct ChunkSort {
     static constexpr int TURNS = CHUNKS / (CHUNK_THREADS / 32); // chunks per warp
     static constexpr int SEGMENT = 32 * CHUNKS;
@@ -71,20 +72,20 @@ template <typename ID, int BITS, int CHUNKS, int CLUSTER> struct ChunkSort {
     const int cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER, rank = blockIdx.x % CLUSTER;
     const int first = CLUSTER > 1 ? (rank * clusters + cluster) * SEGMENT : 0; // first pair that this block ranks
 
-    unsigned* const bytes; // [experts, PITCH] pairs per chunk; after add_up_chunks, in earlier chunks of its four
-    int* const base = (int*)bytes + experts * PITCH; // [experts, PITCH] the first row of each four chunks
+    unsigned* const bytes; // [experts, PITCH] pairs per chunk; add_up_chunks turns them into prefix sums
+    int* const base = (int*)bytes + experts * PITCH; // [experts, PITCH] first row per four chunks
     int* const map = base + experts * PITCH;         // [global_experts + 1]
     int* const rest = map + (p.pairs.expert_map ? p.pairs.global_experts + 1 : 0);
     int* const staged = rest;                       // [rows_per_block]; CLUSTER == 1
-    int* const earlier = rest;                      // [experts + 1] pairs in earlier segments of this rank; CLUSTER > 1
-    int* const later = earlier + experts + 1;       // [experts + 1] pairs in later segments of this rank; CLUSTER > 1
-    int* const of_rank = later + experts + 1;       // [CLUSTER, experts] pairs in each rank's segments; CLUSTER > 1
+    int* const earlier = rest;                      // [experts + 1] pairs in the block's earlier segments; CLUSTER > 1
+    int* const later = earlier + experts + 1;       // [experts + 1] pairs in the block's later segments; CLUSTER > 1
+    int* const of_rank = later + experts + 1;       // [CLUSTER, experts] pairs in each block's segments; CLUSTER > 1
     int* const start = of_rank + CLUSTER * experts; // [experts + 1]
     int* const count = start + experts + 1;         // [experts]
 
     __device__ __forceinline__ ChunkSort(const Params& p, uint4* shared) : p(p), bytes((unsigned*)shared) {}
 
-    // Return the size of shared memory in integers. mapped: the size of the map, or 0.
+    // Return the size of shared memory in integers. `mapped` is the size of the expert map, or 0 without a map.
     static constexpr int integers(int experts, int mapped, int rows_per_block) {
         const int behind_map = CLUSTER > 1 ? 3 * (experts + 1) + (CLUSTER + 1) * experts : rows_per_block;
         return 2 * experts * PITCH + (mapped ? mapped + 1 : 0) + behind_map;
@@ -143,8 +144,9 @@ template <typename ID, int BITS, int CHUNKS, int CLUSTER> struct ChunkSort {
         load_map(p.pairs, map);
     }
 
-    // Turn the byte counts of expert e into exclusive prefix sums within every four chunks. Set of_four[i] to the
-    // number of the expert's pairs before chunk `4 * i`. Return the number of its pairs in all chunks.
+    // Turn the byte counts of expert e into exclusive prefix sums within each group of four consecutive chunks. Set
+    // of_four[i] to the number of the expert's pairs before chunk `4 * i`. Return the number of its pairs in all
+    // chunks.
     __device__ __forceinline__ int add_up_chunks(int e, int (&of_four)[WORDS]) const {
         uint4* units = reinterpret_cast<uint4*>(bytes + e * PITCH);
         int sum = 0;
@@ -164,9 +166,9 @@ template <typename ID, int BITS, int CHUNKS, int CLUSTER> struct ChunkSort {
         return sum;
     }
 
-    // Exchange the counts of expert e with the other blocks of the cluster. `own`: pairs in the segment that this block
-    // ranks. Return the number of pairs in all segments, and set `before` to the number of pairs in the segments before
-    // it.
+    // Exchange the counts of expert e with the other blocks of the cluster. `own` is the number of the expert's pairs
+    // in the segment that this block ranks. Return the number of the expert's pairs in all segments. Set `before` to
+    // their number in the segments before the ranked segment.
     __device__ __forceinline__ int exchange(int e, int own, int& before) const {
         int all = 0;
         if (e < experts) {
@@ -284,8 +286,9 @@ __device__ __forceinline__ void sort_all(const Params& p, uint4* shared, int* wa
     }
     __syncthreads();
 
-    // Each thread handles one expert. It computes the expert's pairs, its rows (padded to whole blocks of rows), and
-    // its first row, counted from the first row of the warp's 32 experts.
+    // Each thread handles one expert. It computes the number of the expert's pairs, the number of the expert's rows
+    // (padded to a multiple of block_size), and the first of these rows, relative to the first row of the warp's 32
+    // experts.
     int of_four[Sort::WORDS], pairs = 0, before = 0, rows = 0;
     if (e < experts) pairs = sort.add_up_chunks(e, of_four);
     if constexpr (CLUSTER > 1) pairs = sort.exchange(e, pairs, before);
@@ -318,8 +321,8 @@ __device__ __forceinline__ void sort_all(const Params& p, uint4* shared, int* wa
             if (e == experts - 1) sort.start[experts] = total;
         }
     if (p.group_ids) {
-        // The first row of each block of rows always belongs to a pair. The thread of that pair writes the block's
-        // entry of `group_ids`.
+        // The first of each block_size rows always belongs to a pair. The thread of that pair writes the entry of
+        // `group_ids` for these rows.
         const bool writes = CLUSTER > 1 || blockIdx.x == 0;
 #pragma unroll
         for (int turn = 0; turn < TURNS; ++turn) {

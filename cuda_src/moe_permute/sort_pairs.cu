@@ -10,24 +10,25 @@
 // In batch mode every expert has max_tokens rows: inverse[p] = e * max_tokens + pairs of expert e before p, or -1 if
 // that is past the expert's rows.
 //
-// ID: an unsigned type of the size of an id. BITS: enough bits for the index of any expert.
+// ID: an unsigned integer type as wide as an id in topk_ids. BITS: enough bits for the index of any expert.
 //
-// Grid: each block ranks pairs_per_block consecutive pairs. Each of the first p.warps warps of a block ranks
-// pairs_per_warp of these pairs, 32 per step. "Pairs of expert e before p" is a sum of three counts:
+// Grid: each block ranks pairs_per_block consecutive pairs; to rank a pair is to count the pairs of the same expert
+// before it. Each of the first p.warps warps of a block ranks pairs_per_warp of these pairs, 32 per iteration. "Pairs
+// of expert e before p" is a sum of three counts:
 //
 //   in earlier blocks    each block counts these pairs itself from all ids, or reads the counts of count_pairs
-//   in earlier warps     each warp counts its pairs; a prefix sum over the warps and over earlier steps follows
+//   in earlier warps     each warp counts its pairs; a prefix sum over warps and iterations follows
 //   in earlier lanes     one warp vote per bit of the expert index finds the lanes with the same expert
 //
-// Blocks never wait for each other: it is cheaper that each block counts all ids, which are in L2, than to keep
-// counters in global memory that must be zeroed before the launch. Ranks are computed with votes and prefix sums, so
-// the rows of an expert are in the order of the pairs. Ranks computed with atomicAdd would depend on the order in which
-// threads execute it.
+// Blocks never wait for each other. Each block counts all ids itself, and the ids are in L2. Counters in global memory
+// would be slower, because they would have to be zeroed before the launch. Ranks are computed with votes and prefix
+// sums, so the rows of an expert are in the order of the pairs. Ranks computed with atomicAdd would depend on the order
+// in which threads execute it.
 //
-// Speed of light: latency. To move 12 bytes per pair (id, inverse, rows) takes less time than an empty kernel, and
-// there is almost no arithmetic. The time is the sum of dependent latencies: the launch, the load of the ids, the
-// barriers between the stages, and the steps of a warp. On an H200, with 8 slots and 256 experts, 64 tokens take 5.0
-// us, 1024 take 6.7 us and 4096 take 9.0 us; an empty kernel takes 0.54 us (11%, 8% and 6% of the time).
+// Speed of light: latency. Moving 12 bytes per pair (id, inverse, rows) takes less time than an empty kernel, and there
+// is almost no arithmetic. The time is the sum of dependent latencies: the launch, the load of the ids, the barriers,
+// and the iterations of a warp. On an H200, with 8 slots and 256 experts, 64 tokens take 5.0 us, 1024 take 6.7 us and
+// 4096 take 9.0 us; an empty kernel takes 0.54 us (11%, 8% and 6% of the time).
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "moe_permute/pairs.cuh"
@@ -57,7 +58,8 @@ struct Params {
     Divisor topk;   // `rows` gets the pair divided by this: topk for tokens, 1 for pairs
 };
 
-// The threads, the pairs and the shared memory of a block. The member functions are the steps of the kernel below.
+// The threads, the pairs and the shared memory of a block. The kernel below calls the member functions one after
+// another.
 template <typename ID, int BITS> struct Sort {
     static constexpr int AT_ONCE = 4, COUNTS_AT_ONCE = 8; // loads in flight
 
@@ -80,8 +82,8 @@ template <typename ID, int BITS> struct Sort {
 
     __device__ __forceinline__ Sort(const Params& p, int* shared) : p(p), before(shared) {}
 
-    // Return the size of shared memory in integers. mapped: the size of the map, or 0. staged: the number of staged
-    // rows, or 0.
+    // Return the size of shared memory in integers. `mapped` is the size of the expert map, or 0 without a map.
+    // `staged` is the number of staged rows, or 0.
     static constexpr int integers(int experts, int mapped, int warps, int staged) {
         return (3 + warps) * (experts + 1) + (mapped ? mapped + 1 : 0) + staged;
     }
@@ -163,8 +165,8 @@ template <typename ID, int BITS> struct Sort {
         return (warp ? of_warps_before : 0) + inclusive - own;
     }
 
-    // Turn the counts into rows: set `start`, and set `before` to the first row of this block's pairs of each expert.
-    // Return the number of all rows.
+    // Compute rows from the counts: set start[e] to the first row of expert e, and before[e] to the row of this block's
+    // first pair of expert e. Return the total number of rows.
     __device__ __forceinline__ int add_up() const {
         // Each thread handles consecutive experts.
         const int per_thread = (experts - 1) / threads + 1;
@@ -230,7 +232,8 @@ template <typename ID, int BITS> struct Sort {
         }
     }
 
-    // Fill the rows without pairs: the rows that pad each expert to whole blocks of rows, and the rows from `total` on.
+    // Fill the rows without pairs: the rows that pad each expert to a multiple of block_size rows, and the rows from
+    // `total` on.
     __device__ __forceinline__ void fill_rows(int total) const {
         if (p.block_size > 1)
             for (int e = block * warps + warp; e < experts; e += blocks * warps)

@@ -1,12 +1,12 @@
-// Compute the weighted sum of each token's rows.
+// Compute the weighted sum of each token's rows: one row per slot. A slot is one of the `topk` experts of a token.
 //
 //   out[t] = sum over s of weights[t, s] * src[inverse[t, s]]
 //
 // The sum is in float32, from the first slot to the last; each product and each sum is rounded. A slot adds nothing if
 // its row is outside [0, rows) or past the end in `offsets`.
 //
-// T: the element type. A unit is the bytes of one load or store. BYTES: size of a unit. TOPK: slots per token; 0: an
-// argument.
+// T: the element type. A unit is the bytes of one load or store. BYTES: size of a unit. TOPK: slots per token, or 0 if
+// `topk` is an argument of the kernel.
 //
 // Grid: a block handles blockDim.y tokens and one tile of their columns (Tiling). A thread sums one unit of a token. It
 // loads this unit from the rows of up to 8 slots before the first addition, so that the loads are in flight together.

@@ -2,7 +2,7 @@
 // ADD, a residual and a bias are first added to the row.
 //
 //   z[r, c]      = input[r, c]; if ADD, input[r, c] + input_bias[c] + residual[r, c] rounded to T, which is also stored
-//                  in residual_out[r, c] if wanted
+//                  in residual_out[r, c] unless residual_out is null
 //   mean[r]      = sum of z[r, :] / width                                                                   in float32
 //   left[r]      = sum of (z[r, :] - mean[r]) / width
 //   variance[r]  = sum of (z[r, :] - mean[r])^2 / width - left[r]^2, at least 0
@@ -21,11 +21,11 @@
 // width of a load, 16 bytes or one element. THREADS: threads per row, a power of two; either all threads of a block, or
 // at most a warp. ITEMS: units per thread that stay in registers. BLOCK: threads per block.
 //
-// Grid: BLOCK / THREADS rows per block. A unit is EACH consecutive elements; thread t of a row has units t, t +
-// THREADS, t + 2 * THREADS and so on. The first ITEMS units of a thread stay in registers. A thread has more units only
-// if THREADS == COLUMNS; they are loaded again in each of three passes: mean, variance and result. If ADD, the first
-// pass stores z of these units in residual_out (in `out`, if residual_out is null), and the later passes load z from
-// there.
+// Grid: BLOCK / THREADS rows per block. A unit is EACH consecutive elements. Thread t of a row has the units `t`,
+// `t + THREADS`, `t + 2 * THREADS` and so on. The first ITEMS units of a thread stay in registers. A thread has more
+// units only if THREADS == COLUMNS; they are loaded again in each of three passes: mean, variance and result. If ADD,
+// the first pass stores z of these units in residual_out (in `out`, if residual_out is null), and the later passes load
+// z from there.
 //
 // Speed of light: memory bandwidth. The row and its residual are read once, and the result and residual_out are written
 // once; about twenty flops per element take less time. With few rows, the limit is the latency of a load, two
@@ -61,9 +61,9 @@ __device__ __forceinline__ float sum_of(const float (&value)[EACH]) {
     return sum;
 }
 
-// A thread's part of its row: the positions of its units, and the operations on a unit. The units are local arrays of
-// the kernel, not members of this class: the compiler would not keep members in registers, because loops index them
-// before they are unrolled.
+// The units of a row that belong to a thread: their positions, and the operations on a unit (EACH consecutive
+// elements). The elements are in local arrays of the kernel, not in members of this class. The compiler would not keep
+// members in registers, because loops index them before the loops are unrolled.
 template <typename T, typename W, bool ADD, int WIDTH, int THREADS, int ITEMS, int BYTES, int BLOCK>
 struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
     using Own = Dealt<WIDTH, THREADS, ITEMS, BLOCK>;

@@ -1,12 +1,12 @@
-// RMS norm: divide each row by the root mean square of its elements, and multiply by a weight. Optionally, first add a
-// residual, and convert the result to FP8 (e4m3).
+// RMS norm: divide each row by the root mean square of its elements, and multiply by a weight. Optionally, add a
+// residual to the row first, and convert the result to FP8 (e4m3).
 //
 //   z[r, c] = input[r, c]                                                                                       ALONE
 //           = input[r, c] + residual[r, c] rounded to T, which also becomes residual[r, c]                    ROUNDED
-//           = input[r, c] + residual[r, c] in float32; residual[r, c] becomes that rounded to T               UNROUNDED
+//           = input[r, c] + residual[r, c] in float32; residual[r, c] becomes z[r, c] rounded to T            UNROUNDED
 //   y[r, c] = z[r, c] * rsqrt(sum of z[r, :]^2 / width + epsilon) * (weight[c] + offset)                    in float32
 //   out     = y rounded to T                                                                                    PLAIN
-//           = e4m3(y / scale), the scale given                                                              BY_TENSOR
+//           = e4m3(y / scale), scale is given                                                               BY_TENSOR
 //           = e4m3(y / scale), scale = max(max |y|, smallest) / 448 of a row                                   BY_ROW
 //                                                                or of each GROUP columns of a row           BY_GROUP
 //
@@ -17,9 +17,9 @@
 // 16 bytes or one element. THREADS: threads per row, a power of two; either all threads of a block, or at most a warp.
 // ITEMS: units per thread that stay in registers. BLOCK: threads per block.
 //
-// Grid: BLOCK / THREADS rows per block. A unit is EACH consecutive elements; thread t of a row has units t, t +
-// THREADS, t + 2 * THREADS and so on. The first ITEMS units of a thread stay in registers. A thread has more units only
-// if THREADS == COLUMNS; they are loaded again after the sum of squares.
+// Grid: BLOCK / THREADS rows per block. A unit is EACH consecutive elements. Thread t of a row has the units `t`,
+// `t + THREADS`, `t + 2 * THREADS` and so on. The first ITEMS units of a thread stay in registers. A thread has more
+// units only if THREADS == COLUMNS; they are loaded again after the sum of squares.
 //
 // Speed of light: memory bandwidth. A row and its residual are read once and written once; about ten flops per element
 // take less time. With few rows, the limit is the latency of a load, a reduction and a store. On an H200 with bfloat16,
@@ -80,9 +80,9 @@ template <int THREADS> __device__ __forceinline__ float row_max(float value) {
 
 // --- a row ----------------------------------------------------------------------------------------------
 
-// A thread's part of its row: the positions of its units, and the operations on a unit. The units are local arrays of
-// the kernel, not members of this class: the compiler would not keep members in registers, because loops index them
-// before they are unrolled.
+// The units of a row that belong to a thread: their positions, and the operations on a unit (EACH consecutive
+// elements). The elements are in local arrays of the kernel, not in members of this class. The compiler would not keep
+// members in registers, because loops index them before the loops are unrolled.
 template <typename T, typename W, int SUM, int WIDTH, int THREADS, int ITEMS, int BYTES, int BLOCK>
 struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
     using Own = Dealt<WIDTH, THREADS, ITEMS, BLOCK>;
@@ -121,7 +121,7 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         }
     }
 
-    // Convert a unit to float32 in `value`. If ADD, add the unit `other` of the residual.
+    // Convert the unit `in` to float32 and write it to `value`. If ADD, also add `other`, a unit of the residual.
     __device__ __forceinline__ void get_sum(const In& in, const In& other, float (&value)[EACH]) const {
         in.get(value);
         if constexpr (ADD) {
@@ -132,8 +132,8 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         }
     }
 
-    // Return the sum of squares of a unit of z. If ROUNDED, first add `other` to `in`, round to T, and store the result
-    // in the residual.
+    // Return the sum of squares of a unit of z. If ROUNDED, first add `other` (a unit of the residual) to `in` (a unit
+    // of the input), round the sum to T, and store it in the residual.
     __device__ __forceinline__ float add_and_square(int i, In& in, const In& other) const {
         float value[EACH];
         get_sum(in, other, value);

@@ -1,4 +1,5 @@
-// Shared by layer_norm and rms_norm: rows in memory, units of a row in registers, and sums over a row.
+// Define rows in memory, units of a row in registers, and sums over a row, for layer_norm and rms_norm. A unit is EACH
+// consecutive elements of a row.
 //
 // The order of a sum does not depend on the number of threads:
 //   1. Add the EACH values of a unit, from the first to the last.
@@ -35,7 +36,7 @@ template <typename T, int BYTES> struct Eight {
         for (int i = 0; i < LOADS; ++i)
             unit[i] = i * IN_LOAD < count ? __ldcs(reinterpret_cast<const Unit<BYTES>*>(from) + i) : Unit<BYTES>{};
     }
-    // Like `load`, but through the read-only cache, for data that all rows share.
+    // Do the same as `load`, but through the read-only cache. This is for data that all rows share.
     __device__ __forceinline__ void load_shared(const char* from, int count) {
 #pragma unroll
         for (int i = 0; i < LOADS; ++i)
@@ -74,9 +75,9 @@ template <int COUNT> __device__ __forceinline__ float folded(float (&sums)[COUNT
     return sums[0];
 }
 
-// Compute COUNT sums over the THREADS threads of a row, by folding; every thread gets the results. A kernel may call
-// this only once for each value of COUNT. A second call would overwrite the shared memory of the first call while other
-// threads still read it.
+// Add the `sums` of the THREADS threads of a row by folding: COUNT separate sums, and every thread gets all results. A
+// kernel may call this only once for each value of COUNT. A second call would overwrite the shared memory of the first
+// call while other threads still read it.
 template <int THREADS, int COUNT> __device__ __forceinline__ void row_sums(float (&sums)[COUNT]) {
     if constexpr (THREADS > 32) {
         // Folding first adds the sums of different warps, and then of different lanes. Each thread therefore reads the
@@ -101,9 +102,9 @@ template <int THREADS, int COUNT> __device__ __forceinline__ void row_sums(float
 
 constexpr int power_of_two_from(int count) { return count <= 1 ? 1 : 2 * power_of_two_from((count + 1) / 2); }
 
-// The units of a row that belong to a thread. A unit is EACH consecutive elements. Thread t has units t, t + THREADS, t
-// + 2 * THREADS and so on. The first ITEMS units stay in registers. A thread has more units only if THREADS == COLUMNS;
-// they are loaded again when they are needed.
+// The units of a row that belong to a thread. A unit is EACH consecutive elements. Thread t has the units `t`,
+// `t + THREADS`, `t + 2 * THREADS` and so on. The first ITEMS units stay in registers. A thread has more units only if
+// THREADS == COLUMNS; the other units are loaded again when they are needed.
 //
 // WIDTH: width of a row; 0 if it is known only at run time. THREADS: threads per row, a power of two: either all BLOCK
 // threads of a block, or at most a warp.

@@ -20,7 +20,7 @@ struct BuildParams {
     const int* lengths;  // [batch], clamped to [0, max_seq_len]
     int* padding_offset; // [words]
     int* cu_seqlens;     // [batch + 1]
-    int words;           // given by the caller; words after the sum of the lengths get rows after the batch
+    int words;           // given by the caller; a word beyond the sum of the lengths gets a row after the batch
     int batch;
     int max_seq_len;
     int words_per_block;

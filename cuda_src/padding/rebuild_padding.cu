@@ -20,7 +20,7 @@ struct RebuildParams {
     void* out;                 // [padded rows, columns]
     long long row_stride;
     int words;
-    unsigned fill; // bits of the element that fills padding; a two-byte element is repeated
+    unsigned fill; // bits of the element that fills padding; a two-byte element appears twice
     Geometry geometry;
 };
 

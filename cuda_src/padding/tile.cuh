@@ -2,9 +2,9 @@
 // [batch, heads, max_seq_len, dim].
 //
 // Grid: x: tiles of rows; y: column ranges of a row. A tile is several whole rows, or the same column range of several
-// long rows. A block writes its tile in units of BYTES bytes. Thread t writes ITEMS units: t, t + THREADS and so on. A
-// thread issues all its loads before its first store, because the speed of a copy depends on the number of bytes in
-// flight.
+// long rows. A block writes its tile in units of BYTES bytes. Thread t writes ITEMS units: `t`, `t + THREADS` and so
+// on. A thread issues all its loads before its first store, because the speed of a copy depends on the number of bytes
+// in flight.
 //
 // COLUMNS: units in a row. HEAD_COLUMNS: units of one head in a row. If one of them is 0, its value comes from the
 // kernel's arguments.

@@ -11,9 +11,9 @@
 // Token t of a sequence is in slot t % block_size of cache block tables[seq, t / block_size].
 //
 // Work. A row is one head of one query token. The rows of a sequence that share a kv head are processed together, so
-// the cache is read once for all of them. A work item is (sequence, kv head, block of rows), with as many rows as a
-// team of warps holds. A piece is a range of tokens of an item. `Dealing` says how items are distributed over thread
-// blocks:
+// the cache is read once for all of them. A work item is one block of rows of a sequence and a kv head. The block has
+// as many rows as a team of warps holds. A piece is a range of tokens of an item. `Dealing` says how items are
+// distributed over thread blocks:
 //   QUEUE     Blocks take pieces from a queue. An item with more than an equal share of the tokens is cut into several
 //             pieces. Each piece stores a partial result (maximum, sum, output), and the block that finishes last
 //             merges the partial results. If `split` is not 0, it is the size of all pieces, so that a row's summation
@@ -23,25 +23,25 @@
 //   EITHER    The kernel reads the lengths and decides between CLUSTERS and QUEUE.
 //
 // Grid: as many blocks as are resident at once, or CLUSTER blocks per item. A block has WARPS warps in teams of TEAM
-// warps. A team takes every `step()`-th tile of 16 tokens of a piece through its own pipeline of STAGES stages:
-// cp.async copies a tile into shared memory, and ldmatrix loads fragments from there. With AT_ONCE == 2 a team
-// multiplies two tiles at once, so that the MMAs, conversions and exponentials of one tile overlap with the same steps
-// of the other tile; this helps if few other warps are resident. A warp has ROWS of the team's rows. 16 rows are the M
-// side of the MMA. If the kv head has at most 8 rows, they are the N side, which halves the MMAs and exponentials. For
-// the lanes see paged_attention/rows.cuh.
+// warps. The teams take the tiles of a piece in turn, so a team takes every `step()`-th tile. A tile has 16 tokens.
+// Each team has its own pipeline of STAGES stages: cp.async copies a tile into shared memory, and ldmatrix loads
+// fragments from there. With AT_ONCE == 2 a team multiplies two tiles at once, so that the MMAs, conversions and
+// exponentials of one tile overlap with the same steps of the other tile; this helps if few other warps are resident. A
+// warp processes ROWS of the team's rows, 16 or 8. 16 rows are the M side of the MMA. If the kv head has at most 8
+// rows, the rows are the N side, which halves the MMAs and exponentials. For the lanes see paged_attention/rows.cuh.
 //
 // The kernel multiplies scores by log2(e) and uses exp2 instead of exp. The stored lse and the values in vLLM's
 // workspace use the natural base.
 //
-// HEAD_DIM == 0 or BLOCK_SIZE == 0 means that this size comes from the arguments. DIMS is the head size for which
-// stages and registers are laid out; it is at least head_dim. EXTRAS is true if the call uses a softcap, ALiBi slopes
-// or a block-sparse pattern. FIT is the number of resident blocks per multiprocessor for which the compiler limits the
-// registers.
+// If HEAD_DIM is 0, the head size comes from the arguments. If BLOCK_SIZE is 0, the block size comes from the
+// arguments. DIMS is the padded head size: stages and registers are laid out for DIMS dimensions, and DIMS is at least
+// head_dim. EXTRAS is true if the call uses a softcap, ALiBi slopes or a block-sparse pattern. The compiler limits the
+// registers so that FIT blocks can be resident on a multiprocessor.
 //
-// Speed of light: the cache is read once, with group * query_tokens flops per byte in 16 bits (4 for one token of
-// Llama-3-8B). Memory bandwidth is the limit, and the tensor cores wait. Times on an H200 with 32 heads, 8 kv heads and
-// head_dim 128, next to the time of a copy of the same bytes:
-//   64 sequences of 4096 tokens, bfloat16 cache    251 us, as the copy (100%)
+// Speed of light: the cache is read once, with group * query_tokens flops per byte of a 16-bit cache (4 for one query
+// token of Llama-3-8B). Memory bandwidth is the limit, and the tensor cores wait. Times on an H200 with 32 heads, 8 kv
+// heads and head_dim 128, next to the time of a copy of the same bytes:
+//   64 sequences of 4096 tokens, bfloat16 cache    251 us, the same as the copy (100%)
 //   64 sequences of 4096 tokens, 8-bit cache       136 us, copy 125 us (92%)
 //   64 sequences of 1024 tokens                    67.8 us, copy 62.7 us (92%)
 //   8 sequences of 8192 tokens                     67.1 us, copy 63 us (93%)

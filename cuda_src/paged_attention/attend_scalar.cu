@@ -2,9 +2,9 @@
 // attend.cu does not support: float32, block sizes that are not a multiple of 16 tokens (8, 24, ...), heads larger than
 // 256, and heads or arrays that are not a multiple of 16 bytes.
 //
-// Grid: as many blocks as are resident at once. A work item is (sequence, kv head, block of ROWS rows), and a piece is
-// a range of tokens of an item. Blocks take pieces from a queue. A warp takes every WARPS-th tile of 32 tokens of a
-// piece. A lane computes the scores of one token of the tile, and then DIMS / 32 dimensions of the output.
+// Grid: as many blocks as are resident at once. A work item is one block of ROWS rows of a sequence and a kv head, and
+// a piece is a range of tokens of an item. Blocks take pieces from a queue. A warp takes every WARPS-th tile of 32
+// tokens of a piece. A lane computes the scores of one token of the tile, and then DIMS / 32 dimensions of the output.
 //
 // DIMS: the largest head_dim that fits, either USUAL_DIM or MAX_DIM.
 //

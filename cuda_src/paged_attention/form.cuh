@@ -61,8 +61,8 @@ struct Form {
         return CLUSTER == 1 ? found : found + CLUSTER * (own * 16 + rows * 8);
     }
 
-    // Return the index in the tile of the token (`token`), or the dimension (`dim`), for element i of a lane's fragment
-    // n.
+    // Locate element i of a lane's fragment n. token: return the index of its token in the tile. dim: return its
+    // dimension.
     static __device__ __forceinline__ int token(int n, int i, int lane) {
         return Tile::token(Rows::eight(n, i), Rows::column(lane, i));
     }

@@ -8,13 +8,13 @@
 //
 // HEADS_FIRST: the log-sum-exps have the shape [..., heads, tokens], and the outputs [..., tokens, heads, head_dim].
 //
-// Grid: blocks of 128 threads. A thread merges EACH vectors of VECTOR elements of `out`. It issues all its loads before
-// it uses the first result. POWER: the number of vectors per row is a power of two, so a shift instead of a division
-// finds the row of a vector.
+// Grid: blocks of 128 threads. A vector has VECTOR elements of `out`, and EACH is the number of vectors per thread. A
+// thread issues the loads of all its vectors before it uses the first one. POWER: the number of vectors per row is a
+// power of two, so a shift instead of a division finds the row of a vector.
 //
 // Speed of light: memory bandwidth, because the kernel moves 3 * head_dim * sizeof(T) bytes per row with less than one
 // flop per byte. On an H200, 8192 tokens with 32 heads of 128 in bfloat16 take 48.7 us; a copy of the same bytes takes
-// 48.1 us (99%). With HEADS_FIRST these tokens take 53.5 us (90%). 2048 tokens take 14.2 us.
+// 48.1 us (99%). With HEADS_FIRST the same 8192 tokens take 53.5 us (90%). 2048 tokens take 14.2 us.
 #include "common/numeric.cuh"
 #include "common/overlap.cuh"
 

@@ -1,4 +1,5 @@
-// The parameters of `attend` and `attend_scalar`, and how work is distributed.
+// The parameters of `attend` and `attend_scalar`, and how work is distributed. T is the element type of the query and
+// the output, and CACHE is the element type of the cache.
 #pragma once
 
 constexpr int UNIT_TOKENS = 64; // tokens of a unit; sequences are cut into pieces of whole units
@@ -11,7 +12,7 @@ enum Layout {
     FLASH,
 };
 
-// How work items are distributed over thread blocks. A work item is (sequence, kv head, block of rows).
+// How work items are distributed over thread blocks. A work item is one block of rows of a sequence and a kv head.
 enum Dealing {
     QUEUE,    // blocks take pieces of items from a queue
     CLUSTERS, // each item has a cluster of blocks, or one block

@@ -1,12 +1,13 @@
 // The pieces that sequences are cut into, and the rows that attend to a piece.
 //
-// A work item is (sequence, kv head, block of rows), with as many rows as a team of warps holds. The tokens of an item
-// are cut into pieces. A piece has a whole number of units of UNIT_TOKENS tokens.
+// A work item is one block of rows of a sequence and a kv head. The block has as many rows as a team of warps holds.
+// The tokens of an item are cut into pieces. A piece has a whole number of units of UNIT_TOKENS tokens.
 #pragma once
 #include "common/warp.cuh"
 #include "paged_attention/params.cuh"
 
-// The tokens of a sequence that its rows attend to: [low, length), in units [first, first + units).
+// The tokens of a sequence that its rows attend to: tokens [low, length). They lie in the units [first, first + units),
+// where a unit is UNIT_TOKENS tokens.
 struct Reach {
     int low, length, first, units;
     bool whole; // false if `length` was cut to the capacity of the table or of vLLM's workspace
@@ -86,13 +87,13 @@ struct Pieces {
         mean = total / p.seqs;
     }
 
-    // Return whether no sequence exceeds the mean by more than `more` units.
+    // Return whether every sequence is at most `more` units longer than the mean.
     __device__ bool even(int more) const { return within(mean + more); }
 
     // Return the number of units per piece if the batch is divided equally over `blocks` blocks.
     __device__ int share_of(int blocks) const { return max(p.min_units, ceil_div(total * items, blocks)); }
 
-    // Return whether no sequence has more than `units` units.
+    // Return whether every sequence has at most `units` units.
     __device__ bool within(int units) const { return __reduce_max_sync(FULL_WARP, most) <= units; }
 
     // Choose the size of the pieces. The first choice is an equal share of the units per block. If this size gives more

@@ -25,7 +25,8 @@ template <typename F> struct Pipeline {
         return k < tiles ? checked(p, team, k, table[team.token(segment, k) / team.block_size]) : 0;
     }
 
-    // Look up the first 64 tiles of `segment`. If `known`, `first_entry` is the table entry of tile `lane`.
+    // Look up the first 64 tiles of `segment`. If `known` is true, `first_entry` is the table entry of the team's tile
+    // with the index `lane`.
     __device__ __forceinline__ void look_up(const Params& p, const Team<F>& team, bool known, int first_entry) {
         tiles = team.share(ceil_div(segment.end - segment.begin, TILE));
         bad = !segment.whole;
@@ -33,7 +34,7 @@ template <typename F> struct Pipeline {
         next_entry = entry_of(p, team, 32 + team.lane);
     }
 
-    // Return whether a row attends to a token of tile k.
+    // Return whether any row of the piece attends to a token of tile k.
     __device__ __forceinline__ bool wanted(const Params& p, const Team<F>& team, int k) const {
         const int token = team.token(segment, k);
         bool wanted = k < tiles && token + TILE > segment.low;

@@ -70,8 +70,8 @@ template <int TEAMS, int ROWS, int STRIDE_> struct TeamResults {
     }
 };
 
-// The slots (row indices) of a row's partial results. `first` is the slot for the item's first piece, and `step` is the
-// distance to the slot for the next piece.
+// The slots of a row's partial results, where a slot is a row index in `Params::partial`. `first` is the slot for the
+// item's first piece, and `step` is the distance from one piece's slot to the next piece's slot.
 struct Slots {
     long long first, step;
 

@@ -2,9 +2,10 @@
 // `scores = query * keys^T` and `out += weights * values`. common/mma.cuh defines which elements of the fragments A, B
 // and C a lane holds.
 //
-// A lane loads a tile as four registers. `tile[0]` and `tile[1]` are fragment B for the first eight tokens (with
-// values: dimensions), and `tile[2]` and `tile[3]` are fragment B for the other eight. In another order, the four
-// registers are fragment A for all sixteen tokens, and the MMA computes the transposed result.
+// A lane loads a tile as four registers. `tile[0]` and `tile[1]` are fragment B for the first eight tokens of a key
+// tile, or the first eight dimensions of a value tile. `tile[2]` and `tile[3]` are fragment B for the other eight. In
+// another order, the four registers are fragment A for all sixteen tokens or dimensions, and the MMA computes the
+// transposed result.
 #pragma once
 #include "common/mma.cuh"
 #include "common/warp.cuh"
@@ -25,7 +26,7 @@ struct RowsAsA {
     static constexpr int FRAGMENTS = 2;  // accumulator fragments per tile
     static constexpr int OPERAND = 4;    // registers of the query operand in a lane
 
-    // Return a lane's j-th row in the accumulators (row) or in the query fragments (query_row).
+    // row: return a lane's j-th row in the accumulators. query_row: return its j-th row in the query fragments.
     static __device__ __forceinline__ int row(int lane, int j) { return lane / 4 + 8 * j; }
     static __device__ __forceinline__ int query_row(int lane, int j) { return row(lane, j); }
 

@@ -1,8 +1,8 @@
-// Schedules decide which pieces a thread block processes and where it stores the results. A work item is (sequence, kv
-// head, block of rows), and a piece is a range of tokens of an item. With PieceQueue, blocks take pieces from a queue.
-// With ClusterItem each item is processed by one cluster, and with BlockItem by one block. ItemsOrQueue decides between
-// clusters and the queue from the lengths. All schedules have the same methods. `pipeline` belongs to the calling
-// thread's team.
+// Schedules decide which pieces a thread block processes and where it stores the results. A work item is one block of
+// rows of a sequence and a kv head, and a piece is a range of tokens of an item. With PieceQueue, blocks take pieces
+// from a queue. With ClusterItem each item is processed by one cluster, and with BlockItem by one block. ItemsOrQueue
+// decides between clusters and the queue from the lengths. All schedules have the same methods. `pipeline` belongs to
+// the calling thread's team.
 #pragma once
 #include "paged_attention/inbox.cuh"
 #include "paged_attention/pieces.cuh"
@@ -13,9 +13,9 @@
 constexpr int AHEAD = 3; // a block requests its next piece this many tiles before the end of its piece
 
 // With EITHER and clusters, the kernel uses one cluster per item if no sequence exceeds the mean length by more than
-// this many units (of UNIT_TOKENS tokens) per warp of the cluster. Otherwise it uses the queue. The extra units run
-// when the other clusters are done, with the full memory bandwidth. They then take about as long as the requests and
-// merges of the queue would.
+// this many units (of UNIT_TOKENS tokens) per warp of the cluster. Otherwise it uses the queue. The units above the
+// mean run after the other clusters are done, so they have the full memory bandwidth. They take about as long as the
+// requests and merges of the queue would take.
 constexpr int UNITS_ABOVE_MEAN = 2;
 
 // With EITHER and single blocks, the kernel uses one block per item, and not the queue, if the longest sequence has at
@@ -66,7 +66,7 @@ template <typename F> struct PieceQueue {
         return found;
     }
 
-    // If `now`, request the next piece from the counter.
+    // If `now` is true, request the next piece from the counter.
     static __device__ __forceinline__ void draw(const Params& p, bool now, int& taken) {
         if (threadIdx.x == 0 && now) taken = atomicAdd(p.taken, 1);
     }
@@ -135,8 +135,8 @@ template <typename F> struct ClusterItem {
         segment.seq = item / (p.kv_heads * p.row_blocks);
     }
 
-    // Load the table entry of the team's tile number `lane`, assuming that the piece begins at token 0. Every piece
-    // does without a window, so the load does not have to wait for the length of the sequence.
+    // Load the table entry of the team's tile number `lane`, assuming that the piece begins at token 0. If there is no
+    // window, this assumption always holds. The load therefore does not wait for the length of the sequence.
     __device__ __forceinline__ int first_entry(const Params& p, const Team<F>& team, Pipeline<F>& pipeline) const {
         locate(p, pipeline.segment);
         pipeline.table = p.tables + pipeline.segment.seq * p.table_row;

@@ -31,7 +31,7 @@ template <typename F> struct Team {
     // Return the distance between consecutive tiles of the team.
     __device__ __forceinline__ int step() const { return F::DEALING == EITHER && !in_cluster ? F::TEAMS : F::STEP; }
 
-    // Return how many of a piece's `tiles` tiles the team takes.
+    // Return the number of tiles that the team takes from a piece of `tiles` tiles.
     __device__ __forceinline__ int share(int tiles) const {
         if (F::DEALING == EITHER && !in_cluster) return (tiles - first_tile + F::TEAMS - 1) / F::TEAMS;
         return (tiles - first_tile + F::STEP - 1) / F::STEP;

@@ -21,8 +21,8 @@ template <typename CACHE, int DIMS> struct TileSizes {
 };
 
 // Layout VLLM. The keys are stored chunk by chunk: chunk c of all 16 tokens comes before chunk c + 1 of all 16 tokens.
-// The values are stored dimension by dimension. A dimension has two chunks of 8 tokens (16 bits), or one chunk of 16
-// tokens (8 bits).
+// The values are stored dimension by dimension. A dimension has two chunks of 8 tokens with a 16-bit cache, or one
+// chunk of 16 tokens with an 8-bit cache.
 template <typename CACHE, int DIMS> struct VllmTile : TileSizes<CACHE, DIMS> {
     using Sizes = TileSizes<CACHE, DIMS>;
     using Sizes::CHUNK, Sizes::CHUNKS, Sizes::FP8;
@@ -92,10 +92,10 @@ template <typename CACHE, int DIMS> struct VllmTile : TileSizes<CACHE, DIMS> {
     }
 };
 
-// Layout FLASH: one token after the other. If a token fills lines of 128 bytes, its chunks are permuted only within
-// these lines, because copies are much slower if the chunks of one line go to different lines. Otherwise the distance
-// between tokens is an odd number of chunks. In both cases, the chunks with the same index of eight consecutive tokens
-// are in different banks. The methods have the same meaning as in VllmTile.
+// Layout FLASH. The keys and the values are stored token by token. If a token fills whole lines of 128 bytes, its
+// chunks are permuted only within these lines, because copies are much slower if the chunks of one line go to different
+// lines. Otherwise the distance between tokens is an odd number of chunks. In both cases, the chunks with the same
+// index of eight consecutive tokens are in different banks. The methods have the same meaning as in VllmTile.
 template <typename CACHE, int DIMS> struct FlashTile : TileSizes<CACHE, DIMS> {
     using Sizes = TileSizes<CACHE, DIMS>;
     using Sizes::CHUNK, Sizes::CHUNKS, Sizes::FP8;

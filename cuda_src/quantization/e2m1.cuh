@@ -48,8 +48,8 @@ __device__ __forceinline__ unsigned to_e2m1(const float (&half)[8]) {
 // have at most 11 significant bits, so that float16 holds it exactly.
 __device__ __forceinline__ unsigned to_e2m1_in_pairs(const float (&half)[8]) {
     constexpr unsigned short ROUNDER = 0x6400; // 1024, whose unit in the last place is 1
-    // The ROUNDERs in `first` and `second` below add LOW and HIGH to the two results of __byte_perm. LOW and HIGH are
-    // subtracted at the end.
+    // Each 16-bit `code` below is ROUNDER plus an e2m1 code. In the two results of __byte_perm the ROUNDERs add up to
+    // LOW and HIGH, which are subtracted at the end.
     constexpr unsigned BASE = ROUNDER * 0x10001u * 0x101u;
     constexpr unsigned LOW = (BASE & 0xffff) * 0x10001u, HIGH = (BASE >> 16) * 0x10001u;
     const auto number = [](float x) { return __float2half2_rn(x); };

@@ -2,7 +2,7 @@
 // to one scale. NaN is ignored.
 //
 // Grid: one wave of resident blocks. A block handles every gridDim.x-th tile (quantization/load.cuh) and writes one
-// maximum, without atomics, so the result is the same in every run.
+// maximum. There are no atomics, so the result is the same in every run.
 //
 // Speed of light: memory bandwidth; each element is read once. On an H200, this kernel and quantize_tensor together
 // take 75 us for 8192 x 7168 bfloat16 and move 5 bytes per element. If the scale is given, quantize_tensor alone takes

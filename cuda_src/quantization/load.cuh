@@ -1,7 +1,7 @@
 // Distribute the rows to quantize over blocks and threads, and load the elements of a thread.
 //
-// T: element type of x. EACH: elements per unit; 8, or 1 if sizes or addresses do not allow 8 (quantize_fp4 also uses
-// 16). ITEMS: number of columns per thread (see Tile). BYTES: width of a load.
+// T: element type of x. A unit is EACH neighbouring elements of a row. EACH is 8, or 1 if sizes or addresses do not
+// allow 8; quantize_fp4 also uses 16. ITEMS: columns per thread (see Tile). BYTES: width of a load in bytes.
 #pragma once
 #include "common/activation.cuh"
 #include "common/quantize.cuh"
@@ -22,17 +22,19 @@ struct Rows {
     }
 };
 
-// A block handles a tile: several whole rows, or a part of a long row. In the grid, x is the index of the tile of rows
-// and y is the part of the row. `threads` neighbouring threads share a row. Thread t handles ITEMS columns: t, t +
-// threads, t + 2 * threads and so on. A thread issues all its loads before it uses the first value. A column is one
-// unit; in quantize_groups a column is the UNITS units of a group that one lane handles.
+// A tile is the work of one block: several whole rows, or one part of a long row. Tile (x, y) is part y of the x-th
+// tile of rows; y is 0 if a tile has whole rows. A row of a tile is divided into columns. A column is one unit; in
+// quantize_groups a column is the UNITS units of a group that one lane handles. `threads` neighbouring threads share a
+// row. Thread t of a row handles ITEMS columns: `t`, `t + threads`, `t + 2 * threads` and so on. A thread issues all
+// its loads before it uses the first value.
 struct Tile {
     int columns;      // columns in a row
     int tile_rows;    // tile_rows * threads <= blockDim.x
     int tile_columns; // a multiple of ITEMS
     Divisor by_threads;
     template <int ITEMS> __device__ __forceinline__ int threads() const { return unsigned(tile_columns) / ITEMS; }
-    // Find this thread's row and first column in tile (x, y). Return false if the row does not exist or is not counted.
+    // Find this thread's row and first column in tile (x, y). Return false if the row does not exist or does not hold a
+    // token.
     template <int ITEMS>
     __device__ __forceinline__ bool locate(const Rows& in, int x, int y, int& row, int& column) const {
         const int tile_row = by_threads.quotient(threadIdx.x);
@@ -42,8 +44,8 @@ struct Tile {
     }
 };
 
-// EACH neighbouring elements of a row, as loaded from memory. With an activation, EACH elements of each half of the row
-// (the gate half and the up half).
+// One unit of a row (EACH neighbouring elements), as loaded from memory. With an activation, the struct holds two
+// units: one of the gate half of the row and one of the up half.
 template <typename T, int ACTIVATION, int EACH, int BYTES> struct Loaded {
     static constexpr int HALVES = ACTIVATION ? 2 : 1, LOADS = EACH * int(sizeof(T)) / BYTES;
     alignas(BYTES < 4 ? 4 : BYTES) Unit<BYTES> unit[HALVES][LOADS];

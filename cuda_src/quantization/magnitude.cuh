@@ -34,8 +34,8 @@ __device__ __forceinline__ auto reduce_pairs(const Loaded<T, NO_ACTIVATION, EACH
     return best;
 }
 
-// Return the maximum of `largest` and the magnitudes of the loaded elements. NaN is ignored; if NANS, a NaN makes the
-// result NaN.
+// Return the maximum of `largest` and the magnitudes of the loaded elements. If NANS, a NaN element makes the result
+// NaN; otherwise NaN is ignored.
 template <bool NANS, typename T, int EACH, int BYTES>
 __device__ __forceinline__ float magnitude(const Loaded<T, NO_ACTIVATION, EACH, BYTES>& loaded, float largest) {
     if constexpr (IN_PAIRS<T, EACH>) {
@@ -54,8 +54,8 @@ __device__ __forceinline__ float magnitude(const Loaded<T, NO_ACTIVATION, EACH, 
     }
 }
 
-// Return the largest `value` of the block to all its threads. All threads must call it. No value may be negative or
-// NaN.
+// Return the maximum of `value` over all threads of the block. All threads must call this function, and all get the
+// result. No value may be negative or NaN.
 __device__ __forceinline__ float block_max(float value) {
     __shared__ unsigned of_warp[32];
     unsigned largest = __reduce_max_sync(FULL_WARP, __float_as_uint(value));
@@ -68,8 +68,8 @@ __device__ __forceinline__ float block_max(float value) {
     return __uint_as_float(largest);
 }
 
-// Set `first` and `second` to their maxima over the block. All threads must call it. Values may be negative but not
-// NaN.
+// Set `first` and `second` to their maxima over all threads of the block. All threads must call this function. Values
+// may be negative but not NaN.
 __device__ __forceinline__ void block_max(float& first, float& second) {
     __shared__ uint2 of_warp[32];
     uint2 key;

@@ -4,7 +4,8 @@
 //           finite. q = e2m1(x / scale)
 //   NVFP4   scale = e4m3(global * (max |x| / 6)), NaN ignored. q = e2m1(x * (global / scale))
 //
-// Grid: tiles of rows (quantization/load.cuh). LANES neighbouring threads share a group; a column is a unit.
+// Grid: tiles of rows (quantization/load.cuh). A unit is EACH neighbouring elements, and a column of a tile is one
+// unit. LANES neighbouring threads share a group.
 //
 // Speed of light: memory bandwidth. A conversion from bfloat16 moves 2.5 bytes per element and 1 byte per group. On an
 // H200 the kernel reaches 94% of the bandwidth of a copy for 8192 x 7168 elements in both formats. The instruction rate

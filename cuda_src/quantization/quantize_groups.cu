@@ -1,15 +1,16 @@
-// Quantize rows to 8 bits with one scale per GROUP neighbouring elements.
+// Quantize rows to 8 bits with one scale per group of GROUP neighbouring elements.
 //
 //   scale = max(max |v|, smallest) / LARGEST, over a group; NaN is ignored
 //   q     = v / scale, rounded to nearest, ties to even, and saturated
 //
-// v is x or, with an activation, activate(gate, up) of the two halves of a row. Every quotient has the bits of an IEEE
-// division (Quotient in common/quotient.cuh). Another implementation with IEEE divisions therefore gives the same
-// result, except for rounding errors of the activation.
+// v is x or, with an activation, activate(gate, up) of the two halves of a row. LARGEST is the largest value of the
+// 8-bit format, and `smallest` is an argument. Every quotient has the bits of an IEEE division (Quotient in
+// common/quotient.cuh). Another implementation with IEEE divisions therefore gives the same result, except for rounding
+// errors of the activation.
 //
-// Grid: tiles of rows (quantization/load.cuh). LANES neighbouring threads share a group: lane l handles UNITS units of
-// the group (`l`, `l + LANES`, and so on). These UNITS units are one column of the tile. A row of a tile consists of
-// whole groups.
+// Grid: tiles of rows (quantization/load.cuh). A unit is 8 neighbouring elements. LANES neighbouring threads share a
+// group. Lane l handles UNITS units of the group: `l`, `l + LANES` and so on. These UNITS units are one column of the
+// tile. A row of a tile consists of whole groups.
 //
 // Speed of light: memory bandwidth. A conversion from bfloat16 moves 3 bytes per element and 4 bytes per group. On an
 // H200 the kernel reaches 96% of the bandwidth of a copy for 8192 x 7168 elements in groups of 128, and 90% for 8192 x

@@ -9,12 +9,13 @@
 //   azp   = round(-128 - min v / scale)
 //   q     = round(v / scale) + azp, saturated
 //
-// v is x or, with an activation, activate(gate, up) of the two halves of a row. Every quotient has the bits of an IEEE
-// division (Quotient in common/quotient.cuh). Another implementation with IEEE divisions therefore gives the same
-// result, except for rounding errors of the activation.
+// v is x or, with an activation, activate(gate, up) of the two halves of a row. LARGEST is the largest value of the
+// 8-bit format, and `smallest` and `upper` are arguments. Every quotient has the bits of an IEEE division (Quotient in
+// common/quotient.cuh). Another implementation with IEEE divisions therefore gives the same result, except for rounding
+// errors of the activation.
 //
-// Grid: one block per group. Each thread keeps up to ITEMS units in registers. If a group is longer, its other units
-// are read twice, the second time from L2.
+// Grid: one block per group. A unit is EACH neighbouring elements. Each thread keeps up to ITEMS units in registers. If
+// a group has more units than the block can keep, the other units are read twice, the second time from L2.
 //
 // Speed of light: memory bandwidth. A conversion from bfloat16 moves 3 bytes per element. On an H200 the kernel reaches
 // 97% of the bandwidth of a copy for 8192 x 7168 elements, both for FP8 and int8, and 89% for 8192 x 2048 with silu.
@@ -39,7 +40,7 @@ struct QuantizeRowsParams {
 // of -v. NaN is ignored.
 template <typename T, int FORMAT, int ACTIVATION, int EACH> struct Extremes {
     using In = Loaded<T, ACTIVATION, EACH, EACH == 1 ? sizeof(T) : 16>;
-    float &largest, &negated; // variables of the kernel
+    float &largest, &negated; // references to variables of the kernel
 
     __device__ __forceinline__ void take(const float (&value)[EACH]) {
 #pragma unroll
@@ -70,7 +71,7 @@ template <typename T, int FORMAT, int ACTIVATION, int EACH> struct Extremes {
             const bool none = largest < -negated; // all elements are NaN
             const float high = none ? 0.f : largest, low = none ? 0.f : -negated;
             const float magnitude = fmaxf(fmaxf(fabsf(high), fabsf(low)), p.smallest);
-            // Compute half of the range, because the difference of two finite numbers may overflow a float.
+            // Compute half of `max v - min v`, because the difference of two finite floats may overflow.
             const float half_range = __fsub_rn(__fmul_rn(high, 0.5f), __fmul_rn(low, 0.5f));
             const float scale = fmaxf(__fdiv_rn(half_range, 127.5f), __fmul_rn(magnitude, 0x1p-22f));
             azp = rintf(__fsub_rn(-128.f, __fdiv_rn(low, scale)));
@@ -128,8 +129,9 @@ __global__ void __launch_bounds__(1024, 1) quantize_rows(const __grid_constant__
         if constexpr (FORMAT == INT8_AZP) p.azp[row] = __float2int_rn(azp);
     }
 
-    // Quotient needs the range of v / scale. For FP8 the scale may have an upper bound, so the quotient may be
-    // arbitrarily large: LARGE. With INT8_AZP the quotient is at most 2^22, and SMALL is exact in this range too.
+    // The template argument of Quotient is the range of `v / scale`. For FP8, `upper` may limit the scale, so the
+    // quotient may be arbitrarily large (LARGE). With INT8_AZP the quotient is at most 2^22, and SMALL is exact in this
+    // range too.
     const Quotient<FORMAT == E4M3 ? LARGE : SMALL> quotient(scale);
     auto store = [&](int unit, const float (&value)[EACH]) {
         float quotients[EACH];

@@ -4,8 +4,8 @@
 //   scale = max(min(max(partial), upper), smallest) / LARGEST, if DYNAMIC
 //   q     = v / scale, rounded to nearest, ties to even, and saturated; INT8_AZP adds azp before it saturates
 //
-// v is x or, with an activation, activate(gate, up) of the two halves of a row. Every quotient has the bits of an IEEE
-// division.
+// v is x or, with an activation, activate(gate, up) of the two halves of a row. LARGEST is the largest value of the
+// 8-bit format, and `upper` and `smallest` are arguments. Every quotient has the bits of an IEEE division.
 //
 // Grid: tiles of rows (quantization/load.cuh). If DYNAMIC, every block reduces all partial maxima, and the tiles are
 // processed from the last to the first: largest_magnitude read the last tiles last, so they may still be in L2.

@@ -1,5 +1,5 @@
-// Shared by the rotary embedding kernels: loads and stores of elements, and the positions of the two elements of each
-// rotated pair.
+// Load and store elements, and compute the positions of the two elements of each rotated pair, for the rotary embedding
+// kernels.
 #pragma once
 #include "common/numeric.cuh"
 #include "common/units.cuh"

@@ -1,7 +1,7 @@
 // Apply RMS norm and rotary embedding to the heads of queries and keys, and store keys and values in a paged cache.
 //
 //   z      = x * rsqrt(sum of x^2 / head_dim + epsilon) * (weight + offset), rounded to T    if NORM, else x
-//   query  = z with its first rotary_dim numbers rotated as in rotary_embedding/rotate.cu; written in place
+//   query  = z with its first rotary_dim elements rotated as in rotary_embedding/rotate.cu; written in place
 //   key_cache[slot_mapping[t]]   = key[t], normalized and rotated in the same way
 //   value_cache[slot_mapping[t]] = value[t]
 //
@@ -9,9 +9,10 @@
 // in norm/rms_norm.cu. The results therefore have the same bits as three separate calls of rms_norm, rotary_embedding
 // and reshape_and_cache_flash. A token whose slot is outside of the cache, such as -1, is not stored.
 //
-// Grid: LANES neighbouring threads of a warp process one head of `query`, `key` or `value`. Only the first `head_dim /
-// 16` of them have work. A thread has two units of 8 elements. With HALVES, the two units of a thread that rotates are
-// rotated with each other; otherwise the two units are neighbours. A block processes THREADS / LANES heads.
+// Grid: LANES neighbouring threads of a warp process one head of `query`, `key` or `value`. Only the first
+// `head_dim / 16` of these threads have work. A thread has two units of 8 elements. With HALVES, a thread that rotates
+// has the two units whose elements form rotated pairs, one in each half of the rotated elements. All other threads have
+// two neighbouring units. A block processes THREADS / LANES heads.
 //
 // W: type of the weights, T or float. C: type of cos and sin. LOADED, STORED: layout of the input and of the output,
 // HALVES or PAIRS. NORM: apply RMS norm to query and key.

@@ -7,7 +7,7 @@
 //
 // This applies to each head x of token t and each j < rotary_dim / 2. Products and sums are in float32, and each result
 // is rounded once to T. The input has the layout LOADED and the output the layout STORED; the two may differ. The
-// elements of a head from rotary_dim on do not change.
+// elements of a head with an index of at least rotary_dim do not change.
 //
 // Grid: a thread handles UNIT consecutive values of j in one head of `query` or `key`. `row_threads` threads share a
 // head, and a block has as many whole heads as fit. If the two layouts differ, a thread writes to addresses that other

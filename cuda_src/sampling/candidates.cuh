@@ -1,11 +1,11 @@
 // Collect the candidates: a list of the best tokens of a row. The list has at most one token per thread, so each thread
-// finds the rank of its token by counting the better ones.
+// finds the rank of its token by counting the better tokens.
 #pragma once
 #include "sampling/shared.cuh"
 
 // Append the tokens whose value x satisfies `low <= x < high` to the candidate lists of the first `blocks` blocks. All
 // of these blocks get the same list, in arbitrary order. Return the number of these tokens; tokens beyond CAPACITY are
-// counted but not stored. `passes` is the number of passes already made.
+// counted but not stored. `passes` is the number of passes over the row made so far.
 template <typename Row> __device__ __forceinline__ int gather(int passes, int blocks, float low, float high) {
     Row x = recall<Row>(passes);
     for (int local = x.warp; local < x.local_tiles; local += x.warps) {
@@ -48,11 +48,12 @@ template <typename Row> __device__ __forceinline__ void sort_list(const Row& x, 
 }
 
 // Return a threshold such that at least k tokens of the row, but not many more, have a value of at least the threshold.
-// It is at or just below the k-th largest entry of `tops`. One warp calls this.
+// The threshold is at or just below the k-th largest entry of `tops`, which holds the largest value of each part of
+// each tile (row.cuh). One warp calls this function.
 template <typename Row> __device__ __forceinline__ float reached_by(const Row& x, int k) {
     constexpr int MINE = MAX_TOPS / 32, SPARE = 16;
-    // Tokens of weight 0 are never drawn, so they need not be candidates. If fewer than k entries have a weight above
-    // 0, every token with a weight above 0 is a candidate.
+    // Tokens of weight 0 are never drawn, so they need not be candidates. If fewer than k entries of `tops` have a
+    // weight above 0, every token with a weight above 0 is a candidate.
     const unsigned least = sortable(Row::IS_PROBS ? 1e-45f : -LARGEST_FLOAT);
     unsigned keys[MINE];
 #pragma unroll

@@ -1,6 +1,7 @@
 // Draw from a list of candidates with one block. The draw uses the same random numbers as a draw over the whole row, so
-// it draws the same token, except for the rounding of sums. Thread i holds the i-th best token. The race of the groups
-// ignores ids that are not in the list.
+// it draws the same token, except for the rounding of sums. Thread i holds the i-th best token. As in sample.cu, a
+// random race first chooses a group of 32 ids. Then one id of that group is drawn. Ids that are not in the list do not
+// take part.
 #pragma once
 #include "sampling/candidates.cuh"
 #include "sampling/random.cuh"
@@ -27,7 +28,8 @@ __device__ __forceinline__ bool reaches_share(const Row& x, const Listed& listed
 // --- the two votes of a round: one for a group, one for an id. Each warp stores its vote, and after a barrier all
 // threads read the votes ---
 
-// Store the warp's vote for a group: the group with the largest key, and the lowest group if keys are equal.
+// Store the warp's vote for a group: the group with the largest key, which arrives first in the race. If keys are
+// equal, the lowest group gets the vote.
 template <typename Row>
 __device__ __forceinline__ void leave_group(const Row& x, Listed& listed, const unsigned& key, const int& group) {
     const int i = threadIdx.x;
@@ -64,7 +66,7 @@ __device__ __forceinline__ int smallest_found(const Listed& listed) {
 // --- the draw ---
 
 // Draw one of the k best tokens of the list. Tokens below `min_p_value` are never drawn, but the sum for top-p includes
-// them. That sum is `all_sum`, or if `all_sum` is 0 the sum of the k best tokens.
+// them. That sum is `all_sum`. If `all_sum` is 0, it is the sum of the weights of the k best tokens.
 template <typename Row>
 __device__ __forceinline__ Bound draw_listed(int size, int k, float min_p_value, float top_p, float all_sum,
                                              Stream stream) {

@@ -2,8 +2,8 @@
 // the race (the random choice of a group of 32 ids, see sample.cu).
 //
 // Weights are relative to the largest value of the row, which this pass does not know yet. Therefore a group's sum is
-// relative to the largest value of the group, and the sum in a tile's slot is relative to the largest value of the
-// tile. The final reduction over the slots rescales these sums.
+// relative to the largest value of the group, and the sum in a tile's slot (the entry of `slots` with the tile's
+// result) is relative to the largest value of the tile. The final reduction over the slots rescales these sums.
 #pragma once
 #include "sampling/random.cuh"
 #include "sampling/row.cuh"
@@ -63,10 +63,10 @@ __device__ __forceinline__ void read_values(const Row& x, int local, bool cached
     x.for_each(local, [&](int, float value, int c) { found.part[c] += x.relative(value, reference); });
 }
 
-// Store the results of a tile. Its slot gets the key of the tile's fastest group in the race, that group's index, the
-// largest value and the sum of the weights. `tops` gets the largest value of each of the `tops_per_tile` parts of the
-// tile. If `started` is false, first wait until all blocks of the cluster have started, because only then may this
-// block write to their shared memory.
+// Store the results of a tile. The tile's slot gets four values: the race key of the tile's fastest group, the index of
+// that group, the tile's largest value, and the sum of the tile's weights. `tops` gets the largest value of each of the
+// `tops_per_tile` parts of the tile. If `started` is false, first wait until all blocks of the cluster have started,
+// because only then may this block write to their shared memory.
 template <typename T, bool PROBS, int CLUSTER>
 __device__ __forceinline__ void leave_tile(Row<T, PROBS, CLUSTER>& x, int tile, const Group& group, bool& started) {
     const int parts = x.layout.tops_per_tile, part_lanes = 32 / parts;
@@ -95,8 +95,7 @@ __device__ __forceinline__ void leave_tile(Row<T, PROBS, CLUSTER>& x, int tile, 
     }
 }
 
-// Load the row, and store the results of its tiles in all blocks of the cluster. RACE: also compute the race of the
-// groups.
+// Load the row, and store the results of its tiles in all blocks of the cluster. RACE: also run the race of the groups.
 template <bool RACE, typename T, bool PROBS, int CLUSTER>
 __device__ __forceinline__ void load(Row<T, PROBS, CLUSTER>& x, Stream stream) {
     x.clear_list();

@@ -19,8 +19,8 @@ __device__ __forceinline__ Bound tighter(Bound a, Bound b) {
     return a.value > b.value || (a.value == b.value && a.id < b.id) ? a : b;
 }
 
-// Return t such that `x > t` holds exactly for the tokens that the bound keeps, among a range of ids whose last id is
-// `last_id`. Either all ids of the range must be at most bound.id, or all must be larger.
+// Return a value t for a range of ids that ends with `last_id`: within the range, `x > t` holds exactly for the tokens
+// that the bound keeps. Either all ids of the range must be at most bound.id, or all must be larger.
 __device__ __forceinline__ float threshold(Bound bound, int last_id) {
     if (last_id > bound.id) return bound.value;
     const float below = from_sortable(sortable(bound.value) - 1);

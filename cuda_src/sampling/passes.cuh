@@ -4,7 +4,7 @@
 #include "sampling/random.cuh"
 #include "sampling/shared.cuh"
 
-// Return the lowest id that has the largest value.
+// Return the lowest id of the row that has the largest value.
 template <typename Row> __device__ __noinline__ int best(int passes) {
     Row x = recall<Row>(passes);
     for (int local = x.warp; local < x.local_tiles; local += x.warps) {

@@ -3,11 +3,12 @@
 //   SOFTMAX       weight / sum of the weights, weight = exp((x - max x) / temperature); at an infinite temperature all
 //                 finite logits have the same weight
 //   TOP_K_RENORM  x / sum of the kept x; the k largest probabilities are kept, the others become 0
-//   TOP_P_RENORM  the same; the fewest largest probabilities that sum to at least top_p * (sum of the row) are kept
+//   TOP_P_RENORM  x / sum of the kept x; the fewest largest probabilities with a sum of at least top_p * (sum of the
+//                 row) are kept, the others become 0
 //   TOP_K_MASK    the k largest logits, -inf elsewhere
 //
-// Of equal values, the lower id is kept first. If all weights of a row are 0, the result is 0, and if a row has a NaN,
-// the result is NaN; TOP_K_MASK copies both kinds of rows unchanged.
+// If values are equal, the lower id is kept first. If all weights of a row are 0, the result is 0, and if a row has a
+// NaN, the result is NaN; TOP_K_MASK copies both kinds of rows unchanged.
 //
 // Grid: CLUSTER blocks per row; row.cuh describes how they share the row.
 //

@@ -69,7 +69,7 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
     Layout layout;
     float scale; // 2 log2(e) / temperature
     int lane, warp, warps;
-    int first_tile, local_tiles; // of this block
+    int first_tile, local_tiles; // tiles of this block
     int turn;                    // which half of `slots` the next pass writes: 0 or 1
     float4* cache;               // [cached_tiles, 8, 32]
     uint4* slots;                // [2, tiles]
@@ -91,7 +91,7 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
         tops = lane_tops + layout.topped_tiles * 32;
     }
 
-    // Return the bytes of shared memory of a row.
+    // Return the size of a row's shared memory in bytes.
     static constexpr int bytes(int tiles, int cached_tiles, int topped_tiles, int tops_per_tile) {
         return cached_tiles * TILE * 4 + 2 * tiles * 16 + CAPACITY * 8 +
                (topped_tiles * 32 + tiles * tops_per_tile) * 4;
@@ -114,7 +114,7 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
         return make_float4(to_float(x[0]), to_float(x[1]), to_float(x[2]), to_float(x[3]));
     }
 
-    // Clamp logits to the largest float, as inf - inf would be NaN. Clamp negative probabilities to 0.
+    // Clamp logits to the largest float, because inf - inf would be NaN. Clamp negative probabilities to 0.
     __device__ __forceinline__ float limit(float x) const {
         return PROBS ? max_or_nan(x, 0.f) : min_or_nan(x, LARGEST_FLOAT);
     }
@@ -127,7 +127,7 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
         return max_or_nan(max_or_nan(x.x, x.y), max_or_nan(x.z, x.w));
     }
 
-    // Return the unmodified value of an id from global memory.
+    // Load the value of an id from global memory and return it unmodified.
     __device__ __forceinline__ float at_memory(int id) const { return to_float(values[id]); }
 
     // Return the value of an id as the passes use it: combined with `second`, and clamped.
@@ -175,9 +175,9 @@ template <typename T, bool PROBS, int CLUSTER> struct Row {
 
     // --- weights --------------------------------------------------------------------------------------
 
-    // Return log2 of the weight of x divided by the weight of `reference`. `reference` must be finite. Both values are
-    // halved first, because the difference of two finite logits may overflow; `scale` includes a factor of 2 for this.
-    // Halving is exact.
+    // Return `log2(weight(x) / weight(reference))` for logits. `reference` must be finite. Both values are halved
+    // first, because the difference of two finite logits may overflow; `scale` includes a factor of 2 for this. Halving
+    // is exact.
     __device__ __forceinline__ float distance(float x, float reference) const {
         return fmaf(x, 0.5f, -0.5f * reference) * scale;
     }

@@ -19,7 +19,7 @@
 // kernel never searches for the smallest kept token. The average number of rounds is at most `1 + ln(1 / top_p)`.
 //
 // With drafts (speculative sampling), the kernel first verifies the draft tokens of a sequence. Then it draws one token
-// from the row of the first draft that was refused.
+// from the row of the first refused draft, or from the row after the last draft if none is refused.
 //
 // Grid: CLUSTER blocks per row; row.cuh describes how they share the row. PROBS: rows of probabilities, else logits.
 //
@@ -48,7 +48,7 @@ struct SampleParams {
     void* ids;               // [batch] int, or long long if the indices are; with drafts [batch, drafts + 1] int
     unsigned char* valid;    // [batch] bool, or null
     float* logprobs;         // [batch], or null
-    const void* temperature; // [batch]; null: scalar_temperature; top_p to offset likewise
+    const void* temperature; // [batch]; null: scalar_temperature; likewise for top_p to offset
     const void* top_p;
     const void* min_p;
     const void* top_k;
@@ -135,9 +135,9 @@ __device__ __forceinline__ void write_result(const SampleParams& params, int i, 
 // --- speculative sampling ---------------------------------------------------------------------------------
 
 // Test each draft token independently: accept the token with probability `min(1, target / draft)`, where `target` and
-// `draft` are its probabilities in the two models. Set `refused` to the index of the first refused draft, or to
-// `drafts` if none is refused. Set `accepted` to the number of accepted drafts. Each warp tests all drafts, so no
-// barrier is needed.
+// `draft` are its probabilities in the target model and in the draft model. Set `refused` to the index of the first
+// refused draft, or to `drafts` if none is refused. Set `accepted` to the number of accepted drafts. Each warp tests
+// all drafts, so no barrier is needed.
 template <typename T>
 __device__ __forceinline__ void verify_drafts(const SampleParams& params, int i, Stream stream, int& refused,
                                               int& accepted) {

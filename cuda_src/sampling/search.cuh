@@ -15,7 +15,8 @@ struct Search {
 };
 
 // Find the bound among `ties` tokens with the same value, too many for the candidate list. A bisection over ids finds
-// the last token that is kept. `high_count` tokens have a larger value, and their weights sum to `high_sum`.
+// the last token that is kept. `high_count` tokens have a larger value than these, and the weights of the larger tokens
+// sum to `high_sum`.
 template <typename Row, bool BY_COUNT>
 __device__ __forceinline__ Search bound_of_ties(const Row& x, float value, int ties, int high_count, float high_sum,
                                                 int passes, float target) {

@@ -2,15 +2,15 @@
 //
 // Rarely needed passes are separate functions (__noinline__), because the kernel would not fit the instruction cache if
 // all passes were inlined. A Row object passed to them by address could not stay in registers, so these functions copy
-// it from shared memory (`recall`). Their argument `passes`, the number of passes already made, selects the half of the
-// slots that they write.
+// it from shared memory (`recall`). Their argument `passes` is the number of passes over the row made so far. Its
+// parity selects the half of the slots that they write.
 #pragma once
 #include "sampling/row.cuh"
 
-// The k best candidates of draw_listed, by rank.
+// The k best candidates of draw_listed. Arrays of MAX_LISTED entries are indexed by rank, best first.
 struct Listed {
     float weight[MAX_LISTED];
-    float before[MAX_LISTED]; // the sum of the weights of all candidates of a lower rank
+    float before[MAX_LISTED]; // the sum of the weights of all better candidates
     int group[MAX_LISTED];
     unsigned long long best[MAX_LISTED / 32]; // each warp's vote for a group
     int chosen[MAX_LISTED / 32];
@@ -40,8 +40,8 @@ template <typename Row> __device__ __forceinline__ const Row& stored() {
     return *reinterpret_cast<const Row*>(common<Row>().row);
 }
 
-// Return the Row object in shared memory, with this thread's lane and warp. `passes` is the number of passes already
-// made.
+// Return the Row object in shared memory, with this thread's lane and warp. `passes` is the number of passes over the
+// row made so far.
 template <typename Row> __device__ __forceinline__ Row recall(int passes) {
     Row x = stored<Row>();
     x.lane = threadIdx.x % 32;

@@ -106,8 +106,8 @@ __device__ __forceinline__ void add_values(float (&sums)[S::M][S::N], const floa
     }
 }
 
-// Convert a thread's scores of a tile to weights, and store them in shared memory, from `weights` on. Rescale the sums
-// to the new largest scores.
+// Convert a thread's scores of a tile to weights, and store them in shared memory, starting at address `weights`.
+// Rescale the sums to the new largest scores.
 template <typename S>
 __device__ __forceinline__ void weigh(const Params& p, const Part<S::TILE>& part, int first_key,
                                       const float (&scores)[S::M][S::M], Softmax (&softmax)[S::M],

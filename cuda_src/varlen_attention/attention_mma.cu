@@ -18,8 +18,8 @@
 // two stages of keys and values. While the MMAs of one stage run, cp.async fills the other stage.
 //
 // Speed of light: for long sequences the tensor cores, with 4 * dim flops for each pair of a query and a key. For short
-// sequences memory bandwidth is the limit: queries, keys and values are read, and results written. mma.sync reaches
-// only part of the tensor cores' rate on Hopper.
+// sequences memory bandwidth is the limit: queries, keys and values are read, and the results are written. mma.sync
+// reaches only part of the tensor cores' rate on Hopper.
 #include "common/launch.cuh"
 #include "common/mma.cuh"
 #include "common/overlap.cuh"
@@ -27,9 +27,9 @@
 
 constexpr int MMA_THREADS = 128, QUERIES = 64;
 
-// The sizes of a block. A line of shared memory is a row of 16-byte chunks. Chunk c of row r is stored at position c ^
-// (r % 8), or c ^ (r / 2 % 4) in lines of 64 bytes. With this swizzle ldmatrix reads chunk c of 8 rows without bank
-// conflicts.
+// The sizes of a block. A line of shared memory is a row of 16-byte chunks. In a line of 128 or more bytes, chunk c of
+// row r is stored at position `c ^ (r % 8)`. In a line of 64 bytes it is stored at position `c ^ (r / 2 % 4)`. With
+// this swizzle ldmatrix reads chunk c of 8 rows without bank conflicts.
 template <int DIM, int KEYS> struct Form {
     static constexpr int LINE = DIM * 2, CHUNKS = DIM / 8;
     static constexpr int TILE = KEYS * LINE, STAGE = 2 * TILE; // in bytes; a stage has keys, then values

@@ -20,7 +20,7 @@
 // each in shared memory. For tile n a warpgroup computes
 //
 //   S = Q K[n]'    P = exp2(S - largest), in registers: fragments of S become fragments of P (FlashAttention-2)
-//   O = O * exp2(largest before - largest) + P V[n]
+//   O = O * exp2(previous largest - largest) + P V[n]
 //
 // While one warpgroup exponentiates, the MMAs of other warpgroups run (FlashAttention-3, Shah et al., 2024). These
 // warpgroups belong to the other BLOCKS - 1 resident blocks. With TURNS they also belong to the same block: the
@@ -36,7 +36,8 @@
 // Speed of light: the tensor cores, with 4 * dim flops for each pair of a query and a key. With DIM 64 the exponentials
 // take as long as the MMAs: a tile of 64 queries and 128 keys takes 512 cycles of a multiprocessor's tensor cores, and
 // 512 cycles of its exp2 units, which compute 16 per cycle. With DIM 128 the MMAs take 1024 cycles and the exponentials
-// 512. For short sequences memory bandwidth is the limit: queries, keys and values are read, and results written.
+// 512. For short sequences memory bandwidth is the limit: queries, keys and values are read, and the results are
+// written.
 #include "common/hopper.cuh"
 #include "common/launch.cuh"
 #include "common/mma.cuh"
@@ -80,8 +81,8 @@ __device__ __forceinline__ void barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Increment a counter, which wraps to 0 after `last`, and return its old value. The thread that gets `last` comes after
-// the memory accesses of all threads that incremented the counter earlier.
+// Increment a counter, which wraps to 0 after `last`, and return its old value. If a thread gets `last`, the memory
+// accesses that the other threads made before their increments happen before its later memory accesses.
 __device__ __forceinline__ unsigned count_around(unsigned counter, unsigned last) {
     unsigned before;
     asm volatile("atom.acq_rel.cta.shared::cta.inc.u32 %0, [%1], %2;"
@@ -197,7 +198,7 @@ template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
         release(0, n);
     }
 
-    // Set the scores of keys that a query does not attend to to -inf.
+    // Replace the score of every key that a query does not attend to by -inf.
     template <int WIDTH> __device__ __forceinline__ void mask(int key, float (&scores)[WIDTH / 2]) {
         const Params& p = params.p;
         if (key + WIDTH <= part.keys && (!p.causal || key + WIDTH <= part.seen + first)) return;

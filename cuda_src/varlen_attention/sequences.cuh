@@ -1,5 +1,5 @@
-// Shared by all kernels of varlen_attention: the parameters, the mapping from thread blocks to queries, and the online
-// softmax.
+// This file has the code that all kernels of varlen_attention share: the parameters, the mapping from thread blocks to
+// queries, and the online softmax.
 //
 // Each sequence begins a new tile of TILE queries. The first tile of sequence s has index cu_seqlens_q[s] / TILE + s. A
 // sequence of n rows thus gets at least the ceil(n / TILE) tile indices that it needs, and at most one more. The block
