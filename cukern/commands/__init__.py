@@ -21,14 +21,14 @@ INSTALL = 'pip install "cukern[cuda13]"'
 
 
 class UserError(Exception):
-    """Invalid input; the message fits on one line."""
+    """An error in the user's input. The message fits on one line."""
 
 
 def console(width: int | None = None) -> Any:
     """Return a console on stdout that does not break the cells of a table.
 
-    A table that is too wide is printed as several tables with some of the columns each. Each of them begins with the
-    first column. A table with a folding column contains prose and wraps between words instead.
+    A table that is too wide is printed as several tables. Each of these contains the first column and some of
+    the other columns. A table with a folding column contains prose, so it is wrapped between words instead.
     """
     from rich.console import Console
     from rich.table import Table
@@ -47,7 +47,7 @@ def console(width: int | None = None) -> Any:
 
 
 def _parts(console: Any, table: Any) -> Iterator[Any]:
-    """Yield the table, or tables with some of its columns each, that fit on the console."""
+    """Yield the table if it fits on the console. Otherwise yield narrower tables with some of its columns each."""
     if not table.columns or any(column.overflow == "fold" for column in table.columns):
         yield table
         return
@@ -69,11 +69,11 @@ def _parts(console: Any, table: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, which is renamed to `path` at the end, or removed after an exception.
+    """Yield a temporary path to write to. At the end it is renamed to `path`, or removed after an exception.
 
     Raises UserError if the file cannot be written.
     """
-    # A device or a pipe cannot be replaced, so it is written directly.
+    # A device or a pipe cannot be replaced, so yield `path` itself.
     whole = not path.exists() or path.is_file()
     target = path.resolve()
     temporary = target.with_name(f".{os.getpid()}-{target.name}") if whole else path
@@ -89,12 +89,12 @@ def writing(path: Path) -> Iterator[Path]:
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether this may be the name of a model on Hugging Face."""
+    """Return whether `name` has the form of a model name on Hugging Face, `owner/name`."""
     return re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) is not None
 
 
 def no_directory(option: str, path: Path) -> UserError:
-    """Return the error for a model's directory that does not exist."""
+    """Return the error for an option whose value, a model's directory, does not exist."""
     if is_hub_id(str(path)):
         fetch = f"hf download {path} --local-dir {path.name}"
         return UserError(f"{option}: {path} is no directory here; download it first: `{fetch}`")
@@ -116,7 +116,7 @@ def check_device(device: str | None) -> None:
 
 
 def refusal(arch: str) -> str | None:
-    """Return why NVRTC cannot compile for `arch`, or None if it can."""
+    """Return the reason why NVRTC cannot compile for `arch`, or None if it can."""
     try:
         nvrtc.compile_cubin("template <int N> __global__ void probe() {}", "probe.cu", "probe<0>", [f"-arch=sm_{arch}"])
     except RuntimeError as error:
@@ -125,7 +125,7 @@ def refusal(arch: str) -> str | None:
 
 
 def require_nvrtc() -> None:
-    """Raise UserError if nothing can be compiled."""
+    """Raise UserError if this machine cannot compile kernels."""
     if reason := compiler.available():
         raise UserError(f"NVRTC cannot be used ({reason.splitlines()[0]}): {INSTALL}")
     try:

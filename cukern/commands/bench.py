@@ -71,21 +71,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _functions_by_stem() -> dict[str, list[str]]:
-    """Return the public functions and classes of each family that has a bench file."""
+    """Return the public functions and classes of each family that has a file benchmarks/bench_*.py."""
     functions = {}
     for stem in sorted(path.stem.removeprefix("bench_") for path in (_ROOT / "benchmarks").glob("bench_*.py")):
         # A family is a module of `cukern.ops`, or a package of cukern or of `cukern.integrations` that composes ops.
         names = (f"cukern.{room}{stem}" for room in ("ops.", "", "integrations."))
         name = next(name for name in names if importlib.util.find_spec(name) is not None)
         if name.startswith("cukern.integrations.") and importlib.util.find_spec(stem) is None:
-            continue  # the library itself is not installed
+            continue  # the library that the integration is for is not installed
         module = importlib.import_module(name)
         functions[stem] = [name for name in module.__all__ if callable(getattr(module, name))]
     return {**functions, _IMPORT: [_IMPORT]}
 
 
 def _chosen(wanted: Sequence[str], families: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Return the requested functions, by family."""
+    """Return the requested functions, keyed by family."""
     if not wanted:
         return families
     chosen: dict[str, list[str]] = {}
@@ -100,7 +100,7 @@ def _chosen(wanted: Sequence[str], families: dict[str, list[str]]) -> dict[str, 
 
 
 def _require(args: argparse.Namespace) -> None:
-    """Raise UserError if there is no GPU to measure on, and for arguments that would only fail after measuring."""
+    """Raise UserError if there is no GPU, or for arguments that would otherwise fail only after the measurement."""
     if args.quick and args.results:
         raise UserError("--results keeps figures, and --quick takes them with too few replays for that")
     if args.results and (args.case or args.seconds is not None):
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     # Put the clone first on the path, because another package may have a folder `benchmarks`.
     sys.path.insert(0, str(_ROOT))
     report: Any = importlib.import_module("benchmarks.report")
-    # Measure the import before anything else, because a GPU in use would slow it.
+    # Measure the time of the import first, because it is slower while the GPU is in use.
     of_import = importlib.import_module("benchmarks.start_up").rows() if chosen.pop(_IMPORT, None) else []
     cases = []
     for stem, functions in chosen.items():
@@ -181,7 +181,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lacking(gpus: int) -> str | None:
-    """Return why cases that need `gpus` GPUs cannot be measured; None if they can."""
+    """Return the reason why cases that need `gpus` GPUs cannot be measured, or None if they can."""
     count = kernel.device_count()
     if gpus > count:
         return f"they take {gpus} GPUs, and there {'is' if count == 1 else 'are'} {count}"
@@ -192,14 +192,14 @@ def _lacking(gpus: int) -> str | None:
 
 
 def _paths(path: Path, count: int) -> list[Path]:
-    """Return the first `count` of two file names: `path`, and `path` with "-several" after its stem."""
+    """Return [path] for `count` 1. For 2, add a second path for several GPUs, with "-several" after the stem."""
     return [path, path.with_stem(f"{path.stem}-several")][:count]
 
 
 def _measured(
     cases: Sequence[Any], gpus: int, args: argparse.Namespace, begin: float, problems: list[str], failed: list[str]
 ) -> tuple[dict[str, Any], list[Any]]:
-    """Measure cases that all use `gpus` GPUs. Return the measured limits of the GPU (ceilings) and the result rows.
+    """Measure cases that use `gpus` GPUs. Return the ceilings (the measured limits of the GPU) and the result rows.
 
     Errors are appended to `problems` and `failed`.
     """
@@ -214,7 +214,7 @@ def _measured(
         several: Any = importlib.import_module("benchmarks.several")
         clock, measure = several.Clock(replays, gpus), several.measure
     rows = {}
-    # Cases with host times come first, because torch.compile, used for baselines, starts threads that slow the host.
+    # Measure cases with host times first, because baselines with torch.compile start threads that slow the host.
     order = sorted(range(len(cases)), key=lambda i: (not cases[i].host, cases[i].has_baselines))
     with progress("measuring", len(cases)) as advance:
         advance(0, "ceilings")

@@ -96,7 +96,7 @@ def _archs(given: list[str] | None) -> list[str]:
             wanted = "like 80, 90a or sm_100a, or a card such as H200, L40S or A100"
             raise UserError(f"--arch must be {wanted}, got {text.strip()!r}")
         number, suffix = int(match[1]), match[2]
-        # From 90 on, GPUs load the target with the suffix "a", which has architecture-specific instructions.
+        # From 90 on, use the target with the suffix "a", which has architecture-specific instructions.
         archs[f"{number}{suffix}" if suffix else compile.arch_of(divmod(number, 10))] = None
     for arch in archs:
         if reason := refusal(arch):
@@ -105,7 +105,10 @@ def _archs(given: list[str] | None) -> list[str]:
 
 
 def _stems(given: list[str] | None) -> dict[str, list[str]]:
-    """Return the families to compile, with the functions whose kernels are wanted; an empty list means all kernels."""
+    """Return the families to compile, and for each the names of the functions whose kernels are compiled.
+
+    If the list of names is empty, all kernels of the family are compiled.
+    """
     stems: dict[str, list[str]] = {}
     wholes = set()
     for op in given or kernel.KERNELS:
@@ -126,7 +129,7 @@ def _stem_of(instance: Instance) -> str:
 
 
 def _wanted(args: argparse.Namespace, arch: str) -> list[Instance]:
-    """Return the instances to compile for an architecture, beginning with those that `import cukern` compiles."""
+    """Return the instances to compile for an architecture. The instances that `import cukern` compiles come first."""
     from cukern.commands.serving import instances_of
 
     found = list(kernel.instances())
@@ -140,7 +143,7 @@ def _wanted(args: argparse.Namespace, arch: str) -> list[Instance]:
 
 
 def _specialized(text: str) -> list[Instance]:
-    """Return the instances of `cukern.specialize` for a function and sizes, such as "topk_softmax,experts=60"."""
+    """Return the instances that `cukern.specialize` compiles for a text such as "topk_softmax,experts=60"."""
     op, *pairs = text.split(",")
     values: dict[str, Any] = {}
     for pair in pairs:
@@ -166,9 +169,9 @@ def _of_functions(names: list[str], instances: list[Instance], arch: str) -> lis
 
 
 def _rest(names: list[str], own: list[Instance], family: list[Instance], row: list[str]) -> str:
-    """Return a line about the kernels of the family that the named functions do not launch.
+    """Return a line about the other kernels of the family, which the named functions do not launch.
 
-    The line has an estimate of the time that compiling these kernels would take.
+    The line contains an estimate of the time that compiling them would take.
     """
     stem, arch, _, compiled, _, seconds, *_ = row
     others = [i for i in family if i not in own]
@@ -183,7 +186,7 @@ def _rest(names: list[str], own: list[Instance], family: list[Instance], row: li
 
 
 def _row(stem: str, arch: str, instances: list[Instance], absent: list[Instance], seconds: float) -> list[str]:
-    """Return the row of a family in the table, after the missing instances have been compiled."""
+    """Return the table row of a family. `absent` contains the instances that were not in the cache before."""
     notes = [compile.read_note(compile.cached_path(instance, arch)) for instance in instances]
     used = [resources(note) for note in notes if note]
     registers = sorted({r.registers for r in used} or {0})
@@ -213,10 +216,10 @@ def _table(*numbers: str) -> Any:
 
 
 def _check(wanted: dict[tuple[str, str], list[Instance]]) -> int:
-    """Count the kernels that the cache has. Return 1 if some are missing."""
+    """Print how many of the wanted kernels are in the cache. Return 1 if some are missing."""
     table, total, absent = _table("kernels", "cached", "missing"), 0, 0
     for (stem, arch), instances in wanted.items():
-        # Count a cached file that cannot be loaded as missing, such as a truncated file or a file of another user.
+        # Count a cached file as missing if it cannot be loaded, for example because it is truncated.
         missing = sum(not compile.is_intact(compile.cached_path(i, arch)) for i in instances)
         table.add_row(stem, f"sm_{arch}", *map(str, (len(instances), len(instances) - missing, missing)))
         total += len(instances)

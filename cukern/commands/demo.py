@@ -27,7 +27,7 @@ Array = NDArray[Any]
 
 
 class Model(NamedTuple):
-    """The router of a model: its sizes, and the function that scores the experts."""
+    """The router of a model: its sizes and its scoring function."""
 
     name: str
     experts: int
@@ -51,13 +51,13 @@ MODELS = {
 }
 _DTYPES = f"{', '.join(gate_kernels.DTYPES)} or float64"
 _TOKENS = 8192
-_MOST_TOKENS = 1 << 20  # logits of 256 experts then take 1 GiB
+_MOST_TOKENS = 1 << 20  # maximum tokens; with 256 experts their float32 logits take 1 GiB
 _HIDDEN = 512
 _TOPICS = 16
 _BALANCED_ON = 4096
 _SHOWN = 5
-# The NumPy reference routes this many tokens at a time, to limit its memory. The kernel is compared with the reference
-# on this many tokens.
+# The random logits are computed in chunks of this many tokens, and the NumPy reference routes such chunks, to limit
+# the memory. The comparison of the kernel with the reference uses only the first chunk.
 _CHUNK = 8192
 
 
@@ -85,10 +85,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _made_up(model: Model, rng: np.random.Generator) -> Callable[[int], Array]:
-    """Return a function that makes random logits [n, experts] with an uneven load, as those of a real router.
+    """Return a function that makes random logits [n, experts] for n tokens. As with a real router, the load is uneven.
 
-    A hidden state is the sum of a topic vector and noise, with variance 1. The logits are its product with a router
-    weight. Some topics are more frequent, and all topics have a common component, so some experts get more tokens.
+    A hidden state is the sum of a topic vector and noise, with variance 1. The logits are the hidden state multiplied
+    by a router weight. Some topics are more frequent than others, and all topic vectors have a common component. So
+    some experts get more tokens than others.
     """
     common = rng.standard_normal(_HIDDEN, np.float32)
     topics = 0.8 * rng.standard_normal((_TOPICS, _HIDDEN), np.float32) + 0.6 * common
@@ -108,11 +109,11 @@ def _made_up(model: Model, rng: np.random.Generator) -> Callable[[int], Array]:
 
 
 def balancing_bias(model: Model, logits: Array, steps: int = 30) -> Array:
-    """Return a correction bias [experts] that balances the load on the sample `logits`.
+    """Return a correction bias [experts] with which the experts get nearly equal numbers of the tokens in `logits`.
 
-    This is DeepSeek-V3's load balancing without an auxiliary loss (arXiv:2408.15664): route the tokens, then raise the
-    bias of each expert below the mean load by a step, and lower the other biases. In the paper the step is fixed,
-    because training is long. Here it shrinks.
+    This is DeepSeek-V3's load balancing without an auxiliary loss (arXiv:2408.15664): route the tokens, then add
+    an increment to the bias of each expert whose load is below the mean, and subtract it from the other biases. In the
+    paper the increment is fixed, because training is long. Here it gets smaller with each of the `steps` iterations.
     """
     bias = np.zeros(model.experts, np.float32)
     here = _place(logits)
@@ -138,7 +139,7 @@ def _read(path: Path) -> tuple[Any, Any]:
         try:
             loaded = np.load(path, mmap_mode="r", allow_pickle=False)
         except ValueError as error:
-            # NumPy takes any other file for pickled objects, and its message advises loading them unsafely.
+            # NumPy assumes that any other file contains pickled objects. Hide its message, which suggests loading them.
             if "pickle" in str(error):
                 raise ValueError("not a file of NumPy, or one of Python objects, which are not loaded") from None
             raise
@@ -169,7 +170,7 @@ def _read(path: Path) -> tuple[Any, Any]:
 def _regular(name: str, array: Any, notes: list[str]) -> Array:
     """Convert the array for the gate: contiguous, in native byte order, with a supported dtype."""
     if array.dtype.kind == "V" and array.dtype.itemsize == 2 and array.dtype.fields is None:
-        # NumPy's own files store the bits of bfloat16 without the name of the dtype.
+        # A .npy file stores bfloat16 elements as raw 2-byte values, without the name of the dtype.
         array = array.view(arrays.numpy_dtype("bfloat16"))
     if array.dtype.name == "float64":
         notes.append(f"{name} converted from float64 to float32")
@@ -221,7 +222,7 @@ def _model_for(experts: int, biased: bool) -> Model:
 
 
 def _place(array: Array) -> Any:
-    """Return the array on the GPU if there is one, else unchanged."""
+    """Copy the array to the GPU. Without a GPU, return it unchanged."""
     if not kernel.device_count():
         return array
     import cupy
@@ -237,7 +238,7 @@ def _outputs(model: Model, logits: Any) -> tuple[Any, Any]:
 
 
 def route(model: Model, logits: Any, bias: Any, out: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
-    """Return (weights, ids) of the model's router, in the library and on the device of the logits."""
+    """Run the model's router on the logits. Return the pair (weights, ids)."""
     out = out or _outputs(model, logits)
     if model.scoring == "softmax":
         return cukern.topk_softmax(*out, logits, renormalize=True)
@@ -278,7 +279,7 @@ def _first_tokens(model: Model, weights: Array, ids: Array) -> Any:
 
 
 def _bar(share: float, glyphs: str) -> Any:
-    """Return a colored glyph for the load of an expert. `share` is the load divided by the mean load."""
+    """Return a colored character that shows the load of an expert. `share` is the load divided by the mean load."""
     from rich.text import Text
 
     level = 0 if share == 0 else min(max(round(share / 2 * (len(glyphs) - 1)), 1), len(glyphs) - 1)
@@ -286,7 +287,7 @@ def _bar(share: float, glyphs: str) -> Any:
 
 
 def _load_chart(model: Model, loads: dict[str, Array], utf8: bool) -> Any:
-    """Return a table of the load per expert, with a column for each of `loads`."""
+    """Return a table of the load of each expert, with one column for each entry of `loads`."""
     from rich import box
     from rich.console import Group
     from rich.table import Table
@@ -341,7 +342,7 @@ def _call(model: Model, logits: Any, bias: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _kernels(model: Model, logits: Any, bias: Any, arch: str | None) -> Sequence[Launch]:
-    """Return the launches of the model's call, from `cukern.explain`."""
+    """Return the kernel launches of the call that routes for the model, from `cukern.explain`."""
     name, arguments = _call(model, logits, bias)
     return cukern.explain(getattr(cukern, name), **arguments, arch=arch).launches
 
@@ -366,12 +367,12 @@ def _build(model: Model, logits: Array, bias: Array | None) -> str:
 
 
 def _microseconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Return the time per call in microseconds. A CUDA graph runs all calls; the median of its replays counts."""
+    """Return the time per call in microseconds: the median time of replays of a CUDA graph with all calls."""
     import cupy
 
     stream = cupy.cuda.Stream(non_blocking=True)
     start, stop = cupy.cuda.Event(), cupy.cuda.Event()
-    # Wait, because the arguments were made on another stream.
+    # Wait for the GPU, because the arguments were made on another stream.
     cupy.cuda.runtime.deviceSynchronize()
     with stream:
         for call in calls:
@@ -392,7 +393,7 @@ def _microseconds(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def _measure(model: Model, logits: Any, bias: Any) -> list[tuple[str, str]]:
-    """Return descriptions of the time of the kernel on this GPU, and of the least possible time (the floor)."""
+    """Measure the kernel on this GPU. Return texts about its time and about the floor, the minimum possible time."""
     import cupy
 
     runtime = cupy.cuda.runtime
@@ -400,7 +401,7 @@ def _measure(model: Model, logits: Any, bias: Any) -> list[tuple[str, str]]:
     l2 = runtime.deviceGetAttribute(runtime.cudaDevAttrL2CacheSize, device)
     free, _ = runtime.memGetInfo()
 
-    # Use inputs that together exceed the L2 cache, if memory allows.
+    # Use several copies of the inputs, so that together they exceed the L2 cache, if memory allows.
     count = max(1, min(-(-2 * l2 // logits.nbytes), 1024, free // (4 * logits.nbytes)))
     shape = (len(logits), model.topk)
     sets = [(logits.copy(), (cupy.empty(shape, np.float32), cupy.empty(shape, np.int32))) for _ in range(count)]
@@ -445,7 +446,7 @@ def _choice(model: Model, logits: Array, bias: Array | None) -> Array:
 def agreement(
     model: Model, logits: Array, bias: Array | None, weights: Array, ids: Array, twin: tuple[Array, Array]
 ) -> str:
-    """Describe the difference between the kernel's (weights, ids) and the reference's."""
+    """Describe how the weights and ids of the kernel differ from the weights and ids of the reference."""
     twin_weights, twin_ids = twin
     equal = (ids == twin_ids).all(axis=1)
     difference = np.abs(weights - twin_weights)[equal].max(initial=0)
@@ -503,7 +504,7 @@ def _show_routing(args: argparse.Namespace, screen: Any) -> None:
 
     model, logits, bias, words = _input(args)
     zeros = np.zeros(model.experts, np.float32)
-    # Without a bias in the file, a biased router uses the scores only.
+    # If the router has a bias but the file does not contain one, use a bias of zeros.
     used = zeros if model.biased and bias is None else bias
     placed, placed_bias = _place(logits), None if used is None else _place(used)
     on_gpu = kernel.device_count() > 0

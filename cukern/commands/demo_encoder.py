@@ -19,8 +19,8 @@ from cukern.runtime.progress import progress
 
 _HIDDEN, _LAYERS, _HEADS, _INTER = 128, 2, 2, 512
 _MOST_WORDS = 128
-#: On a GPU the batch has this many copies of the texts. Otherwise the GPU would finish before the host has launched the
-#: kernels. On the host the NumPy references use only every third text, and no copies.
+#: On a GPU the batch contains this many copies of the texts. With fewer texts the launches on the host would take
+#: longer than the kernels. On the CPU the NumPy references run on every third text only, without copies.
 _COPIES = 32
 _STEP_ON_HOST = 3
 _REPEATS = 5
@@ -28,14 +28,14 @@ _SHOWN = 4
 
 
 def descriptions() -> dict[str, str]:
-    """Return the texts by name: the docstring of each function of cukern, up to its arguments."""
+    """Return the texts of the demo by function name: the docstrings of cukern's functions up to "Args:"."""
     functions = {name: getattr(cukern, name) for name in cukern.__all__}
     documented = {name: inspect.getdoc(x) for name, x in functions.items() if inspect.isfunction(x)}
     return {name: text.split("\n\nArgs:")[0] for name, text in documented.items() if text}
 
 
 def tokenized(texts: list[str]) -> tuple[list[list[int]], int]:
-    """Return the word ids of each text, up to `_MOST_WORDS`, and the size of the vocabulary, where 0 is padding."""
+    """Return the word ids of each text, at most `_MOST_WORDS`, and the size of the vocabulary. Id 0 is padding."""
     vocabulary: dict[str, int] = {}
     words = [re.findall(r"\w+|[^\w\s]", text.lower())[:_MOST_WORDS] for text in texts]
     return [[vocabulary.setdefault(word, len(vocabulary) + 1) for word in own] for own in words], len(vocabulary) + 1
@@ -70,16 +70,16 @@ def random_state(config: EncoderConfig, rng: np.random.Generator) -> dict[str, N
 
 
 class Batch(NamedTuple):
-    """Texts with their padding."""
+    """A batch of texts with padding: their word ids, and which ids are words."""
 
     ids: NDArray[np.int32]  # [batch, seq]
     mask: NDArray[np.bool_]  # [batch, seq]
 
     def with_padding(self) -> Batch:
-        """Return a batch [2 * batch, seq] in which the padding of each text is a text of its own, after the text.
+        """Return a batch [2 * batch, seq] that repeats each text, with a mask that selects only the padding.
 
-        An encoder without padding then computes the same as one with padding: words do not attend to the padding, but
-        the padding goes through every dense product.
+        With this batch, an encoder that removes padding does the same work as an encoder that does not: words do not
+        attend to the padding, but the padding takes part in every matrix multiplication.
         """
         both = np.stack([self.mask, ~self.mask], 1)
         return Batch(np.repeat(self.ids, 2, 0), both.reshape(-1, self.mask.shape[1]))
@@ -96,7 +96,7 @@ def padded(tokens: list[list[int]]) -> Batch:
 def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
     """Return the result of a call, and its time in milliseconds, including the time on the host.
 
-    On a GPU the time is the median of several calls, after a first call that compiles the kernels.
+    On a GPU the first call compiles the kernels. The time is the median of several further calls.
     """
     times = []
     for _ in range(1 + _REPEATS if kernel.device_count() else 1):
@@ -115,7 +115,7 @@ def _on_host(array: Any) -> NDArray[Any]:
 
 
 def _neighbours(names: list[str], vectors: NDArray[Any]) -> str:
-    """Describe the pairs of texts nearest to each other. With random weights, these share words."""
+    """Describe the pairs of texts with the most similar vectors. With random weights, such texts share words."""
     # Subtract the mean, because the common part of all vectors would hide the differences.
     own = vectors - vectors.mean(0)
     own /= np.linalg.norm(own, axis=1, keepdims=True)
@@ -136,7 +136,7 @@ def show(console: Any) -> None:
     tokens, vocabulary = tokenized([found[name] for name in names])
     batch = padded(tokens * (_COPIES if on_gpu else 1))
     sizes = _HIDDEN, _LAYERS, _HEADS, _INTER, _MOST_WORDS
-    # Use GELU with tanh, because NumPy's error function is much slower.
+    # Use the tanh approximation of GELU, because the error function in NumPy is much slower.
     config = EncoderConfig("bert", vocabulary, *sizes, hidden_act="gelu_new")
     place = cupy.asarray if on_gpu else np.asarray
     state = {name: place(x) for name, x in random_state(config, np.random.default_rng(0)).items()}

@@ -24,7 +24,7 @@ from cukern.runtime import compile, kernel
 from cukern.runtime.compile import Instance
 from cukern.runtime.gpu import BY_ARCH
 
-#: The columns at which the subject and the state begin in the report.
+#: The columns of the report where the subject and the state start.
 _SUBJECT, _STATE = 9, 23
 _OLDEST = (8, 0)
 _OLDEST_NVRTC = (12, 8)
@@ -37,7 +37,7 @@ _PACKAGE_OF_CUDA = {12: "cukern[cuda12]", 13: "cukern[cuda13]"}
 
 
 class Finding(NamedTuple):
-    """A line of the report. `fix` is a command or an advice. Every problem has a fix; a note may have one."""
+    """A line of the report. `fix` is a command or advice for the user. A problem has a fix; a note may have one."""
 
     subject: str
     state: str
@@ -56,7 +56,7 @@ class Gpu(NamedTuple):
 
 
 class Driver(NamedTuple):
-    """The NVIDIA driver: its CUDA version (None without a driver), its GPUs, and the reason if it cannot be used."""
+    """The NVIDIA driver: its CUDA version (None without a driver), its GPUs, and the reason why it cannot be used."""
 
     cuda: tuple[int, int] | None
     gpus: list[Gpu]
@@ -170,13 +170,13 @@ def cupy_packages() -> list[tuple[str, str]]:
 
 
 def look_at_cupy(found: Driver, packages: list[tuple[str, str]], failure: Exception | None) -> list[Finding]:
-    """Report on CuPy; `failure` is the error of its import, or None."""
+    """Report whether CuPy works. `failure` is the error of `import cupy`, or None."""
     words = ", ".join(f"{name} {version}" for name, version in packages)
     if not packages and failure:
         kind = "problem" if found.gpus else "note"
         return [Finding("CuPy", "not installed: kernels can neither compile nor run", kind, _extra_for(found))]
     if failure:
-        # An OSError comes from the cache folder that CuPy creates when it is imported.
+        # CuPy creates its cache folder when it is imported, so an OSError means that it cannot create the folder.
         fix = "export CUPY_CACHE_DIR=/a/folder/of/yours" if isinstance(failure, OSError) else _extra_for(found)
         reason = " ".join(str(failure).split()) or repr(failure)
         return [Finding("CuPy", f"{words} does not import: {reason}", "problem", fix)]
@@ -258,7 +258,7 @@ def look_at_cache() -> list[Finding]:
 
 
 class Row(NamedTuple):
-    """The cached kernels of a family for an architecture."""
+    """The numbers of cached kernels of a family for an architecture."""
 
     stem: str
     arch: str
@@ -293,7 +293,7 @@ def _cached() -> tuple[dict[tuple[str, str], set[str]], Counter[tuple[str, str]]
 
 
 def look_at_kernels(found: Driver) -> tuple[list[Row], list[Finding]]:
-    """Return the cached kernels by family and architecture, and the findings on missing kernels of the import."""
+    """Return a row for each family and architecture, and a finding if kernels that the import compiles are missing."""
     current, others = _cached()
     here = _archs_of(found)
     rows: list[Row] = []
@@ -336,7 +336,7 @@ def _sum_of(rows: list[Row], arch: str) -> Finding:
 
 
 def one_of_each(arch: str) -> list[Instance]:
-    """Return an instance of each kernel, preferably one that the cache has.
+    """Return one instance of each kernel, preferably an instance that is in the cache.
 
     The candidates are the instances that the families list, and the instances that the smallest calls of well-known
     models launch.
@@ -370,7 +370,10 @@ def try_kernels(arch: str) -> list[Finding]:
 
 
 def look_at_templates(found: Driver) -> list[Finding]:
-    """Try the kernels for the GPUs of this machine; report nothing if nothing can be compiled or stored."""
+    """Compile one instance of each kernel for the GPUs of this machine, and report the failures.
+
+    Report nothing if this machine cannot compile or store any kernel.
+    """
     archs = [arch for arch in _archs_of(found) or [_TRIED] if refusal(arch) is None]
     try:
         compile.cuda_include_directory()
@@ -406,7 +409,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _show_combinations() -> None:
-    """Print the pairs of classes that make a mixture-of-experts layer, and why the others do not."""
+    """Print which pairs of classes can form a mixture-of-experts layer, and why the other pairs cannot."""
     from rich import box
     from rich.table import Table
 
@@ -435,9 +438,9 @@ def _show_combinations() -> None:
 
 
 def _hanging(begin: str, text: str, width: int) -> str:
-    """Return `begin` followed by the text, wrapped between words and indented.
+    """Return `begin` followed by the text. The text is wrapped between words and indented to the end of `begin`.
 
-    A word that is too long for its column, such as a path, gets its own line, from column `_SUBJECT` on.
+    A word that is too long for that column, such as a path, gets its own line, which starts at column `_SUBJECT`.
     """
     lines, indent = [begin], " " * len(begin)
     for word in text.split(" "):

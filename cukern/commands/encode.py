@@ -40,7 +40,7 @@ def _show(lines: list[str], tokens: list[list[int]], vectors: NDArray[Any]) -> N
     from rich.text import Text
 
     screen = console()
-    # Leave room for two texts and the columns of numbers in a row.
+    # Reserve 30 characters of a row for the numbers. The two texts of the row share the rest.
     room = max(8, min(48, (screen.width - 30) // 2))
 
     def words(number: int) -> Text:

@@ -29,7 +29,7 @@ from cukern.runtime.compile import Instance
 from cukern.runtime.progress import progress
 from cukern.runtime.template import TemplateError
 
-#: Default sizes by the names in docstrings. All other sizes default to 8.
+#: Default sizes, keyed by the names that the docstrings use. All other sizes default to 8.
 SIZES = {
     "tokens": 4096, "rows": 4096, "words": 4096, "memory_tokens": 4096, "experts": 256, "topk": 8, "topk_group": 4,
     "hidden": 4096, "width": 4096, "inter": 2048, "k": 4096, "n": 4096, "vocab": 131072, "positions": 4096, "heads": 32,
@@ -40,7 +40,7 @@ SIZES = {
     "group_size": 128, "num_experts": 256, "n_expert": 256, "step": 1, "end_id": 2, "batch_size": 64,
     "num_heads_per_head_k": 128, "num_heads_k": 1,
 }  # fmt: skip
-#: Default sizes for functions that have all of these size names: attention over latents (DeepSeek).
+#: Default sizes for functions that use all of these names, which are the functions for attention over latents (MLA).
 _OF_LATENTS = {"head_dim": 576, "head_dim_v": 512, "heads": 128, "kv_heads": 1}
 _ANOTHER = 8
 _FLOATS = ("bfloat16", "float16", "float32")
@@ -49,7 +49,7 @@ _SHAPE = re.compile(r"(?<![\w\])])\[([^\[\]]*)\](?! or less)")
 #: Matches "of the dtype of `a`", "of q's dtype", "of the query's dtype", "the same dtype" and "a dtype as in".
 _LIKE = re.compile(r"\b(?:dtype of `(\w+)`|(?:of (?:the )?(\w+)'s dtype)|the same dtype|a dtype as in)")
 _A_FLOAT = 0.9
-#: Errors of a function for invalid arguments. TemplateError means that a size does not fit in a field of the kernel.
+#: Errors that a function raises for invalid arguments. TemplateError: a size does not fit in a field of the kernel.
 _REFUSALS = (TypeError, ValueError, TemplateError)
 #: Maximum characters of a line.
 _WIDEST = 120
@@ -109,10 +109,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Said(NamedTuple):
-    """The description of an argument in a docstring."""
+    """The text about an argument in a docstring, and the shape that the text gives."""
 
     text: str
-    shape: str  # such as "experts, 2 * inter, hidden"; empty for a number or a word
+    shape: str  # such as "experts, 2 * inter, hidden"; empty if the argument is a number or a string
 
 
 @functools.cache
@@ -135,7 +135,7 @@ def _entries(function: str) -> dict[str, Said]:
             before = shape[1]
         elif not re.search(r"\bthe same\b(?! dtype)", said):
             before = ""
-        # "key_cache, value_cache: [...], and [...]" gives one shape per name.
+        # A text such as "key_cache, value_cache: [...], and [...]" gives one shape for each name.
         pair = re.search(r"\[([^\]]*)\](?: with [^;\[]*)?,(?: and)? \[([^\]]*)\]", said) if len(names) == 2 else None
         for i, name in enumerate(names):
             entries[name] = Said(said, pair[i + 1] if pair else before)
@@ -143,7 +143,7 @@ def _entries(function: str) -> dict[str, Said]:
 
 
 def _said(function: str, name: str, asked: tuple[tuple[str, str], ...] = ()) -> Said | None:
-    """Return the description of an argument from the function's docstring, or from one that it refers to."""
+    """Return the text about an argument from the function's docstring, or from a docstring that it refers to."""
     if (function, name) in asked or not inspect.isfunction(getattr(cukern, function, None)):
         return None
     asked = (*asked, (function, name))
@@ -162,7 +162,7 @@ def _said(function: str, name: str, asked: tuple[tuple[str, str], ...] = ()) -> 
 
 
 def _shape_with(said: Said, scalars: Mapping[str, Any]) -> str:
-    """Return the shape of an array. It may depend on a string argument, as in 'layout "flash": [...]'."""
+    """Return the shape of an array. The text may give one per value of a string argument: 'layout "flash": [...]'."""
     for word in scalars.values():
         if found := re.search(rf'"{word}":[^\[]*\[([^\]]*)\]', said.text):
             return found[1]
@@ -173,12 +173,12 @@ def _shape_with(said: Said, scalars: Mapping[str, Any]) -> str:
 
 
 def _size(text: str, sizes: Mapping[str, int]) -> int:
-    """Return the value of a docstring's size expression, such as "ceil(k / 64)"."""
+    """Evaluate a size expression from a docstring, such as "ceil(k / 64)"."""
     return math.ceil(eval(text, {"ceil": math.ceil}, dict(sizes)))
 
 
 def _array(name: str, dtype: str, shape: Sequence[str], sizes: Mapping[str, int]) -> Any:
-    """Return an array without memory. Raises UserError if the docstring gives no sizes, or if it is too large."""
+    """Return an array without memory. Raises UserError if its size is not in the docstring, or is too large."""
     try:
         numbers = tuple(_size(text, sizes) for text in shape)
     except (SyntaxError, NameError, TypeError):
@@ -209,7 +209,7 @@ class Parameter(NamedTuple):
     name: str
     kind: str  # "array", "arrays", "int" or "other"
     is_required: bool
-    is_left_out: bool  # whether calls commonly pass None
+    is_left_out: bool  # whether calls usually pass None for it
     annotation: str
     said: Said
 
@@ -232,7 +232,7 @@ def parameters(function: Callable[..., Any]) -> list[Parameter]:
 
 
 def _dtype(parameter: Parameter, first: str, chosen: Mapping[str, str]) -> str:
-    """Return the dtype of an array: the chosen one if the docstring allows it, else the first one it names."""
+    """Return the dtype of an array: the chosen dtype if the docstring allows it, else the docstring's first dtype."""
     if parameter.name in chosen:
         return chosen[parameter.name]
     common, text = chosen[""], parameter.said.text
@@ -256,7 +256,7 @@ def _shapes(function: Callable[..., Any], scalars: Mapping[str, Any], optional: 
 
 
 def sizes_of(function: Callable[..., Any], scalars: Mapping[str, Any], optional: Sequence[str]) -> list[str]:
-    """Return the names of the sizes of a call's arrays, and of its integers."""
+    """Return the names of all sizes of a call: the sizes in the shapes of its arrays, and its integer arguments."""
     names = _names([text for shape in _shapes(function, scalars, optional).values() for text in shape])
     return list(dict.fromkeys([*names, *(p.name for p in parameters(function) if p.kind == "int")]))
 
@@ -268,7 +268,7 @@ def call_of(
     scalars: Mapping[str, Any],
     optional: Sequence[str],
 ) -> dict[str, Any]:
-    """Return the arguments of a call with these sizes. Raises UserError for names that the function lacks."""
+    """Return the arguments of a call with these sizes. Raises UserError for a name that the function does not have."""
     own, title = parameters(function), f"cukern.{function.__name__}"
     arrays_of = [p for p in own if p.kind in ("array", "arrays")]
     shapes = _shapes(function, scalars, optional)
@@ -322,15 +322,16 @@ def _refuse_others(option: str, given: Any, known: Any, what: str) -> None:
 
 # --- the kernels of a function ----------------------------------------------------------------------------
 
-#: Sizes that select a kernel in some family, in addition to the template arguments of its instances.
+#: Sizes at which some functions launch different kernels. `reached_by` tries these sizes, and all integers that are
+#: template arguments of the listed instances.
 _SWEPT = (1, 16, 64, 1024, 4096, 8192, 65536)
-_LOADS = (4, 8)  # elements of a 16-byte load; a template argument may count a width in loads
+_LOADS = (4, 8)  # elements per 16-byte load; some template arguments give a width in such loads
 
 
 def reached_by(name: str, listed: Collection[Instance], on: gpu.Gpu) -> set[Instance]:
     """Return the instances among `listed` that calls of a function launch on a GPU, for any dtypes, options and sizes.
 
-    The search changes one option or size at a time. It then changes the sizes that affect the result in pairs.
+    The search first changes one option or size at a time. Then it tries all pairs of sizes that affect the result.
     """
     function = getattr(cukern, name)
     own = parameters(function)
@@ -348,8 +349,8 @@ def reached_by(name: str, listed: Collection[Instance], on: gpu.Gpu) -> set[Inst
     ones = {p.name: 1 for p in own if p.kind == "int" and p.is_required}
 
     def at(dtype: str, option: tuple[dict[str, Any], list[str]], **sizes: int) -> frozenset[Instance]:
-        # If the function raises, because an integer argument such as the number of groups is too large for these sizes,
-        # try again with 1 for the integer arguments.
+        # An integer argument, such as the number of groups, may be too large for these sizes, and the function then
+        # raises. In that case try again with 1 for all integer arguments.
         for given in (sizes, ones | sizes):
             with contextlib.suppress(*_REFUSALS, UserError):
                 return launched(name, call_of(function, given, {"": dtype}, *option), on)
@@ -396,7 +397,7 @@ def _sizes(given: Sequence[str]) -> dict[str, int]:
 
 
 def _dtypes(given: Sequence[str]) -> dict[str, str]:
-    """Return the dtype of each named array. The key "" has the dtype of all other arrays."""
+    """Return the dtypes by array name. The key "" contains the dtype of all other arrays."""
     dtypes = {"": _FLOATS[0]}
     for text in given:
         name, _, dtype = text.rpartition("=")
@@ -407,7 +408,7 @@ def _dtypes(given: Sequence[str]) -> dict[str, str]:
 
 
 def _literal(text: str) -> Any:
-    """Parse a value as a Python literal; any other text is a string."""
+    """Parse a value as a Python literal. If it is not a literal, return it as a string."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

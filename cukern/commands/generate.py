@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise UserError for arguments that cannot be combined."""
+    """Raise UserError for a combination of arguments that is not allowed."""
     if args.random_weights != (args.config is not None):
         raise UserError("--config NAME and --random-weights go together")
     if (args.model is None) == (args.config is None):
@@ -68,7 +68,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, Any, list[list[int]]]:
-    """Return the model, its tokenizer if it has one, and the ids of the prompts."""
+    """Load the model. Return the model, its tokenizer or None, and the token ids of the prompts."""
     import torch
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -33,7 +33,7 @@ _LLAMA_8B = {
     "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
     "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 131072, "torch_dtype": "bfloat16",
 }  # fmt: skip
-#: The checkpoints of each name, with the keys of Hugging Face's config.json.
+#: Maps each model name to its checkpoints, and each checkpoint to its configuration, with Hugging Face's keys.
 NAMED: dict[str, dict[str, dict[str, Any]]] = {
     "deepseek-v3": {"DeepSeek-V3": _DEEPSEEK_V3},
     "qwen3-moe": {
@@ -51,11 +51,11 @@ NAMED: dict[str, dict[str, dict[str, Any]]] = {
 
 
 class Kind(NamedTuple):
-    """The properties of a model that its configuration does not contain, because its model_type implies them."""
+    """Properties of a model that follow from its model_type, so that the configuration does not contain them."""
 
     has_experts: bool = False
     is_latent: bool = False  # attention over latents, as in DeepSeek-V3
-    norms_heads: bool = False  # norms on the heads of queries and keys
+    norms_heads: bool = False  # the model normalizes the heads of queries and keys
     has_sinks: bool = False
     is_biased: bool = False  # the experts have biases
     scoring: str = "softmax"  # the router's scoring function
@@ -77,9 +77,9 @@ _DTYPES = tuple(arrays.CUDA_TYPE)
 
 
 class Model(NamedTuple):
-    """The sizes of a model; 0 or None for parts that it lacks."""
+    """The sizes of a model. A size is 0 or None if the model does not have what it describes."""
 
-    source: str  # the name or the file, for messages
+    source: str  # the name or the file of the model, for messages
     kind: Kind
     dtype: str
     quantization: str | None  # "fp8_block", "fp8", "mxfp4"
@@ -104,7 +104,7 @@ class Model(NamedTuple):
 
 
 def models_of(wanted: str) -> list[Model]:
-    """Return the models of a name or a directory. Raises UserError for anything else."""
+    """Return the models with this name or in this directory. Raises UserError if `wanted` is neither."""
     if wanted in NAMED:
         return [_model(config, wanted) for config in NAMED[wanted].values()]
     folder = Path(wanted)
@@ -135,7 +135,7 @@ class _Reader:
         return UserError(f"--for {self.source}: {name} must be {wanted}, got {got}")
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """Return the value of the first of these keys that exists. Raises UserError unless it is a positive integer."""
+        """Return the value of the first existing key in `names`. Raises UserError if it is not a positive integer."""
         name = next((name for name in names if self.config.get(name) is not None), None)
         if name is None and default is not None:
             return default

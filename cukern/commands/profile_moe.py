@@ -54,7 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _layer(args: argparse.Namespace, ranks: int) -> Layer:
-    """Return the layer of all ranks, in NumPy. Raises UserError for classes or sizes that make no layer."""
+    """Return the arguments of the layer for all ranks, in NumPy.
+
+    Raises UserError if the classes or the sizes cannot form a layer.
+    """
     able, why_not = quantizations_of(args.pf_type, args.experts_type)
     if not able:
         raise UserError(why_not)
@@ -88,7 +91,7 @@ class HostTrace:
     def _name(self, frame: FrameType) -> str | None:
         module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
         if module == "cukern.runtime.op":
-            # The body of an op runs only when its plan is recorded, so measure the method `call` instead.
+            # The body of an op runs only while its plan is recorded, so measure the method `call` instead.
             called = frame.f_locals["op"].name if name == "call" else "_"
             return None if called.startswith("_") else called
         if module.startswith("cukern.ops."):
@@ -137,7 +140,10 @@ def _torch_with_gpu() -> Any:
 
 
 def _place(torch: Any, device: Any) -> Callable[[Any], Any]:
-    """Return a function that moves an array to a rank's device: with torch, else CuPy, else in host memory."""
+    """Return a function that moves an array to a rank's device, with torch if available, else with CuPy.
+
+    Without a GPU the function leaves the array in host memory.
+    """
     if torch is not None:
         like = torch.empty(0, device=device)
         library: Any = arrays.library_of(like)
@@ -148,7 +154,7 @@ def _place(torch: Any, device: Any) -> Callable[[Any], Any]:
 
     def put(array: Any) -> Any:
         with current_device(device):
-            # CuPy has no FP8, so pass the bytes.
+            # CuPy does not have FP8 dtypes, so pass the elements as bytes.
             return cupy.asarray(array.view(np.uint8) if "float8" in array.dtype.name else array)
 
     return put
@@ -170,7 +176,7 @@ def _rank(args: argparse.Namespace, pf: FusedMoEPrepareAndFinalize, layer: Layer
 
 
 def _part(layer: Layer, rank: int, ranks: int) -> Layer:
-    """Return a rank's part of the layer: an equal share of the tokens and of the experts, in order."""
+    """Return the arguments of the layer for one rank, which gets an equal share of the tokens and of the experts."""
     tokens, experts = len(layer.hidden_states) // ranks, len(layer.w1) // ranks
     first = rank * experts
     return layer.of_rank(slice(rank * tokens, (rank + 1) * tokens), np.arange(first, first + experts))
@@ -178,7 +184,10 @@ def _part(layer: Layer, rank: int, ranks: int) -> Layer:
 
 @contextlib.contextmanager
 def _processes(args: argparse.Namespace) -> Iterator[tuple[Any, int, int]]:
-    """Yield torch, this process's rank and the number of ranks (torchrun's, or 1). Raises UserError without torch."""
+    """Yield torch, the rank of this process, and the number of ranks, which is 1 without torchrun.
+
+    Raises UserError if torch is not installed.
+    """
     try:
         import torch
         import torch.distributed
@@ -190,7 +199,7 @@ def _processes(args: argparse.Namespace) -> Iterator[tuple[Any, int, int]]:
         raise UserError(f"{args.pf_type} takes a process for each GPU: {command}")
     if devices:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    # A single process uses an in-memory store, which needs no port.
+    # Without torchrun, use a store in memory, because it does not need a network port.
     own = {} if started else {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
     torch.distributed.init_process_group("nccl" if devices else "gloo", **own)
     try:
@@ -201,7 +210,7 @@ def _processes(args: argparse.Namespace) -> Iterator[tuple[Any, int, int]]:
 
 @contextlib.contextmanager
 def _ranks(args: argparse.Namespace) -> Iterator[list[_Rank]]:
-    """Yield the ranks of this process, ready to run."""
+    """Set up the ranks of this process, and yield them."""
     devices = kernel.device_count()
     if args.pf_type.startswith("Nccl"):
         with _processes(args) as (torch, rank, ranks):

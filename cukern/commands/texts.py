@@ -1,4 +1,4 @@
-"""Functions for the commands that run a model on the texts of a file: arguments, reading of lines, errors."""
+"""Shared functions of the commands that run a model on the texts of a file: arguments, reading of lines, errors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from cukern.runtime import kernel
 def add_arguments(
     parser: argparse.ArgumentParser, model: str, output: str, metavar: str = "FILE", *, batch_size: int | None = None
 ) -> None:
-    """Declare the arguments for files and for the model's device; `model` and `output` are help texts.
+    """Declare the arguments for files and for the model's device. `model` and `output` are help texts.
 
-    A `batch_size` of None means the default of `Encoder.embed`.
+    If `batch_size` is None, the default is the default of `Encoder.embed`.
     """
     add = parser.add_argument
     add("--model", type=Path, required=True, metavar="DIR", help=model)
@@ -66,7 +66,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def check_output(path: Path | None, suffix: str = "") -> None:
-    """Raise UserError if a file cannot be written. Commands call this before they compute its contents."""
+    """Raise UserError if a file cannot be written. Commands call this before they compute the contents of the file."""
     if path is None:
         return
     if not path.name.endswith(suffix):
@@ -79,12 +79,12 @@ def check_output(path: Path | None, suffix: str = "") -> None:
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """Turn errors of the models, and a lack of memory, into a UserError."""
+    """Convert errors of the models, and out-of-memory errors, to a UserError."""
     try:
         yield
     except (OSError, ImportError, TypeError, ValueError, OverflowError, MemoryError) as error:
         raise UserError(str(error) or type(error).__name__) from None
     except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # of torch
+        if type(error).__name__ != "OutOfMemoryError":  # torch's class, compared by name
             raise
         raise UserError(str(error)) from None

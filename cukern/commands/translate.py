@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of a call, from the arguments that are given."""
+    """Return the settings of the call of the model, from the arguments that the user has given."""
     if args.seed < 0:
         raise UserError(f"--seed must be at least 0, got {args.seed}")
     draws = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
@@ -53,7 +53,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _encode(lines: list[str], tokenizer: Any, most: int) -> dict[int, list[int]]:
-    """Return the tokens of each non-empty text, by line. Texts that are too long are cut off and reported."""
+    """Return the tokens of each non-empty text, keyed by line. Texts that are too long are cut, with a message."""
     encoded = {line: tokenizer.encode(text) for line, text in enumerate(lines) if text.strip()}
     for line, ids in encoded.items():
         if len(ids) > most:

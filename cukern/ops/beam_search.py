@@ -23,18 +23,18 @@ CACHE_VARIANTS = ("auto", "vector", "scalar")
 MAX_CANDIDATES = 2**31 - 1  # ids into beams * vocab are int32
 _MAX_BLOCKS = 2**31 - 1
 _TREE_ENTRIES = 2048
-#: For each variant: (number of thread groups, largest k). The k-th largest of the groups' maxima is a lower bound for
-#: the k-th best value.
+#: For each variant: (number of thread groups, largest k). Each group of threads finds the maximum of its elements. The
+#: k-th largest of these maxima is a lower bound for the k-th best value.
 _GROUPS = {"narrow": (32, 16), "wide": (256, 128)}  # "wide": THREADS and MAX_K of the template
-#: This many blocks occupy a GPU. If there are few rows, each row is cut into more chunks to get this many blocks.
+#: The number of blocks that occupy a GPU. If there are few rows, each row is cut into more chunks to get these blocks.
 _BLOCKS_WANTED = 512
-#: 16-byte vectors in a memory line of 128 bytes. A chunk is a multiple of a line.
+#: The number of 16-byte vectors in a memory line of 128 bytes. A chunk of a row is a whole number of lines.
 _VECTORS_PER_LINE = 8
-#: The allowed range for the length penalty, by which scores are divided. float32 can represent these numbers and their
+#: The allowed range of the divisor `length ** length_penalty` of a score. float32 can represent the limits and their
 #: inverses.
 _PENALTY_RANGE = (1e-30, 1e30)
 _LARGEST_RATE = 1e30
-#: Blocks per multiprocessor in the launch that reorders caches. So many blocks have enough loads in flight.
+#: Blocks per multiprocessor in the launch that reorders caches. Four blocks have enough loads in flight.
 _RESIDENT_BLOCKS = 4
 
 _chunks = Kernel("beam_search/topk_chunks", "topk_chunks")
@@ -61,15 +61,15 @@ def _constant(kernel: Kernel, name: str) -> int:
 
 
 def _depth(k: int, lists: int) -> int:
-    """Return a position d, counted from 1. The d-th keys of the `lists` sorted lists give a bound for the k-th best."""
+    """Return a position d (from 1). The d-th keys of `lists` sorted lists give a lower bound for the k-th best key."""
     return min(max(1, ceil_div(2 * k, lists)), k)
 
 
 class _Selection(NamedTuple):
     """How rows are cut into chunks, and the template argument of the selecting kernels."""
 
-    chunks: int  # per row
-    vectors: int  # 16-byte vectors per chunk
+    chunks: int  # the number of chunks that a row is cut into
+    vectors: int  # the number of 16-byte vectors per chunk
     groups: int
     why: str
 
@@ -171,8 +171,8 @@ def beam_topk(
 
     Returns (values, ids), best first. Ties go to the lower id. values are float32 [batch, k] and include the diversity
     term; without that term they are exact for every dtype. ids are int32 [batch, k], indices into beams * vocab
-    (beam = id // vocab, token = id % vocab). NaN counts as -inf and is returned as -inf; -0 counts as 0. If all
-    remaining candidates are -inf, the lowest of their ids follow.
+    (beam = id // vocab, token = id % vocab). NaN counts as -inf and is returned as -inf; -0 counts as 0. Candidates of
+    -inf are ties, so those with the lowest ids are returned.
 
     Raises ValueError or TypeError for arguments that do not fit. The two stages are FasterTransformer's
     `topk_stage_1_opt3` and `topk_stage_2_opt3`. No array of `out` may overlap `log_probs`.
@@ -287,8 +287,8 @@ def beam_search_step(
         scores: float32 [batch, beams], the log-probabilities of the running beams. Before the first step all beams are
             equal, so pass 0 for the first beam and -inf (or a very low number) for the others.
         finished_scores: float32 [batch, beams], the pool, best first; -inf before the first step.
-        finished_lengths: int32 [batch, beams], the number of tokens of each finished hypothesis, the end token
-            included; 0 for an empty entry of the pool. Before the first step all entries are empty.
+        finished_lengths: int32 [batch, beams], the number of tokens of each finished hypothesis, including the end
+            token; 0 for an empty entry of the pool. Before the first step all entries are empty.
         finished_ids: int32 [batch, beams], the last token of each finished hypothesis.
         finished_parents: int32 [batch, beams], the beam to which that last token was added.
         done: bool [batch], whether the pool can no longer change; False before the first step.
@@ -296,16 +296,18 @@ def beam_search_step(
             [] on the device of `log_probs`. An array in host memory is checked. On a GPU the kernel reads it and clamps
             it to [0, max_steps - 1], so that one captured CUDA graph can run every step.
         max_steps: the largest number of tokens of a hypothesis.
-        end_id: the token, or up to 8 tokens, that end a hypothesis; an id outside of the vocabulary for none.
-        length_penalty: > 0 favors long hypotheses, because scores are negative.
+        end_id: the id of the token that ends a hypothesis, or up to 8 such ids. An id outside of the vocabulary means
+            that no token ends a hypothesis.
+        length_penalty: the exponent of the length. A positive number favors long hypotheses, because scores are
+            negative.
         early_stopping: decides when a batch entry is done. True: when the pool is full. False: when the pool is full
             and the best running beam would not enter it, that is, its log-probability divided by
             length ** length_penalty is at most the worst score of the pool. "never" (or None): as False, but if
-            length_penalty > 0 with max_steps instead of the present length.
-        diversity_rate: as in `beam_topk`; it affects the choice, not the scores.
+            length_penalty > 0, the length in this formula is max_steps instead of the present length.
+        diversity_rate: as in `beam_topk`. It affects which continuations are chosen, but not their scores.
         out: eight arrays for the results. They may be the arrays of the state, which is then updated in place, and rows
             of the [max_steps, batch, beams] arrays that `gather_tree` reads.
-        variant: as in `beam_topk`, with the number of candidates for k.
+        variant: as in `beam_topk`, where k is the number of continuations that the step finds.
 
     Returns (ids, parents, scores, finished_scores, finished_lengths, finished_ids, finished_parents, done): the new
     token of each running beam and the beam it continues, int32 [batch, beams], and the new state, so that a loop is
@@ -313,9 +315,9 @@ def beam_search_step(
     GPU. Read `done` now and then to stop early. At the end `gather_tree(ids, parents, finished_lengths, end_id,
     last_ids=finished_ids, last_parents=finished_parents)` returns the tokens of the pool.
 
-    A NaN counts as -inf, and candidates of -inf never enter the pool. There may be at most 64 beams and 128 candidates,
-    and the vocabulary must have more tokens than there are end ids. Raises ValueError or TypeError for arguments that
-    do not fit.
+    A NaN counts as -inf, and continuations with a score of -inf never enter the pool. There may be at most 64 beams and
+    128 continuations per step. The vocabulary must have more tokens than there are end ids. Raises ValueError or
+    TypeError for arguments that do not fit.
     """
     _check_log_probs(log_probs)
     batch, beams, vocab = log_probs.shape
@@ -456,12 +458,13 @@ def update_kv_cache(
             bfloat16, an 8-bit float, or uint8.
         value_cache: the same shape and dtype.
         parents: int32 [batch, beams], the beam of the same batch entry that each beam continues; clamped to the beams.
-        step: how many of the first entries are reordered; at most max_steps. An int, or an int32 array [1] or [] on the
-            device of the caches. An array in host memory is checked. On a GPU the kernel reads it and clamps it to
-            [0, max_steps], so that one captured CUDA graph can run every step.
+        step: the number of entries to reorder, counted from the first entry; at most max_steps. An int, or an int32
+            array [1] or [] on the device of the caches. An array in host memory is checked. On a GPU the kernel reads
+            the array and clamps the number to [0, max_steps], so that one captured CUDA graph can run every step.
         out: a pair like the caches whose first `step` entries are written: either other arrays (FasterTransformer keeps
             two pairs and swaps them) or the caches themselves. In place, a beam that is its own parent is not copied.
-        variant: "vector" moves 16 bytes at a time, "scalar" single elements; "auto" the widest that the sizes allow.
+        variant: "vector" moves 16 bytes at a time, and "scalar" single elements. "auto" moves as many bytes at a time
+            as the sizes and the alignment allow.
 
     Returns `out`, or two new arrays [step, batch * beams, heads, dim]. If `step` is an array, the new arrays are
     [max_steps, ...], and entries from `step` on are undefined. At most 64 beams. Raises ValueError or TypeError for

@@ -30,7 +30,7 @@ VARIANTS = ("auto", "specialized", "dynamic")
 #: several query rows attend to the same encoder memory (this is not CUDA's shared memory).
 MODES = ("PLAIN", "LATE_STEP", "SHARED_MEMORY")
 MAX_DIM = 256
-#: Rows are (sequence, head) pairs.
+#: The largest number of query rows. A query row is one head of one sequence.
 MAX_ROWS = 2**30
 MAX_ENTRIES = 2**30
 MAX_STEP_ELEMENTS = 2**31 - 1
@@ -57,11 +57,11 @@ class _LaneLayout(NamedTuple):
     vector: int  # elements per load
     lanes: int
     chunks: int
-    steps: int  # cache entries that a warp processes at once
+    steps: int  # the number of cache entries (cached tokens) that a warp processes at once
 
 
 def _lane_layout(dtype: str, dim: int, wide: bool) -> _LaneLayout:
-    """Return the layout for a dimension. Loads have 16 bytes if `wide`, else one element."""
+    """Return the layout for heads of `dim` elements. A load reads 16 bytes if `wide`, else one element."""
     vector = 16 // arrays.ITEM_SIZE[dtype] if wide else 1
     loads = -(-dim // vector)
     if wide:
@@ -130,7 +130,7 @@ def _choose(dtype: str, dim: int, aligned: bool, variant: str, mode: str = "PLAI
 
 class _Grid(NamedTuple):
     columns: int
-    warps: int  # per block
+    warps: int  # warps per block
     splits: Any
     most_splits: int  # an upper bound of `splits`; partial results have room for it
     split_steps: Any
@@ -139,8 +139,8 @@ class _Grid(NamedTuple):
 def _most_unsplit(warps: int, steps: int, new: int) -> int:
     """Return the largest number of tokens of a sequence that is not split among blocks.
 
-    A warp processes `steps` cache entries at a time. A longer sequence is split among two blocks, because then each
-    warp still does this at least twice.
+    A warp processes `steps` cache entries per round. A longer sequence is split among two blocks, because each warp
+    then still has at least two rounds.
     """
     return (4 * warps - 1) * steps + new
 

@@ -1,4 +1,4 @@
-"""Embedding lookups, with sinusoidal or learned positions."""
+"""Embedding lookups, with sinusoidal or learned positions. A word is one element of `word_ids`, a token."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _looked_up(embedding_table: Any, word_ids: Any, *_: Any, **__: Any) -> Resul
 
 
 def _check_words(word_ids: Any, table: Array) -> tuple[Any, int]:
-    """Check word_ids. Return the number of all words, and the number of words in a sequence."""
+    """Check word_ids. Return the number of all words (tokens), and the number of words in a sequence."""
     if not isinstance(word_ids, Array) or not word_ids.shape:
         got = [] if isinstance(word_ids, Array) else type_name(word_ids)
         check.fail("word_ids", "an array [batch] or [batch, ...]", got, TypeError)
@@ -98,7 +98,7 @@ def _check_positions(
 
 
 def _width(variant: str, table: Array, row_bytes: int, *others: Array | None) -> int:
-    """Return the bytes per load of a variant. `others` are the other arrays that the kernel accesses, or None."""
+    """Return the bytes per load of a variant. `others` are the arrays besides `table` that the kernel accesses."""
     check.one_of("variant", variant, VARIANTS)
     if variant == "narrow":
         return table.item_size
@@ -185,8 +185,8 @@ def embedding_lookup(
         out[i] = embedding_table[word_ids[i]] + position_table[position[i]]
 
     The sum is computed in float32 and rounded once. If `position_table` is None, the rows are copied, bit for bit. A
-    word of `word_ids` [batch] has position `step`. The words of a row of [batch, seq] have positions `step`,
-    `step + 1`, ... With `position_ids` a word has position `step + position_ids`.
+    word is a token. Every word of `word_ids` [batch] has position `step`. The words of a row of [batch, seq] have the
+    positions `step`, `step + 1`, ... With `position_ids`, word i has position `step + position_ids[i]`.
 
     Args:
         embedding_table: [vocab, hidden], float32, float16 or bfloat16, contiguous; any hidden size.
@@ -195,7 +195,7 @@ def embedding_lookup(
         step: the position of the first word of each row, as an int, such that all positions are in the table.
         position_ids: int32 or int64, of the shape of `word_ids`, or [1] for all words.
         out: [*word_ids.shape, hidden], written and returned.
-        variant: "auto", or a kernel by name: "wide" (loads of 16 bytes) or "narrow" (of one element).
+        variant: "auto", or a kernel by name: "wide" (loads of 16 bytes) or "narrow" (loads of one element).
 
     Returns:
         [*word_ids.shape, hidden] of the dtype of `embedding_table`, in its library and on its device. Arrays in host

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: "vector" handles 16 bytes at a time, "scalar" one element.
+#: "vector" handles 16 bytes at a time, "scalar" handles one element at a time.
 VARIANTS = ("auto", "vector", "scalar")
 #: Activations without a gate. The template has their names in capitals.
 WITH_BIAS = ("gelu", "gelu_tanh", "silu", "relu", "gelu_quick")
@@ -51,7 +51,7 @@ def _variant(
 ) -> Variant:
     arguments = arrays.CUDA_TYPE[dtype], activation, width, _ITEMS
     flags = gate_last, interleaved, bounded
-    # Trailing flags that are not set keep the template's default.
+    # Flags at the end of the template arguments that are not set are left out: the template has defaults for them.
     given = flags[: max((i + 1 for i, flag in enumerate(flags) if flag), default=0)]
     return _kernel.variant(*arguments, *("true" if flag else "false" for flag in given))
 

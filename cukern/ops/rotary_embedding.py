@@ -20,7 +20,7 @@ from cukern.runtime.units import ceil_div, divisor, why_width
 __all__ = ["fused_qk_norm_rope_and_cache", "rotary_embedding"]
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: "wide" loads 16 bytes at a time, "narrow" one element.
+#: "wide" loads 16 bytes at a time, "narrow" loads one element at a time.
 VARIANTS = ("auto", "wide", "narrow")
 MAX_ROWS = 2**31 - 2**12
 #: The largest rotary_dim, because "narrow" has one thread for each pair of elements of a head.
@@ -148,7 +148,7 @@ def rotary_embedding(
         layout: "half", "interleaved" or "deinterleaved".
         rotary_dim: an even number of at most 512 and the head_dim; None: the columns of `cos`.
         unsqueeze_dim: the dimension of the heads in `query` and `key`: 1, or 2 for [batch, tokens, heads, head_dim].
-        variant: "auto", or a kernel by name: "wide" (loads of 16 bytes) or "narrow" (of one element).
+        variant: "auto", or a kernel by name: "wide" (loads of 16 bytes) or "narrow" (loads of one element).
 
     Returns:
         query and key, computed in float32 and rounded once. transformers rounds each product as well.
@@ -222,7 +222,7 @@ def rotary_embedding(
 
 # --- norms, rotation and cache --------------------------------------------------------------------------
 
-#: The elements of a unit, and the largest head_dim. A warp holds a head, with at most two units per lane.
+#: The number of elements of a unit, and the largest head_dim. A warp holds one head, at most two units per lane.
 _EACH, MAX_HEAD_DIM = 8, 512
 _fused = Kernel("rotary_embedding/norm_rotate_store", "norm_rotate_store")
 
@@ -317,7 +317,7 @@ def fused_qk_norm_rope_and_cache(
     layout: str = "half",
     rotary_dim: int | None = None,
 ) -> AnyArray:
-    """Normalize and rotate the heads of queries and keys, and store keys and values in a paged cache: one launch.
+    """Normalize and rotate the heads of queries and keys, and store keys and values in a paged cache, in one launch.
 
     The results have the same bits as `rms_norm` of each head of query and key (if `epsilon` is given), followed by
     `rotary_embedding` and `reshape_and_cache_flash`.

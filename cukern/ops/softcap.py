@@ -19,15 +19,15 @@ from cukern.runtime.units import ceil_div, why_width
 __all__ = ["softcap_logits"]
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: "vector" handles 16 bytes at a time, "scalar" one element.
+#: "vector" handles 16 bytes at a time, "scalar" handles one element at a time.
 VARIANTS = ("auto", "vector", "scalar")
 
 _kernel = Kernel("softcap", "softcap")
 #: The number of units per thread: (for few logits, for many logits). With one unit per thread there are more blocks, so
 #: few logits use more multiprocessors.
 _ITEMS = (1, 4)
-#: From this many logits on, a thread has four units. The limit is between the benchmark cases softcap_logits, tokens 1
-#: and 64, and not close to either.
+#: From this number of logits on, a thread has four units. The limit lies between the sizes of two benchmark cases
+#: (softcap_logits, tokens 1 and tokens 64), far from both.
 _MANY = 2**21
 #: The smallest normal and the largest finite float32.
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)

@@ -34,7 +34,7 @@ WGMMA_DIMS = (64, 128)
 _LOG2_E = 1.4426950408889634
 #: "wgmma" takes the maximum of a query's dot products before it multiplies by the scale, so the scale must be positive.
 _SMALLEST_WGMMA_SCALE = 1e-30
-_LARGEST_STRIDE = 2**40  # in bytes, of a tensor map
+_LARGEST_STRIDE = 2**40  # the largest stride in a tensor map, in bytes
 
 _wgmma = Kernel("varlen_attention/attention_wgmma", "attention_wgmma", compile_s=0.7)
 _mma = Kernel("varlen_attention/attention_mma", "attention_mma")
@@ -49,12 +49,12 @@ class _Choice(NamedTuple):
     """A variant, and the sizes of its blocks."""
 
     variant: Variant
-    queries: int  # of a block
-    room: int  # capacity for a head
+    queries: int  # the number of queries that a block processes
+    room: int  # the largest head dimension that the instance can process
 
 
 def _keys(room: int) -> int:
-    """Return the keys of a tile, so that a block fits the 99 KiB of shared memory of every GPU from sm_80 on."""
+    """Return the keys per tile, so that a block fits in the 99 KiB of shared memory of any GPU from sm_80 on."""
     return 64 if room <= 128 else 32
 
 
@@ -225,8 +225,8 @@ def varlen_attention(
 
     Args:
         q: [tokens, heads, dim], float32, float16 or bfloat16, dim at most 256, contiguous along the last dimension.
-            Tokens and heads may be strided, so q, k and v may be slices of the output of one QKV projection, such as
-            qkv.view(tokens, 3, heads, dim)[:, 0].
+            Tokens and heads may be strided, so q, k and v may be slices of the output of one QKV projection: for
+            example, q may be qkv.view(tokens, 3, heads, dim)[:, 0].
         k, v: [memory_tokens, kv_heads, dim], of the dtype of `q`, with strides as `q` may have them; kv_heads divides
             heads.
         cu_seqlens_q: int32 [sequences + 1], the start of each sequence: 0, then sums of lengths, which may be 0. The
@@ -238,10 +238,11 @@ def varlen_attention(
         causal: True: the last query of a sequence sees all of its keys, and each query sees one key less than the next
             query. Infinities and NaN in values may affect queries that do not see these values.
         out: [tokens, heads, dim], contiguous, to write into and return; it shares no memory with q, k and v.
-        variant: "auto", or a kernel by name: "wgmma" (Hopper's tensor cores; like "mma", with dim at most 128 and a
-            positive scale), "mma" (tensor cores; 16 bits, aligned rows of a multiple of 8) or "fma" (products in
-            float32). The first two round the softmax weights to the dtype before the product with the values. "auto"
-            takes the first variant that can compute the arrays; the lengths do not matter.
+        variant: "auto", or a kernel by name: "wgmma" (Hopper's tensor cores; needs what "mma" needs, dim of at most 128
+            and a positive scale), "mma" (tensor cores; needs a 16-bit dtype, aligned rows and dim a multiple of 8) or
+            "fma" (products in float32, for all arrays). "wgmma" and "mma" round the softmax weights to the dtype before
+            the multiplication by the values. "auto" takes the first of the three variants that can compute the call.
+            The lengths do not affect the choice.
 
     Returns:
         [tokens, heads, dim] of the dtype of `q`, in the library and on the device of `q`. A NaN among the scores of a
@@ -251,8 +252,9 @@ def varlen_attention(
         TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
-    The semantics are as in FlashAttention's `flash_attn_varlen_func`, without the largest lengths, which the grid does
-    not need. The layout is as in FasterTransformer's and Effective Transformer's batches without padding.
+    The semantics are as in FlashAttention's `flash_attn_varlen_func`. That function also takes the largest lengths,
+    which the grid of this function does not need. The layout is as in FasterTransformer's and Effective Transformer's
+    batches without padding.
     """
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k)
     tokens, heads, dim = q.shape

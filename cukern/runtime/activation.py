@@ -20,7 +20,7 @@ _NUMBERS: dict[Any, int] = {None: 0, **{name: i + 1 for i, name in enumerate(ACT
 
 
 def is_gated(activation: str | None) -> bool:
-    """Return whether an activation, if there is one, has a gate."""
+    """Return whether an activation has a gate; false for None."""
     return activation is not None and not activation.endswith("_no_mul")
 
 

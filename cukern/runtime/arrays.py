@@ -74,7 +74,7 @@ _PART_ALIGNMENT = 256  # alignment of the arrays in a workspace, in bytes
 
 @functools.lru_cache(maxsize=1024)
 def lay_out(sizes: tuple[int, ...]) -> tuple[int, list[int]]:
-    """Return the bytes of a workspace that holds arrays of these sizes in bytes, and the start of each array."""
+    """Return the size of a workspace that holds arrays of these sizes, and the start of each array, all in bytes."""
     starts, end = [], 0
     for size in sizes:
         starts.append(end)

@@ -146,8 +146,8 @@ def cuda_include_directory() -> str:
 def _find_cuda_headers() -> str:
     candidates = []
     if library := _nvrtc_library():
-        # First the include folder of a toolkit and of the CUDA 13 wheels, then the folder of the CUDA 12 wheels, which
-        # have one folder per package.
+        # The first candidate is the include folder of a toolkit and of the CUDA 13 wheels. The second is the folder of
+        # the CUDA 12 wheels, which have one folder per package.
         candidates += [str(library.parents[1] / "include"), str(library.parents[2] / "cuda_runtime" / "include")]
     with contextlib.suppress(Exception):
         from cuda.pathfinder import find_nvidia_header_directory
@@ -279,7 +279,7 @@ _temporary: dict[Path, Path] = {}
 
 
 def cache_directory() -> Path:
-    """Return the folder that kernels are written to: a temporary one if the user's folder cannot be written."""
+    """Return the folder for new kernels: the user's folder, or a temporary folder if that one cannot be written."""
     wanted = _default_cache_directory()
     # Without the lock, two threads could create two temporary folders.
     with _cache_lock:
@@ -291,7 +291,7 @@ def cache_directory() -> Path:
 
 
 def folders() -> list[Path]:
-    """Return the folders that kernels are read from: the user's, and the temporary one if there is one."""
+    """Return the folders that kernels are read from: the user's folder, and the temporary folder if there is one."""
     wanted = _default_cache_directory()
     with _cache_lock:
         own = [wanted] if _cache(wanted).is_read else []
@@ -408,14 +408,14 @@ def _end(workers: Sequence[subprocess.Popen[str]], threads: Sequence[threading.T
     for thread in threads:
         thread.join()
     for worker in workers:
-        with worker:  # closes its pipes
+        with worker:  # the end of the block closes the pipes of the worker
             worker.wait()
         for path in cache_directory().glob(f"{nvrtc.WRITING}{worker.pid}-*"):
             path.unlink(missing_ok=True)
 
 
 def _ask(worker: subprocess.Popen[str], job: dict[str, Any]) -> str | None:
-    """Let a worker do a job. Returns the text of the error if it failed, else None."""
+    """Send a job to a worker, and wait for it. Return the text of the error if the job failed, else None."""
     assert worker.stdin is not None and worker.stdout is not None
     try:
         worker.stdin.write(json.dumps(job) + "\n")
@@ -438,7 +438,7 @@ def compile_all(work: Sequence[tuple[Instance, str]], progress: Callable[[Instan
     others wait for `nvrtc.PATIENCE_S` seconds at most, and then compile the missing instances themselves.
 
     `progress` is called after each instance, from any thread.
-    Raises CompileError, with the messages of all failures, after all have been tried.
+    Raises CompileError with the messages of all failures, after all instances have been tried.
     """
     with nvrtc.alone(str(cache_directory() / "all")):
         archs = {arch for _, arch in work}

@@ -18,7 +18,7 @@ ALLOCATED_ALIGNMENT = 16
 
 
 class Place(NamedTuple):
-    """Where arrays are: their library, the CUDA device or None for host memory, and the GPU of the device."""
+    """The place of arrays: their library, their CUDA device (None: host memory), and the GPU of that device."""
 
     library: arrays.Library
     device: int | None
@@ -29,11 +29,11 @@ class Place(NamedTuple):
 
 
 class NoNumbers(TypeError):
-    """The body of an op asks for an element of an array. The element does not exist before the kernels have run."""
+    """The error of an op's body that reads an element of an array. No element exists before the kernels have run."""
 
 
 class Array:
-    """The description of an array, without its elements. As the field of a launch it stands for the array's address.
+    """The description of an array, without its elements. As a field of a launch it stands for the address of the array.
 
     `strides` are in elements. `alignment` is a power of two of at most 16 that divides the address.
     """
@@ -57,7 +57,7 @@ class Array:
         #: `source` is the index of an address of the call. This array begins `offset` bytes after that address.
         self.source = source
         self.offset = offset
-        self.address = address  # in the call that makes the plan; 0 for an array that the call allocates
+        self.address = address  # the address in the call that makes the plan; 0 for an array that the call allocates
 
     @property
     def gpu(self) -> Gpu:
@@ -257,7 +257,7 @@ def expect_row_stride(name: str, matrix: Array) -> Any:
 
 
 def expect_table(name: str, array: Any, like: Array, like_name: str, rows: Any, symbols: tuple[str, str]) -> Any:
-    """Check an int32 matrix of `rows` rows. Return its columns, and the distance between its rows in elements.
+    """Check an int32 matrix of `rows` rows. Return the number of columns, and the distance between rows in elements.
 
     Raises TypeError for a library or a dtype, ValueError for a device, a shape or strides that do not fit.
     """

@@ -9,8 +9,9 @@ from typing import Any
 class Each:
     """A value that may differ at each call of a plan. `value` is its value in the call that makes the plan.
 
-    If the value is an argument, `place` is its index among the numbers of a call. If it is computed, it has a
-    `function` and its `operands`: arguments, arrays (their addresses are passed), computed values, and constants.
+    If the value is an argument, `place` is its index among the numbers of a call. If the value is computed, each call
+    computes it as `function(*operands)`. An operand is an argument, an array (its address is passed), another computed
+    value, or a constant.
     """
 
     __slots__ = ("function", "operands", "place", "value")

@@ -1,4 +1,4 @@
-"""The FP8 formats of a cache, and the scales of its numbers."""
+"""The FP8 formats of a KV cache, and the scales of its elements."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from cukern.runtime import arrays, check
 from cukern.runtime.describe import Array, expect_place
 
-#: The dtype of a cache's numbers for each `kv_cache_dtype`. With "auto" it is the dtype of the array.
+#: Maps `kv_cache_dtype` to the dtype of the cached elements. With "auto" it is the dtype of the array.
 FORMATS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 DTYPES = tuple(dict.fromkeys(FORMATS.values()))
 KV_CACHE_DTYPES = ("auto", *FORMATS)

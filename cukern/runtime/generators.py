@@ -14,7 +14,7 @@ from cukern.runtime import check
 from cukern.runtime.arrays import Library
 from cukern.runtime.cuda import cupy, runtime
 
-#: The step of a CUDA generator's offset. torch keeps offsets at multiples of it.
+#: The amount by which a draw advances a CUDA generator's offset. torch keeps offsets at multiples of this number.
 _STEP = 4
 _lock = threading.Lock()
 

@@ -9,7 +9,7 @@ from cukern.runtime import check
 from cukern.runtime.cuda import runtime
 from cukern.runtime.kernel import arch_of_device
 
-# Numbers of the driver's device attributes.
+# Values of CUdevice_attribute, the driver's enumeration of device attributes.
 _MULTIPROCESSORS, _SHARED_PER_MULTIPROCESSOR, _SHARED_PER_BLOCK = 16, 81, 97
 
 

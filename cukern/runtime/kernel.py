@@ -22,7 +22,7 @@ from cukern.runtime.cuda import cupy, current_device, driver, need_cupy, runtime
 from cukern.runtime.progress import progress
 from cukern.runtime.template import TemplateError
 
-#: Every kernel of the library, by stem. The imports of the op modules add them.
+#: Maps a stem (see `Kernel`) to its kernels. The imports of the op modules add the kernels.
 KERNELS: dict[str, list[Kernel]] = {}
 
 #: A lock for each device. One lock for all devices could cause a deadlock: loading a module may wait for a kernel on

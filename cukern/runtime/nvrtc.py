@@ -33,7 +33,7 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def load(library: str) -> None:
-    """Load the file of an NVRTC. CuPy's binding uses it unless it is already bound to another one."""
+    """Load an NVRTC library from its file. CuPy's binding uses this library unless it is already bound to another."""
     # NVRTC opens its built-in functions by their bare file name, which is found only if the library is loaded.
     for file in (*Path(library).parent.glob("libnvrtc-builtins.so.*"), library):
         ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
@@ -62,7 +62,7 @@ def _compile(source: str, filename: str, expression: str, options: list[str]) ->
             raise RuntimeError(f"{expression}: {error}\n{log}") from None
         name = nvrtc.getLoweredName(program, expression)
         log = nvrtc.getProgramLog(program).rstrip("\x00\n ")
-        # CuPy drops the last byte as the end of a string. That byte is the high byte of a number, and always 0.
+        # CuPy drops the last byte, as if it ended a string. In a cubin it is the high byte of a number, and always 0.
         return nvrtc.getCUBIN(program) + b"\0", name, log
     finally:
         nvrtc.destroyProgram(program)

@@ -34,7 +34,7 @@ class Operator(NamedTuple):
     """A torch operator; see `op`."""
 
     function: Callable[..., Any]
-    names: Sequence[str]  # of the results
+    names: Sequence[str]  # the names of the results
     results: Callable[..., Any] | None
 
 
@@ -57,10 +57,10 @@ class _Kept(NamedTuple):
 
 
 class _Signature:
-    """The kept plans for calls of one form: equal positional arguments in number, equal keywords, and equal types."""
+    """The kept plans for calls with the same number of positional arguments, the same keywords and the same types."""
 
     def __init__(self, names: Sequence[str], values: Sequence[Any], numbers: Collection[str]) -> None:
-        self.names = names  # of the arguments, in order
+        self.names = names  # the names of the arguments, in order
         self.plans: dict[tuple[Any, ...], list[_Kept]] = {}
         self.is_nested = any(type(value) in (tuple, list) for value in values)
         flat, named = _flatten(values)
@@ -69,11 +69,11 @@ class _Signature:
         own = [i for i, x in enumerate(flat) if libraries[i] is None and x is not None]
         differs = [i for i in own if names[named[i]] in numbers]
         self.arrays = _getter(given)
-        #: Two functions of a call's values. The first returns the numbers that may differ at each call, the second the
-        #: facts, which are the values that select the plan.
+        #: Two functions of a call's values. `numbers` returns the numbers that may differ at each call. `facts` returns
+        #: the values that select the plan.
         self.numbers, self.facts = _getter(differs), _getter([i for i in own if i not in differs])
-        #: Whether plans are kept: only if all arrays are of one known library. An array of another library (DLPack)
-        #: would be part of a plan's key, which would keep the array alive.
+        #: Whether plans are kept. They are kept only if all arrays are of one known library. An array of another
+        #: library (DLPack) would be part of the key of a plan, and the key would keep the array alive.
         self.keeps = len({*libraries} - {None}) == 1 and not any(hasattr(flat[i], "__dlpack__") for i in own)
 
 
@@ -196,7 +196,7 @@ class Op:
         taken = {name for name in arguments if name in takes or (takes_all and name not in ("out", "variant"))}
         given_arguments = {name: to_numpy(x) for name, x in arguments.items() if name in taken}
         results = self.twin(**given_arguments | trace.for_twin())
-        if returned is not None:  # the plan returns arguments that the twin has written
+        if returned is not None:  # the plan returns arguments that the NumPy reference (the twin) has written
             return tuple(map(given, returned)) if isinstance(returned, tuple) else given(returned)
         if results is None:
             return None
@@ -267,7 +267,7 @@ class Op:
 
 
 def _memory(addresses: Sequence[int], compares: bool) -> tuple[tuple[int, int], ...] | None:
-    """Return the properties of the addresses on which a plan may depend: their alignments, and which are equal.
+    """Return what a plan may depend on besides the arguments: the alignments of the addresses, and which are equal.
 
     Equal addresses matter only if `compares` is true. Return None in the usual case: all addresses are aligned to 16
     bytes, and if they matter all are different.

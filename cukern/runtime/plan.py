@@ -42,11 +42,11 @@ class _Step(NamedTuple):
 
 
 class Trace:
-    """The record of what an op's body has requested so far: allocations, launches and notes."""
+    """The allocations, launches and notes that an op's body has requested so far."""
 
     def __init__(self, place: Place, addresses: Sequence[int], numbers: int) -> None:
         self.place = place
-        self.addresses = addresses  # of the arrays of the call
+        self.addresses = addresses  # the addresses of the arrays of the call
         self.steps: list[_Step] = []
         self.computed: list[Each] = []  # the values that each call computes, in order
         self.compares = False  # whether the body has compared the addresses of arrays
@@ -134,7 +134,7 @@ def outputs(
 
 
 def write_into(*results: Array) -> None:
-    """Record to which arguments the NumPy reference writes its results. For ops that check `out` themselves."""
+    """Record the arguments that the NumPy reference writes to. Ops that check `out` themselves call this."""
     current().outputs = list(results)
 
 
@@ -208,8 +208,8 @@ def tensor_map(
             made = encoded[address] = encode(address, dtype, dims, strides, box, promotion, swizzled)
         return made
 
-    # Each call encodes the map. It cannot be encoded here, because `cukern.explain` also plans calls without an address
-    # or a driver.
+    # Each call encodes the tensor map. The map cannot be encoded here, because `cukern.explain` also plans calls that
+    # have no address or run without a driver.
     return each_call(find, bytes(TENSOR_MAP_BYTES), array)
 
 
@@ -219,7 +219,7 @@ def note(**facts: Any) -> None:
 
 
 def begin_together(first: Array, second: Array) -> bool:
-    """Return whether two arrays begin at the same address. Later calls use the plan only if theirs do likewise."""
+    """Return whether two arrays begin at the same address. A later call with another answer needs another plan."""
     trace = current()
     trace.compares = True
     return (first.address or (first.source, first.offset)) == (second.address or (second.source, second.offset))
@@ -252,7 +252,7 @@ def _is_open(value: Any) -> bool:
 
 
 def asked(variant: str) -> str:
-    """Return the reason for a kernel that the caller has chosen by `variant`; empty for "auto"."""
+    """Return a text that says that the caller has chosen the kernel by `variant`; empty for "auto"."""
     return "" if variant == "auto" else f"variant={variant!r} asks for it"
 
 
@@ -403,7 +403,7 @@ class Plan:
 def _returning(
     returned: Any, place_of: Callable[[Array], int], paths: Sequence[tuple[int, int | None]]
 ) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
-    """Return a function that builds the result of a call from its arguments and a list of its and allocated arrays."""
+    """Return a function that builds a call's result from its arguments and the list of its and all allocated arrays."""
     if not isinstance(returned, (tuple, list)):
         return lambda values, arrays: returned
     places = [place_of(x) if isinstance(x, Array) else None for x in returned]

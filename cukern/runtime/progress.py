@@ -15,7 +15,7 @@ _command: ContextVar[str] = ContextVar("_command", default="")
 
 
 class Advance(Protocol):
-    """Report that `count` more pieces of work are done, and name the next piece (`what`)."""
+    """Report that `count` more tasks are done, and name the next task (`what`)."""
 
     def __call__(self, count: int = 1, what: str = "") -> None: ...
 
@@ -32,10 +32,10 @@ def in_command(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress(what: str, total: int, shown: bool | None = None) -> Iterator[Advance]:
-    """Report the progress of `total` pieces of work. Gives a function to call after each piece, from any thread.
+    """Report the progress of `total` tasks. Yield a function to call after each task, from any thread.
 
-    On a terminal stderr shows a bar, which vanishes at the end. Elsewhere a command prints a line for the first piece
-    and for each tenth of the work, and other programs print nothing. With `shown` True the bar is shown anywhere and
+    On a terminal stderr shows a bar, which vanishes at the end. Elsewhere a command prints a line for the first task
+    and for each tenth of the tasks, and other programs print nothing. With `shown` True the bar is shown anywhere and
     stays. With `shown` False nothing is shown.
     """
     if shown or (shown is None and sys.stderr.isatty()):

@@ -22,7 +22,7 @@ class Rows(NamedTuple):
 
     total: int
     size: int
-    distance: int  # between rows, in elements
+    distance: int  # the distance between the starts of neighbouring rows, in elements
     batch: int  # rows of each expert with `counts`, else 1
     counts: Any  # int32 [experts], the used rows of each expert; None: all rows are used
 
@@ -88,7 +88,7 @@ class Tile(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def tile(columns: int, items: int, lanes: int = 1, most_threads: int = 256) -> Tile:
-    """Return the tile for rows of `columns` units, with `items` units per thread.
+    """Return the tile for rows of `columns` units, with `items` units per thread. A unit is one load or store.
 
     The number of threads per row is a multiple of `lanes`.
     """

@@ -26,7 +26,7 @@ class Argument(NamedTuple):
 
     name: str
     type: str
-    suffix: str = ""  # after the type: "[]" for a list, "?" for an optional one
+    suffix: str = ""  # follows the type: "[]" for a list, "?" for an optional argument
     default: str = ""
     is_written: bool = False
     is_keyword: bool = False
@@ -62,7 +62,7 @@ class Schema(NamedTuple):
         return Schema(self.operator, overload, [*self.arguments, *written], [])
 
     def functional(self) -> Schema | None:
-        """The default overload without its written arguments; None if it has none, or if one of them is required."""
+        """The default overload without written arguments; None if there are none, or if one of them is required."""
         written = [x for x in self.arguments if x.is_written]
         if self.overload or not written or not all(x.default for x in written):
             return None

@@ -53,9 +53,9 @@ class TemplateError(RuntimeError):
 
 @dataclass(frozen=True)
 class Scalar:
-    """A number or a pointer."""
+    """A field that is a number or a pointer."""
 
-    code: str  # its format character in the module `struct`
+    code: str  # the format character of the type in the Python module `struct`
 
     @property
     def size(self) -> int:
@@ -68,7 +68,7 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Array:
-    """`count` values of one type, side by side."""
+    """A field of `count` values of one type, one after the other in memory."""
 
     of: Scalar | Array | Struct
     count: int
@@ -201,7 +201,7 @@ def _lay_out(file: str, name: str, body: str, base: str | None, alignment: int) 
     for statement in body.split(";"):
         statement = " ".join(statement.split())
         if not statement or "(" in re.sub(r"alignas\(\d+\)", "", statement):
-            continue  # a function
+            continue  # the declaration is a function
         member = _MEMBER.fullmatch(statement)
         if member is None:
             raise TemplateError(f"{file}.cu: cannot read `{statement}` of struct {name}")
@@ -336,7 +336,7 @@ class _Format(NamedTuple):
 
     fixed: struct.Struct  # packs the fixed numbers only, into a struct of the full size
     whole: struct.Struct  # packs the bytes and the open values in `parts`
-    parts: list[tuple[int, int] | None]  # in order: a range of fixed bytes, or None for an open value
+    parts: list[tuple[int, int] | None]  # the values to pack: a range of fixed bytes, or None for an open value
 
 
 @functools.lru_cache(maxsize=1024)

@@ -56,11 +56,12 @@ def encode(
     """Encode a tensor map (`CUtensorMap`) of an array in global memory, for tiles with 128-byte swizzle or none.
 
     Args:
-        address: of the first element, a multiple of 16.
-        dims: elements along each dimension, the innermost first.
-        strides: bytes between neighbours along each dimension except the innermost, multiples of 16.
-        box: elements of a tile along each dimension, at most 256; swizzled, 128 bytes along the innermost.
-        promotion: the bytes that L2 fetches at least, 128 or 256.
+        address: the address of the first element, a multiple of 16.
+        dims: the number of elements along each dimension, the innermost first.
+        strides: the bytes between neighbours along each dimension except the innermost, multiples of 16.
+        box: the number of elements of a tile along each dimension, at most 256. A swizzled tile has 128 bytes along the
+            innermost dimension.
+        promotion: the smallest number of bytes that L2 fetches, 128 or 256.
         swizzled: whether a tile has the 128-byte swizzle; else its bytes are in the order of memory, without gaps.
 
     Elements of a tile outside the array are 0. Raises RuntimeError if the driver refuses the sizes.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Tolerance(NamedTuple):
-    """The allowed difference of a value from the wanted one: absolute + relative * |wanted|."""
+    """The allowed difference between a result and the reference's value `wanted`: absolute + relative * |wanted|."""
 
     relative: float
     absolute: float

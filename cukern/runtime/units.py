@@ -1,4 +1,4 @@
-"""The widths of units (one load or store of a thread), and divisors, as in `common/units.cuh`."""
+"""The widths of units, and divisors, as in `common/units.cuh`. A unit is the data of one load or store of a thread."""
 
 from __future__ import annotations
 

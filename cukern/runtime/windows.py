@@ -24,7 +24,7 @@ _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 def allocate(device: int, size: int) -> int:
-    """Allocate `size` bytes of a device, all 0, and return the address."""
+    """Allocate `size` bytes on a device, set them to 0, and return the address."""
     with current_device(device):
         address = runtime.malloc(size)
         runtime.memset(address, 0, size)
@@ -39,7 +39,7 @@ def free(device: int, address: int) -> None:
 
 
 def allocate_on_host(size: int) -> int:
-    """Allocate `size` bytes of host memory, all 0, that every device can write, and return the address."""
+    """Allocate `size` bytes of host memory that every device can write, set them to 0, and return the address."""
     address = runtime.hostAlloc(size, _PORTABLE_MAPPED)
     ctypes.memset(address, 0, size)
     return address

@@ -74,7 +74,7 @@ _combine_kernel.specialized = [
     for units in (FEW_UNITS, MANY_UNITS)
     for phases in (_BOTH, SEND, RECEIVE)
 ]
-# The most used instances are compiled at import. The creation of a state compiles all other instances that it may need.
+# The most used instances are compiled at import. `AllToAllState.local` and `connect` compile all others they may need.
 _dispatch_kernel.at_import = [_dispatch_variant(DTYPES[0], ID_DTYPES[0], x, _BOTH).instance for x in (False, True)]
 _combine_kernel.at_import = [_combine_variant(DTYPES[0], ID_DTYPES[0], "BY_SLOT", FEW_UNITS, _BOTH).instance]
 
@@ -315,9 +315,9 @@ def all_to_all_dispatch(
         scales: float32 [tokens, columns], the scales of FP8 rows, at most one for 128 elements. They are sent with the
             rows.
         quantize: convert 16-bit rows to FP8 with a scale for each 128 elements, as `per_token_group_quant_fp8` does,
-            and send these.
-        expert_load: int32 [num_experts]. For each expert of this rank, the number of received slots is added to its
-            element.
+            and send the FP8 rows with their scales.
+        expert_load: int32 [num_experts]. For each expert of this rank, the number of received (token, slot) pairs with
+            this expert is added to the element of the expert.
         return_receiver: only send, and return a function (the receiver). Call the receiver to receive the rows and get
             the result. Kernels that this rank launches between the two calls overlap with the arrival of rows.
 
@@ -386,10 +386,11 @@ def all_to_all_combine(
         state: the `AllToAllState` of this rank.
         expert_output: the rows of this rank's experts, float16 or bfloat16 [rows, hidden], or [experts, rows, hidden].
             Without `inverse`: one sum for each token, [ranks * max_tokens, hidden], in the rows of the dispatch.
-        topk_weights: float32 [tokens, topk], the dispatched weights, by which the rows are multiplied; None: 1.
+        topk_weights: float32 [tokens, topk], the weights that were dispatched. The rows are multiplied by them. None
+            stands for weights of 1.
         topk_ids: int32 or int64 [tokens, topk], the dispatched ids.
-        inverse: int32 [ranks * max_tokens, topk], the row of each received slot, as `moe_sort` and `moe_sort_batched`
-            return it. A slot whose expert is on this rank must have a row.
+        inverse: int32 [ranks * max_tokens, topk], the row of `expert_output` for each slot of each received token, as
+            `moe_sort` and `moe_sort_batched` return it. A slot whose expert is on this rank must have a row.
         apart: send the row of each slot separately, and add the rows on the token's own rank in the order of the slots.
             The result then has the same bits for any number of ranks. This sends up to topk times as many bytes.
         out: [tokens, hidden], written and returned.

@@ -1,6 +1,6 @@
 """The sizes of an exchange between ranks, and the memory layout of the windows.
 
-A window is the memory of a rank into which all other ranks write.
+A window is a region of a rank's memory into which all other ranks write. A unit is 16 bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GROUP: int = _CONSTANTS["GROUP"]
 UNITS_OF_LINE, UNITS_AT_ONCE, FLAG_UNITS = (_CONSTANTS[x] for x in ("UNITS_OF_LINE", "UNITS_AT_ONCE", "FLAG_UNITS"))
 LINE_BYTES: int = _CONSTANTS["LINE_BYTES"]
 FEW_UNITS, MANY_UNITS = FLAG_UNITS, 2 * FLAG_UNITS  # 16-byte units that a thread of a combine handles at a time
-#: Above this many tokens a thread of a combine handles MANY_UNITS units at a time, otherwise FEW_UNITS.
+#: With more tokens than MANY_TOKENS, a thread of a combine handles MANY_UNITS units at a time, otherwise FEW_UNITS.
 MANY_TOKENS = 512
 SEND, RECEIVE = _CONSTANTS["SEND"], _CONSTANTS["RECEIVE"]
 MAX_TOPK = 32
@@ -27,8 +27,8 @@ MAX_EXPERTS = 2**24
 MAX_DEADLINE_S = 10**9
 ALIGNMENT = 256  # alignment of each buffer in a window, in bytes
 #: If a source rank sent at most this many tokens, the sums are sent back to it as lines of 128 bytes. A line has 7
-#: units of 16 bytes of data, and one unit with the number (epoch) of the call. An eighth of the bytes is the epoch, but
-#: the receiver does not need separate flags.
+#: units of 16 bytes of data, and one unit with the number of the call (the epoch). The receiver polls the epoch, so it
+#: needs no separate flags. The epochs take an eighth of the bytes.
 _LINE_TOKENS = 256
 STRUCTS = "all_to_all/dispatch"
 
@@ -112,7 +112,7 @@ class Sizes(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Byte offsets of the buffers in a window. A pair is for the two receive buffers, which dispatches alternate."""
+    """Byte offsets of the buffers in a window. A pair holds one offset for each of the two receive buffers."""
 
     rows: tuple[int, int]
     scales: tuple[int, int]

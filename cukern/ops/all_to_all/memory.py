@@ -1,6 +1,7 @@
 """The state of a rank in an exchange between ranks: its window, its mappings of other windows, and its progress.
 
-A window is the memory of a rank into which all other ranks write. Every rank maps the windows of all ranks.
+Each rank owns one window: a region of its memory into which all other ranks write. Every rank maps the windows of all
+other ranks. The progress of a rank counts its completed dispatches and combines.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Dispatched(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Link:
-    """The attributes of a state that a plan depends on. A Link is hashed by identity, because that is fast."""
+    """The attributes of an exchange state on which a plan depends. A Link is hashed by identity, which is fast."""
 
     device: int | None
     rank: int
@@ -93,11 +94,11 @@ class Link:
 
 
 class _Memory:
-    """The memory of one rank: its window, its private memory, and its mappings of other windows.
+    """The memory of one rank: its window (into which other ranks write), its private memory, and its mappings.
 
-    `release` frees the memory. It is also freed by garbage collection, once neither a state nor an array in the window
-    refers to it. But if another rank of this process has memory at that time, the next constructor or `release` frees
-    it instead. While a constructor or `release` runs, no kernel of this process may wait for another rank.
+    `release` frees the memory. Garbage collection also frees it, once neither a state nor an array in the window refers
+    to it. But if another rank of this process has memory at that time, the next constructor or `release` frees it
+    instead. While a constructor or `release` runs, no kernel of this process may wait for another rank.
     """
 
     def __init__(self, device: int, sizes: Sizes, layout: Layout, ranks: int) -> None:
@@ -146,7 +147,7 @@ class _Memory:
         return address
 
     def write_word(self, addresses: Sequence[int], value: int) -> None:
-        """Write an int32 to addresses in windows, without waiting for kernels."""
+        """Write an int32 to each of `addresses`, which lie in the windows of ranks, without waiting for kernels."""
         windows.write_word(self.device, self.stream, self.failure + _FAILURE_BYTES, addresses, value)
 
 
@@ -161,7 +162,7 @@ def _in_any_capture() -> Iterator[None]:
         libcuda().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
-#: The resources of all memories of this process, and the resources of collected memories that are still to be freed.
+#: The resources of all `_Memory` objects of this process, and those of garbage-collected objects that wait to be freed.
 _in_use: set[contextlib.ExitStack] = set()
 _abandoned: list[contextlib.ExitStack] = []
 
@@ -191,10 +192,10 @@ def _free_abandoned() -> None:
 class AllToAllState:
     """The state of one rank in an exchange between ranks: the windows that it maps, and its progress.
 
-    A window is the memory of a rank into which all other ranks write. `local` and `connect` create states. A window has
-    two buffers for received tokens, each with room for `max_tokens` tokens of each rank, and one buffer for the results
-    of a combine. Successive dispatches alternate between the two buffers. A replayed CUDA graph uses the buffers that
-    its capture used. All ranks must make the same calls and replays in the same order.
+    `local` and `connect` create states. A window is a region of a rank's memory into which all other ranks write. A
+    window has two buffers for received tokens, each with room for `max_tokens` tokens of each rank, and one buffer for
+    the results of a combine. Successive dispatches alternate between the two buffers. A replayed CUDA graph uses the
+    buffers that its capture used. All ranks must make the same calls and replays in the same order.
 
     Attributes:
         rank, ranks: the index of this rank, and the number of ranks.
@@ -210,7 +211,7 @@ class AllToAllState:
         self.max_tokens, self.hidden, self.topk, self.num_experts = link.sizes[:4]
         self._failure = None if memory is None else (ctypes.c_int * 4).from_address(memory.failure)
         self._memory = memory
-        self._buffer = 1  # of the latest dispatch
+        self._buffer = 1  # the index of the buffer of the latest dispatch
         self._open: str | None = None  # the phase that has been sent and not received
         self._dispatched: int | None = None  # tokens of the latest dispatch; None after its combine
         self._closed = self._gave_up = False
@@ -237,15 +238,16 @@ class AllToAllState:
         launches come after it.
 
         Args:
-            devices: the CUDA device of each rank. Several ranks may share a device. All None: ranks in host memory.
+            devices: the CUDA device of each rank. Several ranks may share a device. If all are None, the ranks are in
+                host memory.
             max_tokens: the largest number of tokens of a rank in a call.
             hidden: the elements of a row, a multiple of 16.
             topk: the experts of a token, at most 32.
             num_experts: the experts of all ranks.
             expert_rank: the rank of each expert, [num_experts]. None: each rank has the same number of consecutive
                 experts.
-            apart: make room for the rows of a combine that is called with `apart`.
-            deadline_s: seconds until a wait for another rank fails.
+            apart: reserve the additional memory that a combine with `apart` needs.
+            deadline_s: the time in seconds after which a wait for another rank fails.
 
         Raises:
             ValueError: sizes that do not fit each other; devices that cannot map each other's memory.
@@ -307,7 +309,7 @@ class AllToAllState:
             sizes = Sizes.checked(ranks, max_tokens, hidden, topk, num_experts, apart, deadline_s, expert_rank)
             return check.integer("rank", rank, 0, ranks - 1), ranks, windows.host_id(), sizes
 
-        # Differences between the ranks are found before any memory is allocated.
+        # Compare the sizes of all ranks before any memory is allocated.
         offers = _gather(all_gather, own)
         _check_offers(offers)
         sizes: Sizes = offers[rank][-1]
@@ -334,7 +336,7 @@ class AllToAllState:
 
         try:
             handles = _gather(all_gather, window)
-            # A rank may begin only after all ranks have mapped its window. If one rank cannot map it, all ranks raise.
+            # A rank may begin only after all ranks have mapped its window. If one rank cannot, all ranks raise.
             mapped = _gather(all_gather, addresses)[rank]
         except Exception:
             if memory is not None:
@@ -399,7 +401,7 @@ class AllToAllState:
     def begin_combine(self, topk_ids: Any) -> int:
         """Begin a combine, and return the buffer index of its dispatch.
 
-        Raises RuntimeError if no dispatch has been received, ValueError if it had another number of tokens.
+        Raises RuntimeError if no dispatch has been received, ValueError if the dispatch had another number of tokens.
         """
         self.check()
         if self._open is not None or self._dispatched is None:
@@ -424,8 +426,8 @@ class AllToAllState:
     def received(self, like: Any, buffer: int, dtype: str, columns: int, weights: Any, ids: Any) -> Dispatched:
         """Return the result of a dispatch into `buffer`, with the received `weights` and `ids`.
 
-        The rows of dtype `dtype`, and their scales (`columns` per row), are arrays in the window, in the library of
-        `like`.
+        The rows (of dtype `dtype`) and their scales (`columns` per row) are in the window of this rank. Their arrays
+        belong to the library of `like`.
         """
         library = arrays.library_of(like)
         key = library, buffer, dtype, columns
@@ -448,7 +450,7 @@ class AllToAllState:
         return library.from_bytes(windows.array_at(self.device, address, size, self._memory), shape, dtype)
 
     def expert_map(self, like: Any) -> Any:
-        """Return int32 [num_experts] on the device of `like`: each expert's index among this rank's experts, or -1."""
+        """Return int32 [num_experts] on the device of `like`: an expert's index on this rank; -1 on another rank."""
         library = arrays.library_of(like)
         if library is None:
             check.fail("like", "an array", type(like).__name__, TypeError)
@@ -517,7 +519,7 @@ def _link(memory: _Memory, rank: int, addresses: tuple[int, ...], sharing: int, 
 
 
 def _check_offers(offers: Sequence[Any]) -> None:
-    """Raise ValueError if ranks differ in their host or sizes. All ranks compare the same offers, so all raise."""
+    """Raise ValueError if ranks differ in their host or sizes. All ranks compare the same data, so all raise."""
     _, ranks, host, sizes = offers[0]
     for other, (its_rank, its_ranks, its_host, its_sizes) in enumerate(offers):
         names = ("ranks", *sizes._fields)

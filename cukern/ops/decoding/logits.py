@@ -180,7 +180,7 @@ def _per_row(
 ) -> tuple[Any, Any, int]:
     """Return the fields of `PerRow` for a parameter: an array or None, a number, and the stride of the array.
 
-    If the caller passes None, the number is `off`. A number must be at least `low`.
+    If the caller passes None, the number is `off`, which turns the parameter off. A number must be at least `low`.
     """
     if value is None:
         return None, off, 0
@@ -196,7 +196,7 @@ def _per_row(
 def _check_sequences(
     logits: Array, output_ids: Any, sequence_length: Any, prompt_length: Any, need_ids: str, need_length: bool
 ) -> tuple[int, int]:
-    """Check the arguments that describe the sequences. Return columns and row stride of `output_ids`; zeros without it.
+    """Check the arguments of the sequences. Return the columns and the row stride of `output_ids`, or zeros without it.
 
     `need_ids` is a text that says why `output_ids` is required; it is empty if `output_ids` is optional.
     """
@@ -226,7 +226,7 @@ def _check_masks(logits: Array, output_ids: Any, prompt_mask: Any, output_mask: 
 
 
 def _what_needs_ids(counts: bool, frequency: bool) -> str:
-    """Return a text that says what needs `output_ids`; empty if nothing does."""
+    """Return a text that names the arguments that need `output_ids`; empty if none does."""
     if counts:
         return "repetition, presence or frequency penalties or bad words"
     return "frequency penalties, whose counts no mask has" if frequency else ""
@@ -285,14 +285,12 @@ def apply_penalties(
         temperature: at least 0. The temperature and the three penalties are finite numbers, or float32 arrays [batch]
             or [] on the device of `logits`.
         repetition_penalty: positive; 1 turns the penalty off.
-        presence_penalty: 0 turns the penalty off.
-        frequency_penalty: 0 turns the penalty off.
+        presence_penalty, frequency_penalty: 0 turns the penalty off.
         output_ids: the sequences, int32 [batch, max_length], contiguous along max_length; rows may be strided. Ids
             outside of [0, vocab) are padding: they get no penalty, but count as positions of the sequence.
         sequence_length: the length of each sequence, int32 [batch]; clamped to [0, max_length].
         prompt_length: the length of each prompt within the sequence, int32 [batch], or None for none.
-        min_length: the number of tokens that must be generated before `end_id`; an int, or an int32 array [batch] or
-            [].
+        min_length: the number of tokens to generate before `end_id`; an int, or an int32 array [batch] or [].
         end_id: the token that ends a sequence; needed with `min_length`.
         bad_words: words (of one or more tokens each) that must not be generated, int32 [2, size] for all rows or
             [batch, 2, size], in FasterTransformer's layout: first the tokens of all words one after the other, then the
@@ -310,8 +308,7 @@ def apply_penalties(
         through the NumPy reference.
 
     Raises:
-        TypeError: an unsupported dtype, arrays of different libraries, or an argument without the arguments that it
-            needs.
+        TypeError: an unsupported dtype, arrays of different libraries, or an argument without another that it needs.
         ValueError: shapes, strides, devices or sizes that do not fit.
     """
     batch, vocab = _check_logits(logits)

@@ -57,7 +57,7 @@ def _check_ids(name: str, ids: Any) -> Any:
 
 
 def check_words(name: str, words: Any, like: Array, like_name: str) -> int:
-    """Check lists of words. Return the stride between the lists of two rows; 0 if all rows share one list."""
+    """Check lists of words, such as stop words. Return the stride between the rows' lists; 0 for a shared list."""
     expect_place(name, words, like, like_name)
     check.dtype(name, words.dtype, ("int32",))
     shape, batch = words.shape, like.shape[0]

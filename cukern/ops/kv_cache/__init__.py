@@ -76,11 +76,11 @@ def reshape_and_cache(
             may be slices of the output of one QKV projection. Rows past the end of slot_mapping are ignored.
         key_cache: [blocks, kv_heads, head_dim / x, block_size, x], where x is the number of elements in 16 bytes.
             Blocks and heads may be strided. Of the dtype of `key`, or FP8: torch.float8_e4m3fn, torch.float8_e5m2, the
-            same dtypes of ml_dtypes, or uint8.
+            dtypes of the same names in ml_dtypes, or uint8.
         value_cache: [blocks, kv_heads, head_dim, block_size], of the dtype of key_cache; blocks and heads may be
             strided.
         slot_mapping: int64 [tokens]. A token with a negative slot, or a slot beyond the cache, is ignored. If two
-            tokens have the same slot, the slot may hold a mixture of them.
+            tokens have the same slot, the slot may end up with elements of both tokens.
         kv_cache_dtype: "auto" (the dtype of the cache), "fp8_e4m3" (or "fp8") or "fp8_e5m2". A uint8 cache needs one of
             the last two.
         k_scale, v_scale: float32 arrays of one element on the device of `key` (the kernel reads them), or floats, or
@@ -357,7 +357,7 @@ def _check_caches(key_caches: Sequence[Any], value_caches: Sequence[Any]) -> int
 def copy_blocks(
     key_caches: Sequence[WrittenArray], value_caches: Sequence[WrittenArray], block_mapping: AnyArray
 ) -> None:
-    """Copy blocks of the caches of all layers: cache[to] = cache[from] for each pair (from, to) of block_mapping.
+    """Copy blocks in the caches of all layers. A pair (i, j) of block_mapping means cache[j] = cache[i].
 
     Args:
         key_caches, value_caches: lists of arrays [blocks, ...], one per layer, all of one dtype that a cache may have,
@@ -365,8 +365,8 @@ def copy_blocks(
             contiguous, and the block stride must be the same in all caches. value_caches is an empty list if there are
             no separate values, as in MLA caches.
         block_mapping: int64 [pairs, 2], on the device of the caches. A pair with a block that is not in the cache is
-            skipped. The pairs are copied at the same time: the result is undefined for a block that one pair writes
-            and another pair reads or writes.
+            skipped. The pairs are copied in no particular order. So the result is undefined for a block that one pair
+            writes and another pair reads or writes.
 
     One launch copies up to 64 caches (the keys and values of 32 layers). The kernel's parameters hold the addresses of
     the caches, so the call does not copy a list of addresses to the device. Arrays in host memory go through the NumPy

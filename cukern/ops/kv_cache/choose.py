@@ -24,8 +24,8 @@ DS_MLA_DTYPES = ("uint8", "float8_e4m3fn")
 #: The template argument T for a copy without conversion. The key is the size of an element in bytes.
 _BITS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned"}
 
-#: The largest number of tokens, of slots, and of units in a row or a block. The kernels use signed 32-bit indices, and
-#: round them up to whole tiles.
+#: The largest number of tokens, of slots, and of units (of one load or store) in a row or a block. The kernels use
+#: signed 32-bit indices, and round the numbers up to whole tiles.
 MAX_COUNT = 2**31 - 2**12
 WIDTHS = (16, 8, 4, 2, 1)  # bytes of a unit (one load or store): a call uses the widest that its alignment allows
 
@@ -38,10 +38,10 @@ _gather_latents = Kernel("kv_cache/gather_latents", "gather_latents")
 
 #: For each kernel: threads per block, and units per thread.
 THREADS_ITEMS = {"store_rows": (192, 3), "copy_blocks": (256, 4), "gather_rows": (256, 2)}
-WARPS = 2  # per block of store_blocks
-LATENTS_WARPS = 4  # per block of store_latents
-#: store_blocks divides the tokens into windows of WINDOW tokens. Up to FEW_TOKENS tokens, PARTS thread blocks share a
-#: window, so that each thread copies one token only. With more tokens each window has one block.
+WARPS = 2  # warps per block of store_blocks
+LATENTS_WARPS = 4  # warps per block of store_latents
+#: store_blocks divides the tokens of a call into ranges of WINDOW tokens. Up to FEW_TOKENS tokens, PARTS thread blocks
+#: share a range, so that each thread copies one token only. With more tokens one block processes each range.
 FEW_TOKENS, PARTS = 512, 8
 
 
@@ -127,8 +127,8 @@ def expect_dimensions(
 def distances(name: str, array: Array, outer: int, written: bool = False) -> tuple[int, ...]:
     """Return the strides of the first `outer` dimensions in bytes; 0 for a dimension with at most one element.
 
-    Raises ValueError if the other dimensions are not contiguous, or if elements of the first dimensions overlap in an
-    array that is `written`.
+    Raises ValueError if the other dimensions are not contiguous. Also raises it if the kernel writes the array
+    (`written`) and elements of the array overlap in memory.
     """
     shape, strides = array.shape, array.strides
     if any(size == 0 for size in shape):

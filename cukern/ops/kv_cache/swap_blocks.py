@@ -60,7 +60,8 @@ def _pairs_of(block_mapping: Any, src: _Memory, dst: _Memory) -> NDArray[np.int6
 def runs_of(pairs: NDArray[np.int64]) -> NDArray[np.int64]:
     """Merge pairs of blocks that are consecutive in both caches.
 
-    Return [runs, 3]: the first block `from`, the first block `to`, and the number of blocks.
+    Return an array [runs, 3]. A row has the first block in the source, the first block in the destination, and the
+    number of blocks.
     """
     first = np.flatnonzero(np.r_[True, (np.diff(pairs, axis=0) != 1).any(axis=1)]) if len(pairs) else np.arange(0)
     return np.column_stack([pairs[first], np.diff(np.r_[first, len(pairs)])])
@@ -69,11 +70,11 @@ def runs_of(pairs: NDArray[np.int64]) -> NDArray[np.int64]:
 def swap_blocks(src: Array, dst: Array, block_size_in_bytes: int, block_mapping: Array) -> None:
     """Copy blocks of one cache to another. Each cache is in host memory or on a GPU.
 
-    For each pair (from, to) of block_mapping: block `to` of dst = block `from` of src.
+    For each pair (i, j) of block_mapping, block i of src is copied to block j of dst.
 
     Args:
-        src, dst: contiguous arrays of any dtype that a cache may have, of blocks one after the other. Both may be on
-            one GPU, but not on two GPUs. They may be of different libraries.
+        src, dst: contiguous arrays of any dtype that a cache may have, of blocks one after the other. If both are on
+            GPUs, they must be on the same GPU. They may be of different libraries.
         block_size_in_bytes: the bytes of a block, a divisor of the bytes of src and of dst.
         block_mapping: int64 [pairs, 2], in host memory. The result is undefined for a block that one pair writes and
             another pair reads or writes.

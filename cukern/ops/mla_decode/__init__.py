@@ -40,8 +40,7 @@ DTYPES = ("bfloat16", "float16")
 #: The dtypes that an 8-bit cache may have. The kernels read the cache as bytes.
 FP8_DTYPES = ("uint8", "int8", "float8_e4m3fn")
 MAX_PAGE_SIZE = 2**16
-#: The largest number of query rows, sequences or slots. The kernels use signed 32-bit indices, and round them up to
-#: whole tiles.
+#: The largest number of rows, sequences or slots: kernels round signed 32-bit indices up to whole tiles.
 MAX_COUNT = 2**31 - 2**12
 MAX_GRID = 2**16 - 1  # blocks along y or z
 _LARGEST_SCALE = 1e30
@@ -149,7 +148,7 @@ class _Extra(NamedTuple):
 def _check_alignments(
     q: Array, q_strides: tuple[int, ...], cache: Array, strides: tuple[int, ...], extra: _Extra | None, is_paged: bool
 ) -> None:
-    """Check the alignment of the inputs and their rows on a GPU."""
+    """Check that the inputs on a GPU and their rows begin at multiples of 16 bytes."""
     aligned = slice(0, 1 if is_paged else 3)  # pages with slots of 584 bytes are contiguous: check only the page stride
     _check_alignment("q", q, q_strides)
     _check_alignment("k_cache", cache, strides[aligned])
@@ -158,7 +157,7 @@ def _check_alignments(
 
 
 class _Tokens(NamedTuple):
-    """The arrays that say in which cache slots the tokens of each query are."""
+    """The arrays that say which cache slots hold the tokens of each query."""
 
     block_table: Array | None  # None with indices
     lengths: Array | None
@@ -385,7 +384,7 @@ def get_mla_metadata(
 
 
 def _check_counts(lengths: Array, query_tokens: int, topk: Any, length: Any, extra: Any, extra_length: Any) -> Counts:
-    """Check the arguments of `get_mla_metadata` that are numbers of indices, and return them."""
+    """Check the arguments of `get_mla_metadata` that say how many indices there are, and return them."""
     extra = check.integer("extra_topk", extra, 0, MAX_COUNT - (topk or 0))
     for name, given, array in (
         ("topk_length", topk is not None, length),
@@ -534,19 +533,19 @@ def flash_mla_with_kvcache(
         cache_seqlens: int32 [batch], tokens in the cache, including the tokens of q; negative numbers count as 0. May
             be None with `indices`.
         head_dim_v: a multiple of 16, at most head_dim.
-        tile_scheduler_metadata, num_splits: the results of `get_mla_metadata` for these lengths, or the results of
-            `get_mla_metadata` without arguments. None for both: the call makes a plan by itself.
+        tile_scheduler_metadata, num_splits: what `get_mla_metadata` returns for these lengths, or without arguments.
+            None for both: the call makes a plan by itself.
         softmax_scale: head_dim ** -0.5 by default; variant "wgmma" needs at least 1e-30.
-        causal: not with `indices`.
+        causal: whether a query token sees only the tokens up to its own position. Not allowed with `indices`.
         indices: int32 [batch, query_tokens, topk]: the slots (page * page_size + position in the page) that a query
             token attends to. Negative numbers are skipped. block_table and cache_seqlens are then not used.
-        attn_sink: float32 [heads], the score of an additional token whose value is 0: out is multiplied by exp(lse) /
-            (exp(lse) + exp(attn_sink)). lse does not change.
+        attn_sink: float32 [heads], the score of an additional token whose value is 0. lse does not change. out is
+            multiplied by exp(lse) / (exp(lse) + exp(attn_sink)).
         extra_k_cache: a second cache like k_cache, with its own number of pages and page_size.
         extra_indices_in_kvcache: int32 [batch, query_tokens, extra_topk], slots of the second cache. The softmax of a
             query token is over the tokens of both caches. Only with `indices`.
-        topk_length: int32 [batch]: only the first topk_length[b] indices of a sequence are used. The number is clamped
-            to [0, topk]. None: all. Only with `indices`.
+        topk_length: int32 [batch], clamped to [0, topk]: how many indices of a sequence are used, the first ones. None:
+            all. Only with `indices`.
         extra_topk_length: the same for extra_indices_in_kvcache.
         out: an array like the (contiguous) result to write into, at a multiple of 16 bytes, or a pair of such an array
             and one for lse (under torch.compile a pair).

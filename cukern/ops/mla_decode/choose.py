@@ -1,8 +1,9 @@
 """Latent attention: the kernels and their configurations, how a call chooses among them, and the launches.
 
-A plan divides the tokens of all sequences into parts. A part is a range of tokens that one thread block processes, for
-each kv head and each tile of query rows. The kernel `plan_parts` makes the plan. It searches for the smallest cost
-limit of a part. To test a limit it needs a chain of dependent steps: one step per sequence, or one step per part.
+A plan divides the tokens of all sequences into parts. A part is a range of tokens. For each part, each kv head and each
+tile of query rows, one thread block processes the tokens. The kernel `plan_parts` makes the plan. It searches for the
+smallest cost limit with which the parts have room for all tokens. To test a limit, the kernel runs a chain of dependent
+steps: one step per sequence, or one step per part.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ VARIANTS = ("auto", "wgmma", "mma", "dynamic")
 MAX_DIM = 576
 THREADS = 256  # threads per block of attend_mma, and of plan_parts with one step per sequence
 _BY_PARTS_THREADS = 384, 768  # threads per block of plan_parts with one step per part
-#: Up to _FEW_SEQUENCES sequences, plan_parts is faster with one step per sequence than with one step per part. Above
-#: _MOST_LINED_UP sequences, the table that one step per part needs does not fit in shared memory.
+#: To test a cost limit, plan_parts runs one step per sequence or one step per part. Up to _FEW_SEQUENCES sequences, one
+#: step per sequence is faster. Above _MOST_LINED_UP sequences, the table that one step per part needs does not fit in
+#: shared memory.
 _FEW_SEQUENCES, _MOST_LINED_UP = 48, 4096
 _SPAN = f"from {_FEW_SEQUENCES + 1} to {_MOST_LINED_UP} sequences"
 _PLAN_SHARED_BYTES = 99 << 10  # shared memory that a block can have on every GPU
@@ -43,16 +45,16 @@ _TILES, _FP8_TILES = (64, 32), {16: (64, 32, 16), 32: (64, 32), 64: (32,)}
 _FEW_ROWS, _FEW_ROWS_FP8 = 16, 32
 #: `attend_wgmma` takes the maximum of a row before it multiplies by the scale, so the scale must be positive.
 _SMALLEST_WGMMA_SCALE = 1e-30
-_LARGEST_STRIDE = 2**40  # in bytes, of a tensor map
+_LARGEST_STRIDE = 2**40  # the largest stride in a tensor map, in bytes
 
 #: The template arguments (TEAM, EACH) of `combine_parts`, which combines the partial results of each query row: with
 #: several blocks per row, one block per row, or one warp per row.
 MANY_BLOCKS, ONE_BLOCK, ONE_WARP = (8, 1), (8, 4), (1, 4)
-#: Up to the first number of rows, several blocks combine each row, so that all multiprocessors have work. Up to the
-#: second number one block combines a row, and with more rows one warp.
+#: Up to the first number of query rows, several blocks combine each row, so that all multiprocessors have work. Up to
+#: the second number, one block combines each row. With more rows, one warp combines each row.
 _FEW_COMBINED_ROWS = 64, 512
-_COMBINED_COLUMNS = 128  # with several blocks per row, the columns that one block combines
-_COMBINING_BLOCKS = 2  # resident blocks of a multiprocessor
+_COMBINED_COLUMNS = 128  # with several blocks per row, the number of columns that one block combines
+_COMBINING_BLOCKS = 2  # blocks of `combine_parts` that are resident on a multiprocessor
 
 plan_kernel = Kernel("mla_decode/plan", "plan_parts")
 attend_mma = Kernel("mla_decode/attend_mma", "attend_mma")
@@ -394,7 +396,7 @@ def _launch_wgmma(work: Work, k_cache: Array, why: str, fields: dict[str, Any]) 
 
 
 def _combining(work: Work, multiprocessors: int) -> tuple[tuple[int, int], tuple[int, int, int], str]:
-    """Return TEAM and EACH of `combine_parts`, its grid, and the reason."""
+    """Return the template arguments TEAM and EACH of `combine_parts`, the grid of its launch, and the reason."""
     rows = work.sequences * work.rows
     what = f"what {work.parts} parts found is put together: {rows * work.kv_heads} rows"
     if rows * work.kv_heads <= _FEW_COMBINED_ROWS[0]:
@@ -403,8 +405,8 @@ def _combining(work: Work, multiprocessors: int) -> tuple[tuple[int, int], tuple
         return MANY_BLOCKS, grid, f"{what}, {each}"
     if rows * work.kv_heads <= _FEW_COMBINED_ROWS[1]:
         return ONE_BLOCK, (rows, work.kv_heads, 1), f"{what}, a block for each (up to {_FEW_COMBINED_ROWS[1]} rows)"
-    # If there are about as many sequences as parts, few sequences are divided among several parts. Most blocks would
-    # then not have partial results to combine, so the grid is smaller.
+    # If there are about as many sequences as parts, only few sequences are divided among several parts. Most blocks
+    # of a full grid would then have no partial results to combine, so the grid is smaller.
     most = -(-work.rows // 8)
     if 2 * work.sequences > work.parts:
         most = min(most, _COMBINING_BLOCKS * multiprocessors // (work.parts * work.kv_heads))

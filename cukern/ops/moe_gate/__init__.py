@@ -148,8 +148,8 @@ def _gate(
     """Check the arguments, choose a variant and launch it.
 
     `sizes` is a `kernels.Sizes`. `scaling` is a pair: the scaling factor, and a bool that says whether the weights are
-    multiplied by it. With `by_two` the score of a group is the sum of its two best experts' scores, otherwise the best
-    expert's score. `written` maps names to the result arrays that the caller passed, if any.
+    multiplied by it. With `by_two` the score of a group is the sum of its two best experts' scores, otherwise it is the
+    score of its best expert. `written` maps names to the result arrays that the caller passed, if any.
     """
     name, logits, bias = call.name, call.logits, call.bias
     expect_array(name, logits, DTYPES, ("tokens", "experts"))
@@ -250,11 +250,12 @@ def moe_fused_gate(
 
     Scores below 2^-126, the smallest normal float32, become 0. (The sigmoid of a logit below -87.3 is such a score.) If
     all scores of the chosen experts are 0, the weights are 0, with or without `renormalize`. vLLM and DeepSeek's own
-    code divide by sum + 1e-20. Their weights are 0 in this case, too; for logits of -46 their weights are half of the
-    exact weights. SGLang's kernel divides 0 by 0, and returns NaN.
+    code divide the scores by sum + 1e-20. Their weights are 0 in this case, too. But if the sum is about 1e-20 (logits
+    near -46), their weights are half of the exact weights. SGLang's kernel divides 0 by 0, and returns NaN.
 
     Fused shared experts occupy the last slots of `topk`. Shared expert j has the id `experts + j`. Before the weights
-    are divided by their sum, its weight is sum(routed) / routed_scaling_factor.
+    are divided by their sum, the weight of a shared expert is the sum of the routed experts' weights, divided by
+    routed_scaling_factor.
 
     Args:
         input: router logits [tokens, experts], float32, float16 or bfloat16, contiguous along experts; rows may be

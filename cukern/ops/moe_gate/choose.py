@@ -12,8 +12,8 @@ from cukern.runtime.compile import Instance
 from cukern.runtime.kernel import Kernel, Launched, Variant
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: The dtypes of a bias. Every instance takes a bias in float32 or in the dtype of the logits. For another dtype of the
-#: bias, an additional instance is compiled at the first call.
+#: The dtypes that a bias may have. Every instance takes a bias in float32 or in the dtype of the logits. For any other
+#: dtype of the bias, an additional instance is compiled at the first call.
 BIAS_DTYPES = (*DTYPES, "float64")
 _BIAS_TYPE = arrays.CUDA_TYPE | {"float64": "double"}
 SCORING = ("sigmoid", "softmax", "sqrtsoftplus")
@@ -28,8 +28,8 @@ _MAX_SHARED_BYTES = 99 * 1024
 #: Maps a number of lanes per token to the largest number of tokens for which it is the fastest (H200). The number of
 #: lanes does not affect the bits of the results.
 UP_TO_TOKENS = {32: 4096, 16: 16384, 8: MAX_TOKENS, 4: MAX_TOKENS}
-#: The largest topk for gate_by_warp, because it fills the slots of a token one by one. With exactly _BY_THREAD_EXPERTS
-#: experts, without groups and bias, the gate uses one thread per token.
+#: The largest topk for gate_by_warp. That kernel fills the slots of a token one after the other. With exactly
+#: _BY_THREAD_EXPERTS experts, and without groups and bias, the gate uses one thread per token.
 _BY_WARP_TOPK, _BY_THREAD_EXPERTS = 12, 8
 #: gate_by_warp is faster than moe_gate with 32 lanes per token up to _BY_WARP_TOKENS tokens, or with at most
 #: _BY_WARP_EXPERTS experts for any number of tokens (H200). In gate_by_warp each lane sorts its own experts, so the
@@ -45,7 +45,7 @@ _DYNAMIC = ((16, 16), (16, 32), (32, 32))
 _DYNAMIC_BY_LANES = (16, 16)
 
 
-#: Advice for a router whose rows of logits are not aligned to 16 bytes.
+#: The start of the advice for a caller whose rows of logits do not begin at multiples of 16 bytes.
 PADDED = "a view [:, :experts] of rows that are padded to a multiple of 16 bytes is"
 
 
@@ -123,8 +123,8 @@ def _fits(config: Config, lanes: int) -> bool:
 def lanes_of(config: Config) -> tuple[int, ...]:
     """Return the numbers of lanes per token to choose from, for few tokens to many; empty if none fits the experts.
 
-    A single token is fastest with 32 lanes. With fewer lanes several tokens share a warp, and the warp executes the
-    instructions of most phases once for all of them, which is faster for many tokens. Without groups, each lane's best
+    A single token is fastest with 32 lanes. With fewer lanes several tokens share a warp, and the warp executes most
+    instructions once for all of its tokens. That is faster for many tokens. Without groups, each lane's best
     expert contributes to the threshold for candidates. With fewer than 16 lanes the threshold would let too many
     candidates through, and with more than 16 experts per lane a thread would need too many registers.
     """
@@ -206,14 +206,14 @@ class Choice(NamedTuple):
     shared_bytes: int
     threads: int
     fields: Mapping[str, int] = dict.fromkeys(("capacity", "group_size", "log2_lanes_per_group", "group_magic"), 0)
-    most_tokens: int = MAX_TOKENS  # the variant is used up to this many tokens
+    most_tokens: int = MAX_TOKENS  # the largest number of tokens for which the variant is used
 
 
 class Choices(NamedTuple):
     """The variants that can compute a call. They depend on its scalar arguments only."""
 
     dynamic: Choice
-    specialized: list[Choice]  # for few tokens to many
+    specialized: list[Choice]  # in ascending order of the token counts for which they are used
     why: str  # the sizes of the specialized variants, or the reason why there are none
 
 
@@ -289,8 +289,8 @@ def choose(dtype: str, experts: int, sizes: Sizes, scoring: str, bias_dtype: str
     check.integer("topk", topk, 1 + shared, reachable + shared, why)
 
     routed = topk - shared
-    # Use at least as many lanes as routed slots. With fewer lanes there is no threshold for candidates, and the list of
-    # candidates overflows for most rows.
+    # Use at least as many lanes as routed slots. With fewer lanes the kernel has no threshold that keeps the list of
+    # candidate experts short, and the list overflows for most rows.
     form = next((n, v) for n, v in _DYNAMIC if n * v >= experts and (routed <= n or n == 32))
     by_lanes = _dynamic_by_lanes(dtype, experts, groups, routed, bias_types)
     dynamic = by_lanes or _dynamic_choice(dtype, experts, groups, routed, form, bias_types)

@@ -5,46 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cukern.formats.quantized import BLOCK, MXFP4_GROUP, NVFP4_GROUP, SMALLEST
+from cukern.formats.quantized import BLOCK, SMALLEST
 from cukern.formats.weights import is_prepared, rows_of_weights
-from cukern.ops.moe_gemm import fma, folded, fp8, kernels, stream_one
-from cukern.ops.moe_gemm.prepare import (
-    MAX_COUNT,
-    MAX_EXPERTS,
-    check_folded,
-    prepare_weights,
-    prepared_format,
-    restore_weights,
-)
+from cukern.ops.moe_gemm import checks, fma, folded, fp8, kernels, stream_one
+from cukern.ops.moe_gemm.checks import DTYPES, FP8_DTYPES, HALF_DTYPES
+from cukern.ops.moe_gemm.prepare import prepare_weights, restore_weights
 from cukern.ops.moe_gemm.product import STREAM_ROWS, UNIT_COLUMNS, Product
 from cukern.reference import moe_gemm as twin
 from cukern.runtime import activation as activations
 from cukern.runtime import check
 from cukern.runtime.activation import is_gated
 from cukern.runtime.arrays import AnyArray, WrittenArray
-from cukern.runtime.describe import (
-    Array,
-    Result,
-    dtype_name,
-    expect,
-    expect_array,
-    expect_contiguous,
-    expect_place,
-    expect_weights,
-    is_transposed,
-)
+from cukern.runtime.describe import Array, Result, dtype_name, expect_array, expect_contiguous, expect_place
 from cukern.runtime.op import op
 from cukern.runtime.performance import advise
 from cukern.runtime.plan import asked, note, outputs, run_twin
 
 __all__ = ["moe_gemm", "moe_gemm_batched", "prepare_weights", "restore_weights"]
 
-HALF_DTYPES = ("bfloat16", "float16")
-#: float32 is meant for models on a CPU and for comparisons, because its GEMMs do not use tensor cores.
-DTYPES = (*HALF_DTYPES, "float32")
-#: The dtypes of e4m3 arrays. CuPy has no e4m3 dtype, so CuPy passes the bytes as uint8.
-FP8_DTYPES = ("float8_e4m3fn", "uint8")
-E8M0_DTYPES = ("float8_e8m0fnu", "uint8")
 VARIANTS = ("auto", "wgmma", "mma", "stream", "fma")
 #: Architectures without an instruction that converts FP8. On these, "auto" does not use "stream" for FP8 weights,
 #: because converting a weight takes too long.
@@ -56,8 +34,9 @@ _WORDS = {
     "mma": "tensor cores of every GPU",
     "fma": "the slow general kernel, without tensor cores",
 }
-#: The factor was measured with MXFP4 weights and bfloat16 rows, n 4096 and k 7168, for 8 experts of 1024 rows and for
-#: 256 experts of 8 rows (moe_gemm). It compares prepared weights with "auto" and unprepared weights with "mma".
+#: Advice for callers with unprepared weights. Its factor compares unprepared weights and variant "mma" with prepared
+#: weights and variant "auto". It was measured with MXFP4 weights, bfloat16 rows, n = 4096 and k = 7168, for 8 experts
+#: of 1024 rows and for 256 experts of 8 rows (moe_gemm).
 PREPARE = (
     "weights of 4 bits that are not prepared take up to 3 times as long on Hopper: call "
     "cukern.prepare_weights(weights, scales) once, and pass its result as the weights, without their scales"
@@ -103,7 +82,7 @@ def _best(x: Product) -> tuple[str, str]:
 
 
 def _fast(x: Product) -> str:
-    """Say what the grouped GEMM would need to run on tensor cores. `_best` adds the text to the reason for "fma"."""
+    """Return what the call would need to run on tensor cores. `_best` adds the text to the reason for "fma"."""
     if x.a.dtype == "float32":
         return f"tensor cores take {' and '.join(HALF_DTYPES)}"
     if not x.is_of_units:
@@ -115,7 +94,7 @@ def _fast(x: Product) -> str:
 def _kernel(variant: str, x: Product) -> tuple[Callable[[Product], None], str]:
     """Return the function that launches `variant`, and the reason for it.
 
-    The choice does not depend on the sizes of the groups, because only the device knows these.
+    The choice does not depend on the sizes of the groups, because only the device knows these sizes.
     """
     if x.is_prepared:
         for name, array in (("a", x.a), ("b", x.b), ("out", x.out)):
@@ -163,167 +142,6 @@ def _quantizing(x: Product, out_scale: Array, dtype: str) -> tuple[Callable[[Pro
 
 
 # --- the arguments ---------------------------------------------------------------------------------------
-
-
-def _check_sizes(a: Array, b: Array, offsets: Array, row_token: Array | None, gated: bool) -> None:
-    """Check the dtypes and the shapes of all arrays except the scales and the bias."""
-    is_batched, is_fp8, (*_, tokens, k) = len(a.shape) == 3, a.dtype not in DTYPES, a.shape
-    packed = ("uint8",) if a.dtype in HALF_DTYPES else ()
-    check.dtype("b", b.dtype, FP8_DTYPES if is_fp8 else (a.dtype, *packed))
-    is_fp4 = not is_fp8 and b.dtype == "uint8"
-    is_folded = is_fp8 and is_prepared(b)
-    if is_folded:
-        check_folded(b, k)
-        if row_token is not None:
-            check.fail("row_token", "None with FP8 rows and MXFP4 weights: permute the rows", "an array")
-    elif is_fp4 and is_prepared(b):
-        prepared_format(b, k)
-    else:
-        check.dimensions("b", b.shape, ("experts", "n", "k"))
-        if is_fp4 and k % NVFP4_GROUP:
-            check.fail("a", f"of k that is a multiple of {NVFP4_GROUP} with weights of 4 bits", k)
-        wanted = (*b.shape[:2], k // 2 if is_fp4 else k)
-        check.shape("b", b.shape, wanted, "[experts, n, k / 2]" if is_fp4 else "[experts, n, k]")
-    _check_strides(b)
-    experts, n = b.shape[0], rows_of_weights(b)
-    if not 1 <= experts <= MAX_EXPERTS:
-        check.fail("b", f"of at least one and at most {MAX_EXPERTS} experts", experts)
-    # With a gated activation, prepared weights consist of units of 8 gate rows and 8 up rows, so n is a multiple of 16.
-    multiple = 1 if not gated else 16 if is_prepared(b) else 2
-    if n % multiple or not 0 < n <= MAX_COUNT:
-        why = f" multiple of {multiple} (with a gate)" if gated else " number"
-        check.fail("b", f"of n that is a positive{why}", n)
-    if not 0 < k <= MAX_COUNT:
-        check.fail("a", "of k that is a positive number", k)
-    if is_batched:
-        check.shape("a", a.shape, (experts, tokens, k), "[experts, max_tokens, k]")
-        expect("expert_num_tokens", offsets, a, "a", ("int32",), (experts,), "[experts]")
-    else:
-        expect("expert_offsets", offsets, a, "a", ("int32", "int64"), (experts + 1,), "[experts + 1]")
-    rows = tokens
-    if row_token is not None:
-        check.dtype("row_token", row_token.dtype, ("int32",))
-        check.dimensions("row_token", row_token.shape, ("rows",))
-        rows = row_token.shape[0]
-    most = MAX_COUNT // experts if is_batched else MAX_COUNT
-    if rows > most or tokens > most:
-        check.fail("a", f"of at most {MAX_COUNT} rows", list(a.shape))
-    if row_token is not None and rows and not tokens:
-        check.fail("a", "of at least one token, as row_token has rows", list(a.shape))
-
-
-def _check_strides(b: Array) -> None:
-    """Check the strides of `b`. Prepared weights must be contiguous. Other weights need contiguous rows.
-
-    Instead of contiguous rows, 16-bit and 32-bit weights may have contiguous columns.
-    """
-    if is_prepared(b):
-        expect_contiguous("b", b)
-    else:
-        expect_weights("b", b)
-
-
-def _check_bias(bias: Array, experts: int, n: int, a: Array, dtype: str) -> None:
-    expect("bias", bias, a, "a", ("float32", dtype), (experts, n), "[experts, n]")
-
-
-def _formats(
-    a: Array, b: Array, a_scale: Array | None, b_scale: Array | None, b_global_scale: Array | None
-) -> tuple[str, str, str]:
-    """Return three fields of `Product`: the format of the weights, the kind of `a`'s scales, and the kind of `b`'s."""
-    is_fp8 = a.dtype not in DTYPES
-    if is_fp8 and is_prepared(b):
-        _check_folded_scales(a, a_scale, b_scale, b_global_scale)
-        return "FOLDED", "block", "group"
-    plain = "TRANSPOSED" if is_transposed(b) else "PLAIN"
-    formats = ("FP8", *_fp8_scales(a, b, a_scale, b_scale)) if is_fp8 else (plain, "", "")
-    if not is_fp8 and a_scale is not None:
-        check.fail("a_scale", f"None with {a.dtype} a", "an array")
-    if not is_fp8 and b.dtype == "uint8":
-        return _fp4_format(a, b, b_scale, b_global_scale), "", "group"
-    if b_global_scale is not None:
-        check.fail("b_global_scale", "None without weights of 4 bits", "an array")
-    if not is_fp8 and b_scale is not None:
-        check.fail("b_scale", f"None with {b.dtype} b", "an array")
-    return formats
-
-
-def _fp8_scales(a: Array, b: Array, a_scale: Array | None, b_scale: Array | None) -> tuple[str, str]:
-    """Check the FP8 scales. Return the fields `a_scales` and `b_scales` of `Product`, the kinds of these scales."""
-    for name, array in (("a_scale", a_scale), ("b_scale", b_scale)):
-        if array is None:
-            check.fail(name, "an array with FP8", None, TypeError)
-        check.dtype(name, array.dtype, ("float32",))
-    assert a_scale is not None and b_scale is not None
-    (experts, n, k), rows, shape = b.shape, a.shape[:-1], a_scale.shape
-    blocks, symbol = -(-k // BLOCK), "experts, max_tokens" if len(rows) == 2 else "tokens"
-    if len(b_scale.shape) == 3:
-        wanted = f"[experts, ceil(n / {BLOCK}), ceil(k / {BLOCK})]"
-        check.shape("b_scale", b_scale.shape, (experts, -(-n // BLOCK), blocks), wanted)
-        check.shape("a_scale", shape, (*rows, blocks), f"[{symbol}, ceil(k / {BLOCK})], as b_scale is by blocks,")
-        return "block", "block"
-    if b_scale.shape not in ((experts,), (experts, n)):
-        wanted = f"of shape [experts] = {[experts]}, [experts, n] = {[experts, n]} or by blocks"
-        check.fail("b_scale", wanted, list(b_scale.shape))
-    # An a_scale of shape [experts] is one scale per expert. With one expert, shape [1] means one scale for all rows.
-    if len(rows) == 2 and len(shape) == 1 and shape[0] == experts != 1:
-        return "expert", "one" if len(b_scale.shape) == 1 else "column"
-    flat = shape[:-1] if len(shape) > len(rows) and shape[-1] == 1 else shape
-    is_by_row = len(flat) == len(rows) and flat == rows
-    if not is_by_row and (len(shape) != 1 or shape[0] != 1):
-        one = "[1], [experts]," if len(rows) == 2 else "[1],"
-        wanted = f"of shape {one} [{symbol}] = {list(rows)} or [{symbol}, 1], as b_scale is not by blocks"
-        check.fail("a_scale", wanted, list(shape))
-    return "row" if is_by_row else "one", "one" if len(b_scale.shape) == 1 else "column"
-
-
-def _check_folded_scales(a: Array, a_scale: Array | None, b_scale: Array | None, b_global_scale: Array | None) -> None:
-    """Check the scales of FP8 rows with MXFP4 weights."""
-    if a_scale is None:
-        check.fail("a_scale", "an array with FP8", None, TypeError)
-    check.dtype("a_scale", a_scale.dtype, ("float32",))
-    symbol = "experts, max_tokens" if len(a.shape) == 3 else "tokens"
-    wanted = (*a.shape[:-1], -(-a.shape[-1] // BLOCK))
-    check.shape("a_scale", a_scale.shape, wanted, f"[{symbol}, ceil(k / {BLOCK})], with MXFP4 weights,")
-    if b_scale is not None:
-        check.fail("b_scale", "None with prepared weights, which hold their scales", "an array")
-    if b_global_scale is not None:
-        check.fail("b_global_scale", "None with MXFP4", "an array")
-
-
-def _fp4_format(a: Array, b: Array, b_scale: Array | None, b_global_scale: Array | None) -> str:
-    """Check the scales of 4-bit weights, and return the format: "MXFP4" or "NVFP4"."""
-    experts, n, k = *b.shape[:2], a.shape[-1]
-    if is_prepared(b):
-        weights = prepared_format(b, k)
-        if b_scale is not None:
-            check.fail("b_scale", "None with prepared weights, which hold their scales", "an array")
-        _check_global_scale(a, experts, weights, b_global_scale)
-        return weights
-    if b_scale is None:
-        check.fail("b_scale", "an array with weights of 4 bits", None, TypeError)
-    shapes = (experts, n, k // MXFP4_GROUP), (experts, n, k // NVFP4_GROUP)
-    if b_scale.shape == shapes[0] and k % MXFP4_GROUP == 0:
-        check.dtype("b_scale", b_scale.dtype, E8M0_DTYPES)
-        _check_global_scale(a, experts, "MXFP4", b_global_scale)
-        return "MXFP4"
-    if b_scale.shape == shapes[1]:
-        check.dtype("b_scale", b_scale.dtype, FP8_DTYPES)
-        _check_global_scale(a, experts, "NVFP4", b_global_scale)
-        return "NVFP4"
-    wanted = f"of shape [experts, n, k / {MXFP4_GROUP}] = {list(shapes[0])} (MXFP4) or "
-    wanted += f"[experts, n, k / {NVFP4_GROUP}] = {list(shapes[1])} (NVFP4)"
-    check.fail("b_scale", wanted, list(b_scale.shape))
-
-
-def _check_global_scale(a: Array, experts: int, weights: str, b_global_scale: Array | None) -> None:
-    if weights == "MXFP4":
-        if b_global_scale is not None:
-            check.fail("b_global_scale", "None with MXFP4", "an array")
-        return
-    if b_global_scale is None:
-        check.fail("b_global_scale", "an array with NVFP4", None, TypeError)
-    expect("b_global_scale", b_global_scale, a, "a", ("float32",), (experts,), "[experts]")
 
 
 def _expected(number: Any) -> Any:
@@ -395,8 +213,8 @@ def _multiply(
     alpha, limit = activations.check_bounds(alpha, limit)
     if check.one_of("interleaved", interleaved, (False, True)) and not gated:
         check.fail("interleaved", "False without a gate", f"True with activation {activation!r}")
-    _check_sizes(a, b, offsets, row_token, gated)
-    formats = _formats(a, b, a_scale, b_scale, b_global_scale)
+    checks.check_sizes(a, b, offsets, row_token, gated)
+    formats = checks.formats(a, b, a_scale, b_scale, b_global_scale)
     is_fp8 = a.dtype not in DTYPES
     if out_dtype is None and is_fp8 and isinstance(out, Array) and out.dtype in HALF_DTYPES:
         out_dtype = out.dtype
@@ -405,7 +223,7 @@ def _multiply(
     expected_m = _expected(expected_m)
     result = _product(a, b, row_token=row_token, activation=activation, out_dtype=out_dtype)
     if bias is not None:
-        _check_bias(bias, b.shape[0], rows_of_weights(b), a, result.dtype)
+        checks.check_bias(bias, b.shape[0], rows_of_weights(b), a, result.dtype)
     if out_scale is None:
         out = outputs(out, a, "a", result)
     else:
@@ -481,14 +299,15 @@ def moe_gemm(
         a_scale: with FP8, float32: [rows, ceil(k / 128)], or [rows], [rows, 1] or [1].
         b_scale: with FP8, float32: [experts, ceil(n / 128), ceil(k / 128)], a scale for each block of 128 x 128
             weights, together with the first shape of a_scale. The sum over each 128 elements along k is then multiplied
-            by its two scales, and added in float32. With the other shapes of a_scale: [experts] or [experts, n].
+            by the scale of the row and the scale of the block, and these sums are added in float32. With the other
+            shapes of a_scale: [experts] or [experts, n].
             With 4-bit weights, one byte per scale: [experts, n, k / 32] for MXFP4, powers of two (E8M0, 2^-100 to
             2^33), or [experts, n, k / 16] for NVFP4, e4m3. None with prepared weights, which contain their scales. For
             prepared MXFP4 weights with a float16 `a`, the scales must be in 2^-17 to 2^7.
-        b_global_scale: with NVFP4, float32 [experts], a factor for all weights of an expert. It is the inverse of the
-            global_scale of `dequantize_nvfp4`, which is a divisor.
+        b_global_scale: with NVFP4, float32 [experts], the factor by which all weights of an expert are multiplied. It
+            is the inverse of the global_scale of `dequantize_nvfp4`, by which weights are divided.
         row_token: int32 [rows]. If it is given, `a` is [tokens, k], row r of the GEMM is a[row_token[r]], and `a_scale`
-            has a row per token. Numbers out of range are clamped.
+            has a row per token. Indices out of range are clamped.
         bias: float32 or of the result's dtype, [experts, n], added to the sums in float32.
         activation: with a gate: "silu", "gelu", "gelu_tanh", "swigluoai" or "relu2", see `cukern.moe_activation`. The
             result then has n / 2 columns: activate(gate, up) of the float32 sums. n must be even. Without a gate, in
@@ -594,9 +413,9 @@ def moe_gemm_quantized(
 ) -> tuple[AnyArray, AnyArray]:
     """Compute the first GEMM of a gated FP8 layer with scales by blocks, its activation, and the quantization to FP8.
 
-    `fused_experts` calls this function. The results equal, bit for bit, `moe_gemm` followed by `silu_and_mul_quant`:
-    sums are rounded to `out_dtype`, and each group of 128 neighbouring values v = activate(gate, up) is divided by its
-    scale, max(max |v|, 1e-10) / 448.
+    `fused_experts` calls this function. The results equal, bit for bit, `moe_gemm` followed by `silu_and_mul_quant`.
+    The sums are rounded to `out_dtype` before the activation. Each group of 128 neighbouring values
+    v = activate(gate, up) is divided by its scale, max(max |v|, 1e-10) / 448.
 
     Args:
         a, b, expert_offsets, a_scale, b_scale, out_dtype, expected_m: as in `moe_gemm` with scales by blocks. n must be

@@ -31,7 +31,7 @@ _restore = Kernel("moe_gemm/restore_folded", "restore_folded")
 class FoldedWgmma(NamedTuple):
     """The template arguments of `gemm_folded_wgmma` except the type, the activation and the stages (see `stages`)."""
 
-    tokens: int  # per tile: 8, 16, 32, 128 or 256
+    tokens: int  # tokens per tile: 8, 16, 32, 128 or 256
     cluster: int = 1  # blocks per cluster: 1 or 2
     blocks: int = 1  # resident blocks per multiprocessor
     is_streamed: bool = False

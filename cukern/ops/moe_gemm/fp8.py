@@ -33,8 +33,9 @@ FP8_TAIL_ROWS = 600
 #: The tile sizes without a tail, in rows. Small tiles are used if their estimated cost is below _LESS times the
 #: estimated cost of large tiles.
 _SMALL, _LARGE, _LESS = 128, 256, 0.9
-#: A strip is a range of result columns as wide as a tile. A cluster of two blocks computes two strips. From this many
-#: strips on, clusters of two are used for an odd number of strips, too. One block of the last cluster is then idle.
+#: A strip is a range of result columns as wide as a tile. A cluster of two blocks computes two strips. With at least
+#: _MANY_STRIPS strips, clusters of two are also used for an odd number of strips. One block of the last cluster is then
+#: idle.
 _MANY_STRIPS = 16
 #: The minimum cost of a tile, in boxes of 64 rows. A tile of few rows still has to read all its weights.
 _FP8_LEAST_BOXES = 1.2
@@ -48,7 +49,7 @@ def _alone(box: int = 0) -> Launched:
 class Fp8Wgmma(NamedTuple):
     """The template arguments of `gemm_fp8_wgmma` except the type, the stages, the scales and the activation."""
 
-    tokens: int  # per tile: 128, 256, or 288 (256 and a tail of 32)
+    tokens: int  # tokens per tile: 128, 256, or 288 (256 and a tail of 32)
     cluster: int  # blocks per cluster: 1 or 2
 
     @property
@@ -136,10 +137,10 @@ def fp8_wgmma(x: Product) -> None:
 #: `gemm_fp8_blocks` computes a layer's first GEMM, its activation and the quantization in one kernel. It is used up to
 #: FP8_QUANTIZED_ROWS rows per group, and above FP8_TAIL_ROWS. Between the two limits separate kernels are faster,
 #: because `gemm_fp8_blocks` has no tail tiles. For 32 experts of 256 rows on average with random routing, an H200 takes
-#: 429 us for the GEMM with tail tiles plus about 20 us for the activation kernel, and 508 us for `gemm_fp8_blocks`.
+#: 429 us for the GEMM with tail tiles plus about 20 us for the activation kernel, but 508 us for `gemm_fp8_blocks`.
 FP8_QUANTIZED_ROWS = 128
-#: Up to this many rows per group, `gemm_fp8_blocks` runs without clusters. A tile of a cluster has 256 rows. With
-#: random routing of 256 rows per group on average, half of the groups would have a second tile with few rows.
+#: Up to this many rows per group, `gemm_fp8_blocks` runs without clusters. With clusters a tile has 256 rows. With
+#: random routing of 256 rows per group on average, half of the groups would then have a second tile with few rows.
 _FP8_ALONE = 256
 
 

@@ -59,8 +59,8 @@ def _flag(value: bool) -> str:
 
 # --- 16-bit weights, with WGMMA ---------------------------------------------------------------------------
 
-_TOGETHER = 8  # in the order of the tiles, this many consecutive token tiles use the same tile of weights
-_DEVIATIONS = 2.5  # with random routing, few groups have more rows than the mean plus this many standard deviations
+_TOGETHER = 8  # the number of consecutive tiles that have the same tile of weights, with different tiles of tokens
+_DEVIATIONS = 2.5  # with random routing, few groups have more rows than the mean plus 2.5 standard deviations
 _TOKENS_OF_TILES = 256  # tokens per full tile of the largest form, if a group has several tiles
 
 
@@ -106,7 +106,7 @@ class Wgmma(NamedTuple):
 
     def threads(self, gathers: bool) -> int:
         """Return the threads per block, as `gather_threads` and `gemm_threads` of the templates do."""
-        whole = 64 if gathers else 129  # from this many tokens on the producer is a warpgroup, otherwise one warp
+        whole = 64 if gathers else 129  # from this many tokens per tile on the producer is a warpgroup, else a warp
         loading = constant(_wgmma, "WARPGROUP") if self.tokens >= whole else 32
         return constant(_wgmma, "WARPGROUPS") * constant(_wgmma, "WARPGROUP") + loading
 
@@ -145,7 +145,7 @@ def _mean_for(most: int) -> int:
 
 
 def _form_of(forms: Sequence[Any], x: Product, multiprocessors: int) -> tuple[Any, str]:
-    """Choose a tile configuration from `forms`, which are in ascending order of tokens. Return it and the reason."""
+    """Choose a tile configuration among `forms`, in ascending order of tokens. Return it and the reason."""
     most = 0
     for form in forms[:-1]:
         most = form.tokens if x.is_batched else _mean_for(form.tokens)
@@ -211,12 +211,12 @@ class Fp4Wgmma(NamedTuple):
     """The template arguments of `gemm_fp4_wgmma` except the type, the format and the stages (see `stages`)."""
 
     tokens: int  # per tile: 8, 16, 32, 64, 96, 128 or 288
-    units: int  # units of 64 elements along k in a stage
+    units: int  # the number of units in a stage; a unit is 64 elements along k
     cluster: int = 1  # blocks per cluster: 1 or 2
     blocks: int = 1  # resident blocks per multiprocessor
     sides: int = 2  # warpgroups along n in a tile: 1 or 2; each has 64 rows of weights
     split: int = 1  # warpgroups among which the k range of a tile is divided (split-K): 1, 2 or 4
-    halves: int = 1  # halves of a unit that a warpgroup converts at once: 1 or 2
+    halves: int = 1  # halves of a unit (32 elements along k) that a warpgroup converts at once: 1 or 2
     is_streamed: bool = False
 
     @property
@@ -243,7 +243,7 @@ class Fp4Wgmma(NamedTuple):
         unit = constant(_fp4_wgmma, f"UNIT_{weights}") * self.weights // UNIT_ROWS
         stage = self.units * (self.tokens * row_bytes + unit) + 16
         staging, sums = self.sides * 2 * staged_rows(self.tokens) * row_bytes, warpgroup * self.tokens * 2
-        # Alignment: the rings begin at a multiple of 1024 bytes.
+        # Alignment: the stages begin at a multiple of 1024 bytes.
         return stage, 1024 + staging + (self.split - 1) * self.sides * sums + constant(_fp4_wgmma, "FP4_SHARED")
 
     def stages(self, weights: str) -> int:
@@ -280,7 +280,7 @@ FP4_FEW_TILES = Fp4Wgmma(8, 4, sides=1, split=4, halves=2, is_streamed=True)
 _FEW_TILES = 12
 _FP4_ALL = FP4_FEW_TILES, *FP4_FORMS
 _fp4_ahead = [form.variant("bfloat16", x, 0, False).instance for x in ("MXFP4", "NVFP4") for form in _FP4_ALL]
-#: The epilogues of gpt-oss: interleaved gates and ups with biases in the first product, biases in the second.
+#: The epilogues of gpt-oss. The first GEMM of a layer has interleaved gates and ups, and biases. The second has biases.
 _GPT_OSS = (
     epilogue(activations.number("swigluoai"), is_gated=True, interleaved=True, biased=True),
     epilogue(0, is_gated=False, biased=True),
@@ -377,7 +377,7 @@ def _of_scales(weights: str) -> str:
 class Mma(NamedTuple):
     """The sizes among the template arguments of `gemm_mma`."""
 
-    tokens: int  # per tile
+    tokens: int  # tokens per tile
     weights: int  # rows of weights per tile
     token_warps: int
     weight_warps: int
@@ -466,7 +466,7 @@ def mma(x: Product) -> None:
 
 
 def tiles_of(sizes: Sequence[int], tokens: int, x: Product) -> str:
-    """Return the reason for tiles of `tokens` rows. `sizes` are all tile sizes; each suits groups of up to its size."""
+    """Return the reason for tiles of `tokens` rows. `sizes` are all tile sizes. A tile suits groups up to its size."""
     if tokens == sizes[-1]:
         return f"tiles of {tokens} rows (from {x.most(sizes[-2]) + 1} an expert on)"
     return f"tiles of {tokens} rows (up to {x.most(tokens)} an expert)"

@@ -68,8 +68,8 @@ def prepare_weights(
     Args:
         b: uint8 [experts, n, k / 2], contiguous: 4-bit e2m1 elements, two per byte, the first one in the low 4 bits. n
             must be a multiple of 8, and k a multiple of 32.
-        b_scale: one byte per scale, contiguous: [experts, n, k / 32] for MXFP4, powers of two (E8M0); or [experts, n,
-            k / 16] for NVFP4, e4m3 numbers without NaN.
+        b_scale: bytes [experts, n, k / 32] for MXFP4, powers of two (E8M0); or [experts, n, k / 16] for NVFP4, e4m3
+            numbers without NaN. Contiguous.
         a_dtype: the dtype that `a` will have in the later calls. None: bfloat16 or float16. "float8_e4m3fn": FP8, which
             needs MXFP4 weights. A later call with an `a` of another dtype raises an error.
         out: uint8 [experts, n / 8, ceil(k / 64), 272 or 288], to write into; [experts, n / 8, ceil(k / 128), 544] with

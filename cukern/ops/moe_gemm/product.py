@@ -132,7 +132,7 @@ class Product(NamedTuple):
         return f"{self.rows} rows for {self.experts} experts, {self.rows / self.experts:.4g} an expert"
 
     def by_expected_rows(self, function: Any) -> Any:
-        """Call `function` with the expected rows of a group. Use it only if more than STREAM_ROWS rows are expected."""
+        """Call `function` with the expected rows per group. Valid only if more than STREAM_ROWS rows are expected."""
         if self.expected_m is not None:
             return function(self.expected_m)
         return function(-(-self.rows // (1 if self.is_batched else self.experts)))

@@ -51,12 +51,12 @@ def tile_for(k: int) -> RoutedTile:
 
 
 def _words(tile: RoutedTile, k: int) -> str:
-    """Describe the tile for rows of k elements."""
+    """Return a text that describes the tile for rows of k elements."""
     return f"rows of {k} in parts of {32 * _UNIT * tile.loads}, {tile.pairs} pair{'s' * (tile.pairs > 1)} at once"
 
 
 def slots_for(topk: int, experts: int, all_experts: int) -> int:
-    """Return how many warps share one output: about one for each slot whose expert is likely to be on this rank."""
+    """Return how many warps share one output element: about one per slot whose expert is likely to be on this rank."""
     expected = max(topk * experts // all_experts, 1)
     return min(1 << (expected.bit_length() - 1), _MOST_SLOTS)
 
@@ -173,7 +173,7 @@ def routed_experts(
         topk_weights: float32 [tokens, topk]. None: all weights are 1.
         activated: [tokens * topk, inter], receives the result of the first product. Rows whose expert is not on this
             rank are not written.
-        all_experts: the number of experts that the ids name.
+        all_experts: the number of experts on all ranks, to which the ids refer.
 
     Returns:
         output.

@@ -31,8 +31,8 @@ class StreamTile(NamedTuple):
         return self.split * self.loads * 32 * _UNIT_NUMBERS
 
 
-#: The tiles, in ascending order of elements in flight. On an H200 the fastest is the first tile that has a whole row in
-#: flight at once.
+#: The tiles, in ascending order of elements in flight. On an H200 the fastest tile for a row is the first one that can
+#: have the whole row in flight at once.
 TILES = StreamTile(2, 4, 1), StreamTile(2, 4, 2), StreamTile(1, 8, 2)
 
 

@@ -1,7 +1,8 @@
 """`moe_permute`: its kernels, how their work is divided among blocks and warps, and the launches.
 
 A pair (token, slot) stands for a token and one of its topk experts. The sort of the pairs by expert assigns each pair a
-row of the permuted array. To rank a pair means to compute its row.
+row of the permuted array. To rank a pair means to compute its row. The kernel sort_chunks ranks the pairs in chunks of
+32 pairs. A unit is the data of one load or store of a thread.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ _STAGED_ROWS = 2**13  # up to this many rows of the result, a block collects the
 _ONE_BLOCK_PAIRS = 2048  # up to this many pairs, a single block sorts
 _COUNT_AGAIN_PAIRS = 2**15  # up to this many pairs, every block counts all pairs; above, a separate kernel counts first
 _PAIRS_PER_BLOCK = 1024
-_TURNS = 2  # a warp ranks this many groups of 32 pairs one after the other; more if there are not enough warps
+_TURNS = 2  # groups of 32 pairs that a warp ranks one after the other; more groups if there are not enough warps
 _MAX_BLOCKS = 128
-_CHUNKS = (16, 64)  # template arguments of sort_chunks: how many chunks of 32 pairs a block ranks
+_CHUNKS = (16, 64)  # the values of a template argument of sort_chunks: chunks of 32 pairs that a block ranks
 _CLUSTER, _CLUSTER_CHUNKS = 8, 16  # blocks per cluster, and chunks that each block ranks
 _CLUSTERED_PAIRS = 2**16  # up to this many pairs, sort_chunks sorts with clusters
 _ROWS_PER_BLOCK = 1024  # rows of the result that a block of sort_chunks collects at once
@@ -221,8 +222,8 @@ def _form_of_chunks(
     """
     if variant not in ("auto", "chunks", "clusters"):
         return None
-    # sort_chunks writes group_ids only for groups that have a pair. In a permutation a group is a single row, and the
-    # group_ids of padding rows are needed, too. Then sort_pairs is used.
+    # sort_chunks writes group_ids only for groups that have a pair. If the groups are smaller than a block (in
+    # `moe_permute` a group is a single row), padding rows need group_ids, too. In that case sort_pairs is used.
     fits = experts <= _CHUNKED_EXPERTS and (
         results.get("group_ids") is None or results.get("group_rows", 1) == results["block_size"]
     )
@@ -437,7 +438,7 @@ def launch_permute_quantized(
 
     There must be at least one token and one slot.
     """
-    groups, lanes = out_scale.shape[1], 8  # 8 lanes quantize a group of elements with one scale
+    groups, lanes = out_scale.shape[1], 8  # 8 lanes quantize one group of elements that share a scale
     tiles = tile_rows(x.shape[0], groups, template.constants(_permute_quantized.file)["ROW_THREADS"] // lanes, 1)
     launch(
         permute_quantized_variant(x.dtype),

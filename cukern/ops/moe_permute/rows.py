@@ -232,7 +232,7 @@ def moe_permute(
         expert_map: int32 [n_expert]: the index of each expert among the experts of this rank. An index outside of
             [0, n_local_expert), such as -1, means that the expert is not on this rank.
         align_block_size: pad the rows of each expert to a multiple of this, as DeepGEMM's contiguous layout requires.
-        fill_invalid_expert: the value of m_indices for rows past the last expert's rows.
+        fill_invalid_expert: the value that m_indices gets for the rows after the last expert's rows.
         permuted_hidden_states: [rows, hidden] to write into and return.
         variant: the variant of the sort, as in `moe_sort`. All variants give the same results.
 

@@ -200,8 +200,8 @@ def moe_align_block_size(
 
     Returns:
         sorted_token_ids int32 [rows]: the pair token * topk + slot of each row; tokens * topk for padding.
-            rows is tokens * topk + num_experts * (block_size - 1), which is enough for any ids. With fewer pairs than
-            experts, rows is tokens * topk * block_size if that is less.
+            rows is tokens * topk + num_experts * (block_size - 1), which is enough for any ids. If there are fewer
+            pairs than experts, rows is the smaller of this number and tokens * topk * block_size.
         expert_ids int32 [ceil(rows / block_size)]: the expert of each block; -1 after the last used block.
         num_tokens_post_pad int32 [1]: the number of rows in all used blocks.
 

@@ -110,7 +110,7 @@ def _layer_variant(operation: _Operation, width: int, fixed: bool, wide: bool) -
 
 _registered: set[int] = set()
 _registered_layer_norm: set[int] = set()
-_BOTH = (False, True)  # whether a residual is added
+_BOTH = (False, True)  # the two kinds of a norm: without and with the addition of a residual
 
 
 def _variants(width: int, dtype: str, adds: tuple[bool, ...] = _BOTH) -> list[Instance]:
@@ -247,7 +247,7 @@ def rms_norm(
 
     Args:
         input: [..., width], float32, float16 or bfloat16. Each row is contiguous. Rows may have two strides, such as
-            those of tokens and heads, so q may be a slice of the output of one QKV projection.
+            one between tokens and one between heads. So `input` may be the slice q of the output of one QKV projection.
         weight: [width], in the dtype of `input` or float32; None: 1.
         epsilon: at least 0.
         weight_offset: 1 for models that store the weight minus 1, as Gemma does.

@@ -19,14 +19,14 @@ DTYPES = ("float32", "float16", "bfloat16")
 VARIANTS = ("auto", "specialized", "dynamic", "scalar")
 
 _WARP = 32
-_NARROW_THREADS = 256  # threads per block if a row has at most one warp; the block then has several rows
-_ITEMS = 4  # units of `twin.EACH` elements per thread if a row has more than one warp
+_NARROW_THREADS = 256  # threads per block if at most one warp processes a row; a block then processes several rows
+_ITEMS = 4  # units (of `twin.EACH` elements) per thread if more than one warp processes a row
 
 
 class Tile(NamedTuple):
     """How many threads a variant uses, and how many elements each thread keeps."""
 
-    threads: int  # per row
+    threads: int  # threads per row
     items: int  # units of `twin.EACH` elements that a thread keeps in registers
     block: int  # threads per block
 
@@ -123,7 +123,7 @@ def layout(width: int, vectors: Collection[Array | None], **given: Array | None)
 
 
 def blocks(rows: int, tile: Tile) -> int:
-    """Return the blocks of a launch, at least one."""
+    """Return the number of blocks of a launch, at least one."""
     return max(1, -(-rows // (tile.block // tile.threads)))
 
 

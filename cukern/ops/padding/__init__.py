@@ -1,4 +1,4 @@
-"""Remove padding before layers that process each word alone, and restore it before layers that need whole sequences."""
+"""Remove padding before layers that process each word (token) alone, and restore it before layers over sequences."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _check_lengths(sequence_length: Any, max_seq_len: Any) -> Any:
 
 
 def _build_on_host(sequence_length: Any, max_seq_len: int, *, valid_word_num: int | None = None) -> Any:
-    """Check the values of the lengths, which can be read in host memory only, and run the NumPy reference."""
+    """Check the lengths, which the host can read only in host memory, and run the NumPy reference."""
     outside = np.flatnonzero((sequence_length < 0) | (sequence_length > max_seq_len))
     if len(outside):
         wanted = f"in [0, {max_seq_len}] (max_seq_len)"
@@ -109,7 +109,7 @@ def _build_on_host(sequence_length: Any, max_seq_len: int, *, valid_word_num: in
 
 @op(lambda sequence_length, max_seq_len: _build_on_host(sequence_length, max_seq_len)[1])
 def _count_words(sequence_length: Any, max_seq_len: Any) -> Any:
-    """Compute cu_seqlens alone. Its last element is the number of words."""
+    """Compute only cu_seqlens, the running sums of the lengths. The last element is the number of words."""
     expect_array("sequence_length", sequence_length)
     _check_lengths(sequence_length, max_seq_len)
     cu_seqlens = outputs(None, sequence_length, "", Result((sequence_length.shape[0] + 1,), "int32"))
@@ -150,20 +150,20 @@ def _built(sequence_length: Any, max_seq_len: Any, *, valid_word_num: Any = None
 def build_sequence_length_padding_offset(
     sequence_length: AnyArray, max_seq_len: Size, *, valid_word_num: Size | None = None
 ) -> tuple[AnyArray, AnyArray, Size]:
-    """Compute where each word of a padded batch is: word w is in row `w + padding_offset[w]`.
+    """Compute where each word of a padded batch is: word w is in row `w + padding_offset[w]`. A word is a token.
 
     With `valid_word_num` the call is one launch without host synchronization. Without `valid_word_num` the host must
     learn the size of `padding_offset` from the device. The call then takes two launches. Between them the host waits
     for the stream and reads one number, so a CUDA graph cannot capture the call.
 
     Args:
-        sequence_length: int32 [batch], the words of each sequence, in [0, max_seq_len]. The kernel clamps other
-            lengths; in host memory they are an error.
+        sequence_length: int32 [batch], the number of words of each sequence, in [0, max_seq_len]. A length outside of
+            this range raises ValueError in host memory. On a GPU the kernel clamps the length.
         max_seq_len: rows per sequence of the padded batch.
-        valid_word_num: the sum of the lengths, if the caller knows it. In host memory another number is an error. On a
-            GPU any number is accepted, and becomes the size of `padding_offset`. If it is above the sum, the additional
-            words get an offset beyond all rows: the other functions read zeros for these words, and do not write them.
-            If it is below the sum, the last words are missing.
+        valid_word_num: the sum of the lengths, if the caller knows it. In host memory another number raises ValueError.
+            On a GPU any number is accepted, and becomes the size of `padding_offset`. If the number is above the sum,
+            the additional words get an offset beyond all rows: the other functions read zeros for these words, and do
+            not write them. If the number is below the sum, the last words are missing.
 
     Returns:
         padding_offset int32 [valid_word_num]: for word w of sequence b, b * max_seq_len - cu_seqlens[b].
@@ -395,7 +395,7 @@ def add_qkv_bias_rebuild_padding(
             be slices of one array.
         bias_q, bias_k, bias_v: [hidden], of the same dtype, contiguous.
         padding_offset, batch, max_seq_len: as in `rebuild_sequence_length_padding`.
-        heads: divides hidden.
+        heads: the number of heads, a divisor of hidden.
         out: a triple (q, k, v) to write into and return.
         variant: as in `remove_sequence_length_padding`, and so are the errors. Both variants return the same bits.
 

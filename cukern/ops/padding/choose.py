@@ -43,7 +43,7 @@ _add_bias = Kernel("padding/add_bias_rebuild_padding", "add_bias_rebuild_padding
 # For each kernel: threads per block, and units per thread. These values were the fastest on an H200.
 THREADS_ITEMS = {"remove": (256, 2), "transpose_remove": (256, 2), "rebuild": (256, 2), "add_bias": (128, 4)}
 _MAX_COLUMNS = 1024  # 16-byte units of a specialized row
-_FEW_SEQUENCES = 1024  # one tile of a block of 256 threads has room for this many sequences
+_FEW_SEQUENCES = 1024  # the largest number of sequences that fit in one tile of a block of 256 threads
 _MAX_BUILD_BLOCKS = 256
 
 
@@ -131,7 +131,7 @@ class Layout(NamedTuple):
     variant: Variant
     threads: int
     tile_rows: int
-    chunks: int  # tiles that a row is cut into
+    chunks: int  # the number of tiles that a row is cut into
     geometry: dict[str, Any]  # fields of the template's Geometry, except `rows`
     head_columns: int
     why: str

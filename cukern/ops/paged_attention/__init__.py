@@ -89,20 +89,22 @@ def paged_attention(
             tokens. So the caches may be slices of an array [blocks, 2, ...].
         block_tables: int32 [seqs, max_blocks]; rows may be strided. Entries for tokens after the end of a sequence, or
             before its window, are not used.
-        seq_lens: int32 [seqs], tokens in the cache, including the tokens of the query. 0 or less: no tokens.
+        seq_lens: int32 [seqs], the number of tokens in the cache, including the tokens of the query. A number below 0
+            counts as 0.
         layout: "vllm" or "flash".
         scale: head_dim ** -0.5 by default.
         alibi_slopes: float32 [heads].
         window: the maximum number of tokens that a query token sees, including itself.
         softcap: limits the scores to the range from -softcap to softcap, by the formula above.
         sinks: float32 [heads], the score of an additional token whose value is 0.
-        k_scale, v_scale: a number, or float32 of one element on the device of `query`.
+        k_scale, v_scale: the factors for keys and values in the formulas above: a number, or float32 of one element on
+            the device of `query`.
         kv_cache_dtype: "auto" (the dtype of the arrays), "fp8" or "fp8_e4m3", "fp8_e5m2".
         return_lse: also return lse: float32, of the query's shape without head_dim.
         split: None: the device divides the tokens evenly among thread blocks, according to the lengths. A multiple of
             64: each sequence is divided at multiples of this number, so that a row has the same bits in any batch. The
-            workspace then has head_dim float32 numbers for each query row and each possible range of tokens, about
-            seqs * query_tokens * heads * max_blocks * block_size / split of them.
+            workspace then holds head_dim float32 numbers for each pair of a query row and a possible range of tokens.
+            There are about seqs * query_tokens * heads * max_blocks * block_size / split such pairs.
         out: a contiguous array to write the result into, at a multiple of 16 bytes; with `return_lse` a pair.
         variant: "auto", "specialized", "dynamic" (tensor cores, for 16-bit queries and block sizes that are multiples
             of 16) or "scalar" (everything).
@@ -291,7 +293,7 @@ def paged_attention_v2(
     blocksparse_block_size: int = 64,
     blocksparse_head_sliding_step: int = 0,
 ) -> None:
-    """`paged_attention_v1` in partitions of 512 tokens, with the arguments of vLLM's operator of the same name.
+    """Run `paged_attention_v1` in partitions of 512 tokens, with the arguments of vLLM's operator of the same name.
 
     Args:
         out: as in `paged_attention_v1`. The same holds for all arguments that are not listed here.

@@ -19,7 +19,7 @@ from cukern.runtime.op import forget_plans
 from cukern.runtime.plan import asked, empty, launch
 
 VARIANTS = ("auto", "specialized", "dynamic", "scalar")
-_DIMS = 64, 128, 256  # each instance of `attend` with a dynamic head_dim takes heads of up to one of these sizes
+_DIMS = 64, 128, 256  # the largest head_dim of each instance of `attend` with a dynamic head_dim
 #: The largest number of pieces in a batch, and the largest number of query rows. The kernels index both with 32 bits.
 MAX_UNITS = 2**31 - 2**16
 _MAX_BLOCKS = 2  # resident blocks per multiprocessor for the scalar kernel, and by default for `attend` (`Dealt.fit`)
@@ -35,12 +35,12 @@ _EVEN_CLUSTER = 2
 _EVEN_TOKENS = 2048
 _ARE_EVEN = f"is even enough (up to {_EVEN_TOKENS})"
 #: If the block table has room for at most this many tokens per warp of an item, a warp multiplies one tile at a time.
-#: Two tiles at once are not faster for so few tokens, and slower for short sequences.
+#: Two tiles at once are then not faster, and for short sequences they are slower.
 _AT_ONCE_TOKENS = 64
 #: Up to this many query rows per kv head go to the N side of the MMA (N = 8).
 _FEW_ROWS = 8
-#: Up to this multiple of the number of resident blocks, each item gets its own block. With more items a block finishes
-#: its item so soon that the time to start blocks matters.
+#: If the number of items is at most this multiple of the number of resident blocks, each item gets its own block. With
+#: more items per resident block, the time to start blocks matters.
 _BLOCK_ITEMS = 4
 
 #: The values of head_dim with specialized variants, and models that have them.
@@ -78,23 +78,23 @@ class Dealt(NamedTuple):
     wide: bool = False  # whether one block with the warps of two narrow blocks fills a multiprocessor
     # Shared memory for a block's stages. A multiprocessor fits 2 narrow blocks with 100 KiB, 3 with 68 or 4 with 50.
     stage_kib: int = 100
-    at_once: int = 1  # tiles that a team (the warps that share the rows of a kv head) multiplies at once
-    fit: int = _MAX_BLOCKS  # narrow blocks per multiprocessor that the registers allow
+    at_once: int = 1  # tiles that a team (the warps that share the query rows of a kv head) multiplies at once
+    fit: int = _MAX_BLOCKS  # the number of narrow blocks per multiprocessor for which the registers suffice
 
 
 _QUEUE = Dealt()
 #: The assignment for few items, measured on an H200. Each key is the largest number of items for which its value is
-#: used. All clusters must be resident at once. An H200 holds 15 clusters of 8 wide blocks, 30 of 4 or 66 of 2, and at
-#: least twice as many clusters of narrow blocks. Clusters of 16 blocks start sooner with 68 KiB of stages than with
-#: more.
+#: used. All clusters must be resident at once. An H200 holds 15 clusters of 8 wide blocks, 30 clusters of 4 wide blocks
+#: or 66 clusters of 2 wide blocks. It holds at least twice as many clusters of narrow blocks. Clusters of 16 blocks
+#: start sooner if their stages take 68 KiB than if their stages take more.
 _FEW = {
     7: Dealt(16, "CLUSTERS", False, 68),
     15: Dealt(8, "CLUSTERS", True, 200),
     30: Dealt(4, "CLUSTERS", True, 200),
     32: Dealt(2, "CLUSTERS", True, 200),
 }
-#: The assignment for few items with an 8-bit cache. An 8-bit tile must also be converted, so its chain of dependent
-#: instructions takes longer than the load of its bytes. With two tiles at once the two chains overlap.
+#: The assignment for few items with an 8-bit cache. The kernel must also convert an 8-bit tile. So the chain of
+#: dependent instructions for a tile takes longer than the load of the tile. With two tiles at once the chains overlap.
 _FEW_IN_FP8 = {
     7: Dealt(16, "CLUSTERS", False, 68, 2),
     15: Dealt(8, "CLUSTERS", True, 200, 2),
@@ -141,14 +141,14 @@ class AttendConfig(NamedTuple):
 
     @property
     def stages(self) -> int:
-        # Larger heads leave room for two stages.
+        # With a larger head_dim, shared memory has room for two stages.
         kib = 68 if self.dims > 128 else self.dealt.stage_kib
         return min(max((kib << 10) // self._stage_bytes, 2), 4)
 
     def shared_bytes(self, rows: int) -> int:
         """Return the bytes of dynamic shared memory: the stages, and the partial results that a cluster exchanges.
 
-        The memory of the last stage is reused for the results of `rows` rows, so it must have room for them.
+        The memory of the last stage is reused for the partial results of `rows` query rows, so it must hold them.
         """
         results = self.warps // self.team * rows * (self.dims + self.rows // 2) * 4
         found = (self.stages - 1) * self._stage_bytes + max(self._stage_bytes, results)
@@ -269,7 +269,7 @@ class Request(NamedTuple):
     cache: str  # dtype of the cached elements
     layout: str
     sizes: Sizes
-    extras: bool  # whether there is a softcap, slopes or a block-sparse pattern
+    extras: bool  # whether there is a softcap, ALiBi slopes or a block-sparse pattern
     split: int  # tokens per piece of an item; 0: the device decides
     vllm_workspace: bool
     aligned: bool  # whether all addresses and strides are multiples of 16 bytes
@@ -310,7 +310,7 @@ class Deal(NamedTuple):
     slots: int  # rows of all partial results together
     counters: int
     why: str
-    shares: int = 0  # blocks that take pieces (ranges of tokens) from the queue
+    shares: int = 0  # the number of blocks that take pieces (ranges of tokens) from the queue
 
 
 def _why_scalar(x: Request) -> str:
@@ -362,8 +362,8 @@ def _choose_attend(gpu: Gpu, x: Request) -> _Choice:
     team = next(n for n in (1, 2, 4) if 16 * n >= x.group_rows or n == most_warps)
     items = max(1, sizes.seqs) * sizes.kv_heads * -(-x.group_rows // (16 * team))
     dealt, dealing = _dealt(gpu, x, items)
-    # With QUEUE a warp always has 16 rows. Calls with `split` always use QUEUE, so the order in which the sums of a row
-    # are computed does not depend on the batch size.
+    # With QUEUE a warp always processes 16 rows. Calls with `split` always use QUEUE. So with `split` the order of the
+    # additions for a row does not depend on the batch size.
     rows = _FEW_ROWS if x.few_rows and dealt.dealing != "QUEUE" else 16
     of_sizes = f"heads of {sizes.head_dim} and blocks of {sizes.block_size} tokens"
     is_own = (sizes.head_dim, sizes.block_size) in SPECIALIZED
@@ -421,9 +421,9 @@ def _dealt(gpu: Gpu, x: Request, items: int) -> tuple[Dealt, str]:
     if room <= _EVEN_TOKENS:
         even = f"{why}, as room for {room} tokens {_ARE_EVEN}"
         return Dealt(_EVEN_CLUSTER, "CLUSTERS", wide, 100 << wide, at_once), even
-    # 136 KiB give wide blocks two stages of 64 KiB. Here two are faster than three, for equal and unequal lengths
-    # (H200). With an 8-bit cache, 8 sequences of 8192 tokens each take 39.8 us with clusters of two blocks and 45.4 us
-    # with the queue. For unequal lengths clusters take at most 6% longer than the queue.
+    # With 136 KiB a wide block has two stages of 64 KiB. Here two stages are faster than three, for equal and unequal
+    # lengths (H200). With an 8-bit cache, 8 sequences of 8192 tokens each take 39.8 us with clusters of two blocks and
+    # 45.4 us with the queue. For unequal lengths clusters take at most 6% longer than the queue.
     why += ", or a queue where the lengths are uneven"
     return Dealt(_EVEN_CLUSTER, "EITHER", wide, 136 if wide else 100, at_once), why
 
@@ -452,7 +452,8 @@ def deal(gpu: Gpu, x: Request) -> Deal:
         # multiprocessors have a block if the kernel chooses the queue.
         blocks = shares = max(items, blocks // cluster) * cluster
     if not x.split:
-        # Without `split` there is at most one piece per share, plus one per item because of rounding.
+        # Without `split` there is at most one piece per block that takes from the queue, plus one piece per item
+        # because of rounding.
         all_pieces = min(all_pieces, shares + items)
     slots = 0 if x.vllm_workspace or max_pieces == 1 else all_pieces * rows
     return Deal(variant, blocks, threads, shared_bytes, rows, row_blocks, slots, 1 + items, choice.why, shares)

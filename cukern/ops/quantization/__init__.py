@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 FP8 = "float8_e4m3fn"
-#: The smallest allowed eps. With a smaller scale, the division by the scale might not be rounded correctly.
+#: The smallest allowed `eps`, the lower limit of max |x|. If a scale were smaller, x / scale might be rounded wrongly.
 MIN_EPS = 1e-20
 _ONE = "a number or a float32 array of one element"
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -190,7 +190,7 @@ def per_token_group_quant_fp8(
     Args:
         x: [..., k], float32, float16 or bfloat16; rows may be strided, with one stride for all.
         group_size: divides k; powers of two from 8 to 256 are fast.
-        eps: at least 1e-20.
+        eps: the smallest number that is used as max |x| of a group, at least 1e-20.
         column_major_scales: store the scales of neighbouring tokens side by side: x_s is a transposed view of an array
             [..., k / group_size, tokens].
         use_ue8m0: round the scales up to powers of two.
@@ -501,7 +501,7 @@ def dequantize_mxfp4(packed: AnyArray, scale: AnyArray, dtype: str = "bfloat16")
     """Unpack the result of `cukern.quantize_mxfp4`: value * 2**(scale - 127), rounded once.
 
     Args:
-        packed: uint8 [..., k / 2], the first number of two in the low half; contiguous.
+        packed: uint8 [..., k / 2], two elements per byte with the first one in the low 4 bits; contiguous.
         scale: uint8 or float8_e8m0fnu [..., k / 32]; contiguous.
         dtype: "float32", "float16" or "bfloat16".
 
@@ -520,7 +520,7 @@ def dequantize_nvfp4(packed: AnyArray, scale: AnyArray, global_scale: AnyArray, 
     """Unpack the result of `cukern.scaled_fp4_quant`: value * (scale / global_scale), rounded once.
 
     Args:
-        packed: uint8 [..., k / 2], the first number of two in the low half; contiguous.
+        packed: uint8 [..., k / 2], two elements per byte with the first one in the low 4 bits; contiguous.
         scale: float8_e4m3fn, or uint8 for its bytes, [..., k / 16]; contiguous.
         global_scale: the input_global_scale of the quantization, a number or a float32 array of one element. It is a
             divisor. The b_global_scale of `cukern.moe_gemm` is a factor: the inverse of global_scale.

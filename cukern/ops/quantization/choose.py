@@ -14,7 +14,7 @@ from cukern.runtime.rows import MAX_ROWS, Rows, tile
 from cukern.runtime.units import ceil_div, divisor
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: "vector" processes 8 elements at a time, "scalar" one element.
+#: "vector" processes 8 elements at a time, "scalar" processes one element at a time.
 VARIANTS = ("auto", "vector", "scalar")
 #: The group sizes for which a few lanes of a warp quantize a group. With any other size a whole block quantizes it.
 GROUPS = (8, 16, 32, 64, 128, 256)
@@ -31,7 +31,7 @@ _GROUP_UNITS = 2  # the largest number of units of one group that a thread quant
 _FP4_ITEMS = 4  # units per thread; a unit is 16 elements of a 16-bit dtype, or 8 of float32
 _BLOCKS_PER_MULTIPROCESSOR, _MAGNITUDE_THREADS = 2, 1024
 _READ_THREADS, _READ_ITEMS = 256, 4
-#: A scale: an array, or None and a number.
+#: A scale: a pair of an array (or None if there is no array) and a number, which is used without an array.
 Scale = tuple[Array | None, Any]
 _NO_BOUND: Scale = (None, float("inf"))
 

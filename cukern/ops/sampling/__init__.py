@@ -77,7 +77,7 @@ def sampling_from_logits(
             one seed for the batch, the random numbers of a row also depend on the index of the row in the batch, so
             that equal rows draw independently (as in FlashInfer, by the subsequence of Philox). Index 0 is the stream
             of the seed itself. With a seed per row, [batch], the index does not matter, so that a row draws the same
-            token at any index of any batch. Apart from that, a token depends only on the offset, and on the values and
+            token at any index of any batch. Otherwise the token depends only on the offset and on the values and
             parameters of its own row, not on the batch size or the variant. None: `generator` gives one seed for the
             batch, and the offset.
         offset: the position in the stream of random numbers, an int or an array like `seed`. Pass another offset at

@@ -44,7 +44,7 @@ _renormalize = Kernel("sampling/renormalize", "renormalize", compile_s=0.6)
 
 
 def _shared_bytes(tiles: int, cached_tiles: int, topped_tiles: int, tops_per_tile: int) -> int:
-    """Return the shared memory of a block in bytes. `tops_per_tile` is the number of top values kept for each tile."""
+    """Return the shared memory of a block in bytes. Each tile keeps its `tops_per_tile` largest values."""
     constants = template.constants(_sample.file)
     kept = 2 * tiles * 16 + constants["CAPACITY"] * 8 + tiles * tops_per_tile * 4
     return kept + topped_tiles * 128 + cached_tiles * constants["TILE"] * 4
@@ -89,7 +89,7 @@ class Plan(NamedTuple):
 
 
 def plan_of(values: Array, batch: Any, variant: str, cache: bool) -> Plan:
-    """Return the plan for `batch` rows. With `cache` the blocks keep elements in shared memory for later passes."""
+    """Return the plan for `batch` rows. With `cache` the blocks keep elements in shared memory, to read them again."""
     check.one_of("variant", variant, VARIANTS)
     gpu, constants = values.gpu, template.constants(_sample.file)
     clusters = gpu.compute_capability >= 90
@@ -108,8 +108,8 @@ def plan_of(values: Array, batch: Any, variant: str, cache: bool) -> Plan:
     tops_per_tile = 32
     while tops_per_tile > 1 and tiles * tops_per_tile > constants["MAX_TOPS"]:
         tops_per_tile //= 2
-    # With many rows, only some tiles of each row are cached in shared memory, so that more blocks are resident. Later
-    # passes read the other tiles from L2.
+    # With many rows, each block caches only some tiles of its row in shared memory, so that more blocks are resident.
+    # Later passes over the row read the other tiles from L2.
     limit = _MAX_SHARED_BYTES if few else _SHARED_BYTES_OF_MANY
     topped = min(tiles_per_block, (_MAX_SHARED_BYTES - _shared_bytes(tiles, 0, 0, tops_per_tile)) // 128)
     used = _shared_bytes(tiles, 0, topped, tops_per_tile)
@@ -211,7 +211,7 @@ def _checked(convert: Callable[[Any], Any], value: Any) -> Any:
     return check_each_call(convert, value) if isinstance(value, Each) else convert(value)
 
 
-#: A tuple of the arguments (seed, offset, generator).
+#: The type of the tuple (seed, offset, generator), the arguments of a sampling function.
 Randomness = tuple[Any, Any, Any]
 
 
