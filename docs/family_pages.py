@@ -36,7 +36,7 @@ def with_sections(text: str, stem: str) -> str:
             parts += [textwrap.fill(said, 124, break_long_words=False, break_on_hyphens=False), ""]
             parts += [report.markdown(report.SUMMARY, lines), ""]
             if peers := _beside_peers(content, names):
-                parts += ["The time of each other library over the time of cukern, median and range:", ""]
+                parts += [_PEERS, ""]
                 parts += [report.markdown(["function", "library", "cases", "its time / cukern's"], peers), ""]
     notebooks = [f"[{notebook_title(name)}](../../notebooks/{name}.ipynb)" for name in SPECS[stem].notebooks or [stem]]
     return "\n".join([*parts, "## Notebook", "", *notebooks, ""])
@@ -46,6 +46,7 @@ _COLUMNS = (
     "The table gives the median and the range over the cases. The floor is the least time for the bytes and flops of a "
     "case. The peer is the fastest other library. [Results](../../benchmarks/RESULTS.md#{}) has all cases."
 )
+_PEERS = "Time of every other library divided by the time of cukern (above 1: cukern is faster), median and range:"
 
 
 def notebook_title(name: str) -> str:
