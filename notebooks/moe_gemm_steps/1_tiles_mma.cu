@@ -1,24 +1,27 @@
-// Step 1 of 3: tiles in shared memory, multiplied on tensor cores by mma.sync. Runs on every GPU from sm_80 on.
+// File 1 of 3: copy tiles to shared memory and multiply them on tensor cores by mma.sync. Needs sm_80 or later.
 //
 //   out[r, j] = sum over i of a[r, i] * b[e, j, i]       for the rows r of expert e: offsets[e] <= r < offsets[e + 1]
 //
-// Grid: x over tiles of 128 columns of out, y over the tiles of 128 rows of all groups. The host does not know the
-// groups, so y is the largest possible number of tiles, and blocks without a tile exit. A block of 8 warps computes one
-// tile. In each step it copies 32 numbers along k of 128 rows of a and of 128 rows of weights to shared memory, through
-// registers. Each warp then multiplies 64 rows by 32 columns, in fragments of 16 x 8.
+// The rows of one expert are a group. Grid: x over tiles of 128 columns of out, y over the tiles of 128 rows of all
+// groups. The host does not know the group sizes, so y is the largest possible number of tiles, and a block without a
+// tile exits.
 //
-// Difference from a kernel with one thread per output: each number that is read from memory is used for 128 outputs,
-// and tensor cores multiply.
+// A block of 8 warps computes one tile in a loop over k. A k step is one iteration: it covers 32 elements of k. The
+// block copies these elements of 128 rows of a and of 128 rows of weights to shared memory, through registers. Each
+// warp then multiplies 64 rows by 32 columns, in fragments of 16 x 8.
 //
-// Expected bound: the latency of the loads. A block waits about 800 cycles for the loads of a step. The products of the
-// step then take 256 cycles at the tensor cores' peak (4096 operations per cycle). During the wait only the other
+// Difference from a kernel with one thread per output: each element is used for 128 outputs after it is read from
+// memory once, and tensor cores multiply.
+//
+// Expected limit: the latency of the loads. A block waits about 800 cycles for the loads of a k step. The MMAs of the
+// k step then take 256 cycles at the tensor cores' peak (4096 operations per cycle). During the wait only the other
 // blocks on the multiprocessor multiply. Every operand also passes through registers twice.
 #include "common/mma.cuh"
 
-constexpr int TILE = 128, DEPTH = 32, THREADS = 256; // TILE: rows and columns; DEPTH: numbers along k per step
-constexpr int CHUNKS = DEPTH / 8;                    // 16-byte chunks of a row in a step
+constexpr int TILE = 128, DEPTH = 32, THREADS = 256; // TILE: rows and columns; DEPTH: k per k step
+constexpr int CHUNKS = DEPTH / 8;                    // 16-byte chunks of a row in a k step
 constexpr int PITCH = DEPTH * 2 + 16;                // row pitch in bytes: no bank conflicts in ldmatrix
-constexpr int M = 4, N = 4;                          // fragments of a warp: rows, columns
+constexpr int M = 4, N = 4;                          // fragments per warp: M along rows, N along columns
 
 struct StepParams {
     const __nv_bfloat16 *a, *b; // [rows, k], [experts, n, k]
@@ -27,8 +30,8 @@ struct StepParams {
     int rows, experts, n, k;    // n, k: multiples of 8
 };
 
-// `tile` indexes the row tiles of all groups. Find the tile's group, `expert`, and make `tile` an index within the
-// group. Return false if `tile` is past the last tile.
+// On entry, `tile` is an index into the row tiles of all groups. Set `expert` to the group of the tile, and `tile` to
+// the tile's index within this group. Return false if `tile` is past the last tile.
 __device__ __forceinline__ bool find_group(const StepParams& p, int& tile, int& expert) {
     for (expert = 0; expert < p.experts; ++expert) {
         const int tiles = (p.offsets[expert + 1] - p.offsets[expert] + TILE - 1) / TILE;
@@ -38,8 +41,8 @@ __device__ __forceinline__ bool find_group(const StepParams& p, int& tile, int& 
     return false;
 }
 
-// Copy the 32 numbers along k of one step, of 128 rows, to shared memory. A row past the last row is read as the last
-// row; a number past k is 0.
+// Copy one k step (32 elements) of 128 rows to shared memory. Rows after `last` are replaced by row `last`, and
+// elements after k are replaced by 0.
 __device__ __forceinline__ void copy_rows(char* to, const __nv_bfloat16* from, int first, int last, int k, int step) {
     for (int i = threadIdx.x; i < TILE * CHUNKS; i += THREADS) {
         const int row = i / CHUNKS, chunk = i % CHUNKS, along = step * DEPTH + chunk * 8;
@@ -49,7 +52,7 @@ __device__ __forceinline__ void copy_rows(char* to, const __nv_bfloat16* from, i
     }
 }
 
-// Multiply a warp's 64 rows by its 32 columns along 16 numbers of k, which start at byte `along` of a row.
+// Multiply a warp's 64 rows by its 32 columns for 16 elements of k, which start at byte `along` of a row.
 __device__ __forceinline__ void multiply_part(float (&c)[M][N][4], unsigned a_at, unsigned b_at, int along) {
     const int lane = threadIdx.x % 32;
     unsigned a[M][4], b[N / 2][4];
@@ -66,7 +69,7 @@ __device__ __forceinline__ void multiply_part(float (&c)[M][N][4], unsigned a_at
 }
 
 // Write a warp's results, which start at row `row` and column `column`. In each fragment a lane holds two neighbouring
-// columns of rows lane / 4 and lane / 4 + 8.
+// columns of row `lane / 4` and the same columns of row `lane / 4 + 8`.
 __device__ __forceinline__ void store(const StepParams& p, const float (&c)[M][N][4], int row, int column, int end) {
     const int lane = threadIdx.x % 32;
 #pragma unroll

@@ -1,26 +1,30 @@
-// Step 2 of 3: one warpgroup starts the copies of tiles by TMA and multiplies them by wgmma. Hopper only.
+// File 2 of 3: one warpgroup starts TMA copies of tiles and multiplies the tiles by wgmma. Hopper only.
 //
 //   out[r, j] = sum over i of a[r, i] * b[e, j, i]       for the rows r of expert e: offsets[e] <= r < offsets[e + 1]
 //
-// Grid: x over tiles of 128 columns of out, y over the tiles of 128 rows of all groups. The host does not know the
-// groups, so y is the largest possible number of tiles, and blocks without a tile exit. A block is one warpgroup and
-// computes one tile, as two products of 64 rows. It has two stages of 64 numbers along k: thread 0 starts the copies to
-// one stage, then all threads wait for the other stage and multiply it.
+// The rows of one expert are a group. Grid: x over tiles of 128 columns of out, y over the tiles of 128 rows of all
+// groups. The host does not know the group sizes, so y is the largest possible number of tiles, and a block without a
+// tile exits.
 //
-// Difference from step 1: operands do not pass through registers. TMA writes whole tiles to shared memory, swizzled
-// (chunk c of row r is at position c ^ (r % 8) of the row), and wgmma reads the tiles there. One instruction of one
-// thread copies 16 KB, and a barrier counts the bytes. TMA may also copy rows of the next group; no thread writes the
-// results of these rows.
+// A block is one warpgroup. It computes one tile in a loop over k. A k step is one iteration: it covers 64 elements of
+// k, with one MMA chain for the upper 64 rows of the tile and one for the lower 64 rows. A stage is a buffer in shared
+// memory for the operands of one k step. There are two stages: thread 0 starts the copies of the next k step to one
+// stage; then all threads wait for the data of the current k step in the other stage, and multiply them.
 //
-// Expected bound: the bandwidth from L2 to a multiprocessor. The products of a step take 512 cycles at the tensor
-// cores' peak (4096 operations per cycle). Copying the step's 32 KB takes about 745 cycles at 44 bytes per cycle. So at
-// most 69% of the peak is reached. The warpgroup waits for its products before it continues, so three blocks per
-// multiprocessor alternate.
+// Difference from file 1: operands do not pass through registers. TMA writes whole tiles to shared memory, and wgmma
+// reads the tiles there. The tiles are swizzled: 16-byte chunk c of row r is at position c ^ (r % 8) of the row. One
+// instruction of one thread copies 16 KB, and a barrier counts the bytes. TMA may also copy rows of the next group, but
+// no thread writes the results of these rows.
+//
+// Expected limit: the bandwidth from L2 to a multiprocessor. The MMAs of a k step take 512 cycles at the tensor cores'
+// peak (4096 operations per cycle). Copying the k step's 32 KB takes about 745 cycles at 44 bytes per cycle. So at most
+// 69% of the peak is reached. A warpgroup waits for its MMAs before it continues. So a multiprocessor runs three
+// blocks, and the tensor cores work for one block while another waits.
 #include "common/hopper.cuh"
 #include "common/mma.cuh"
 
-constexpr int TILE = 128, DEPTH = 64, STAGES = 2; // TILE: rows and columns; DEPTH: numbers along k per stage
-constexpr int TILE_BYTES = TILE * DEPTH * 2;      // of one operand, per stage
+constexpr int TILE = 128, DEPTH = 64, STAGES = 2; // TILE: rows and columns; DEPTH: k per stage
+constexpr int TILE_BYTES = TILE * DEPTH * 2;      // bytes of one operand per stage
 
 struct StepParams {
     TensorMap a_map, b_map; // [rows, k] and [experts, n, k], boxes of 128 x 64
@@ -29,8 +33,8 @@ struct StepParams {
     int experts, n, k;      // n, k: multiples of 8
 };
 
-// `tile` indexes the row tiles of all groups. Find the tile's group, `expert`, and make `tile` an index within the
-// group. Return false if `tile` is past the last tile.
+// On entry, `tile` is an index into the row tiles of all groups. Set `expert` to the group of the tile, and `tile` to
+// the tile's index within this group. Return false if `tile` is past the last tile.
 __device__ __forceinline__ bool find_group(const StepParams& p, int& tile, int& expert) {
     for (expert = 0; expert < p.experts; ++expert) {
         const int tiles = (p.offsets[expert + 1] - p.offsets[expert] + TILE - 1) / TILE;
@@ -40,8 +44,8 @@ __device__ __forceinline__ bool find_group(const StepParams& p, int& tile, int& 
     return false;
 }
 
-// Write 64 rows of results. Of its warp's 16 rows a lane holds two neighbouring columns, in rows lane / 4 and
-// lane / 4 + 8, of every 8 columns.
+// Write 64 rows of results. A warp holds 16 of the rows. For every 8 columns, a lane holds two neighbouring
+// columns of row `lane / 4` and the same columns of row `lane / 4 + 8`.
 __device__ __forceinline__ void store(const StepParams& p, const float (&c)[64], int first, int column, int end) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
@@ -82,13 +86,13 @@ __global__ __launch_bounds__(WARPGROUP, 3) void multiply(const __grid_constant__
     float upper[64], lower[64]; // sums of rows 0 to 63 and of rows 64 to 127
     if (threadIdx.x == 0) copy(0);
     for (int step = 0; step < steps; ++step) {
-        // The stage of the next step is free: all threads have waited for the products of the step before.
+        // The stage of the next k step is free: all threads have waited for the MMAs of the previous k step.
         if (threadIdx.x == 0 && step + 1 < steps) copy(step + 1);
         const unsigned a = stages + step % STAGES * 2 * TILE_BYTES, b = a + TILE_BYTES;
         mbarrier_wait(shared_address(&full[step % STAGES]), step / STAGES);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < DEPTH / 16; ++i) { // 16 numbers are 32 bytes
+        for (int i = 0; i < DEPTH / 16; ++i) { // 16 elements are 32 bytes
             const bool add = step > 0 || i > 0;
             wgmma_k_major<__nv_bfloat16>(upper, k_major_descriptor(a + i * 32), k_major_descriptor(b + i * 32), add);
             wgmma_k_major<__nv_bfloat16>(lower, k_major_descriptor(a + TILE_BYTES / 2 + i * 32),

@@ -1,31 +1,35 @@
-// Step 3 of 3: a producer warp starts copies, two consumer warpgroups multiply, and a ring of stages connects them.
+// File 3 of 3: a producer warp starts copies, two consumer warpgroups multiply, and a ring of stages connects them.
 // Hopper only.
 //
 //   out[r, j] = sum over i of a[r, i] * b[e, j, i]       for the rows r of expert e: offsets[e] <= r < offsets[e + 1]
 //
-// Grid: x over tiles of 256 columns of out, y over the tiles of 128 rows of all groups. The host does not know the
-// groups, so y is the largest possible number of tiles, and blocks without a tile exit. A block computes one tile.
-// Consumer warpgroup 0 multiplies rows 0 to 63 of the tile by all columns, and warpgroup 1 rows 64 to 127. One thread
-// of warp 8, the producer, starts TMA copies of 64 numbers along k at a time to a ring of four stages of 48 KB.
+// The rows of one expert are a group. Grid: x over tiles of 256 columns of out, y over the tiles of 128 rows of all
+// groups. The host does not know the group sizes, so y is the largest possible number of tiles, and a block without a
+// tile exits.
 //
-// Difference from step 2: copies and products wait only for each other. The producer waits only until a stage is empty,
-// which means that all 8 consumer warps have released it, so it can fill the whole ring ahead. The consumers wait only
-// until a stage is full. They release a stage one step later, so that products are always in flight. A tile of 256
-// columns also needs fewer bytes per operation.
+// A block computes one tile in a loop over k. A k step covers 64 elements of k. A stage is a buffer of 48 KB in shared
+// memory for the operands of one k step, and four stages form a ring. One thread of warp 8, the producer, starts one
+// TMA copy per operand and k step. Consumer warpgroup 0 multiplies rows 0 to 63 of the tile by all columns, and
+// consumer warpgroup 1 multiplies rows 64 to 127 by all columns.
 //
-// Expected bound: the bandwidth from L2 to a multiprocessor, which is close to the rate of the tensor cores. The
-// products of a step take 1024 cycles at the tensor cores' peak (4096 operations per cycle). Copying the step's 48 KB
-// takes about 1117 cycles at 44 bytes per cycle. So at most 92% of the peak is reached. The tensor cores are also idle
-// during the first copies and the epilogue of each tile.
+// Difference from file 2: different warps copy and multiply. The producer waits only until a stage is empty, which
+// means that all 8 consumer warps have released the stage. So the producer can fill the whole ring ahead. The consumers
+// wait only until a stage is full. They release a stage one k step later, so that MMAs are always in flight. A tile of
+// 256 columns also needs fewer bytes per operation than a tile of 128 columns.
+//
+// Expected limit: the bandwidth from L2 to a multiprocessor. The MMAs of a k step take 1024 cycles at the tensor cores'
+// peak (4096 operations per cycle). Copying the k step's 48 KB takes about 1117 cycles at 44 bytes per cycle. So at
+// most 92% of the peak is reached. The tensor cores are also idle during the first copies of a tile and during its
+// epilogue.
 //
 // cuda_src/moe_gemm/wgmma.cu has more optimizations. Its blocks are persistent, so the copies of the next tile run
-// during the epilogue. The blocks of a cluster share the copied tokens by multicast. Its second warpgroup runs one
-// stage behind the first, so that one writes while the other multiplies. The width of its tiles is adapted to the size
-// of the group. stmatrix transposes the results for 16-byte stores.
+// during the epilogue. The blocks of a cluster share the copied tokens by multicast. Its second consumer warpgroup runs
+// one stage behind the first, so that one warpgroup writes results while the other multiplies. The width of its tiles
+// is adapted to the size of the group. stmatrix transposes the results for 16-byte stores.
 #include "common/hopper.cuh"
 #include "common/mma.cuh"
 
-constexpr int ROWS = 128, COLUMNS = 256, DEPTH = 64, STAGES = 4; // a tile; numbers along k per stage
+constexpr int ROWS = 128, COLUMNS = 256, DEPTH = 64, STAGES = 4; // tile size; k per stage; stages
 constexpr int A_BYTES = ROWS * DEPTH * 2, B_BYTES = COLUMNS * DEPTH * 2, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int CONSUMERS = 2 * WARPGROUP, THREADS = CONSUMERS + 32;
 
@@ -40,8 +44,8 @@ struct Ring {
     unsigned long long full[STAGES], empty[STAGES];
 };
 
-// `tile` indexes the row tiles of all groups. Find the tile's group, `expert`, and make `tile` an index within the
-// group. Return false if `tile` is past the last tile.
+// On entry, `tile` is an index into the row tiles of all groups. Set `expert` to the group of the tile, and `tile` to
+// the tile's index within this group. Return false if `tile` is past the last tile.
 __device__ __forceinline__ bool find_group(const StepParams& p, int& tile, int& expert) {
     for (expert = 0; expert < p.experts; ++expert) {
         const int tiles = (p.offsets[expert + 1] - p.offsets[expert] + ROWS - 1) / ROWS;
@@ -51,7 +55,7 @@ __device__ __forceinline__ bool find_group(const StepParams& p, int& tile, int& 
     return false;
 }
 
-// Fill the ring: the loop of the producer, a single thread. In the first pass through the ring the waits return at
+// Fill the ring. The producer, a single thread, runs this loop. In the first pass through the ring the waits return at
 // once, because all stages are empty.
 __device__ __forceinline__ void produce(const StepParams& p, Ring& ring, unsigned stages, int expert, int first,
                                         int column) {
@@ -65,7 +69,7 @@ __device__ __forceinline__ void produce(const StepParams& p, Ring& ring, unsigne
     }
 }
 
-// Compute the sums of a warpgroup: 64 rows by 256 columns.
+// Compute the sums of one consumer warpgroup: 64 rows by 256 columns.
 __device__ __forceinline__ void consume(const StepParams& p, Ring& ring, unsigned stages, float (&c)[COLUMNS / 2]) {
     const int warpgroup = threadIdx.x / WARPGROUP, steps = (p.k + DEPTH - 1) / DEPTH;
     auto release = [&](int step) {
@@ -78,19 +82,19 @@ __device__ __forceinline__ void consume(const StepParams& p, Ring& ring, unsigne
         mbarrier_wait(shared_address(&ring.full[stage]), step / STAGES);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < DEPTH / 16; ++i) // 16 numbers are 32 bytes
+        for (int i = 0; i < DEPTH / 16; ++i) // 16 elements are 32 bytes
             wgmma_k_major<__nv_bfloat16>(c, k_major_descriptor(a + i * 32), k_major_descriptor(b + i * 32),
                                          step > 0 || i > 0);
         wgmma_commit_group();
-        wgmma_wait_group<1>(); // wait for the products of the step before
+        wgmma_wait_group<1>(); // wait for the MMAs of the previous k step
         if (step > 0) release(step - 1);
     }
     wgmma_wait_group<0>();
     wgmma_fence_operand(c);
 }
 
-// Write a warpgroup's results. Of its warp's 16 rows a lane holds two neighbouring columns, in rows lane / 4 and
-// lane / 4 + 8, of every 8 columns.
+// Write a warpgroup's results. A warp holds 16 of the rows. For every 8 columns, a lane holds two neighbouring
+// columns of row `lane / 4` and the same columns of row `lane / 4 + 8`.
 __device__ __forceinline__ void store(const StepParams& p, const float (&c)[COLUMNS / 2], int first, int column,
                                       int end) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
