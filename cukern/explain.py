@@ -244,7 +244,7 @@ class _Call:
                 raise
 
         op = Op(plan, None)
-        trace, returned, _ = op.say(op.form((), self.arrays), tuple(self.arrays.values()), on)
+        trace, returned, _ = op.say(op.kind_of((), self.arrays), tuple(self.arrays.values()), on)
         return trace, returned
 
     def names_of(self, trace: Trace, returned: Any) -> dict[int, str]:

@@ -123,13 +123,13 @@ def _said(launch: Launch, arrays: list[torch.Tensor]) -> Any:
 @contextlib.contextmanager
 def without_plans() -> Iterator[None]:
     """Calls make their plans anew."""
-    kept = {name: dict(op.forms) for name, op in OPS.items()}
+    kept = {name: dict(op.kinds) for name, op in OPS.items()}
     for op in OPS.values():
-        op.forms.clear()
+        op.kinds.clear()
     yield
     for name, op in OPS.items():
-        op.forms.clear()
-        op.forms.update(kept[name])
+        op.kinds.clear()
+        op.kinds.update(kept[name])
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -1237,7 +1237,7 @@ def test_all_blocks_are_resident_beside_those_of_the_ranks_that_share_the_gpu(
 
 def test_some_blocks_send_on_the_smallest_part_of_a_gpu() -> None:
     values, made = a_combine(5, a_link(8, 8)), OPS["_combine"]
-    trace, _, _ = made.say(made.form(values, {}), values, on=H200._replace(multiprocessors=1))
+    trace, _, _ = made.say(made.kind_of(values, {}), values, on=H200._replace(multiprocessors=1))
     (step,) = trace.steps
     assert step.fields["senders"] == 1
 

@@ -773,7 +773,7 @@ def launches_of(x: Sizes, on: gpu.Gpu = H200) -> Launches:
         parts = twin.parts_of(rows, x.kv_heads, on.multiprocessors)
         arguments |= {"tile_scheduler_metadata": _int32(parts, 8), "num_splits": _int32(sequences + 1)}
     declared = OPS["flash_mla_with_kvcache"]
-    trace, returned, _ = declared.say(declared.form((), arguments), (*arguments.values(),), on)
+    trace, returned, _ = declared.say(declared.kind_of((), arguments), (*arguments.values(),), on)
     return Launches(trace, returned)
 
 

@@ -603,7 +603,7 @@ def planned(x: dict[str, Any], variant: str = "auto", on: str | Gpu = "90a") -> 
     """The launch of a call on a GPU; None: there is none."""
     function = OPS["moe_gemm_batched" if "expert_num_tokens" in x else "moe_gemm"]
     given, where = {**x, "variant": variant}, gpu.of_arch(on) if isinstance(on, str) else on
-    trace, *_ = function.say(function.form((), given), [*given.values()], where)
+    trace, *_ = function.say(function.kind_of((), given), [*given.values()], where)
     return Planned(trace.steps[0]) if trace.steps else None
 
 

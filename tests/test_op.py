@@ -267,21 +267,21 @@ def test_python_says_what_does_not_fit_the_signature(toy: Op) -> None:
 def test_plans_are_bounded(
     toy: Op, pretended: PretendedGPU, monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("cukern.runtime.op._MAX_PLANS", 10)
+    monkeypatch.setattr("cukern.runtime.op._MAX_RUNS", 10)
     for columns in range(1, 40):
         for _ in range(2):
             toy.call(torch.zeros(2, columns), 1)
-    (form,) = {*toy.forms.values()}
-    assert len(form.plans) <= 10
+    (kind,) = {*toy.kinds.values()}
+    assert len(kind.plans) <= 10
     toy.forget()
-    assert not toy.forms
-    monkeypatch.setattr("cukern.runtime.op._MAX_PLANS", 1000)
+    assert not toy.kinds
+    monkeypatch.setattr("cukern.runtime.op._MAX_RUNS", 1000)
     x = torch.zeros(4, 8)
     for between in range(8, 80):
         for _ in range(3):
             toy.call(x.new_zeros(4, between)[:, :8], 1)
-    (form,) = {*toy.forms.values()}
-    (kept,) = form.plans.values()
+    (kind,) = {*toy.kinds.values()}
+    (kept,) = kind.plans.values()
     assert len(kept) <= 16
 
 
@@ -369,7 +369,7 @@ FLOATS = ("float32", "float16")
 def all_described(*given: Any) -> list[Array]:
     """Descriptions of several arrays of one call, in host memory."""
     made, named = Op(lambda **arrays: list(arrays.values()), None), {f"array_{i}": x for i, x in enumerate(given)}
-    return made.say(made.form((), named), given)[1]
+    return made.say(made.kind_of((), named), given)[1]
 
 
 def host_arrays(*shape: int, dtype: str = "float32") -> list[Any]:

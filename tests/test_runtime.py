@@ -1163,6 +1163,19 @@ def test_a_launch_goes_to_its_device_and_comes_back(gpus: FakeGPUs) -> None:
     assert gpus.getDevice() == 0
 
 
+def test_results_are_on_the_device_of_the_call(gpus: FakeGPUs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_current(self: FakeLibrary, shape: tuple[int, ...], dtype: str, device: int) -> Callable[[], int]:
+        return lambda: self.allocate(shape, dtype, self.current_device())
+
+    monkeypatch.setattr(FakeLibrary, "maker", on_current)
+    made = make_plan(gpus, 1)
+    # As torch's, whose current device stays a device without a context while another context is pushed.
+    made.library.current_device = lambda: 0  # type: ignore[method-assign]
+    made.run([None], [None], [64])
+    assert made.library.made == [((6, 32), "float32", 1)]  # type: ignore[attr-defined]
+    assert [launch["device"] for launch in gpus.launches] == [1]
+
+
 def test_each_thread_packs_its_own_arguments(gpus: FakeGPUs) -> None:
     made = make_plan(gpus)
     made.run([None], [None], [64])

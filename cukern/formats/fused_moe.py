@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import functools
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -125,16 +124,6 @@ class FusedMoEQuantConfig:
     def numbers(self) -> dict[str, Any]:
         """All fields except scales and biases, by name."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in SCALES}
-
-    @functools.cached_property
-    def facts(self) -> tuple[Any, ...]:
-        """The values of `numbers`: everything in a configuration except the scales and biases."""
-        return tuple(self.numbers.values())
-
-    @functools.cached_property
-    def arrays(self) -> tuple[Any, ...]:
-        """The scales and biases in the order of SCALES. Missing scales and biases are None."""
-        return tuple(getattr(self, name) for name in SCALES)
 
     @property
     def form(self) -> dict[str, Any]:

@@ -42,9 +42,11 @@ class Operator(NamedTuple):
 OPS: dict[str, Op] = {}
 #: Every torch operator, by the name of its function.
 OPERATORS: dict[str, Operator] = {}
-#: The largest number of plans that an op keeps, and the largest number that it keeps under one key. Calls have the same
-#: key if their facts (the argument values that select a plan) and the shape of their first array are equal.
-_MAX_PLANS, _MAX_LAYOUTS = 1024, 16
+#: After this many runs of its body an op forgets all its plans, because sizes that never repeat would fill the memory.
+_MAX_RUNS = 1024
+#: The largest number of plans under one key. Calls have the same key if their facts (the argument values that select a
+#: plan) and the shape of their first array are equal.
+_MAX_LAYOUTS = 16
 
 
 class _Kept(NamedTuple):
@@ -56,7 +58,7 @@ class _Kept(NamedTuple):
     requires_grad: bool
 
 
-class _Signature:
+class _CallKind:
     """The kept plans for calls with the same number of positional arguments, the same keywords and the same types."""
 
     def __init__(self, names: Sequence[str], values: Sequence[Any], numbers: Collection[str]) -> None:
@@ -106,7 +108,7 @@ class Op:
         instead: Callable[..., Any] | None = None,
     ) -> None:
         self.name = function.__name__
-        self.plan = function
+        self.body = function
         self.twin = twin
         self.signature = inspect.signature(function)
         empty = inspect.Parameter.empty
@@ -115,15 +117,15 @@ class Op:
         self.flags = frozenset(x.name for x in self.signature.parameters.values() if x.annotation == "bool")
         self.leader = leader
         self.instead = instead
-        self.forms: dict[tuple[Any, ...], _Signature] = {}
+        self.kinds: dict[tuple[Any, ...], _CallKind] = {}
         self.call: Callable[..., Any] = _call_of(self, function)
-        self._count = 0
+        self._runs = 0
         unknown = {*self.numbers, *([leader] if leader else [])} - {*self.signature.parameters}
         if unknown:
             raise TypeError(f"{self.name} has no arguments {unknown}")
 
-    def form(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Signature:
-        """Return the signature of a call.
+    def kind_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _CallKind:
+        """Return the kind of a call that has no kind yet.
 
         Raises TypeError, with the order of the arguments and Python's message, if they do not fit the op.
         """
@@ -133,7 +135,7 @@ class Op:
             raise TypeError(f"{self.name}({self._order()}): {error}") from None
         values = (*args, *kwargs.values())
         names = [*list(self.signature.parameters)[: len(args)], *kwargs]
-        return _Signature(names, values, self.numbers)
+        return _CallKind(names, values, self.numbers)
 
     def _order(self) -> str:
         """Return the names of the arguments in order. Arguments after `*` are keyword-only."""
@@ -142,7 +144,7 @@ class Op:
         keywords = [x.name for x in parameters if x.kind is x.KEYWORD_ONLY]
         return ", ".join([*positional, *(["*", *keywords] if keywords else [])])
 
-    def miss(self, form: _Signature, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def miss(self, kind: _CallKind, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a call for which there is no kept plan: make a plan and run it. Keep the plan if there is a key."""
         if self.instead is not None:
             answer = self.instead(*args, **kwargs)
@@ -151,29 +153,29 @@ class Op:
         values = (*args, *kwargs.values())
         flat = _flatten(values)[0]
         if any(type(x) is Array for x in flat):
-            return follow_part(lambda: self.plan(*args, **kwargs))  # called in the plan of another op
+            return follow_part(lambda: self.body(*args, **kwargs))  # called in the plan of another op
         if self.leader:
-            first = dict(zip(form.names, values, strict=True)).get(self.leader)
+            first = dict(zip(kind.names, values, strict=True)).get(self.leader)
         else:
             first = next((x for x in flat if arrays.library_of(x) or hasattr(x, "__dlpack__")), None)
         if arrays.library_of(first) is None and hasattr(first, "__dlpack__"):
             return self._foreign(first, args, kwargs)
-        trace, returned, reader = self.say(form, values)
+        trace, returned, reader = self.say(kind, values)
         if trace.is_host_call:
-            return self._run_twin(trace, returned, reader, form, values)
-        plan, given = Plan(trace, returned, reader.paths), form.arrays(flat)
+            return self._run_twin(trace, returned, reader, kind, values)
+        plan, given = Plan(trace, returned, reader.paths), kind.arrays(flat)
         performance.warn(trace)
-        if key is not None and form.keeps:
-            if self._count >= _MAX_PLANS:
+        if key is not None and kind.keeps:
+            if self._runs >= _MAX_RUNS:
                 self.forget()
-            self._count += 1
-            if key in form.plans:
-                self._keep(form, key, plan, given, reader.addresses)
+            self._runs += 1
+            if key in kind.plans:
+                self._keep(kind, key, plan, given, reader.addresses)
             else:
-                form.plans[key] = []  # a plan is kept from the second call on, because many sizes occur only once
+                kind.plans[key] = []  # a plan is kept from the second call on, because many sizes occur only once
         return plan.run(values, given, [*reader.addresses, *(x.value for x in reader.numbers)])
 
-    def _run_twin(self, trace: Trace, returned: Any, reader: _Reader, form: _Signature, values: Sequence[Any]) -> Any:
+    def _run_twin(self, trace: Trace, returned: Any, reader: _Reader, kind: _CallKind, values: Sequence[Any]) -> Any:
         """Run the NumPy reference for arrays in host memory. Return its results in `out`, or in the caller's library.
 
         The reference gets views of the caller's memory, so that what it writes is visible to the caller.
@@ -192,7 +194,7 @@ class Op:
 
         takes = inspect.signature(self.twin).parameters
         takes_all = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in takes.values())
-        arguments = self._defaults | dict(zip(form.names, values, strict=True))
+        arguments = self._defaults | dict(zip(kind.names, values, strict=True))
         taken = {name for name in arguments if name in takes or (takes_all and name not in ("out", "variant"))}
         given_arguments = {name: to_numpy(x) for name, x in arguments.items() if name in taken}
         results = self.twin(**given_arguments | trace.for_twin())
@@ -241,29 +243,29 @@ class Op:
         return tuple(map(leave, results)) if isinstance(results, tuple) else leave(results)
 
     def _keep(
-        self, form: _Signature, key: tuple[Any, ...], plan: Plan, given: Sequence[Any], addresses: Sequence[int]
+        self, kind: _CallKind, key: tuple[Any, ...], plan: Plan, given: Sequence[Any], addresses: Sequence[int]
     ) -> None:
         is_alike = plan.library.alike(given)
         requires_grad = any(getattr(x, "requires_grad", False) for x in given)
         made = _Kept(plan, is_alike, _memory(addresses, plan.compares), requires_grad)
-        form.plans[key] = [made, *form.plans.get(key, [])[: _MAX_LAYOUTS - 1]]
+        kind.plans[key] = [made, *kind.plans.get(key, [])[: _MAX_LAYOUTS - 1]]
 
     def forget(self) -> None:
         """Forget all plans."""
-        self.forms.clear()
-        self._count = 0
+        self.kinds.clear()
+        self._runs = 0
 
-    def say(self, form: _Signature, values: Sequence[Any], on: gpu.Gpu | None = None) -> tuple[Trace, Any, _Reader]:
+    def say(self, kind: _CallKind, values: Sequence[Any], on: gpu.Gpu | None = None) -> tuple[Trace, Any, _Reader]:
         """Run the body for these arguments. Return its trace, its result and the reader. `on` is a GPU to plan for."""
-        reader = _Reader(self, form, on)
+        reader = _Reader(self, on)
         given = {
-            name: reader.read(i, name, value) for i, (name, value) in enumerate(zip(form.names, values, strict=True))
+            name: reader.read(i, name, value) for i, (name, value) in enumerate(zip(kind.names, values, strict=True))
         }
         for i, number in enumerate(reader.numbers):
             number.place = len(reader.addresses) + i
         place = reader.first.place if reader.first is not None else Place(arrays.NUMPY, None, None)
         trace = Trace(place, reader.addresses, len(reader.numbers))
-        return trace, follow(trace, lambda: self.plan(**given)), reader
+        return trace, follow(trace, lambda: self.body(**given)), reader
 
 
 def _memory(addresses: Sequence[int], compares: bool) -> tuple[tuple[int, int], ...] | None:
@@ -286,7 +288,7 @@ def forget_plans() -> None:
 class _Reader:
     """Describes the arrays of a call, in the order of its arguments."""
 
-    def __init__(self, op: Op, form: _Signature, on: gpu.Gpu | None) -> None:
+    def __init__(self, op: Op, on: gpu.Gpu | None) -> None:
         self.op = op
         self.on = on
         self.addresses: list[int] = []
@@ -374,36 +376,36 @@ def operator(names: str = "", results: Callable[..., Any] | None = None) -> Call
 
 
 def _call_of(op: Op, function: _F) -> _F:
-    forms = op.forms
+    kinds = op.kinds
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values()) if kwargs else args
-        kind = (len(args), *kwargs, *map(type, values))
-        form, flat = forms.get(kind), values
-        if form is None or form.is_nested:
+        types = (len(args), *kwargs, *map(type, values))
+        kind, flat = kinds.get(types), values
+        if kind is None or kind.is_nested:
             flat = _flatten(values)[0]
-            kind += (*[len(x) for x in values if type(x) in (tuple, list)], *map(type, flat))
-            form = forms.get(kind)
-        if form is None:
+            types += (*[len(x) for x in values if type(x) in (tuple, list)], *map(type, flat))
+            kind = kinds.get(types)
+        if kind is None:
             if op.instead is not None:
                 answer = op.instead(*args, **kwargs)
                 if answer is not NotImplemented:
                     return answer
-            form = op.form(args, kwargs)
-            forms[kind] = forms[kind[: 1 + len(kwargs) + len(values)]] = form
-        given, key = form.arrays(flat), None
+            kind = op.kind_of(args, kwargs)
+            kinds[types] = kinds[types[: 1 + len(kwargs) + len(values)]] = kind
+        given, key = kind.arrays(flat), None
         if given:
             try:
-                key = form.facts(flat), given[0].shape
-                kept = form.plans.get(key, ())
+                key = kind.facts(flat), given[0].shape
+                kept = kind.plans.get(key, ())
             except TypeError:  # a value cannot be hashed: run the body, whose checks name the argument
                 key, kept = None, ()
             for plan, is_alike, memory, requires_grad in kept:
                 if is_alike(*given) and not (requires_grad and plan.library.wants_gradients()):
                     environment = [*map(plan.library.address, given)]
                     if _memory(environment, plan.compares) == memory:
-                        return plan.run(values, given, [*environment, *form.numbers(flat)])
-        return op.miss(form, key, args, kwargs)
+                        return plan.run(values, given, [*environment, *kind.numbers(flat)])
+        return op.miss(kind, key, args, kwargs)
 
     return call  # type: ignore[return-value]

@@ -208,8 +208,8 @@ def tensor_map(
             made = encoded[address] = encode(address, dtype, dims, strides, box, promotion, swizzled)
         return made
 
-    # Each call encodes the tensor map. The map cannot be encoded here, because `cukern.explain` also plans calls that
-    # have no address or run without a driver.
+    # A call encodes the map of an address that no earlier call had. The map cannot be encoded here, because
+    # `cukern.explain` also plans calls that have no address or run without a driver.
     return each_call(find, bytes(TENSOR_MAP_BYTES), array)
 
 
@@ -298,20 +298,22 @@ def _arrays_in(returned: Any) -> list[Array]:
 class Plan:
     """The steps of a call: allocate arrays, compute the values that differ at each call, launch, and return results.
 
-    All calls with equal facts (the argument values that select a plan) use the same plan. The environment is a list
-    with the values that a call needs, in this order: the addresses of its arrays, its numbers, the addresses of the
-    arrays that it allocates, addresses inside of arrays, the constants of the plan, and the computed values.
+    A plan serves calls with equal facts (the argument values that select a plan) whose arrays have the same dtypes,
+    shapes, strides, device and alignments. The environment is a list with the values that a call needs, in this order:
+    the addresses of its arrays, its numbers, the addresses of the arrays that it allocates, addresses inside of arrays,
+    the constants of the plan, and the computed values.
     """
 
     def __init__(self, trace: Trace, returned: Any, paths: Sequence[tuple[int, int | None]] = ()) -> None:
         self.library, self.device, self.compares = trace.place.library, trace.place.device, trace.compares
         workspace = Workspace(trace, returned)
-        make, device = trace.place.library.maker, trace.place.device
-        self._makers = [
-            (make(*trace.made[i], device), trace.first_made + i in trace.transposed)  # type: ignore[arg-type]
-            for i in workspace.kept
-        ]
-        self._make_workspace = make((workspace.bytes,), "uint8", device) if workspace.parts else None  # type: ignore[arg-type]
+        #: The shapes and dtypes of the arrays to allocate: the returned arrays, then the workspace if there is one.
+        self._sizes = [trace.made[i] for i in workspace.kept]
+        self._has_workspace = bool(workspace.parts)
+        if self._has_workspace:
+            self._sizes.append(((workspace.bytes,), "uint8"))
+        self._transposed = [i for i, x in enumerate(workspace.kept) if trace.first_made + x in trace.transposed]
+        self._makers = [self.library.maker(*size, self.device) for size in self._sizes]  # type: ignore[arg-type]
         #: For each allocated array: (its index among the returned arrays, 0), or (None, its start in the workspace).
         self._made = [
             (workspace.kept.index(i), 0) if i in workspace.kept else (None, workspace.starts[workspace.parts.index(i)])
@@ -364,14 +366,18 @@ class Plan:
         if not is_current and library.current_device() != device:
             with current_device(device):  # type: ignore[arg-type]
                 return self.run(values, given, environment, is_current=True)
-        made = []
-        for make, is_transposed in self._makers:
-            array = make()
-            made.append(array.swapaxes(-1, -2) if is_transposed else array)
-        if self._make_workspace is not None:
+        if is_current:
+            # torch postpones `cudaSetDevice` for a device without a context. It then reports that device as the current
+            # one, and a maker would allocate there.
+            made = [library.allocate(*size, device) for size in self._sizes]
+        else:
+            made = [make() for make in self._makers]
+        for at in self._transposed:
+            made[at] = made[at].swapaxes(-1, -2)
+        if self._has_workspace:
             # The variable keeps the workspace alive until the last launch. Otherwise the allocator could give the
             # memory to another thread.
-            workspace = self._make_workspace()
+            workspace = made.pop()
             base = library.address(workspace)
             environment += [base + start if i is None else library.address(made[i]) for i, start in self._made]
         elif made:
@@ -387,7 +393,8 @@ class Plan:
             except AttributeError:
                 buffer, pointers, devices = thread_state()
             if device not in devices and not is_current:
-                # A thread that never set a device has no context, and the driver's launch would fail.
+                # A thread that never set a device has no context, and the driver's launch would fail. If `is_current`,
+                # `current_device` has pushed the device's context.
                 runtime.setDevice(device)
                 devices.add(device)  # type: ignore[arg-type]
             stream = library.stream(device)  # type: ignore[arg-type]

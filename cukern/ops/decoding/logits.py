@@ -233,7 +233,6 @@ def _what_needs_ids(counts: bool, frequency: bool) -> str:
 
 
 _MASKS = ("prompt_mask", "output_mask")
-_PENALTIES = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_length")
 
 
 @op(

@@ -174,7 +174,6 @@ _RULES: dict[str, _Rule] = {
     "top_p": (NUMBERS, _share, 1.0),
     "min_p": (NUMBERS, _share, 0.0),
 }
-PARAMETERS = ("top_k", *_RULES)
 
 
 #: The type of a function that checks top_k, given the name, the value and the vocabulary size.
