@@ -507,10 +507,10 @@ def combining_twice() -> Callable[..., Any]:
         for _ in range(1 + (variant.instance.function == mla_decode.combine.function)):
             launch(variant, *args, **fields)
 
-    @functools.wraps(declared.plan)
+    @functools.wraps(declared.body)
     def plan(*args: Any, **kwargs: Any) -> Any:
         with patch.object(mla_decode, "launch", launch_again):
-            return declared.plan(*args, **kwargs)
+            return declared.body(*args, **kwargs)
 
     return Op(plan, declared.twin).call
 

@@ -249,6 +249,16 @@ def test_equal_numbers_of_other_types_are_told_apart(toy: Op, pretended: Pretend
         assert bodies_of(toy) == before + 2
 
 
+@pytest.mark.parametrize(
+    "number", [np.array(30.0), np.array([30.0]), torch.tensor(30.0)], ids=["0-dim", "1-dim", "torch"]
+)
+def test_an_array_for_a_number_is_refused_by_its_type(number: Any) -> None:
+    for x in host_arrays(2, 8):
+        for call in (lambda x: cukern.softcap_logits(x, number), lambda x: cukern.rms_norm(x, None, number)):
+            with pytest.raises(TypeError, match=rf"must be a number, got an array \({type(number).__name__}\)$"):
+                call(x)
+
+
 def test_python_says_what_does_not_fit_the_signature(toy: Op) -> None:
     x = torch.zeros(4, 8)
     for args, options, message in (

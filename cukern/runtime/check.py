@@ -50,9 +50,12 @@ def array_type(value: Any) -> type | None:
 
 
 def _refuse_array(name: str, value: Any, wanted: str) -> None:
-    """Raise TypeError for an array other than NumPy's. It may be on a GPU, and reading it would wait for the GPU."""
+    """Raise TypeError for a description of an array, and for an array other than NumPy's.
+
+    Reading the element of an array on a GPU would wait for the GPU.
+    """
     kind = array_type(value)
-    if kind is not None and not issubclass(kind, np.ndarray):
+    if kind is not None and not isinstance(value, np.ndarray):
         fail(name, wanted, f"an array ({kind.__name__})", TypeError)
 
 
