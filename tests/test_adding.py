@@ -21,7 +21,7 @@ STEM, PACKAGE = "leaky_relu", "cukern/__init__.py"
 FILES = dict(re.findall(r"^```{code-block} \w+\n:caption: (\S+)\n(.*?)^```$", GUIDE.read_text(), re.M | re.S))
 NOTEBOOK = f"notebooks/{STEM}.ipynb"
 SUITES = (
-    "rooms", "specs", "contract", "torch_ops", "dynamic_batch", "kernels", "late", "overlap", "surface", "docs",
+    "rooms", "specs", "contract", "torch_ops", "dynamic_batch", "kernels", "alike_calls", "overlap", "surface", "docs",
     "headers", STEM,
 )  # fmt: skip
 
@@ -57,7 +57,8 @@ def run_suites(checkout: Path, *suites: str) -> str:
     """The output of the tests of the op in some suites."""
     files = [f"tests/test_{suite}.py" for suite in suites]
     options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not gpu and not rare")
-    return run(checkout, "-m", "pytest", *options, *files, "-k", f"{STEM} or surface or missing").stdout
+    said = run(checkout, "-m", "pytest", *options, *files, "-k", f"{STEM} or surface or missing")
+    return said.stdout + said.stderr
 
 
 @pytest.mark.rare
