@@ -16,7 +16,7 @@
 // Speed of light: memory bandwidth. Each result takes one element to read, one to write and about fifteen flops.
 #include "common/numeric.cuh"
 #include "common/overlap.cuh"
-#include "common/units.cuh"
+#include "common/vectors.cuh"
 
 struct Params {
     const char* logits;      // [rows, vocab]
@@ -48,7 +48,7 @@ template <typename T> __device__ __forceinline__ float softcapped(float x, float
 template <typename T, int BYTES, int ITEMS>
 __global__ void __launch_bounds__(256) softcap(const __grid_constant__ Params p) {
     begin_behind_earlier_kernels();
-    using Unit = typename UnitOf<BYTES>::Type;
+    using Unit = typename VectorOf<BYTES>::Type;
     const int tile_row = p.by_threads.quotient(threadIdx.x), row_threads = p.tile_columns / ITEMS;
     const int row = blockIdx.x * p.tile_rows + tile_row;
     const int column = blockIdx.y * p.tile_columns + threadIdx.x - tile_row * row_threads;

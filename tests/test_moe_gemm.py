@@ -33,7 +33,7 @@ from cukern.runtime.each import Each
 from cukern.runtime.gpu import Gpu
 from cukern.runtime.kernel import arch_of_device
 from cukern.runtime.op import OPS, Op
-from cukern.runtime.units import ceil_div
+from cukern.runtime.vectors import ceil_div
 from cukern.testing import assert_matches
 from notebooks import moe_gemm_steps
 from tests.activations import activated

@@ -14,7 +14,7 @@
 // times (after the first time from L2), and other rows are not read at all.
 #include "beam_search/beams.cuh"
 #include "common/overlap.cuh"
-#include "common/units.cuh"
+#include "common/vectors.cuh"
 
 struct CacheParams {
     const void* keys; // [steps, batch * beams, row] in vectors of WIDTH bytes
@@ -37,7 +37,7 @@ static_assert(MAX_BEAMS <= THREADS * LOADS, "a tile has at least one column");
 
 // Copy one tile. `block` is its index among the tiles of all steps, batch entries, keys and values.
 template <int WIDTH> __device__ __forceinline__ void copy_tile(const CacheParams& p, unsigned block, int steps) {
-    using Vector = typename UnitOf<WIDTH>::Type;
+    using Vector = typename VectorOf<WIDTH>::Type;
     const unsigned tile = block % p.tiles, entry = block / p.tiles; // entry: [2, steps, batch]
     const unsigned entries = unsigned(steps) * p.batch;
     const bool second = entry >= entries;

@@ -3,9 +3,9 @@
 #pragma once
 #include "common/fp8.cuh"
 #include "common/quotient.cuh"
-#include "common/units.cuh"
+#include "common/vectors.cuh"
 
-template <int BYTES> using Unit = typename UnitOf<BYTES>::Type;
+template <int BYTES> using Unit = typename VectorOf<BYTES>::Type;
 
 // INT8_AZP is asymmetric: it has a zero point. MXFP4 and NVFP4 are 4-bit formats. INT8_CUT rounds towards zero.
 enum Format { E4M3, INT8, INT8_AZP, MXFP4, NVFP4, INT8_CUT };

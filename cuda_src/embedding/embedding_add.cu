@@ -20,7 +20,7 @@
 template <typename T, int WIDTH>
 __global__ __launch_bounds__(THREADS) void embedding_add(const __grid_constant__ Params p) {
     begin_behind_earlier_kernels();
-    using Load = typename UnitOf<WIDTH>::Type;
+    using Load = typename VectorOf<WIDTH>::Type;
     constexpr int COUNT = WIDTH / sizeof(T);
     const Part part(p);
     if (part.chunk >= p.chunks) return;

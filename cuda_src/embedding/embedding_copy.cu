@@ -16,7 +16,7 @@
 
 template <int WIDTH> __global__ __launch_bounds__(THREADS) void embedding_copy(const __grid_constant__ Params p) {
     begin_behind_earlier_kernels();
-    using Load = typename UnitOf<WIDTH>::Type;
+    using Load = typename VectorOf<WIDTH>::Type;
     const Part part(p);
     if (part.chunk >= p.chunks) return;
     long long id[ROWS_AT_ONCE];

@@ -5,7 +5,7 @@
 // thread handles the same chunk of ROWS_AT_ONCE rows. It loads the chunk of all these rows before its first store, so
 // it waits only once for indices and once for rows.
 #pragma once
-#include "common/units.cuh"
+#include "common/vectors.cuh"
 
 constexpr int THREADS = 128;
 constexpr int ROWS_AT_ONCE = 4;

@@ -10,9 +10,9 @@
 // Speed of light: memory bandwidth; each block is read once and written once. For 64 pairs in each of 64 caches, with
 // blocks of 16 tokens of 8 heads of 128 in bfloat16, an H200 reaches 88% of the bandwidth of a copy.
 #include "common/overlap.cuh"
-#include "common/units.cuh"
+#include "common/vectors.cuh"
 
-template <int BYTES> using Unit = typename UnitOf<BYTES>::Type;
+template <int BYTES> using Unit = typename VectorOf<BYTES>::Type;
 
 constexpr int CACHES = 64; // maximum number of caches per launch
 

@@ -9,9 +9,9 @@
 #pragma once
 #include "common/fp8.cuh"
 #include "common/numeric.cuh"
-#include "common/units.cuh"
+#include "common/vectors.cuh"
 
-template <int BYTES> using Unit = typename UnitOf<BYTES>::Type;
+template <int BYTES> using Unit = typename VectorOf<BYTES>::Type;
 
 enum Format { SAME, E4M3, E5M2 };
 

@@ -20,9 +20,9 @@
 // Speed of light: memory bandwidth. Each result takes one element to read, one to write and ten to thirty flops.
 #include "common/activation.cuh"
 #include "common/overlap.cuh"
-#include "common/units.cuh"
+#include "common/vectors.cuh"
 
-template <int BYTES> using Unit = typename UnitOf<BYTES>::Type;
+template <int BYTES> using Unit = typename VectorOf<BYTES>::Type;
 
 enum { RELU = ACTIVATIONS, GELU_QUICK }; // numbered after the activations of common/activation.cuh
 

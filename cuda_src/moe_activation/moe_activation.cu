@@ -19,10 +19,10 @@
 // = 14336 take 85 us (97%). All activations take the same time. 64 tokens take 2.3 us; an empty kernel takes 0.54 us.
 #include "common/activation.cuh"
 #include "common/overlap.cuh"
-#include "common/units.cuh"
+#include "common/vectors.cuh"
 #include "common/warp.cuh"
 
-template <int BYTES> using Unit = typename UnitOf<BYTES>::Type;
+template <int BYTES> using Unit = typename VectorOf<BYTES>::Type;
 
 struct Params {
     const char* x;      // [rows, 2 * inter]

@@ -1,6 +1,6 @@
 // Load pairs (token, slot) and their experts, for count_pairs, sort_pairs and sort_chunks.
 #pragma once
-#include "common/units.cuh"
+#include "common/vectors.cuh"
 #include "common/warp.cuh"
 
 constexpr int SORT_THREADS = 1024;

@@ -33,7 +33,7 @@ struct Params {
 template <int BYTES, int ITEMS>
 __global__ void __launch_bounds__(ROW_THREADS, 4) permute_rows(const __grid_constant__ Params p) {
     begin_behind_earlier_kernels();
-    using Unit = typename UnitOf<BYTES>::Type;
+    using Unit = typename VectorOf<BYTES>::Type;
     constexpr int SLOTS = 8;
     const int chunk = p.tiling.chunk(), token = p.tiling.token();
     if (token >= p.tiling.tokens) return;

@@ -1,6 +1,6 @@
 // Tile tokens and columns over blocks, for permute_rows, unpermute_rows and permute_quantized.
 #pragma once
-#include "common/units.cuh"
+#include "common/vectors.cuh"
 
 constexpr int ROW_THREADS = 256;
 

@@ -36,7 +36,7 @@ struct Params {
 template <typename T, int BYTES> struct Elements {
     static constexpr int COUNT = BYTES / sizeof(T);
     union {
-        typename UnitOf<BYTES>::Type unit;
+        typename VectorOf<BYTES>::Type unit;
         unsigned words[(BYTES + 3) / 4];
     };
     __device__ __forceinline__ float get(int i) const {
@@ -64,7 +64,7 @@ template <typename T, int BYTES> struct Elements {
 template <typename T, int BYTES, int TOPK>
 __global__ void __launch_bounds__(ROW_THREADS, 4) unpermute_rows(const __grid_constant__ Params p) {
     begin_behind_earlier_kernels();
-    using Unit = typename UnitOf<BYTES>::Type;
+    using Unit = typename VectorOf<BYTES>::Type;
     using Of = Elements<T, BYTES>;
     constexpr int SLOTS = TOPK && TOPK < 8 ? TOPK : 8;
     const int topk = TOPK ? TOPK : p.topk;

@@ -69,7 +69,7 @@ template <typename T> __device__ __forceinline__ unsigned short add(unsigned sho
 template <typename T, int BYTES, int COLUMNS, int HEAD_COLUMNS, int THREADS, int ITEMS>
 __global__ void __launch_bounds__(THREADS) add_bias_rebuild_padding(const __grid_constant__ AddBiasParams p) {
     begin_behind_earlier_kernels();
-    using Unit = typename UnitOf<BYTES>::Type;
+    using Unit = typename VectorOf<BYTES>::Type;
     using Rows = Tile<COLUMNS, THREADS, ITEMS>;
     __shared__ int word_of[Rows::MAX_ROWS];
     const Rows tile(p.geometry);

@@ -27,7 +27,7 @@ struct RebuildParams {
 template <int BYTES, int COLUMNS, int THREADS, int ITEMS>
 __global__ void __launch_bounds__(THREADS) rebuild_padding(const __grid_constant__ RebuildParams p) {
     begin_behind_earlier_kernels();
-    using Unit = typename UnitOf<BYTES>::Type;
+    using Unit = typename VectorOf<BYTES>::Type;
     using Rows = Tile<COLUMNS, THREADS, ITEMS>;
     __shared__ int word_of[Rows::MAX_ROWS];
     const Rows tile(p.geometry);

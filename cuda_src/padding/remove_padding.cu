@@ -25,7 +25,7 @@ struct RemoveParams {
 template <int BYTES, int COLUMNS, bool TRANSPOSED, int HEAD_COLUMNS, int THREADS, int ITEMS>
 __global__ void __launch_bounds__(THREADS) remove_padding(const __grid_constant__ RemoveParams p) {
     begin_behind_earlier_kernels();
-    using Unit = typename UnitOf<BYTES>::Type;
+    using Unit = typename VectorOf<BYTES>::Type;
     constexpr unsigned NOWHERE = ~0u;
     const Tile<COLUMNS, THREADS, ITEMS> tile(p.geometry);
     const Unit* src = static_cast<const Unit*>(p.src);

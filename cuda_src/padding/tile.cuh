@@ -9,7 +9,7 @@
 // COLUMNS: units in a row. HEAD_COLUMNS: units of one head in a row. If one of them is 0, its value comes from the
 // kernel's arguments.
 #pragma once
-#include "common/units.cuh"
+#include "common/vectors.cuh"
 
 struct Geometry {
     int rows;      // rows of the array that is written

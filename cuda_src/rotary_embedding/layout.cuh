@@ -2,7 +2,7 @@
 // kernels.
 #pragma once
 #include "common/numeric.cuh"
-#include "common/units.cuh"
+#include "common/vectors.cuh"
 
 enum { HALVES, PAIRS };
 
@@ -11,19 +11,19 @@ enum { HALVES, PAIRS };
 template <typename T, int COUNT> struct Some {
     static constexpr int BYTES = COUNT * int(sizeof(T)) % 16 == 0 ? 16 : int(sizeof(T));
     static constexpr int LOADS = COUNT * int(sizeof(T)) / BYTES;
-    alignas(16) typename UnitOf<BYTES>::Type unit[LOADS];
+    alignas(16) typename VectorOf<BYTES>::Type unit[LOADS];
     __device__ __forceinline__ void load(const char* from) {
 #pragma unroll
-        for (int i = 0; i < LOADS; ++i) unit[i] = reinterpret_cast<const typename UnitOf<BYTES>::Type*>(from)[i];
+        for (int i = 0; i < LOADS; ++i) unit[i] = reinterpret_cast<const typename VectorOf<BYTES>::Type*>(from)[i];
     }
     __device__ __forceinline__ void load_shared(const char* from) {
 #pragma unroll
         for (int i = 0; i < LOADS; ++i)
-            unit[i] = __ldg(reinterpret_cast<const typename UnitOf<BYTES>::Type*>(from) + i);
+            unit[i] = __ldg(reinterpret_cast<const typename VectorOf<BYTES>::Type*>(from) + i);
     }
     __device__ __forceinline__ void store(char* to) const {
 #pragma unroll
-        for (int i = 0; i < LOADS; ++i) reinterpret_cast<typename UnitOf<BYTES>::Type*>(to)[i] = unit[i];
+        for (int i = 0; i < LOADS; ++i) reinterpret_cast<typename VectorOf<BYTES>::Type*>(to)[i] = unit[i];
     }
     __device__ __forceinline__ float get(int i) const { return to_float(reinterpret_cast<const T*>(unit)[i]); }
     __device__ __forceinline__ void set(int i, float value) { reinterpret_cast<T*>(unit)[i] = from_float<T>(value); }

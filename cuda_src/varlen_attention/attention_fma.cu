@@ -23,10 +23,10 @@
 // for its loads.
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
-#include "common/units.cuh"
+#include "common/vectors.cuh"
 #include "varlen_attention/sequences.cuh"
 
-template <int BYTES> using Unit = typename UnitOf<BYTES>::Type;
+template <int BYTES> using Unit = typename VectorOf<BYTES>::Type;
 
 constexpr int FMA_THREADS = 256;
 

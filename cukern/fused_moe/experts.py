@@ -38,7 +38,7 @@ from cukern.ops.quantization import per_token_group_quant_fp8, scaled_fp8_quant,
 from cukern.runtime import arrays
 from cukern.runtime.activation import is_gated
 from cukern.runtime.describe import same_shape
-from cukern.runtime.units import ceil_div
+from cukern.runtime.vectors import ceil_div
 
 Formats = tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]
 STANDARD: Formats = (FusedMoEActivationFormat.Standard,) * 2

@@ -12,7 +12,7 @@ from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_ar
 from cukern.runtime.kernel import Kernel
 from cukern.runtime.op import op
 from cukern.runtime.plan import asked, check_each_call, empty, launch, outputs, run_twin
-from cukern.runtime.units import ceil_div, why_width
+from cukern.runtime.vectors import ceil_div, why_width
 
 __all__ = ["beam_search_step", "beam_topk", "gather_tree", "update_kv_cache"]
 

@@ -22,7 +22,7 @@ from cukern.runtime.describe import (
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.op import op
 from cukern.runtime.plan import asked, launch, outputs, run_twin
-from cukern.runtime.units import ceil_div, why_width
+from cukern.runtime.vectors import ceil_div, why_width
 
 __all__ = ["embedding_lookup", "embedding_lookup_sine_position_encoding"]
 

@@ -15,7 +15,7 @@ from cukern.runtime.describe import Array, expect, expect_array, expect_place
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.op import op
 from cukern.runtime.plan import asked, launch, run_twin
-from cukern.runtime.units import ceil_div, divisor, why_width
+from cukern.runtime.vectors import ceil_div, divisor, why_width
 
 __all__ = ["fused_qk_norm_rope_and_cache", "rotary_embedding"]
 

@@ -14,7 +14,7 @@ from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.op import op
 from cukern.runtime.plan import asked, launch, outputs, run_twin
 from cukern.runtime.rows import Rows, rows_of, tile
-from cukern.runtime.units import ceil_div, why_width
+from cukern.runtime.vectors import ceil_div, why_width
 
 __all__ = ["softcap_logits"]
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from cukern.runtime import check
 from cukern.runtime.arrays import strides_of
 from cukern.runtime.describe import Array, expect
-from cukern.runtime.units import divisor
+from cukern.runtime.vectors import divisor
 
 #: The largest number of rows. The kernels count rows in 31 bits, and round up to whole tiles.
 MAX_ROWS = 2**31 - 2**12

@@ -15,7 +15,7 @@ from cukern.runtime.describe import Array, Result, expect, expect_array, expect_
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.op import op
 from cukern.runtime.plan import launch, outputs, run_twin
-from cukern.runtime.units import ceil_div
+from cukern.runtime.vectors import ceil_div
 
 __all__ = ["AllToAllError", "AllToAllState", "all_to_all_combine", "all_to_all_dispatch"]
 

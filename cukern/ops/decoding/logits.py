@@ -13,7 +13,7 @@ from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_ar
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.op import op
 from cukern.runtime.plan import asked, begin_together, launch, outputs, run_twin, write_into
-from cukern.runtime.units import ceil_div, why_width
+from cukern.runtime.vectors import ceil_div, why_width
 
 DTYPES = ("float32", "float16", "bfloat16")
 VARIANTS = ("auto", "wide", "narrow")

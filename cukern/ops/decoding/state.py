@@ -19,7 +19,7 @@ from cukern.runtime.describe import (
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.op import op
 from cukern.runtime.plan import launch, outputs, run_twin
-from cukern.runtime.units import ceil_div
+from cukern.runtime.vectors import ceil_div
 
 MAX_VOCAB = 2**20
 MAX_BATCH = 2**24

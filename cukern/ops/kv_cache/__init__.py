@@ -42,7 +42,7 @@ from cukern.runtime.describe import Array, expect_array, expect_contiguous, expe
 from cukern.runtime.op import op
 from cukern.runtime.plan import launch, run_twin
 from cukern.runtime.template import constants
-from cukern.runtime.units import ceil_div, divisor, unit_width, why_width
+from cukern.runtime.vectors import ceil_div, divisor, vector_bytes, why_width
 
 __all__ = [
     "concat_and_cache_mla",
@@ -188,7 +188,7 @@ def reshape_and_cache_flash(
     mask = key.alignment | value.alignment | new_strides[0] | new_strides[1] | head_dim * item_size
     for of_cache in (key_cache.alignment, value_cache.alignment, *cache_strides[0], *cache_strides[1]):
         mask |= of_cache * ratio
-    width = unit_width("key", mask, item_size)
+    width = vector_bytes("key", mask, item_size)
     columns, head_columns = heads * head_dim * item_size // width, head_dim * item_size // width
     tile = tile_of("store_rows", columns)
     launch(
@@ -310,7 +310,7 @@ def concat_and_cache_mla(
         return
     item_size = kv_c.item_size
     mask |= rank * item_size | rope_dim * item_size | cache_mask * (1 if cache_format == SAME else item_size)
-    width = unit_width("kv_c", mask, item_size)
+    width = vector_bytes("kv_c", mask, item_size)
     columns = rank * item_size // width, rope_dim * item_size // width
     tile = tile_of("store_rows", sum(columns))
     launch(
@@ -402,7 +402,7 @@ def copy_blocks(
     if pairs == 0 or blocks == 0 or block_bytes == 0:
         return
     every = [*key_caches, *value_caches]
-    width = unit_width(like, block_stride | block_bytes | min(cache.alignment for cache in every), first.item_size)
+    width = vector_bytes(like, block_stride | block_bytes | min(cache.alignment for cache in every), first.item_size)
     threads, items = THREADS_ITEMS["copy_blocks"]
     columns = block_bytes // width
     parts = -(-columns // (threads * items))
@@ -552,12 +552,12 @@ def gather_cache(
     item_size = dst.item_size
     mask, dst_mask = src_cache.alignment | block_stride | token_stride, dst.alignment | dst_stride
     if scaled:
-        unit_width("dst", dst_mask, item_size)
+        vector_bytes("dst", dst_mask, item_size)
         aligned = (mask | dst_mask) % 16 == 0
         variant, width = gather_latents_variant(dst.dtype, aligned), 16 if aligned else item_size
     else:
         mask = mask * (1 if cache_format == SAME else item_size) | dst_mask | elements * item_size
-        width = unit_width("src_cache", mask, item_size)
+        width = vector_bytes("src_cache", mask, item_size)
         variant = gather_variant(dst.dtype, cache_format, width)
     tile = tile_of("gather_rows", elements * item_size // width)
     launch(

@@ -10,7 +10,7 @@ from cukern.runtime import check, fp8
 from cukern.runtime.arrays import CUDA_TYPE, ITEM_SIZE, strides_of
 from cukern.runtime.describe import Array, expect_array, expect_contiguous, expect_place
 from cukern.runtime.kernel import Kernel, Variant
-from cukern.runtime.units import divisor
+from cukern.runtime.vectors import divisor
 
 DTYPES = ("float32", "float16", "bfloat16")
 CACHE_DTYPES = (*DTYPES, "uint8", *fp8.DTYPES)

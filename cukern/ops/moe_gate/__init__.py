@@ -21,7 +21,7 @@ from cukern.runtime.compile import Instance
 from cukern.runtime.describe import Array, Result, expect, expect_array, expect_place, expect_row_stride, type_name
 from cukern.runtime.op import forget_plans, op
 from cukern.runtime.plan import asked, check_each_call, launch, outputs, run_twin
-from cukern.runtime.units import ceil_div
+from cukern.runtime.vectors import ceil_div
 
 __all__ = ["biased_grouped_topk", "grouped_topk", "moe_fused_gate", "topk_sigmoid", "topk_softmax"]
 

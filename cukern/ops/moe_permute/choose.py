@@ -16,7 +16,7 @@ from cukern.runtime.describe import Array, Result, expect_contiguous, expect_pla
 from cukern.runtime.gpu import CLUSTERED_ARCHS
 from cukern.runtime.kernel import Kernel, Launched, Variant
 from cukern.runtime.plan import asked, empty, launch, write_into
-from cukern.runtime.units import ceil_div, divisor, unit_width, why_width
+from cukern.runtime.vectors import ceil_div, divisor, vector_bytes, why_width
 
 SUM_DTYPES = ("float32", "float16", "bfloat16")
 SORT_VARIANTS = ("auto", "one_block", "many_blocks", "counted", "chunks", "clusters")
@@ -388,7 +388,7 @@ def _width(name: str, one: Array, other: Array, hidden: int, row_stride: int) ->
     `row_stride` is the row stride of `one` in elements. `other` is contiguous.
     """
     mask = one.alignment | other.alignment | (hidden | row_stride) * one.item_size
-    return unit_width(name, mask, one.item_size)
+    return vector_bytes(name, mask, one.item_size)
 
 
 def launch_permute(

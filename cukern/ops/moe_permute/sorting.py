@@ -12,7 +12,7 @@ from cukern.runtime.arrays import AnyArray
 from cukern.runtime.describe import Array, Result, expect, expect_array, expect_contiguous
 from cukern.runtime.op import op
 from cukern.runtime.plan import outputs, run_twin
-from cukern.runtime.units import ceil_div, divisor
+from cukern.runtime.vectors import ceil_div, divisor
 
 __all__ = ["moe_align_block_size", "moe_sort", "moe_sort_batched"]
 

@@ -11,7 +11,7 @@ from cukern.runtime import arrays, check
 from cukern.runtime.describe import Array, expect_place, same_shape
 from cukern.runtime.plan import asked
 from cukern.runtime.rows import MAX_ROW, MAX_ROWS
-from cukern.runtime.units import divisor
+from cukern.runtime.vectors import divisor
 
 DTYPES = ("float32", "float16", "bfloat16")
 #: "specialized" is compiled for one width, and "dynamic" takes any width. Both load 16 bytes at a time. "scalar" loads

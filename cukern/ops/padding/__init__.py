@@ -34,7 +34,7 @@ from cukern.runtime.op import op
 from cukern.runtime.op import operator as declare_operator
 from cukern.runtime.plan import check_each_call, launch, outputs, run_twin
 from cukern.runtime.rows import MAX_ROWS, rows_of
-from cukern.runtime.units import ceil_div, unit_width
+from cukern.runtime.vectors import ceil_div, vector_bytes
 
 __all__ = [
     "add_qkv_bias_rebuild_padding",
@@ -79,7 +79,9 @@ def _words(padding_offset: Any, like: Array, like_name: str, rows: Any) -> Any:
 
 def _width(name: str, item_size: int, *sizes: int, arrays: tuple[Array, ...]) -> int:
     """Return the bytes of the widest unit that divides the addresses of `arrays` and the row sizes and strides."""
-    return unit_width(name, functools.reduce(operator.or_, (*sizes, *(array.alignment for array in arrays))), item_size)
+    return vector_bytes(
+        name, functools.reduce(operator.or_, (*sizes, *(array.alignment for array in arrays))), item_size
+    )
 
 
 # --- the functions ------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from cukern.runtime.describe import Array
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.op import forget_plans
 from cukern.runtime.plan import asked, launch
-from cukern.runtime.units import divisor, why_width
+from cukern.runtime.vectors import divisor, why_width
 
 DTYPES = ("float32", "float16", "bfloat16")
 VARIANTS = ("auto", "specialized", "dynamic")

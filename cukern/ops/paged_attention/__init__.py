@@ -20,7 +20,7 @@ from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_ar
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.op import op
 from cukern.runtime.plan import check_each_call, each_call, launch, outputs, run_twin
-from cukern.runtime.units import ceil_div
+from cukern.runtime.vectors import ceil_div
 
 __all__ = ["merge_attention_states", "paged_attention", "paged_attention_v1", "paged_attention_v2"]
 

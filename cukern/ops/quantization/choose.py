@@ -11,7 +11,7 @@ from cukern.runtime.describe import Array
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.plan import asked, empty, launch
 from cukern.runtime.rows import MAX_ROWS, Rows, tile
-from cukern.runtime.units import ceil_div, divisor
+from cukern.runtime.vectors import ceil_div, divisor
 
 DTYPES = ("float32", "float16", "bfloat16")
 #: "vector" processes 8 elements at a time, "scalar" processes one element at a time.

@@ -1,22 +1,22 @@
-// A unit is 1, 2, 4, 8 or 16 contiguous bytes. Kernels copy rows of any element type unit by unit. Divisor is a fast
-// division, which finds the row of a unit.
+// A vector is the 1, 2, 4, 8 or 16 contiguous bytes of one load or store of a thread. Kernels copy rows of any dtype
+// vector by vector. Divisor divides a vector's index by the vectors per row.
 #pragma once
 
 // The unsigned type of BYTES bytes.
-template <int BYTES> struct UnitOf;
-template <> struct UnitOf<16> {
+template <int BYTES> struct VectorOf;
+template <> struct VectorOf<16> {
     using Type = uint4;
 };
-template <> struct UnitOf<8> {
+template <> struct VectorOf<8> {
     using Type = uint2;
 };
-template <> struct UnitOf<4> {
+template <> struct VectorOf<4> {
     using Type = unsigned;
 };
-template <> struct UnitOf<2> {
+template <> struct VectorOf<2> {
     using Type = unsigned short;
 };
-template <> struct UnitOf<1> {
+template <> struct VectorOf<1> {
     using Type = unsigned char;
 };
 

@@ -1,4 +1,4 @@
-"""The widths of units, and divisors, as in `common/units.cuh`. A unit is the data of one load or store of a thread."""
+"""Widths of vectors (the bytes of one load or store of a thread), and divisors, as in `common/vectors.cuh`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ def divisor(number: int) -> tuple[int, int]:
     return -(-(1 << shift) // number), shift
 
 
-def unit_width(name: str, mask: int, item_size: int) -> int:
-    """Return the widest unit, at most 16 bytes, that divides all addresses and strides. `mask` is their bitwise or."""
+def vector_bytes(name: str, mask: int, item_size: int) -> int:
+    """Return the bytes of the widest vector (16 at most) that divides all addresses and strides.
+
+    `mask` is the bitwise or of the addresses and strides.
+    """
     if mask % 16 == 0:
         return 16
     widest = mask & -mask
