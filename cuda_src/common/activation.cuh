@@ -1,4 +1,4 @@
-// Activations of a gated feed-forward layer, in float32. `gate` and `up` are the gate and the up projection of a token.
+// Activations of a gated feed-forward layer. They are computed in float32 from a token's gate and up projections:
 //
 //   silu        gate / (1 + exp(-gate)) * up
 //   gelu        gate * (1 + erf(gate / sqrt(2))) / 2 * up
@@ -9,7 +9,7 @@
 #pragma once
 #include "common/numeric.cuh"
 
-// The host parses the names of the activations from this line. ACTIVATIONS only marks the end of the list.
+// The host parses the names of the activations from this line.
 enum Activation { NO_ACTIVATION, SILU, GELU, GELU_TANH, SWIGLUOAI, RELU2, ACTIVATIONS };
 
 constexpr float ALPHA = 1.702f, LIMIT = 7.f; // defaults of swigluoai, as in cukern/runtime/activation.py
@@ -20,9 +20,8 @@ template <int ACTIVATION>
 __device__ __forceinline__ float activate(float gate, float up, float alpha = ALPHA, float limit = LIMIT) {
     if constexpr (ACTIVATION == SILU) return gate * sigmoid_of(gate) * up;
     if constexpr (ACTIVATION == GELU) {
-        // tail = (1 - erf(|gate| / sqrt(2))) / 2 is the cumulative distribution function of the standard normal
-        // distribution at -|gate|. It is computed as 2^exponent, where the exponent is a minimax polynomial in |gate|.
-        // The error of tail * |gate| is at most 2e-8 * max(1, |gate|).
+        // tail = (1 - erf(|gate| / sqrt(2))) / 2 = 2^exponent. The exponent is computed by a minimax polynomial in
+        // |gate|. The error of tail * |gate| is at most 2e-8 * max(1, |gate|).
         const float x = fabsf(gate);
         float exponent = -1.84005739e-06f;
         exponent = fmaf(exponent, x, 2.74955746e-05f);
@@ -40,7 +39,7 @@ __device__ __forceinline__ float activate(float gate, float up, float alpha = AL
     if constexpr (ACTIVATION == GELU_TANH)
         return gate * sigmoid_of(1.5957691f * (gate + .044715f * gate * gate * gate)) * up;
     if constexpr (ACTIVATION == SWIGLUOAI) {
-        // Comparisons keep NaN, but fminf would not.
+        // A comparison leaves a NaN unchanged; fminf would return `limit`.
         gate = gate > limit ? limit : gate;
         up = up > limit ? limit : up < -limit ? -limit : up;
         return gate * sigmoid_of(alpha * gate) * (up + 1.f);

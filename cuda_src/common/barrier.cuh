@@ -1,6 +1,5 @@
-// Barriers in shared memory (mbarrier), for every GPU from sm_80 on. A barrier goes through phases 0, 1, 2 and so on. A
-// phase completes after the number of arrivals that mbarrier_init sets; then the next phase begins. `barrier` is the
-// shared address of a barrier.
+// Barriers in shared memory (mbarrier), for every GPU from sm_80 on. A barrier goes through phases 0, 1, 2, ... A phase
+// completes after the number of arrivals that mbarrier_init sets. `barrier` is the barrier's shared address.
 #pragma once
 
 __device__ __forceinline__ void mbarrier_init(unsigned barrier, int arrivals) {
@@ -11,12 +10,13 @@ __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
 }
 
-// Arrive when all cp.async copies that this thread has issued so far are complete. The call does not wait.
+// Make this thread arrive at the barrier once all cp.async copies that it has issued so far are complete. This call
+// does not wait.
 __device__ __forceinline__ void cp_async_mbarrier_arrive(unsigned barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Wait until phase `phase` is complete. The hardware compares only the parity of the phase. This is enough, because a
+// Wait until phase `phase` is complete. The hardware compares only the parity of the phase, which is enough because a
 // waiting thread is at most one phase behind.
 __device__ __forceinline__ void mbarrier_wait(unsigned barrier, int phase) {
     asm volatile("{ .reg .pred complete;\n"

@@ -1,5 +1,5 @@
-// Thread block clusters: CLUSTER blocks that read and write each other's shared memory (distributed shared memory,
-// DSMEM). CLUSTER == 1 is a plain block, on any GPU. Larger clusters need sm_90.
+// Thread block clusters of CLUSTER blocks, and their distributed shared memory (DSMEM). CLUSTER == 1 is a single block,
+// which runs on any GPU. Larger clusters need sm_90.
 #pragma once
 
 #if __CUDA_ARCH__ >= 900
@@ -17,8 +17,8 @@ template <int CLUSTER> __device__ __forceinline__ int cluster_rank() {
     return rank;
 }
 
-// A barrier for all threads of the cluster, split into cluster_arrive and cluster_wait. All writes before
-// cluster_arrive, including writes to other blocks' shared memory, are visible after cluster_wait.
+// A barrier for all threads of the cluster. All writes before cluster_arrive, including writes to other blocks' shared
+// memory, are visible after cluster_wait.
 template <int CLUSTER> __device__ __forceinline__ void cluster_arrive() {
     if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
@@ -35,8 +35,7 @@ template <int CLUSTER> __device__ __forceinline__ void cluster_sync() {
     cluster_wait<CLUSTER>();
 }
 
-// `here` is the address of a shared variable of this block. Return the shared::cluster address of the same variable in
-// block `rank`.
+// Return the shared::cluster address of the variable of block `rank` that corresponds to `here` in this block.
 __device__ __forceinline__ unsigned map_shared_rank(const void* here, int rank) {
     unsigned there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;"
@@ -45,7 +44,7 @@ __device__ __forceinline__ unsigned map_shared_rank(const void* here, int rank) 
     return there;
 }
 
-// Store `value` to `*here` in the shared memory of block `rank`.
+// This function and the next ones access the variable of block `rank` that corresponds to `here` in this block.
 template <int CLUSTER> __device__ __forceinline__ void dsmem_store(int rank, float* here, float value) {
     if constexpr (CLUSTER == 1)
         *here = value;
@@ -77,7 +76,6 @@ template <int CLUSTER> __device__ __forceinline__ void dsmem_store(int rank, uin
                      : "memory");
 }
 
-// Perform atomicAdd(here, value) in the shared memory of block `rank`.
 template <int CLUSTER> __device__ __forceinline__ int dsmem_atomic_add(int rank, int* here, int value) {
     if constexpr (CLUSTER == 1) return atomicAdd(here, value);
     int before;
@@ -88,7 +86,6 @@ template <int CLUSTER> __device__ __forceinline__ int dsmem_atomic_add(int rank,
     return before;
 }
 
-// Load `*here` from the shared memory of block `rank`.
 template <int CLUSTER> __device__ __forceinline__ float4 dsmem_load(int rank, const float4* here) {
     if constexpr (CLUSTER == 1) return *here;
     float4 value;

@@ -1,10 +1,10 @@
-// The two 8-bit float formats, e4m3 and e5m2. float16 represents every value of both formats exactly.
+// The 8-bit float formats e4m3 and e5m2. float16 represents all their values exactly.
 #pragma once
 #include <cuda_fp8.h>
 
 #include "common/numeric.cuh"
 
-// The scale of a quantized array: either one float in device memory, or a number passed by value.
+// The scale of a quantized array.
 struct Scale {
     const float* array; // one float; null: `number` is the scale
     float number;
@@ -14,19 +14,19 @@ struct Scale {
 __device__ __forceinline__ float to_float(__nv_fp8_e4m3 x) { return float(x); }
 __device__ __forceinline__ float to_float(__nv_fp8_e5m2 x) { return float(x); }
 
-// Round x to the nearest FP8 value, ties to even, and return its byte. Values that are too large saturate to the
-// largest finite FP8 value, and NaN gives 0x7f.
+// Round x to the nearest FP8 value, ties to even, and return its byte. Values saturate to the largest finite value; NaN
+// gives 0x7f.
 template <__nv_fp8_interpretation_t KIND> __device__ __forceinline__ unsigned to_fp8(float x) {
 #if __CUDA_ARCH__ >= 890
     return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, KIND);
 #else
-    // Older GPUs lack the conversion instruction. The fallback of cuda_fp8.h converts through double, which takes
-    // seconds to compile, so this code replaces it.
+    // GPUs before sm_89 lack the conversion instruction. The fallback of cuda_fp8.h converts through double, which
+    // takes seconds to compile.
     constexpr bool IS_E4M3 = KIND == __NV_E4M3;
     constexpr int MANTISSA = IS_E4M3 ? 3 : 2, BIAS = IS_E4M3 ? 7 : 15, SHIFT = 23 - MANTISSA;
     constexpr float LARGEST = IS_E4M3 ? 448.f : 57344.f, SMALLEST_NORMAL = IS_E4M3 ? 0x1p-6f : 0x1p-14f;
-    // One unit in the last place of ROUNDER is the smallest subnormal of the format, so adding ROUNDER rounds to
-    // multiples of this subnormal.
+    // The unit in the last place of ROUNDER is the smallest subnormal, so adding ROUNDER rounds to a multiple of this
+    // subnormal.
     constexpr float ROUNDER = IS_E4M3 ? 0x1p14f : 0x1p7f;
     if (x != x) return 0x7f;
     const float magnitude = fminf(fabsf(x), LARGEST);
@@ -38,7 +38,7 @@ template <__nv_fp8_interpretation_t KIND> __device__ __forceinline__ unsigned to
 #endif
 }
 
-// Convert x and y to FP8 and return both bytes, with x in the low byte.
+// Convert x and y to two bytes, with x in the low byte.
 template <__nv_fp8_interpretation_t KIND> __device__ __forceinline__ unsigned to_fp8(float x, float y) {
 #if __CUDA_ARCH__ >= 890
     return __nv_cvt_float2_to_fp8x2(make_float2(x, y), __NV_SATFINITE, KIND);
@@ -47,7 +47,7 @@ template <__nv_fp8_interpretation_t KIND> __device__ __forceinline__ unsigned to
 #endif
 }
 
-// Convert the four FP8 values in the bytes of `four` to two pairs of float16.
+// Convert the four FP8 values in `four` to two pairs of float16.
 template <typename FP8> __device__ __forceinline__ void to_halves(unsigned (&pairs)[2], unsigned four);
 
 template <> __device__ __forceinline__ void to_halves<__nv_fp8_e4m3>(unsigned (&pairs)[2], unsigned four) {

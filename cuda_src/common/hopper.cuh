@@ -1,11 +1,10 @@
-// Hopper's asynchronous instructions: tile copies by the tensor memory accelerator (TMA), MMAs of a warpgroup (wgmma),
-// and the barriers and fences that order them. Only for code compiled for sm_90a.
+// Hopper's asynchronous instructions, for sm_90a: tile copies by the tensor memory accelerator (TMA), MMAs of a
+// warpgroup (wgmma), and their barriers and fences.
 //
-// Swizzled tiles. A tile in shared memory has rows of 128 bytes, which span all 32 banks. Without a swizzle, eight
-// lanes that access the 16-byte chunk with the same index in eight rows would access the same four banks, an 8-way bank
-// conflict. TMA therefore stores chunk c of row r at position `c ^ (r % 8)` of the row, and wgmma reads the chunk from
-// this position. The hardware computes the position by an XOR of address bits 4 to 6 with address bits 7 to 9. A tile
-// must therefore begin at a multiple of 1024 bytes, the size of eight rows.
+// Swizzled tiles. A row of a tile is 128 bytes, which span all 32 banks. Without a swizzle, the same 16-byte chunk of
+// eight rows would be in the same four banks, an 8-way bank conflict. TMA and wgmma therefore place chunk c of row r at
+// position `c ^ (r % 8)` of the row: the XOR of address bits 4 to 6 with address bits 7 to 9. A tile must begin at a
+// multiple of 1024 bytes, the size of eight rows.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -30,16 +29,16 @@ __device__ __forceinline__ void store_shared(unsigned to, uint4 value) {
                  : "memory");
 }
 
-// Store fragments of four 8x8 matrices, as the reverse of ldmatrix (common/mma.cuh). Each lane gives the address of a
-// row.
+// Store the fragments of four 8x8 matrices, the reverse of ldmatrix (common/mma.cuh). Each lane gives the address of
+// one row.
 __device__ __forceinline__ void stmatrix(unsigned to, const unsigned (&from)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(from[0]),
                  "r"(from[1]), "r"(from[2]), "r"(from[3])
                  : "memory");
 }
 
-// Load 16 read-only bytes. They are read only once, so the load bypasses L1. If `wanted` is false, return zeros without
-// a memory access.
+// Load 16 bytes. The load bypasses L1, because the bytes are read only once. If `wanted` is false, return zeros without
+// an access.
 __device__ __forceinline__ uint4 load_or_zero(const void* from, bool wanted) {
     uint4 value;
     asm volatile("{ .reg .pred wanted;\n"
@@ -61,33 +60,30 @@ __device__ __forceinline__ void prefetch_l2(const void* from) {
 
 // ---- barriers and fences ----
 
-// Make the barriers that this thread initialized visible to TMA and to the other blocks of the cluster.
+// Make mbarrier_init visible to TMA and to the other blocks of the cluster.
 __device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Arrive at the barrier, and add `bytes` to the bytes that TMA must write before the phase completes.
+// Arrive, and add `bytes` to the number of bytes that TMA must write before the phase completes.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// `barrier` is the shared address of a barrier of this block. Return the shared::cluster address of the same barrier in
-// block `rank`.
+// Return the shared::cluster address of the barrier of block `rank` that corresponds to `barrier` in this block.
 __device__ __forceinline__ unsigned map_shared_rank(unsigned barrier, unsigned rank) {
     unsigned there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(barrier), "r"(rank));
     return there;
 }
 
-// Arrive at a barrier of any block of the cluster, given the shared::cluster address of the barrier. The arrival is a
-// release at block scope (PTX's default). It is enough to signal that the block has read a buffer, but it does not make
-// writes visible to other blocks. A release at cluster scope would wait for outstanding memory accesses each time.
+// Arrive with a release at block scope (PTX's default). The arrival signals that this block has read a buffer. It does
+// not make writes visible to other blocks. A release at cluster scope would wait for outstanding memory accesses.
 __device__ __forceinline__ void mbarrier_arrive_cluster(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Named barriers; a block has 16. `sync` arrives and waits until THREADS threads have arrived. `arrive` arrives and
-// does not wait.
+// Named barriers; a block has 16. `sync` waits until THREADS threads have arrived.
 template <int ID, int THREADS> __device__ __forceinline__ void named_barrier_sync() {
     asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
 }
@@ -96,8 +92,7 @@ template <int ID, int THREADS> __device__ __forceinline__ void named_barrier_arr
     asm volatile("bar.arrive %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
 }
 
-// Set the registers per thread of this warpgroup. All of its warps call this. `dec` returns registers to the block, and
-// `inc` waits until the block has enough free registers.
+// All warps of the warpgroup call this. `inc` waits until the block has enough free registers.
 template <int REGISTERS> __device__ __forceinline__ void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
@@ -117,10 +112,10 @@ __device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// L2 eviction policies of a tile load, as createpolicy encodes them.
+// L2 eviction policies, as createpolicy encodes them.
 constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000, EVICT_NORMAL = 0x1000000000000000;
 
-// Issue the copy of the box at coordinates (x, y, z, w) of the mapped tensor. `barrier` counts the bytes that arrive.
+// Issue the copy of a box of the tensor to shared memory. `barrier` counts the bytes that arrive.
 template <unsigned long long POLICY = EVICT_FIRST>
 __device__ __forceinline__ void tma_load(unsigned to, const TensorMap& map, int x, int y, int z, int w,
                                          unsigned barrier) {
@@ -131,7 +126,6 @@ __device__ __forceinline__ void tma_load(unsigned to, const TensorMap& map, int 
         : "memory");
 }
 
-// Issue the copy of a box of a five-dimensional tensor.
 template <unsigned long long POLICY = EVICT_FIRST>
 __device__ __forceinline__ void tma_load(unsigned to, const TensorMap& map, int x, int y, int z, int w, int v,
                                          unsigned barrier) {
@@ -142,8 +136,8 @@ __device__ __forceinline__ void tma_load(unsigned to, const TensorMap& map, int 
         : "memory");
 }
 
-// Issue the copy of a box to the same shared address in each block of the cluster whose bit is set in `blocks`. In each
-// of these blocks the barrier at the shared address `barrier` counts the bytes.
+// Copy a box to the same shared address in each block of the cluster whose bit is set in `blocks`. In each of these
+// blocks, the barrier at the same shared address counts the bytes.
 template <unsigned long long POLICY = EVICT_NORMAL>
 __device__ __forceinline__ void tma_load_multicast(unsigned short blocks, unsigned to, const TensorMap& map, int x,
                                                    int y, int z, int w, unsigned barrier) {
@@ -155,24 +149,21 @@ __device__ __forceinline__ void tma_load_multicast(unsigned short blocks, unsign
 
 // ---- matrix multiplications by wgmma ----
 //
-// Descriptors. A 64-bit descriptor gives wgmma the location of an operand in shared memory: the address / 16 (bits 0 to
-// 13), the leading byte offset / 16 (bits 16 to 29), the stride byte offset / 16 (bits 32 to 45), and the layout (bits
-// 62 and 63; 1 is the 128-byte swizzle). The MMA computes A [M x K] times B [K x N]. The meaning of the offsets depends
-// on which dimension of the operand is contiguous:
+// A 64-bit descriptor locates an operand in shared memory: the address / 16 (bits 0 to 13), the leading byte offset /
+// 16 (bits 16 to 29), the stride byte offset / 16 (bits 32 to 45), and the layout (bits 62 and 63; 1 is the 128-byte
+// swizzle). The MMA computes A [M x K] times B [K x N]. The offsets depend on the contiguous dimension of the operand:
 //
-//   K-major    A row of the tile is one row of A or one column of B, and holds 128 bytes along K. The stride offset
-//              leads to the next 8 rows (1024 bytes). The leading offset is not used. One wgmma takes 32 bytes along K.
-//              The descriptor of the next 32 bytes has an address 32 bytes further, because the hardware computes the
-//              swizzle from the address.
-//   MN-major   A row of the tile is one step along K, and holds 64 elements along M or N, as V does in P V. The stride
+//   K-major    A row of the tile is 128 bytes of a row of A or a column of B, along K. The stride offset leads to the
+//              next 8 rows (1024 bytes). The leading offset is not used. One wgmma takes 32 bytes along K. The next
+//              descriptor has an address 32 bytes further, because the hardware computes the swizzle from the address.
+//   MN-major   A row of the tile is one step along K, and holds 64 elements along M or N. The stride
 //              offset leads to the next 8 steps along K (1024 bytes). The leading offset leads to the next 64 elements
-//              along M or N, which are in another tile (TILE_BYTES further).
+//              along M or N, in another tile (TILE_BYTES further).
 __device__ __forceinline__ unsigned long long k_major_descriptor(unsigned address) {
     return (unsigned long long)(address >> 4 & 0x3fff) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
-// Build the same descriptor as k_major_descriptor from its lower 32 bits. The upper 32 bits are constant. STRIDE: bytes
-// from one group of 8 rows to the next.
+// Return a k_major_descriptor from its lower 32 bits. STRIDE: bytes from one group of 8 rows to the next.
 template <int STRIDE = 1024> __device__ __forceinline__ unsigned long long k_major_descriptor_of(unsigned lower) {
     unsigned long long operand;
     asm("mov.b64 %0, {%1, %2};" : "=l"(operand) : "r"(lower), "r"(1u << 30 | unsigned(STRIDE >> 4)));
@@ -184,11 +175,9 @@ template <int TILE_BYTES> __device__ __forceinline__ unsigned long long mn_major
            1ull << 62;
 }
 
-// Order earlier register accesses before the wgmmas that follow. The registers of a wgmma must not be accessed until
-// wgmma_wait_group has waited for that wgmma.
+// Order earlier register accesses before the next wgmmas.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// Commit a group of all wgmmas since the last commit.
 __device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // Wait for all wgmma groups except the latest N.
@@ -196,14 +185,14 @@ template <int N> __device__ __forceinline__ void wgmma_wait_group() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// A compiler fence for accumulators: the compiler does not move code that reads or writes `c` across this call. The
-// compiler does not know that a wgmma continues to write `c` after the instruction is issued.
+// Keep the compiler from moving accesses to `c` across this call. The compiler does not know that a wgmma is
+// asynchronous.
 template <int N> __device__ __forceinline__ void wgmma_fence_operand(float (&c)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(c[i])::"memory");
 }
 
-// Compute c = a b, or c += a b if `accumulate` is true, with a warpgroup:
+// Compute c = a b, or c += a b if `accumulate`, with a warpgroup:
 //
 //   64 rows: warp w of the warpgroup has 16 rows, which start at row 16 * w
 //   8, 16, 32, 64, 128 or 256 columns: twice the number of registers of c
@@ -212,9 +201,8 @@ template <int N> __device__ __forceinline__ void wgmma_fence_operand(float (&c)[
 // A lane holds columns `n = 8 * j + 2 * (lane % 4)` and `n + 1` of two rows of its warp. `c[4 * j]` and `c[4 * j + 1]`
 // belong to row `lane / 4`, and `c[4 * j + 2]` and `c[4 * j + 3]` to row `lane / 4 + 8`.
 //
-// The macros write out the instruction for each number of columns, because every register of c is an operand.
 // REGISTERS_n lists n registers as asm operands, and NAMES_n lists their names in the asm text. `how` contains PTX's
-// transpose flags for A and B, which are 1 for an MN-major operand.
+// flags for A and B, which are 1 for an MN-major operand.
 #define FOUR(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define REGISTERS_4 FOUR(0)
 #define REGISTERS_8 REGISTERS_4, FOUR(4)
@@ -284,7 +272,7 @@ template <int N> __device__ __forceinline__ void wgmma_fence_operand(float (&c)[
     else \
         static_assert(N == 4, "wgmma has 8, 16, 32, 64, 128 or 256 columns here")
 
-// Compute c = a b or c += a b (see above). a, b: K-major descriptors.
+// a, b: K-major descriptors.
 template <typename T, int N>
 __device__ __forceinline__ void wgmma_k_major(float (&c)[N], unsigned long long a, unsigned long long b,
                                               bool accumulate) {
@@ -297,7 +285,7 @@ __device__ __forceinline__ void wgmma_k_major(float (&c)[N], unsigned long long 
     }
 }
 
-// Compute c = a b or c += a b (see above). a: an MN-major descriptor; b: a K-major descriptor. 16-bit types only.
+// a: an MN-major descriptor; b: a K-major descriptor. 16-bit types only.
 template <typename T, int N>
 __device__ __forceinline__ void wgmma_m_major(float (&c)[N], unsigned long long a, unsigned long long b,
                                               bool accumulate) {
@@ -308,10 +296,9 @@ __device__ __forceinline__ void wgmma_m_major(float (&c)[N], unsigned long long 
     }
 }
 
-// Compute c = a b or c += a b (see above). a: A fragments in registers, with 16 rows per warp; b: a K-major descriptor.
-// For 16-bit elements the fragments are as in common/mma.cuh. For 8-bit elements, a[0] holds four elements of row `lane
-// / 4`, from element `4 * (lane % 4)` on, and a[1] holds the same elements of row `lane / 4 + 8`. a[2] and a[3] are 16
-// elements further along K.
+// a: fragments of A in registers, 16 rows per warp; b: a K-major descriptor. common/mma.cuh describes the fragments of
+// 16-bit elements. For 8-bit elements, a[0] holds four elements of row `lane / 4`, from element `4 * (lane % 4)` on,
+// and a[1] holds the same elements of row `lane / 4 + 8`. a[2] and a[3] are 16 elements further along K.
 template <typename T, int N>
 __device__ __forceinline__ void wgmma_k_major(float (&c)[N], const unsigned (&a)[4], unsigned long long b,
                                               bool accumulate) {
@@ -324,8 +311,7 @@ __device__ __forceinline__ void wgmma_k_major(float (&c)[N], const unsigned (&a)
     }
 }
 
-// Compute c = a b or c += a b (see above). a: a K-major descriptor, or A fragments in registers as in common/mma.cuh;
-// b: an MN-major descriptor. c has 128 or 256 columns.
+// a: a K-major descriptor, or fragments of A in registers (common/mma.cuh); b: an MN-major descriptor.
 template <typename T, int N>
 __device__ __forceinline__ void wgmma_mn_major(float (&c)[N], unsigned long long a, unsigned long long b,
                                                bool accumulate) {

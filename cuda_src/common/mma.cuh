@@ -1,4 +1,4 @@
-// mma.sync, and the instructions that load its operands (ldmatrix and cp.async), for every GPU from sm_80 on.
+// mma.sync, ldmatrix and cp.async, for every GPU from sm_80 on.
 //
 // Fragments of m16n8k16, which multiplies A [16 x 16] by B [16 x 8]. With row = lane / 4 and pair = lane % 4, a lane
 // holds these elements, given as (row, column):
@@ -7,7 +7,7 @@
 //   B [16 x 8]   b[0]: (2 pair, row), b[1]: (2 pair + 8, row)
 //   C [16 x 8]   c[0], c[1]: (row, 2 pair), (row, 2 pair + 1)    c[2], c[3]: the same columns of row + 8
 //
-// A register of A or B holds two elements: the listed element and the next one along k.
+// A register of A or B holds the listed element and the next one along k.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -16,9 +16,8 @@ __device__ __forceinline__ unsigned shared_address(const void* here) {
     return unsigned(__cvta_generic_to_shared(here));
 }
 
-// Issue a 16-byte copy from global to shared memory. cp_async_commit_group commits a group of all copies that this
-// thread has issued since the last commit. cp_async_wait_group<N> waits for all groups of this thread except the latest
-// N. Other threads see the bytes only after a barrier.
+// Copy 16 bytes from global to shared memory. cp_async_wait_group<N> waits for all groups of this thread except the
+// latest N. Other threads see the bytes only after a barrier.
 __device__ __forceinline__ void cp_async(unsigned to, const void* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -46,8 +45,8 @@ __device__ __forceinline__ void ldmatrix(unsigned (&to)[4], unsigned from) {
                  : "memory");
 }
 
-// Load the matrices transposed. Lane l receives two 16-bit elements of each matrix: from column `l / 4`, in row `2 * (l
-// % 4)` and the next row.
+// Lane l receives two 16-bit elements of each matrix, both from column `l / 4`: in row `2 * (l % 4)` and in the next
+// row.
 __device__ __forceinline__ void ldmatrix_trans(unsigned (&to)[2], unsigned from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
                  : "=r"(to[0]), "=r"(to[1])
@@ -62,7 +61,7 @@ __device__ __forceinline__ void ldmatrix_trans(unsigned (&to)[4], unsigned from)
                  : "memory");
 }
 
-// Compute c += a b for 16-bit elements of type T.
+// Compute c += a b.
 template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
 
@@ -83,8 +82,7 @@ __device__ __forceinline__ void mma_m16n8k16<__half>(float (&c)[4], const unsign
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Round two elements to T and return them as one register of a fragment, with `low` in the low half. `high` follows
-// `low` along k.
+// Round two elements to T, and return them as one register of a fragment, with `low` in the low half.
 template <typename T> __device__ __forceinline__ unsigned pack(float low, float high);
 
 template <> __device__ __forceinline__ unsigned pack<__nv_bfloat16>(float low, float high) {

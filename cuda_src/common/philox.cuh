@@ -1,6 +1,5 @@
 // Philox4x32-10, a counter-based generator of random numbers (Salmon et al., "Parallel random numbers: as easy as 1, 2,
-// 3", 2011). The output depends only on a 128-bit counter and a key, so any random number of a stream can be computed
-// directly, without the earlier ones.
+// 3", 2011): any random number of a stream can be computed directly.
 #pragma once
 
 __device__ __forceinline__ uint4 philox(uint4 counter, unsigned long long key) {

@@ -1,8 +1,7 @@
-// A vector is the 1, 2, 4, 8 or 16 contiguous bytes of one load or store of a thread. Kernels copy rows of any dtype
-// vector by vector. Divisor divides a vector's index by the vectors per row.
+// A vector is the 1, 2, 4, 8 or 16 contiguous bytes that a thread loads or stores at once. Divisor divides a vector's
+// index by the number of vectors per row.
 #pragma once
 
-// The unsigned type of BYTES bytes.
 template <int BYTES> struct VectorOf;
 template <> struct VectorOf<16> {
     using Type = uint4;
@@ -19,9 +18,9 @@ template <> struct VectorOf<2> {
 template <> struct VectorOf<1> {
     using Type = unsigned char;
 };
+template <int BYTES> using Vector = typename VectorOf<BYTES>::Type;
 
-// Divides integers n < 2^31 by a divisor that is constant during a launch. The host chooses `multiplier` and `shift` so
-// that the quotient is `(n * multiplier) >> shift`.
+// Divides integers n < 2^31 by a divisor that is constant during a launch. The host chooses `multiplier` and `shift`.
 struct Divisor {
     unsigned multiplier;
     int shift;

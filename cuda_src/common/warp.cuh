@@ -1,5 +1,5 @@
-// Reductions and scans over LANES neighbouring lanes of a warp, where LANES is a power of two. A warp that works on
-// several rows at once uses LANES lanes per row. All 32 lanes of the warp must call these functions.
+// Reductions and scans over LANES neighbouring lanes of a warp. LANES is a power of two. All 32 lanes must call these
+// functions.
 #pragma once
 #include "common/numeric.cuh"
 
@@ -17,18 +17,16 @@ template <int LANES> __device__ __forceinline__ float lanes_min(float value) {
     return value;
 }
 
-// Return the sum over LANES lanes. Neighbours are added first, so 16 lanes give the same bits as 32 lanes whose upper
-// 16 hold 0.
+// Neighbours are added first, so 16 lanes give the same bits as 32 lanes whose upper 16 hold 0.
 template <int LANES, typename T> __device__ __forceinline__ T lanes_sum(T value) {
 #pragma unroll
     for (int step = 1; step < LANES; step *= 2) value += __shfl_xor_sync(FULL_WARP, value, step);
     return value;
 }
 
-// Return the sum over this lane and the lanes before it.
 template <int LANES> __device__ __forceinline__ int lanes_inclusive_sum(int value) {
-    // Operand c of shfl, which divides the warp into segments of LANES lanes. Bits 8 to 12 are a mask of the lane-index
-    // bits that select the segment. Bits 0 to 4 are the first lane of a segment that `shfl.up` may read, which is 0.
+    // Operand c of shfl. Bits 8 to 12 are a mask: the bits of a lane index that select its segment of LANES lanes. Bits
+    // 0 to 4 are 0: the first lane of a segment that `shfl.up` may read.
     constexpr int SEGMENT = (32 - LANES) << 8;
 #pragma unroll
     for (int step = 1; step < LANES; step *= 2)
@@ -50,11 +48,10 @@ template <int LANES> __device__ __forceinline__ float lanes_inclusive_sum(float 
     return value;
 }
 
-// Return the k-th largest of the lanes' keys (1: the largest). With LANES == 32 equal keys are counted only once, so
-// the result may be smaller than the k-th largest key.
+// Return the k-th largest of the lanes' keys (k = 1: the largest). With LANES == 32 equal keys are counted only once.
 template <int LANES> __device__ __forceinline__ unsigned lanes_kth_largest(unsigned key, int k) {
     if constexpr (LANES == 32) {
-        // Remove the largest key k - 1 times. A reduction over a whole warp is one instruction.
+        // A reduction over a warp is one instruction.
         unsigned largest = __reduce_max_sync(FULL_WARP, key);
         for (int i = 1; i < k; ++i) {
             if (key == largest) key = 0;
@@ -62,8 +59,7 @@ template <int LANES> __device__ __forceinline__ unsigned lanes_kth_largest(unsig
         }
         return largest;
     } else {
-        // Each lane counts the keys that are larger than its own. The result is the smallest key with fewer than k
-        // larger keys.
+        // The result is the smallest key with fewer than k larger keys.
         int minus_larger = 0;
 #pragma unroll
         for (int flip = 1; flip < LANES; ++flip)
