@@ -36,12 +36,12 @@ from cukern.runtime.kernel import specialize as specialize
 from cukern.runtime.performance import PerformanceWarning as PerformanceWarning
 
 __version__ = "0.2.0"
-# Each family lists its public names. Modules and private names are not public.
+# Excludes modules and private names.
 __all__ = sorted(name for name, value in globals().items() if getattr(value, "__module__", "").startswith("cukern."))
 
 
 def __getattr__(name: str) -> _ModuleType:
-    """Import `cukern.models` at its first use, because most programs do not need it."""
+    """Import `cukern.models` at its first use, because few programs need it."""
     if name == "models":
         return _import_module("cukern.models")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,10 +16,10 @@ import cukern
 from cukern.commands import UserError
 from cukern.runtime import interrupt, progress
 
-#: The exit status of a program whose output nobody reads, as shells report it.
+#: What shells report for a program whose output lost its reader.
 _BROKEN_PIPE = 141
 
-# Modules and summaries. A module has `add_arguments(parser)` and `run(args) -> int`; only its own command imports it.
+# Each module has `add_arguments(parser)` and `run(args) -> int`, and is imported only for its command.
 COMMANDS = {
     "demo": ("cukern.commands.demo", "route tokens through a model's gate, then encode texts without their padding"),
     "doctor": ("cukern.commands.doctor", "say what works here and what does not, with the command that fixes it"),
@@ -43,8 +43,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:
-    """The parser, with the arguments of `command`; of the other commands it knows only the names."""
-    # `python -m cukern` runs this file, the script `cukern` has its own name.
+    """Return the parser. It knows the arguments of `command`, but only the names of other commands."""
     prog = "python -m cukern" if Path(sys.argv[0]).name == "__main__.py" else "cukern"
     parser = _Parser(prog=prog, description=cukern.__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"cukern {cukern.__version__}")
@@ -65,7 +64,7 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
 
 
 def _hint(command: str | None, others: Sequence[str]) -> str:
-    """What to do about arguments that a command does not know."""
+    """Return advice about arguments that a command does not know."""
     pairs = [text for text in others if re.fullmatch(r"[a-z_]\w*=[^=]+", text)]
     if command != "explain" or not pairs:
         return "--help lists the arguments"
@@ -73,7 +72,7 @@ def _hint(command: str | None, others: Sequence[str]) -> str:
 
 
 def _run(arguments: Sequence[str], command: str | None) -> int:
-    """Run a command. Returns its exit status: 2 for input that cannot be used, with one line on stderr."""
+    """Run a command. Return its exit status; unusable input gives 2 and one line on stderr."""
     try:
         parser = _parser(command)
         if not arguments:
@@ -85,7 +84,7 @@ def _run(arguments: Sequence[str], command: str | None) -> int:
         with progress.in_command(f"cukern {command}"):
             return args.run(args)
     except UserError as error:
-        if interrupt.came():
+        if interrupt.was_interrupted():
             raise
         name = f"cukern {command}" if command in COMMANDS else "cukern"
         print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
@@ -96,7 +95,7 @@ def _run(arguments: Sequence[str], command: str | None) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns its exit status; Ctrl-C and a reader that leaves end it without a traceback."""
+    """Run a command. Return its exit status, without a traceback after Ctrl-C or a closed pipe."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         try:
@@ -107,11 +106,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return interrupt.say(arguments)
     except BrokenPipeError:
-        # The rest of the output has no reader, as behind `| head`.
+        # A pipe such as `| head` has closed, so discard the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     except Exception:
-        if not interrupt.came():
+        if not interrupt.was_interrupted():
             raise
         return interrupt.say(arguments)
 

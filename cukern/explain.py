@@ -1,4 +1,4 @@
-"""`cukern.explain`: describe a call of an op without running it."""
+"""`cukern.explain`: describe a call without running it."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ WIDTH, _INDENT = 88, 14
 
 
 class Ceilings(NamedTuple):
-    """The limits of a GPU, measured by `benchmarks/harness.py`: launch time, copy bandwidth and GEMM throughput."""
+    """Limits of a GPU, measured by `benchmarks/harness.py`."""
 
     gpu: str
-    kernel_us: float  # time of an empty kernel
+    kernel_us: float  # an empty kernel
     copy_tb_s: float
-    matmul_tflop_s: float | None  # for 16-bit dtypes
+    matmul_tflop_s: float | None  # 16-bit dtypes
 
     def floor(self, bytes: float, flops: float) -> tuple[float, str]:
-        """Return the minimum time in microseconds to move `bytes` and compute `flops`, and what limits it."""
+        """Return the minimum microseconds to move `bytes` and compute `flops`, and the limiting rate."""
         copied = f"{self.copy_tb_s:.2f} TB/s, a copy on an {self.gpu}"
         floors = [(self.kernel_us, f"an empty kernel on an {self.gpu}"), (bytes / self.copy_tb_s / 1e6, copied)]
         if flops and self.matmul_tflop_s:
@@ -44,22 +44,22 @@ class Ceilings(NamedTuple):
         return max(floors)
 
 
-#: The ceilings for an installed package, because it does not contain the benchmark results.
+#: The ceilings for an installed package, which has no benchmark results.
 CEILINGS = {"NVIDIA H200": Ceilings("NVIDIA H200", 0.53, 4.26, 801.0)}
-#: The GPU whose ceilings are used for an architecture.
+#: Maps an architecture to the GPU whose ceilings represent it.
 _STANDS_FOR = {"90a": "NVIDIA H200"}
 
 
 class Launch(NamedTuple):
-    """A launch of a kernel, or a memset. A memset has no grid."""
+    """A launch of a kernel, or a memset, which has no grid."""
 
-    kernel: str  # the name of the kernel, with its template arguments by name
-    why: str = ""  # the rule that chose this kernel and these template arguments, with the sizes in this call
+    kernel: str  # with template arguments by name
+    why: str = ""  # the rule that chose the kernel and template arguments, with this call's sizes
     grid: tuple[int, ...] = ()
     block: tuple[int, ...] = ()
     shared_bytes: int = 0
-    fields: Mapping[str, Any] = {}  # the fields of the kernel's parameter struct, except null pointers
-    resources: Resources | None = None  # None if the kernel has not been compiled yet
+    fields: Mapping[str, Any] = {}  # of the parameter struct, without null pointers
+    resources: Resources | None = None  # None before compilation
 
     def lines(self) -> Iterator[tuple[str, str]]:
         yield "kernel", self.kernel
@@ -78,13 +78,12 @@ class Launch(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """The description of a call of an op. `str(explanation)` is the text.
+    """The description of a call; `str(explanation)` is its text.
 
-    For arrays in host memory `gpu` is None, and `twin` is the name of the NumPy reference that runs. `bytes` and
-    `flops` are the minimum that the op must move and compute. The floor, `floor_us`, is the minimum time in
-    microseconds for them, at the rates measured on the GPU. `floor_by` names the rate that determines the floor, or the
-    card whose rates are unknown. If `moves_all` is set, the op does not report how many bytes it moves. `bytes` is then
-    the size of all arguments and results, even if the op reads only some of their elements.
+    For host arrays `gpu` is None, and `twin` names the NumPy reference that runs. `bytes` and `flops` are the least
+    that the op must move and compute. At the GPU's measured rates they take `floor_us` microseconds. `floor_by` names
+    the limiting rate, or the card whose rates are unknown. If `moves_all` is True, the op reports no bytes, and `bytes`
+    is the size of all arguments and results.
     """
 
     op: str
@@ -103,7 +102,7 @@ class Explanation(NamedTuple):
         return self.text()
 
     def text(self, width: int = WIDTH) -> str:
-        """Return the text in lines of at most `width` characters. A longer word gets a longer line."""
+        """Return the text in lines of `width` characters, or more for a longer word."""
         if self.gpu is None:
             words = f'the NumPy reference, {self.twin} (arch="90a" and the like ask what a GPU would do)'
             return f"{self.op} on arrays in host memory\n{_wrapped('runs', words, width)}"
@@ -138,7 +137,6 @@ def _wrapped(word: str, text: str, width: int) -> str:
 
 
 def _trimmed(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Remove trailing sizes of 1."""
     while len(sizes) > 1 and sizes[-1] == 1:
         sizes = sizes[:-1]
     return sizes
@@ -152,31 +150,29 @@ def _bytes(count: float) -> str:
 
 
 def explain(function: Callable[..., Any], /, *args: Any, arch: str | None = None, **kwargs: Any) -> Explanation:
-    """Describe what a call of a function of cukern would launch, allocate and move, and why. Nothing runs.
+    """Describe what a call would launch, allocate and move, and why. Nothing runs.
 
     Args:
         function: a public function of cukern, such as `cukern.moe_gemm`.
         args: the arguments of the call.
-        arch: explain the call as if the arrays were on this GPU. It is an architecture such as "90a", "sm_90a" or "90",
-            or a card such as "H200", "L40S" or "A100". The machine needs no GPU, and the arrays may be in host memory.
-            None: the arrays are where they are.
-        kwargs: the arguments of the call by name.
+        arch: plan for this GPU: an architecture ("90a", "sm_90a", "90") or a card ("H200", "L40S", "A100"). The machine
+            needs no GPU, and the arrays may be in host memory. None: plan for the arrays' device.
+        kwargs: keyword arguments of the call.
 
     Returns:
-        An `Explanation`, which can be printed. It contains the kernels with their template arguments, the grid, the
-        block, the fields of the parameter struct, the registers if the kernel is compiled, the allocations, and the
-        floor. The floor is the minimum time to move the bytes and to compute the flops that the op needs, at the rates
-        measured on a card; the text names the card. If `arch` is an architecture, it is the card of the benchmarks.
+        An `Explanation`, which can be printed: the kernels with template arguments, grid, block, parameter fields and
+        registers (if compiled), the allocations, and the floor, the minimum time at the rates measured on a card. The
+        text names the card. If `arch` is an architecture, this card is the one on which the benchmarks ran.
 
     Raises:
         TypeError: `function` is not an op of cukern.
         ValueError: an unknown architecture or card.
-        The errors that the function itself raises for these arguments.
+        The function's own errors for these arguments.
     """
     name = getattr(function, "__name__", "")
     on = None if arch is None else gpu.of_arch(arch)
-    # A function that changes a state object has an attribute `launched_op`. Its result is the op that the function
-    # calls, and the arguments of that call.
+    # A function that changes a state object has `launched_op`, which returns the op that it calls, and the op's
+    # arguments.
     if told := getattr(function, "launched_op", None):
         function, args, kwargs = told(on, *args, **kwargs)
     elif not name or function not in [getattr(OPS.get(name), "call", None), OPERATORS.get(name, (None,))[0]]:
@@ -212,7 +208,7 @@ def explain(function: Callable[..., Any], /, *args: Any, arch: str | None = None
 
 
 class _Call:
-    """A call of an op, or of a function that calls several ops. Descriptions replace the arrays of the call."""
+    """A call of an op or of a function that calls ops, with descriptions instead of arrays."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = [*inspect.signature(function).parameters]
@@ -229,7 +225,7 @@ class _Call:
             _replaced(value, name, lambda path, array: self.arrays.setdefault(path, array))
 
     def trace(self, on: gpu.Gpu | None) -> tuple[Trace, Any]:
-        """Record the call for the GPU `on`. Return the trace and the result of the call."""
+        """Record the call for a GPU. Return the trace and the call's result."""
 
         def plan(**described: Any) -> Any:
             values = {
@@ -239,28 +235,26 @@ class _Call:
             try:
                 return self.function(*positional, **values)
             except TypeError:
-                if current().is_host_call:  # with host arrays the first op returned None, so the next op raised
+                if current().is_host_call:  # the first op returned None for host arrays, so the next one raised
                     return None
                 raise
 
         op = Op(plan, None)
-        trace, returned, _ = op.say(op.kind_of((), self.arrays), tuple(self.arrays.values()), on)
+        trace, returned, _ = op.record(op.kind_of((), self.arrays), tuple(self.arrays.values()), on)
         return trace, returned
 
     def names_of(self, trace: Trace, returned: Any) -> dict[int, str]:
-        """Return the names of the arrays, keyed by the index of their source."""
         names = dict(enumerate(self.arrays))
         found = list(_returned(returned))
         called = _result_names(self.function.__name__, len(found)) or [f"result {i}" for i in range(len(found))]
         for array, name in zip(found, called, strict=True):
             names.setdefault(array.source, name)
-        parts = Workspace(trace, returned).parts
-        for n, i in enumerate(parts):
-            names[trace.first_made + i] = "workspace" if len(parts) == 1 else f"workspace[{n}]"
+        temporary = Workspace(trace, returned).temporary
+        for n, i in enumerate(temporary):
+            names[trace.first_made + i] = "workspace" if len(temporary) == 1 else f"workspace[{n}]"
         return names
 
     def bytes_of(self, trace: Trace, returned: Any) -> int:
-        """Return the total size in bytes of all arguments and results. Each is counted once."""
         given = [(tuple(x.shape), _library(x).dtype(x)) for x in self.arrays.values()]
         made = [(x.shape, x.dtype) for x in _returned(returned) if x.source >= trace.first_made]
         return sum(_size(*each) for each in [*given, *made])
@@ -275,7 +269,7 @@ def _flat(values: Any) -> Iterator[Any]:
 
 
 def _replaced(value: Any, path: str, change: Callable[[str, Any], Any]) -> Any:
-    """Replace each array in `value`, also in lists and dataclasses, by `change(path, array)`. Return the result."""
+    """Replace each array in `value`, also in lists and dataclasses, by `change(path, array)`."""
     if arrays.library_of(value) is not None:
         return change(path, value)
     if type(value) in (tuple, list):
@@ -303,7 +297,6 @@ def _returned(returned: Any) -> Iterator[Array]:
 
 
 def _result_names(name: str, count: int) -> list[str] | None:
-    """Return the names of the results from the schema of an op that has `count` results."""
     declared = OPERATORS.get(name)
     for schema in schemas(declared.function, declared.names) if declared else ():
         names = [x.name for x in schema.results if x.type == "Tensor"]
@@ -320,7 +313,7 @@ def _launch(step: Any, arch: str, names: dict[int, str]) -> Launch:
     layout = template.params(instance.file, instance.function)
     fields = {}
     for _, code, value, path in template.named_leaves(layout, step.fields):
-        # Leave out null pointers, and the multiplier and shift that replace a division by another field.
+        # Skip null pointers. Also skip the multiplier and the shift that encode a division by another field.
         if (code == "Q" and type(value) is int and value == 0) or path.endswith((".multiplier", ".shift")):
             continue
         text = _field(value, names)
@@ -338,7 +331,7 @@ def _launch(step: Any, arch: str, names: dict[int, str]) -> Launch:
 
 
 def _field(value: Any, names: dict[int, str]) -> Any:
-    """Return the value of a field for display. It is an empty string for bytes that are all 0."""
+    """Return a field's value for display; "" if the value is bytes that are all zero."""
     if isinstance(value, Array):
         return names[value.source] + (f"+{value.offset}" if value.offset else "")
     if isinstance(value, Each):
@@ -351,7 +344,7 @@ def _field(value: Any, names: dict[int, str]) -> Any:
 
 
 def _expression(instance: compile.Instance) -> str:
-    """Return the name of an instance, with its template arguments by name, except trailing default arguments."""
+    """Return an instance as text, with named template arguments, and without the defaults at the end."""
     names = _parameter_names(instance.file, instance.function)
     given = ", ".join(f"{name}={value}" for name, value in zip(names, instance.arguments, strict=False))
     return f"{instance.function}<{given}>"
@@ -375,7 +368,6 @@ def _resources(instance: compile.Instance, arch: str) -> Resources | None:
 
 
 def _card_of(asked: str, arch: str) -> str | None:
-    """Return the card that the user asked for, or the card that stands for the architecture `arch`."""
     name = asked.strip().upper().removeprefix("NVIDIA ")
     return f"NVIDIA {name}" if name in gpu.CARDS else _STANDS_FOR.get(arch)
 
@@ -385,7 +377,7 @@ def _name_of(device: int | None) -> str:
 
 
 def _ceilings(name: str | None, op: str) -> Ceilings | None:
-    """Return the ceilings of a GPU, from the benchmark results if this is a clone, and otherwise from `CEILINGS`."""
+    """Return a GPU's ceilings: from benchmark results in a clone, otherwise from `CEILINGS`."""
     kept = CEILINGS.get(name or "")
     measured = _measured(name) if name else None
     if name is None or measured is None:

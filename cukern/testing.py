@@ -1,4 +1,4 @@
-"""Compare a result of a kernel with the result of the NumPy reference, within the tolerances of the reference."""
+"""Compare a kernel's result with its NumPy reference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cukern.runtime.tolerance import Tolerance
 
 
 def tolerances(stem: str) -> Mapping[str, Mapping[str, Tolerance]]:
-    """Return the `TOLERANCES` of the reference module `stem`, keyed by the name of a result, then by its dtype."""
+    """Return `TOLERANCES` of the reference module `stem`: tolerances by result and dtype."""
     room = "cukern.reference" if importlib.util.find_spec(f"cukern.reference.{stem}") else "cukern"
     return getattr(importlib.import_module(f"{room}.{stem}"), "TOLERANCES", {})
 
@@ -27,14 +27,13 @@ def _to_numpy(name: str, array: Any) -> np.ndarray[Any, Any]:
 
 
 def assert_matches(name: str, got: Any, want: Any) -> None:
-    """Assert that `got` and `want`, arrays of any library, have the same dtype, shape and values.
+    """Assert that arrays of any library have the same dtype, shape and values.
 
-    Floats may differ by the tolerance for their dtype. NaN and infinities must be at the same indices. Arrays of all
-    other dtypes must be equal. `name` has the form `stem.result`: "moe_gate.weights" uses
-    `tolerances("moe_gate")["weights"]`.
+    Floats may differ by their tolerance; NaN and infinities must be at the same indices. Other dtypes must be equal.
+    `name` is `stem.result`: "moe_gate.weights" uses `tolerances("moe_gate")["weights"]`.
 
-    Raises AssertionError, with the index and the size of the largest difference, if the arrays do not match. Raises
-    KeyError for floats without a tolerance.
+    Raises AssertionError, whose message gives the largest difference and its index. Raises KeyError for a float dtype
+    that `TOLERANCES` does not list.
     """
     __tracebackhide__ = True
     got, want = _to_numpy(name, got), _to_numpy(name, want)
@@ -49,7 +48,7 @@ def assert_matches(name: str, got: Any, want: Any) -> None:
         stem, _, result = name.partition(".")
         tolerance = tolerances(stem)[result][want.dtype.name]
         allowed = f"{tolerance.absolute} + {tolerance.relative} of the wanted value"
-        # Equal infinities and two NaN count as equal, although their difference is NaN.
+        # Equal infinities and two NaN are equal, although their difference is NaN.
         x, y = got.astype(np.float64), want.astype(np.float64)
         same = (x == y) | (np.isnan(x) & np.isnan(y))
         bound = tolerance.absolute + tolerance.relative * np.where(np.isfinite(y), np.abs(y), 0)

@@ -1,31 +1,27 @@
-"""PyTorch operators: `import cukern.torch_ops` registers the functions of cukern as `torch.ops.cukern.*`.
+"""PyTorch operators: `import cukern.torch_ops` registers cukern's functions as `torch.ops.cukern.*`.
 
-torch's dispatcher calls an operator. `torch.compile(fullgraph=True)`, `torch.export` and programs that look up
-operators by name need operators. An operator has the arguments, results and errors of cukern's function. It takes CUDA
-tensors, and also CPU tensors, for which the NumPy reference runs. The differences are:
+`torch.compile(fullgraph=True)`, `torch.export` and look-up by name need operators. An operator has the arguments,
+results and errors of the function, and takes CUDA tensors, or CPU tensors for the NumPy reference. An operator differs
+from the function in these points:
 
-- An argument that may be an array must be a tensor, even if the function also takes a number. If the argument is
-  usually a number, the operator takes a number, and an overload with the argument's name takes a tensor:
-  `torch.ops.cukern.masked_attention.step` (with `out=`: `.step_out`).
-- An overload `.out` replaces the argument `out=`. Its arguments include each result tensor, and it returns nothing:
+- An argument that may be an array must be a tensor. If it is usually a number, the operator takes a number, and an
+  overload with the argument's name takes a tensor: `torch.ops.cukern.masked_attention.step` (with `out=`: `.step_out`).
+- The overload `.out` replaces `out=`. It takes each result tensor and returns nothing:
   `torch.ops.cukern.moe_fused_gate.out(..., weights=weights, ids=ids)`. If a function returns only arguments that it
-  writes to, its operator also returns nothing.
-- If all arguments that a function writes to are optional, as in `sample`, there is also an overload without them,
-  `torch.ops.cukern.sample.functional`. Inductor compiles this overload if none of these arguments is given.
-- A flag such as `return_lse`, which adds a result, is replaced by an overload with the additional result:
-  `torch.ops.cukern.paged_attention.lse` (with `out=`: `.lse_out`).
-- A sampler without a seed takes a seed from torch's generator each time the operator runs, also in a compiled graph. So
-  two calls give different samples, and so do two runs of a graph. torch.compile refuses `generator=`, because a graph
-  cannot contain a generator. Use torch's default generator instead, or `torch.compiler.disable(cukern.sample)`.
-- Operators do not have a backward. In grad mode a tensor that requires grad raises RuntimeError, in a call and in
-  tracing, because a missing gradient would train a model wrongly. Use `torch.no_grad()` or `.detach()` if no gradient
-  is needed. Forward-mode differentiation and the transforms of `torch.func` treat the results as constants.
+  writes, its operator also returns nothing.
+- If all written arguments are optional, as in `sample`, an overload leaves them out:
+  `torch.ops.cukern.sample.functional`. Inductor compiles this overload if a call gives none of these arguments.
+- A flag such as `return_lse` becomes an overload with the additional result: `torch.ops.cukern.paged_attention.lse`
+  (with `out=`: `.lse_out`).
+- A sampler without a seed takes one from torch's generator at each run, also in a compiled graph, so two runs differ.
+  torch.compile refuses `generator=`, because a graph cannot contain a generator. Use torch's default generator, or
+  `torch.compiler.disable(cukern.sample)`.
+- Operators have no backward. In grad mode a tensor that requires grad raises RuntimeError, also in tracing, because a
+  missing gradient would train a model wrongly. Use `torch.no_grad()` or `.detach()`. Forward-mode differentiation and
+  `torch.func` treat results as constants.
 
-cukern's functions take tensors without this module too. With this module, `torch.compile` keeps a call such as
-`cukern.moe_fused_gate(...)` in the graph, as a call of the operator.
-
-`cukern.runtime.schema` derives the schemas from the signatures. The declarations of the functions contain the names of
-the results, which are also the names of the arguments of `.out`.
+cukern's functions also take tensors without this module. With it, `torch.compile` keeps a call such as
+`cukern.moe_fused_gate(...)` in the graph as an operator.
 """
 
 from __future__ import annotations
@@ -51,23 +47,23 @@ try:
 except ModuleNotFoundError as error:
     raise missing(error, __name__, "torch") from None
 
-#: The module of torch.compile that captures graphs.
+#: The part of torch.compile that captures graphs.
 _COMPILER = "torch._dynamo"
 
-# Keep the library object when this module is reloaded, because torch removes the operators when the object is deleted.
+# torch removes the operators when the library object is deleted, so keep the object when this module is reloaded.
 if "_library" not in globals():
     _library = torch.library.Library("cukern", "FRAGMENT")
 
 
 def _draws(function: Callable[..., Any]) -> bool:
-    """Return whether a function may use random numbers. If so, torch must not merge two calls with equal arguments."""
+    """Return whether a function may use random numbers, so that torch must not merge equal calls."""
     return "generator" in inspect.signature(function).parameters
 
 
 def _keep_draws_apart(packets: Sequence[Any]) -> None:
     """Prevent torch from merging equal calls of samplers in training graphs.
 
-    For training graphs torch ignores the tag of an operator and uses a list of operators. Add the samplers to the list.
+    In training graphs torch ignores operator tags and uses a list of operators, so add the samplers to this list.
     """
     try:
         from torch._functorch.compile_utils import rand_ops
@@ -86,12 +82,11 @@ def _check_gradients(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _written(schema: Schema) -> list[tuple[int, str]]:
-    """Return the index and the name of each argument that an operator writes to."""
     return [(i, argument.name) for i, argument in enumerate(schema.arguments) if argument.is_written]
 
 
 def _empty(like: torch.Tensor, result: Any) -> Any:
-    """Convert a `Result` to an empty tensor on the device of `like`. Return any other value unchanged."""
+    """Convert a `Result` to an empty tensor on the device of `like`; return other values unchanged."""
     if not isinstance(result, Result):
         return result
     shape, dtype = result.shape, getattr(torch, result.dtype)
@@ -105,7 +100,7 @@ def _one_or_all(values: list[Any]) -> Any:
 
 
 def _register(function: Callable[..., Any], schema: Schema, declared: Operator, out_names: Sequence[str] = ()) -> None:
-    """Register an operator that calls `function`. Its arguments `out_names` become the argument `out` of `function`."""
+    """Register an operator that calls `function`. Its arguments `out_names` become the function's argument `out`."""
     tags = [torch.Tag.pt2_compliant_tag]
     if _draws(function):
         tags.append(torch.Tag.nondeterministic_seeded)
@@ -124,7 +119,7 @@ def _register(function: Callable[..., Any], schema: Schema, declared: Operator, 
         if out_names:
             kwargs["out"] = _one_or_all([kwargs.pop(name) for name in out_names])
         returned = function(*args, **kwargs)
-        # Tell autograd that these tensors have been written, because it may have saved them for a backward.
+        # Tell autograd about the writes, because it may have saved these tensors for a backward.
         for tensor in tensors:
             if tensor is not None:
                 torch.autograd.graph.increment_version(tensor)
@@ -142,21 +137,21 @@ def _register(function: Callable[..., Any], schema: Schema, declared: Operator, 
 
     for device in ("CPU", "CUDA"):
         _library.impl(schema.name, write if written else call, device)
-    # Replace autograd's default kernel for operators without a backward, because that kernel takes time for a warning.
+    # Skip Autograd's default kernel for operators without a backward, because it spends time on a warning.
     _library.impl(schema.name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"cukern::{schema.name}", fake, lib=_library)
 
 
 def _keep_in_graph(declared: Operator, packet: Any, out_names: dict[str, list[str]]) -> None:
-    """Make torch.compile replace a call of a function by a call of its operator.
+    """Make torch.compile replace calls of a function by calls of its operator.
 
-    `out_names` contains the names of the results in `out`, keyed by overload. The key "" is the default overload.
+    `out_names` maps each overload ("" is the default) to the names of the results in `out`.
     """
     function, default = declared.function, next(schemas(declared.function, declared.names))
     written, returns = _written(default), bool(default.results)
     returns_nothing = function.__annotations__.get("return") == "None"
     parameters = [*inspect.signature(function).parameters]
-    # The indices of the arguments that may be tensors although they are numbers in the default overload.
+    # Indices of arguments that are numbers in the default overload, and tensors in another one.
     numbers = [(parameters.index(name), name) for name in out_names if name in parameters]
     functional = getattr(packet, "functional", None)
 
@@ -190,7 +185,7 @@ def _as_results(found: Any) -> list[Any]:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """An import hook that calls `function` right after the module `name` has been imported."""
+    """An import hook that calls `function` right after the import of module `name`."""
 
     def __init__(self, name: str, function: Callable[[], None]) -> None:
         self.name = name
@@ -213,7 +208,6 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 def _register_all() -> None:
-    """Register the operators of all functions whose operators are not registered yet."""
     new = {name: entry for name, entry in OPERATORS.items() if not hasattr(torch.ops.cukern, name)}
     out_names = {name: _register_op(declared) for name, declared in new.items()}
 
@@ -222,7 +216,7 @@ def _register_all() -> None:
             _keep_in_graph(declared, getattr(torch.ops.cukern, name), out_names[name])
         _keep_draws_apart([getattr(torch.ops.cukern, name) for name, x in new.items() if _draws(x.function)])
 
-    # Do not import the compiler here, because that takes over a second. torch.compile and torch.export import it.
+    # Importing the compiler takes more than a second, so wait until torch.compile or torch.export imports it.
     if sys.modules.get(_COMPILER) is not None:
         keep_in_graph()
     elif new:
@@ -230,7 +224,7 @@ def _register_all() -> None:
 
 
 def _register_op(declared: Operator) -> dict[str, list[str]]:
-    """Register an operator with all its overloads. Return the names of the results in `out`, keyed by overload."""
+    """Register an operator with its overloads. Return, for each overload, the names of the results in `out`."""
     out_names = {}
     function = declared.function
     parameters = inspect.signature(function).parameters

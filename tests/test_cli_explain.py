@@ -133,7 +133,7 @@ def test_a_function_reaches_its_own_kernels() -> None:
     listed = [*kernel.instances("moe_gate")]
     found = explain.reached_by("topk_softmax", listed, gpu.BY_ARCH["90a"])
     # Softmax without a bias has no kernels of DeepSeek's scores; it has all others.
-    assert found == {i for i in listed if "SIGMOID" not in i.arguments and "WHOLE_LANES" not in i.arguments} - {
+    assert found == {i for i in listed if "SIGMOID" not in i.arguments and "LANE_ALIGNED" not in i.arguments} - {
         i for i in listed if i.function == "gate_by_thread" and "ANY" in i.arguments
     }
     norms = explain.reached_by("layer_norm", [*kernel.instances("norm")], gpu.BY_ARCH["90a"])

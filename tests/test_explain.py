@@ -44,11 +44,11 @@ def test_a_launch_is_said_with_all_that_decides_it() -> None:
     said = cukern.explain(cukern.per_token_group_quant_fp8, X, 128, arch="90a")
     assert said.gpu == gpu.of_arch("90a") and not said.twin
     (launched,) = said.launches
-    names = "T=__nv_bfloat16, FORMAT=E4M3, ACTIVATION=0, GROUP=128, UNITS=2, ITEMS=2"
+    names = "T=__nv_bfloat16, FORMAT=E4M3, ACTIVATION=0, GROUP=128, VECTORS=2, ITEMS=2"
     assert launched.kernel == f"quantize_groups<{names}>"
     assert launched.why == "vector: rows of x are 16-byte aligned multiples of 8"
     assert (launched.grid, launched.block, launched.shared_bytes) == ((8192, 1, 1), (224, 1, 1), 0)
-    fields = {"in.x": "x", "in.stride": 14336, "in.rows": 8192, "q": "x_q", "scales.to": "x_s", "smallest": 1e-10}
+    fields = {"in.x": "x", "in.stride": 14336, "in.rows": 8192, "q": "x_q", "scales.out": "x_s", "smallest": 1e-10}
     assert fields.items() <= launched.fields.items()
     assert "in.counts" not in launched.fields  # a null pointer
     assert said.results == ("x_q: float8_e4m3fn [8192, 7168]", "x_s: float32 [8192, 56]")
@@ -289,7 +289,7 @@ def test_a_function_that_reads_a_result_between_its_launches() -> None:
     lengths = np.array([3, 5], np.int32)
     function = cukern.build_sequence_length_padding_offset
     first, second = cukern.explain(function, lengths, 7, arch="90a").launches
-    assert first.why.startswith("first launch: the host reads the number of words") and second.fields["words"] == 14
+    assert first.why.startswith("first launch: the host reads the number of words") and second.fields["tokens"] == 14
     said = cukern.explain(function, lengths, 7, valid_word_num=8, arch="90a")
     assert said.results == ("padding_offset: int32 [8]", "cu_seqlens: int32 [3]")
     assert [x.why for x in said.launches] == ["2 sequences: blocks of 256 threads (of 256 up to 1024 sequences)"]

@@ -379,7 +379,7 @@ FLOATS = ("float32", "float16")
 def all_described(*given: Any) -> list[Array]:
     """Descriptions of several arrays of one call, in host memory."""
     made, named = Op(lambda **arrays: list(arrays.values()), None), {f"array_{i}": x for i, x in enumerate(given)}
-    return made.say(made.kind_of((), named), given)[1]
+    return made.record(made.kind_of((), named), given)[1]
 
 
 def host_arrays(*shape: int, dtype: str = "float32") -> list[Any]:

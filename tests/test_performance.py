@@ -33,15 +33,15 @@ def as_on(monkeypatch: pytest.MonkeyPatch) -> Any:
         def __init__(self, *_: Any) -> None: ...
         def run(self, *_: Any) -> None: ...
 
-    say = op.Op.say
+    record = op.Op.record
 
     def arrange(arch: str) -> None:
         def on_arch(self: op.Op, form: Any, values: Any) -> Any:
-            return say(self, form, values, gpu.of_arch(arch))
+            return record(self, form, values, gpu.of_arch(arch))
 
         monkeypatch.setattr(op, "Plan", NoPlan)
         monkeypatch.setattr(op.Op, "_keep", lambda *arguments: None)
-        monkeypatch.setattr(op.Op, "say", on_arch)
+        monkeypatch.setattr(op.Op, "record", on_arch)
 
     yield arrange
     op.forget_plans()

@@ -34,7 +34,7 @@ import cukern
 import cukern.runtime.compile as compiler
 from cukern import testing
 from cukern.ops.moe_gate import choose as gates
-from cukern.runtime import arrays, check, describe, gpu, kernel, nvrtc, plan, sources, units
+from cukern.runtime import arrays, check, describe, gpu, kernel, nvrtc, plan, sources, vectors
 from cukern.runtime.compile import CompileError, Instance
 from cukern.runtime.cuda import INSTALL, cupy
 from cukern.runtime.describe import Array, Result, expect, expect_array
@@ -373,7 +373,7 @@ def test_checks_give_plain_values() -> None:
 
 @given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1))
 def test_the_multiplication_divides(divisor: int, number: int) -> None:
-    multiplier, shift = units.divisor(divisor)
+    multiplier, shift = vectors.divisor(divisor)
     assert 0 < multiplier < 2**32
     for n in (number, number // divisor * divisor, number // divisor * divisor - 1, 2**31 - 1):
         if n >= 0:
@@ -1126,7 +1126,7 @@ def make_plan(gpus: FakeGPUs, device: int = 0) -> plan.Plan:
     place = describe.Place(FakeLibrary(gpus), device, gpu.of_arch("90a"))
     trace = plan.Trace(place, [0xABC0], 0)
     x = Array("float32", (6, 64), (64, 1), 16, place, 0, 0xABC0)
-    return plan.Plan(trace, plan.follow(trace, lambda: cukern.moe_activation(x)), [(0, None)])
+    return plan.Plan(trace, plan.run_traced(trace, lambda: cukern.moe_activation(x)), [(0, None)])
 
 
 def test_a_launch_packs_its_arguments(gpus: FakeGPUs) -> None:

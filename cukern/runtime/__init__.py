@@ -1,1 +1,1 @@
-"""The parts that all ops share: arrays, validation, compilation and launch."""
+"""Host code that all ops share: arrays, validation, compilation and launch."""

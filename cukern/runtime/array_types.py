@@ -1,10 +1,8 @@
-"""The types of the arrays that the public functions take and return, for a type checker.
+"""Array types of the public signatures, for a type checker.
+All arrays of a call and its results have one library: tensors in, tensors out. The type of an ndarray leaves out dtype
+and shape, because results have other dtypes and shapes. Without torch the checker accepts any type as a Tensor.
 
-For a type checker, all arrays of a call and its results belong to one library: tensors in, tensors out. The dtype and
-the shape of an ndarray are not part of the type, because results have other dtypes and shapes. If torch is not
-installed, the checker does not know the type Tensor, and accepts any type in its place.
-
-The functions themselves handle descriptions of arrays. Within cukern mypy treats these types as Any (pyproject.toml).
+Within cukern mypy treats these types as Any (pyproject.toml), because the functions handle descriptions of arrays.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Array(Protocol):
-    """An array of any library: NumPy, CuPy, PyTorch, and libraries that exchange arrays by DLPack, such as JAX."""
+    """An array of NumPy, CuPy, PyTorch, or a library that exchanges arrays by DLPack, such as JAX."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -28,7 +26,6 @@ class Array(Protocol):
     def __dlpack_device__(self) -> Any: ...
 
 
-#: An array that a public function takes. Results belong to the library of the arguments.
 AnyArray = TypeVar("AnyArray", "np.ndarray[Any, Any]", "torch.Tensor", Array)
-#: An array that a function writes.
+#: An array that the function writes.
 WrittenArray = TypeVar("WrittenArray", "np.ndarray[Any, Any]", "torch.Tensor", Array)

@@ -1,8 +1,7 @@
-"""The arrays of the caller's libraries: read their properties, access their memory, and create arrays like them.
+"""Read the properties of the caller's arrays, access their memory, and create arrays.
 
-Each known library is a `Library`, whose methods read the arrays' own attributes, so that a call needs no conversion.
-`library_of` finds the library of an array by its type. Arrays of all other libraries are converted by DLPack: `enter`
-converts arguments, and `leave` converts results.
+A `Library` reads the attributes of its own arrays, so a call converts nothing. Arrays of other libraries pass through
+DLPack: `enter` converts arguments, `leave` converts results.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from cukern.runtime.array_types import Array as Array
 from cukern.runtime.array_types import WrittenArray as WrittenArray
 from cukern.runtime.cuda import cupy, current_device, need_cupy, runtime
 
-#: A generator of random numbers of the arrays' library, such as `torch.Generator`.
+#: A random number generator, such as `torch.Generator`.
 Generator: TypeAlias = Any
-#: A size that may differ between the calls of a compiled graph.
+#: A size that may be symbolic in a compiled graph.
 Size: TypeAlias = int
 
-#: Dtypes that NumPy does not have; ml_dtypes has them.
+#: Dtypes that NumPy gets from ml_dtypes.
 _EXTENDED = {
     name: np.dtype(getattr(ml_dtypes, name)) for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
 }
@@ -46,44 +45,43 @@ ITEM_SIZE = {
     "bool": 1,
 }
 
-#: The C++ type of a dtype in the templates.
+#: C++ types in the templates.
 CUDA_TYPE = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the NumPy dtype of a name such as "bfloat16"."""
     return _EXTENDED.get(name) or np.dtype(name)
 
 
 _NUMPY_NAMES = {numpy_dtype(name): name for name in ITEM_SIZE}
-#: CuPy does not have FP8 dtypes. Its arrays are uint8 with the same bytes.
+#: CuPy has no FP8 dtypes, so its FP8 arrays have dtype uint8.
 _CUPY_DTYPES = {name: numpy_dtype("uint8" if name.startswith("float8") else name) for name in ITEM_SIZE}
 
 
 @functools.lru_cache(maxsize=1024)
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides in elements of an array in C order without gaps."""
+    """Return the strides in elements of a C-contiguous array."""
     strides = [1] * len(shape)
     for i in range(len(shape) - 1, 0, -1):
         strides[i - 1] = strides[i] * max(shape[i], 1)
     return tuple(strides)
 
 
-_PART_ALIGNMENT = 256  # alignment of the arrays in a workspace, in bytes
+_WORKSPACE_ALIGNMENT = 256  # bytes; the alignment of each array in a workspace
 
 
 @functools.lru_cache(maxsize=1024)
 def lay_out(sizes: tuple[int, ...]) -> tuple[int, list[int]]:
-    """Return the size of a workspace that holds arrays of these sizes, and the start of each array, all in bytes."""
+    """Return the size of a workspace for arrays of `sizes`, and the start of each array, all in bytes."""
     starts, end = [], 0
     for size in sizes:
         starts.append(end)
-        end += -(-size // _PART_ALIGNMENT) * _PART_ALIGNMENT
+        end += -(-size // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
     return end, starts
 
 
 class View(NamedTuple):
-    """The properties of an array that a call needs. `strides` are in elements; `device` is None for host memory."""
+    """Properties of an array. `strides` are in elements; `device` is None for host memory."""
 
     address: int
     dtype: str
@@ -93,51 +91,45 @@ class View(NamedTuple):
 
 
 class Library:
-    """An array library. `device` is the index of a CUDA device, or None for host memory."""
+    """An array library. `device` is a CUDA device index, or None for host memory."""
 
     name: str
     array_type: type
-    #: Return whether gradients are enabled. Arrays that require gradients are then refused, because the kernels have no
-    #: backward pass.
+    #: Whether gradients are enabled. If so, arrays that require gradients are refused: the kernels have no backward.
     wants_gradients: Callable[[], bool] = staticmethod(lambda: False)
 
     def view(self, name: str, array: Any) -> View:
-        """Return the properties of an array that a call reads. Messages call the array `name`.
+        """Return the properties of an array. Error messages call the array `name`.
 
-        Raises TypeError for an array without memory of its own, ValueError for one on another kind of device,
-        RuntimeError for one that requires gradients.
+        Raises TypeError for an array without memory, ValueError for an unsupported device, RuntimeError for an array
+        that requires gradients.
         """
         raise NotImplementedError
 
     def alike(self, arrays: Sequence[Any]) -> Callable[..., bool]:
-        """Return a function that takes other arrays, and returns whether they equal `arrays` except for the addresses.
-
-        Equal means the same dtypes, shapes, strides and devices; the elements are not compared.
-        """
+        """Return a function that tells whether other arrays have the dtypes, shapes, strides and devices of
+        `arrays`."""
         known = [*map(self._layout, arrays)]
         return lambda *others: [*map(self._layout, others)] == known
 
     def _layout(self, array: Any) -> tuple[Any, ...]:
-        """Return the properties that `alike` compares."""
         return array.dtype, array.shape, array.strides, self.device(array)
 
     def allocate(self, shape: tuple[int, ...], dtype: str, device: int | None) -> Any:
-        """Return an uninitialized array on a device, from the library's own allocator."""
+        """Return an uninitialized array."""
         raise NotImplementedError
 
     def maker(self, shape: tuple[int, ...], dtype: str, device: int) -> Callable[[], Any]:
-        """Return a function that calls `allocate`. When it is called, `device` must be the thread's current device."""
+        """Return a function that calls `allocate`. Call it only while `device` is the thread's current device."""
         return functools.partial(self.allocate, shape, dtype, device)
 
     def current_device(self) -> int:
-        """Return the current CUDA device of this thread."""
         return runtime.getDevice()
 
     def dtype(self, array: Any) -> str:
         return array.dtype.name
 
     def device(self, array: Any, name: str = "an array") -> int | None:
-        """Return the device of an array, which messages call `name`."""
         raise NotImplementedError
 
     def address(self, array: Any) -> int:
@@ -148,11 +140,10 @@ class Library:
         raise NotImplementedError
 
     def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
-        """Return an uninitialized array on the device of `like`, from the library's own allocator."""
         return self.allocate(shape, dtype, self.device(like))
 
     def stream(self, device: int) -> int:
-        """Return the handle of the caller's current stream on a device."""
+        """Return the handle of the caller's current stream."""
         raise NotImplementedError
 
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
@@ -162,7 +153,7 @@ class Library:
         raise NotImplementedError
 
     def from_bytes(self, memory: Any, shape: tuple[int, ...], dtype: str) -> Any:
-        """Return an array of this library in the memory of a CuPy array of bytes."""
+        """Return an array of this library that shares the memory of a CuPy byte array."""
         raise NotImplementedError
 
 
@@ -245,31 +236,31 @@ class _Torch(Library):
         self._torch = torch
         self.array_type = torch.Tensor
         self._empty = torch.empty
-        #: In a build of torch for CUDA, all devices with an index are CUDA devices.
+        #: In a CUDA build of torch, every device with an index is a CUDA device.
         self._is_for_cuda = torch.version.cuda is not None
         self.wants_gradients = torch.is_grad_enabled
         self._names = {
             dtype: name for name in ITEM_SIZE if isinstance(dtype := getattr(torch, name, None), torch.dtype)
         }
         self._dtypes = {name: dtype for dtype, name in self._names.items()}
-        # These are private names of torch. If a version of torch lacks one, a public function replaces it.
+        # These names are private to torch. If torch lacks one, a public function is used instead.
         native = getattr(torch, "_C", None)
         stream, device = (getattr(native, f"_cuda_get{name}", None) for name in ("CurrentRawStream", "Device"))
-        # The allocation function of torch.compile's generated code takes two thirds of the time of torch.empty.
+        # torch.compile's allocation function takes two thirds of the time of torch.empty.
         guards = getattr(getattr(native, "_dynamo", None), "guards", None)
         self._empty_cuda: Callable[..., Any] | None = getattr(guards, "_empty_strided_cuda", None)
-        # The guards of torch.compile compare many tensors in a fifth of the time that reading their attributes takes.
+        # Comparing many tensors by torch.compile's guards is five times as fast as reading their attributes in Python.
         self._guards: Callable[..., Any] | None = getattr(guards, "TensorGuards", None)
-        # C functions: a call does not pass through Python code.
+        # These are C functions, so calls run no Python code.
         self.current_device = device or super().current_device  # type: ignore[method-assign]
         self.address = torch.Tensor.data_ptr  # type: ignore[method-assign]
-        # The public torch.cuda.current_stream() builds an object and costs 40 times as much.
+        # torch.cuda.current_stream() builds an object and takes 40 times as long as the private function.
         self.stream = stream or (lambda device: torch.cuda.current_stream(device).cuda_stream)  # type: ignore[method-assign]
 
     def view(self, name: str, array: Any) -> View:
         try:
             address = array.data_ptr()
-        except RuntimeError:  # such as a sparse tensor
+        except RuntimeError:  # for example a sparse tensor
             got = f"{type(array).__name__} of layout {array.layout}"
             check.fail(name, "a strided tensor with memory of its own", got, TypeError)
         device = array.get_device()
@@ -283,7 +274,7 @@ class _Torch(Library):
     def alike(self, arrays: Sequence[Any]) -> Callable[..., bool]:
         if self._guards is None:
             return super().alike(arrays)
-        # TensorGuards do not accept the same tensor twice, so duplicates are compared separately.
+        # TensorGuards refuse a tensor that occurs twice, so duplicates are compared separately.
         first = [[*map(id, arrays)].index(id(x)) for x in arrays]
         once = [*dict.fromkeys(first)]
         guards = self._guards(*[arrays[i] for i in once], dynamic_dims_sizes=None, dynamic_dims_strides=None)
@@ -292,12 +283,12 @@ class _Torch(Library):
         check_once = guards.check
         again = [(i, j, self.alike([arrays[i]])) for i, j in enumerate(first) if i != j]
 
-        def is_alike(*others: Any) -> bool:
+        def matches(*others: Any) -> bool:
             if not check_once(*[others[i] for i in once]):
                 return False
             return all(others[i] is others[j] or is_one_alike(others[i]) for i, j, is_one_alike in again)
 
-        return is_alike
+        return matches
 
     def _layout(self, array: Any) -> tuple[Any, ...]:
         return array.dtype, array.shape, array.stride(), array.get_device(), array.requires_grad
@@ -330,7 +321,7 @@ class _Torch(Library):
         array = array.detach().cpu()
         name = self.dtype(array)
         if name in _EXTENDED:
-            # NumPy knows these dtypes only through ml_dtypes, so the bits are passed as integers.
+            # NumPy has these dtypes only through ml_dtypes, so pass the bits as integers.
             carrier = {1: self._torch.uint8, 2: self._torch.int16}[ITEM_SIZE[name]]
             return array.view(carrier).numpy().view(_EXTENDED[name])
         return array.numpy()
@@ -346,24 +337,23 @@ class _Torch(Library):
         return tensor.to(like.device)
 
     def from_bytes(self, memory: Any, shape: tuple[int, ...], dtype: str) -> Any:
-        # DLPack is not used, because it makes one stream wait for another, which may fail while a graph is captured.
+        # DLPack would make one stream wait for another, which may fail during graph capture.
         tensor = self._torch.as_tensor(memory, device=self._torch.device("cuda", memory.data.device_id))
         return tensor.view(self._dtypes[dtype]).view(shape)
 
 
 NUMPY = _NumPy()
 CUPY = _CuPy()
-#: The library of each type seen so far; None for types that are not arrays, or are only known by DLPack.
+#: Maps a type to the result of `library_of`.
 KNOWN: dict[type, Library | None] = {np.ndarray: NUMPY}
 
 
 def _find(kind: type) -> Library | None:
-    """Find the library of a type that is not in `KNOWN` yet. Return None in the same cases as `KNOWN`."""
     if issubclass(kind, np.ndarray):
         return NUMPY
     if cupy is not None and issubclass(kind, cupy.ndarray):
         return CUPY
-    # Tensors exist only if torch has been imported. Importing it here would take seconds.
+    # A tensor exists only if torch is imported. Importing torch here would take seconds.
     torch = sys.modules.get("torch")
     if torch is not None and issubclass(kind, torch.Tensor):
         return next((x for x in KNOWN.values() if isinstance(x, _Torch)), None) or _Torch()
@@ -371,7 +361,7 @@ def _find(kind: type) -> Library | None:
 
 
 def library_of(array: Any) -> Library | None:
-    """Return the library of an array. Return None for other values, and for arrays that are only known by DLPack."""
+    """Return an array's library; None if it is only known by DLPack, or not an array."""
     kind = type(array)
     try:
         return KNOWN[kind]
@@ -381,7 +371,7 @@ def library_of(array: Any) -> Library | None:
 
 
 def is_array(value: Any) -> bool:
-    """Return whether a value that may be a number is an array. NumPy's scalars are numbers."""
+    """Return whether a value is an array; NumPy scalars are not."""
     return hasattr(value, "shape") and not isinstance(value, np.generic)
 
 
@@ -389,9 +379,9 @@ _DLPACK_CPU, _DLPACK_CUDA = 1, (2, 13)  # kDLCPU; kDLCUDA and kDLCUDAManaged
 
 
 def enter(name: str, array: Any) -> Any:
-    """Return an array of a known library that shares the memory of `array`.
+    """Convert an array of any library to a known library, without a copy.
 
-    Raises TypeError for a value that is not an array, ValueError for an array on another kind of device.
+    Raises TypeError for a value that is no array, ValueError for an unsupported device.
     """
     if library_of(array) is not None:
         return array
@@ -408,14 +398,13 @@ def enter(name: str, array: Any) -> Any:
 
 
 def leave(array: Any, like: Any) -> Any:
-    """Return `array` as an array of the library of the foreign array `like`, if that library takes DLPack."""
+    """Convert `array` to the library of `like` if that library takes DLPack, else return it unchanged."""
     namespace = getattr(like, "__array_namespace__", None)
     take = getattr(namespace(), "from_dlpack", None) if namespace else None
     return take(array) if take else array
 
 
 def enter_all(name: str, value: Any) -> Any:
-    """Return `value`, a value or a tuple or list of values, with `enter` applied to each array."""
     if isinstance(value, (tuple, list)):
         return type(value)(enter_all(name, x) for x in value)
     return enter(name, value) if hasattr(value, "__dlpack__") else value

@@ -1,8 +1,7 @@
-"""Compile templates in `cuda_src` to cubins in the cache.
+"""Compile templates of `cuda_src` to cubins in the cache, without a CUDA context.
 
-The name of a cubin contains a digest of everything that determines it: the text of the template, its headers (also
-CUDA's), the template arguments, the options, the version of NVRTC and the architecture. So a cached file is never
-stale, and machines and checkouts can share a cache. This module uses no CUDA context.
+A cubin's file name contains a digest of the template, its headers (also CUDA's), the template arguments, the options,
+the NVRTC version and the architecture. So a cached cubin is never stale, and machines and checkouts can share a cache.
 """
 
 from __future__ import annotations
@@ -31,29 +30,29 @@ from cukern.runtime.cuda import INSTALL
 from cukern.runtime.nvrtc import is_intact as is_intact
 from cukern.runtime.nvrtc import read_note as read_note
 
-#: The line directive before the host's assertions. NVRTC's messages cite this file name if an assertion fails.
+#: With this line, NVRTC's messages about the host's assertions name their source.
 _ASSERTIONS_LINE = '\n#line 1 "what the host knows of the template"\n'
-#: Seconds between two checks for Ctrl-C while worker processes compile.
-_LOOK_S = 0.1
-# From this compute capability on, some instructions need the target with the suffix "a".
+#: Seconds between checks for Ctrl-C while workers compile.
+_POLL_S = 0.1
+# From this compute capability on, some instructions need a compile target with the suffix "a".
 _ARCH_SPECIFIC_FROM = 90
 
 
 class CompileError(RuntimeError):
-    """NVRTC refused a template. The message is its log, which cites the file and line in `cuda_src`."""
+    """NVRTC refused a template. The message is its log, which cites file and line in `cuda_src`."""
 
 
 @dataclass(frozen=True)
 class Instance:
-    """The kernel `function` of `cuda_src/<file>.cu` with its template arguments.
+    """The kernel `function` of `cuda_src/<file>.cu` with template arguments.
 
-    `Instance("mla_decode/plan", "plan_parts", (256,))`.
+    Example: `Instance("mla_decode/plan", "plan_parts", (256,))`.
     """
 
     file: str
     function: str
     arguments: tuple[str | int, ...]
-    #: Assertions of the host's launch configuration (`Kernel.variant`), compiled with the template.
+    #: Static assertions of the launch configuration.
     assertions: str = field(default="", compare=False)
 
     @property
@@ -65,14 +64,14 @@ class Instance:
 
 
 def arch_of(compute_capability: tuple[int, int]) -> str:
-    """Return the target for a GPU: `(8, 0)` gives "80", `(9, 0)` gives "90a"."""
+    """Return the compile target: "80" for `(8, 0)`, "90a" for `(9, 0)`."""
     number = compute_capability[0] * 10 + compute_capability[1]
     return f"{number}a" if number >= _ARCH_SPECIFIC_FROM else str(number)
 
 
 @functools.cache
 def available() -> str | None:
-    """Return None if NVRTC can be used here, otherwise the reason why not."""
+    """Return why NVRTC cannot be used here, or None if it can."""
     try:
         _nvrtc_library()
     except Exception as error:
@@ -82,10 +81,10 @@ def available() -> str | None:
 
 @functools.cache
 def _nvrtc_library() -> Path | None:
-    """Return the file of this process's NVRTC; None if `/proc/self/maps` does not list it.
+    """Return the file of the loaded NVRTC; None if `/proc/self/maps` does not list it.
 
-    CuPy uses an NVRTC that the process has loaded, such as torch's for another CUDA release. NVRTC cannot compile the
-    headers of a later release, so this function loads the NVRTC beside the headers first.
+    An NVRTC of an older CUDA release, such as torch's, cannot compile newer headers. So this function
+    first loads the NVRTC that belongs to the headers.
     """
     from cupy_backends.cuda.libs import nvrtc as binding
 
@@ -96,7 +95,7 @@ def _nvrtc_library() -> Path | None:
             if headers := find_nvidia_header_directory("cudart"):
                 for beside in (Path(headers).parent / "lib").glob("libnvrtc.so.*"):
                     nvrtc.load(str(beside))
-        major, _ = binding.getVersion()  # loads the library
+        major, _ = binding.getVersion()  # loads the library if none is loaded
     with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
         for line in maps:
             path = line.rstrip().partition("/")[2]
@@ -107,10 +106,10 @@ def _nvrtc_library() -> Path | None:
 
 @functools.cache
 def nvrtc_version() -> str:
-    """Return NVRTC's version with its build, such as "13.0.88".
+    """Return NVRTC's version with its build number, such as "13.0.88".
 
-    The build number is only in NVRTC's compiled output. A compilation would take a tenth of the time of a warm import,
-    so the cache folder keeps the answer, with the path, size and time of the library file as the key.
+    Only compiled output contains the build number. Compiling takes a tenth of a warm import's time, so the cache folder
+    stores the version, keyed by path, size and time of the library.
 
     Raises RuntimeError, with the pip command, if there is no NVRTC.
     """
@@ -135,10 +134,6 @@ def nvrtc_version() -> str:
 
 @functools.cache
 def cuda_include_directory() -> str:
-    """Return the folder of `cuda_fp16.h`, from the pip wheels or a toolkit.
-
-    Raises RuntimeError if there is none.
-    """
     with nvrtc.LOCK:
         return _find_cuda_headers()
 
@@ -146,8 +141,8 @@ def cuda_include_directory() -> str:
 def _find_cuda_headers() -> str:
     candidates = []
     if library := _nvrtc_library():
-        # The first candidate is the include folder of a toolkit and of the CUDA 13 wheels. The second is the folder of
-        # the CUDA 12 wheels, which have one folder per package.
+        # A toolkit and the CUDA 13 wheels have the first path. The CUDA 12 wheels, with one folder per package, have
+        # the second.
         candidates += [str(library.parents[1] / "include"), str(library.parents[2] / "cuda_runtime" / "include")]
     with contextlib.suppress(Exception):
         from cuda.pathfinder import find_nvidia_header_directory
@@ -171,10 +166,6 @@ def _find_cuda_headers() -> str:
 
 
 def headers_version() -> str:
-    """Return the version of CUDA's headers, such as "13.0".
-
-    Raises RuntimeError if there are none.
-    """
     text = Path(cuda_include_directory(), "cuda_runtime_api.h").read_text(errors="replace")
     found = re.search(r"#define CUDART_VERSION\s+(\d+)", text)
     return f"{int(found[1]) // 1000}.{int(found[1]) % 1000 // 10}" if found else "unknown"
@@ -182,7 +173,6 @@ def headers_version() -> str:
 
 @functools.cache
 def _cuda_header_digest(name: str) -> str:
-    """Return the digest of one of CUDA's headers and its inline definitions; empty if the header is not found."""
     try:
         header = Path(cuda_include_directory(), name)
     except RuntimeError:
@@ -194,7 +184,7 @@ def _cuda_header_digest(name: str) -> str:
 @functools.cache
 def _source_digest(file: str) -> str:
     digest = hashlib.sha256(sources.source(file).encode())
-    # The assertions of cukern.runtime.template are compiled with every template, so its source is part of the digest.
+    # Every program contains assertions that template.py generates, so the digest covers template.py.
     digest.update(Path(template.__file__).read_bytes())
     root = sources.CUDA_SRC
     (_, *shared), cuda_headers = sources.included([root / f"{file}.cu"], root)
@@ -211,7 +201,6 @@ def _options(arch: str) -> list[str]:
 
 
 def _file_name(instance: Instance, arch: str) -> str:
-    """Return the name of the cubin of an instance in the cache."""
     text = instance.expression + instance.assertions
     parts = (_source_digest(instance.file), text, *_options(arch), nvrtc_version())
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
@@ -220,7 +209,7 @@ def _file_name(instance: Instance, arch: str) -> str:
 
 
 def cached_path(instance: Instance, arch: str) -> Path:
-    """Return the path of the cubin of an instance in the cache. The file need not exist."""
+    """Return the path in the cache for a cubin, which may not be compiled yet."""
     name = _file_name(instance, arch)
     if cache_problem():
         for folder in folders():
@@ -241,7 +230,7 @@ def _default_cache_directory() -> Path:
 
 
 class _Cache(NamedTuple):
-    """The state of a cache folder: whether kernels are read from it, and why kernels are not written to it, or None."""
+    """Whether kernels are read from a cache folder, and why kernels cannot be written there (None: they can)."""
 
     is_read: bool
     problem: str | None
@@ -249,11 +238,11 @@ class _Cache(NamedTuple):
 
 @functools.cache
 def _cache(folder: Path) -> _Cache:
-    """Return the state of a cache folder. Create the folder if needed, and let only its owner write to it."""
+    """Check a cache folder, create it if needed, and let only its owner write to it."""
     if not folder.is_absolute():
         return _Cache(False, "it is not an absolute path (is HOME set?)")
     try:
-        # A folder that root creates, as in a container image, is readable by all users.
+        # Other users may read a folder that root creates, as in a container image.
         folder.mkdir(mode=0o700 if os.getuid() else 0o755, parents=True, exist_ok=True)
         status = folder.stat()
         if status.st_uid != os.getuid():
@@ -274,14 +263,14 @@ def _cache(folder: Path) -> _Cache:
 
 
 _cache_lock = threading.Lock()
-#: For each cache folder that cannot be written, the temporary folder that replaces it.
+#: The temporary folder that replaces each unwritable cache folder.
 _temporary: dict[Path, Path] = {}
 
 
 def cache_directory() -> Path:
-    """Return the folder for new kernels: the user's folder, or a temporary folder if that one cannot be written."""
+    """Return the folder for new kernels: the user's, or a temporary one if that is not writable."""
     wanted = _default_cache_directory()
-    # Without the lock, two threads could create two temporary folders.
+    # The lock prevents a second temporary folder from another thread.
     with _cache_lock:
         if _cache(wanted).problem is None:
             return wanted
@@ -291,7 +280,7 @@ def cache_directory() -> Path:
 
 
 def folders() -> list[Path]:
-    """Return the folders that kernels are read from: the user's folder, and the temporary folder if there is one."""
+    """Return the cache folders from which kernels are read."""
     wanted = _default_cache_directory()
     with _cache_lock:
         own = [wanted] if _cache(wanted).is_read else []
@@ -299,17 +288,14 @@ def folders() -> list[Path]:
 
 
 def cache_problem() -> str | None:
-    """Return why nothing can be written to the user's cache folder; None if it can be written.
-
-    `folders` may still read from the folder.
-    """
+    """Return why the user's cache folder cannot be written; None if it can. It may be readable."""
     with _cache_lock:
         return _cache(_default_cache_directory()).problem
 
 
 @functools.cache
 def _warn(folder: Path) -> None:
-    """Warn once, when something is compiled, that the compiled kernels are lost when the process ends."""
+    """Warn once that compiled kernels last only for this process."""
     is_read, problem = _cache(folder)
     if problem:
         warnings.warn(
@@ -324,14 +310,13 @@ def _warn(folder: Path) -> None:
 
 
 def program(instances: Sequence[Instance]) -> str:
-    """Return the text that is compiled for instances of one template."""
     file = instances[0].file
     own = "".join(instance.assertions for instance in instances)
     return sources.source(file) + _ASSERTIONS_LINE + template.assertions(file) + own
 
 
 def _job(instance: Instance, arch: str) -> dict[str, Any]:
-    # An absolute path: NVRTC looks for quoted includes beside this file first, not in the working directory.
+    # NVRTC looks for quoted includes beside this file first, so the path is absolute.
     filename = str(sources.CUDA_SRC / f"{instance.file}.cu")
     include = [f"-I{sources.CUDA_SRC}", f"-I{cuda_include_directory()}"]
     return {
@@ -347,7 +332,7 @@ def _job(instance: Instance, arch: str) -> dict[str, Any]:
 
 
 def cubin(instance: Instance, arch: str) -> tuple[Path, str]:
-    """Return the path of an intact cubin, compiled now if needed, and the kernel's name in it.
+    """Return the path of a cubin and the kernel's name in it. Compile it if it is missing or damaged.
 
     Raises CompileError if NVRTC refuses the template.
     """
@@ -364,10 +349,7 @@ def cubin(instance: Instance, arch: str) -> tuple[Path, str]:
 
 
 def missing(instances: Iterable[Instance], arch: str) -> list[Instance]:
-    """Return the instances whose cubin is not in the cache.
-
-    Only names are compared, so that a warm import stays fast. `cubin` checks the content before it is loaded.
-    """
+    """Return the instances without a cubin in the cache, judged by name only, so that a warm import stays fast."""
     present = set()
     for folder in folders():
         with contextlib.suppress(OSError):
@@ -377,16 +359,15 @@ def missing(instances: Iterable[Instance], arch: str) -> list[Instance]:
 
 def _worker_count(jobs: int) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # Starting Python and CuPy in a worker takes as long as compiling a few small kernels, so a worker has at least two
-    # jobs.
+    # The start of a worker takes as long as compiling a few small kernels, so each worker gets at least two jobs.
     return max(1, min(cores, jobs // 2, 32))
 
 
 def _start_worker() -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, nvrtc.__file__, *map(str, filter(None, [_nvrtc_library()]))]
-    # The terminal sends Ctrl-C to the workers, too. A worker inherits the mask and ignores it; this process ends the
-    # workers.
+    # The terminal also sends Ctrl-C to the workers. They inherit the signal mask and ignore Ctrl-C; this process kills
+    # them.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return subprocess.Popen(
@@ -402,20 +383,19 @@ def _start_worker() -> subprocess.Popen[str]:
 
 
 def _end(workers: Sequence[subprocess.Popen[str]], threads: Sequence[threading.Thread]) -> None:
-    """End the workers at once, then the threads that wait for them. Remove files that a worker was writing."""
+    """Kill the workers, and remove files that they were writing."""
     for worker in workers:
         worker.kill()
     for thread in threads:
         thread.join()
     for worker in workers:
-        with worker:  # the end of the block closes the pipes of the worker
+        with worker:  # closes the worker's pipes
             worker.wait()
         for path in cache_directory().glob(f"{nvrtc.WRITING}{worker.pid}-*"):
             path.unlink(missing_ok=True)
 
 
 def _ask(worker: subprocess.Popen[str], job: dict[str, Any]) -> str | None:
-    """Send a job to a worker, and wait for it. Return the text of the error if the job failed, else None."""
     assert worker.stdin is not None and worker.stdout is not None
     try:
         worker.stdin.write(json.dumps(job) + "\n")
@@ -423,7 +403,7 @@ def _ask(worker: subprocess.Popen[str], job: dict[str, Any]) -> str | None:
         answer = worker.stdout.readline()
     except OSError:
         answer = ""
-        # Close the pipe here. Otherwise the release of the worker would try to write the buffered line again, and fail.
+        # If stdin stayed open, the worker's destructor would flush the line again, and fail.
         with contextlib.suppress(OSError):
             worker.stdin.close()
     if not answer:
@@ -434,11 +414,10 @@ def _ask(worker: subprocess.Popen[str], job: dict[str, Any]) -> str | None:
 def compile_all(work: Sequence[tuple[Instance, str]], progress: Callable[[Instance, str], None] | None = None) -> None:
     """Compile (instance, arch) pairs into the cache, in worker processes if there are enough cores.
 
-    Processes that start at the same time on a host need the same instances. One of them compiles, on all cores. The
-    others wait for `nvrtc.PATIENCE_S` seconds at most, and then compile the missing instances themselves.
+    Of processes that start together, one compiles on all cores. The others wait `nvrtc.PATIENCE_S` seconds at most,
+    then compile what is missing.
 
-    `progress` is called after each instance, from any thread.
-    Raises CompileError with the messages of all failures, after all instances have been tried.
+    `progress` is called after each instance, from any thread. Raises CompileError with all messages at the end.
     """
     with nvrtc.alone(str(cache_directory() / "all")):
         archs = {arch for _, arch in work}
@@ -456,7 +435,6 @@ def compile_all(work: Sequence[tuple[Instance, str]], progress: Callable[[Instan
 def _compile_on_workers(
     work: Sequence[tuple[Instance, str]], progress: Callable[[Instance, str], None] | None
 ) -> list[str]:
-    """Compile all of `work`, and return the messages of the failures."""
     pending: queue.SimpleQueue[tuple[Instance, str]] = queue.SimpleQueue()
     for item in work:
         pending.put(item)
@@ -484,7 +462,7 @@ def _compile_on_workers(
                 except ChildProcessError:
                     if stopped.is_set():
                         return
-                    # No worker can run here (an embedded Python, a process limit), so this thread compiles instead.
+                    # No worker can start (an embedded Python, a process limit), so compile in this thread.
                     worker = None
                     error = here(instance, arch)
             if error:
@@ -508,7 +486,7 @@ def _compile_on_workers(
         for thread in threads:
             # Another thread may receive SIGINT. Short waits let this thread handle it.
             while thread.is_alive():
-                thread.join(_LOOK_S)
+                thread.join(_POLL_S)
         if not threads:
             drain(None)
     finally:

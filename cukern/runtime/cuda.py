@@ -1,4 +1,4 @@
-"""CuPy, imported in one place. `cupy`, `driver` and `runtime` are None if it is not installed."""
+"""CuPy's import. `cupy`, `driver` and `runtime` are None without CuPy."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["INSTALL", "cupy", "current_device", "driver", "libcuda", "need_cupy"
 
 
 def _ensure_cupy_cache() -> None:
-    """Give CuPy a cache folder that can be created. The import of CuPy fails if it cannot create its cache folder."""
+    """Give CuPy a writable cache folder, because its import fails without one."""
     folder = os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache"))
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
-        # The folder lives as long as this process. Child processes find it in the environment.
+        # Child processes inherit the variable. The folder lasts as long as this process.
         os.environ["CUPY_CACHE_DIR"] = temporary.process_folder("cukern-cupy-")
         warnings.warn(
             f"CuPy's cache folder {folder} cannot be made: {error.strerror}. What CuPy compiles lasts for this process "
@@ -42,19 +42,18 @@ except ImportError:
     cupy = driver = runtime = None
 
 
-#: The command that installs CuPy and NVRTC.
 INSTALL = 'pip install "cukern[cuda13]" (or cuda12)'
 
 
 def need_cupy(what: str) -> None:
-    """Raise ImportError with the pip command if CuPy is not installed. `what` names the feature that needs it."""
+    """Raise ImportError with the pip command unless CuPy is installed. `what` names the feature."""
     if cupy is None:
         raise ImportError(f"{what} needs the package cupy: {INSTALL}")
 
 
 @functools.cache
 def libcuda() -> ctypes.CDLL:
-    """Return the driver's library, for functions that CuPy does not have."""
+    """Return the driver's library, for functions that CuPy lacks."""
     return ctypes.CDLL("libcuda.so.1")
 
 
@@ -75,10 +74,10 @@ def _primary_context(device: int) -> ctypes.c_void_p:
 
 @contextlib.contextmanager
 def current_device(device: int) -> Iterator[None]:
-    """Make `device` the current device of this thread, and afterwards restore the previous one.
+    """Make `device` the thread's current device, then restore the previous one.
 
-    The function uses the driver's stack of contexts. Restoring the previous device with `cudaSetDevice` would create a
-    context on it, even if it never runs anything.
+    Restoring with `cudaSetDevice` would create a context on an unused previous device, so push a driver context
+    instead.
     """
     _call("cuCtxPushCurrent_v2", _primary_context(device))
     try:

@@ -1,7 +1,4 @@
-"""Descriptions of arrays, and checks of them. The body of an op gets descriptions instead of the arrays of a call.
-
-Each error names the argument, the expected value and the actual one.
-"""
+"""Descriptions of arrays, and checks of them. An op's body gets descriptions instead of arrays."""
 
 from __future__ import annotations
 
@@ -13,12 +10,12 @@ from cukern.runtime import arrays, check
 from cukern.runtime.arrays import strides_of
 from cukern.runtime.gpu import Gpu
 
-#: The alignment in bytes of all libraries' allocations. Plans do not use a larger one.
+#: Alignment in bytes of every library's allocations, and the largest alignment that a plan relies on.
 ALLOCATED_ALIGNMENT = 16
 
 
 class Place(NamedTuple):
-    """The place of arrays: their library, their CUDA device (None: host memory), and the GPU of that device."""
+    """A library, a CUDA device and its GPU. `device` and `gpu` are None for host memory."""
 
     library: arrays.Library
     device: int | None
@@ -29,13 +26,13 @@ class Place(NamedTuple):
 
 
 class NoNumbers(TypeError):
-    """The error of an op's body that reads an element of an array. No element exists before the kernels have run."""
+    """An op's body tried to read an element. No element exists before the kernels have run."""
 
 
 class Array:
-    """The description of an array, without its elements. As a field of a launch it stands for the address of the array.
+    """An array's description. In a launch it stands for the array's address.
 
-    `strides` are in elements. `alignment` is a power of two of at most 16 that divides the address.
+    `strides` are in elements. `alignment` is a power of two up to 16 that divides the address.
     """
 
     def __init__(
@@ -54,25 +51,23 @@ class Array:
         self.strides = strides_of(self.shape) if strides is None else tuple(strides)
         self.alignment = alignment
         self.place = place
-        #: `source` is the index of an address of the call. This array begins `offset` bytes after that address.
+        #: The array begins `offset` bytes after the address with index `source` in the plan's environment.
         self.source = source
         self.offset = offset
-        self.address = address  # the address in the call that makes the plan; 0 for an array that the call allocates
+        self.address = address  # in the call that makes the plan; 0 for an array that the call allocates
 
     @property
     def gpu(self) -> Gpu:
-        """The GPU that the plan is for."""
         assert self.place.gpu is not None
         return self.place.gpu
 
     @property
     def array_type(self) -> type:
-        """The type of the caller's array."""
         return self.place.library.array_type
 
     @property
     def on_host(self) -> bool:
-        """Whether the array is in host memory, where the NumPy reference runs."""
+        """Whether the array is in host memory, where the NumPy reference computes."""
         return self.place.device is None
 
     @property
@@ -81,12 +76,10 @@ class Array:
 
     @property
     def size(self) -> int:
-        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements are in C order without gaps."""
         wanted = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if stride != wanted and size != 1:
@@ -95,7 +88,7 @@ class Array:
         return True
 
     def view(self, shape: Sequence[int], dtype: str | None = None, offset: int = 0) -> Array:
-        """Return a contiguous array in the memory of this one, `offset` bytes from its start (a multiple of 16)."""
+        """Return a contiguous array in this memory, `offset` bytes (a multiple of 16) from the start."""
         return self._part(dtype or self.dtype, shape, None, self.alignment, offset)
 
     def _part(
@@ -105,7 +98,7 @@ class Array:
         return Array(dtype, shape, strides, alignment, self.place, self.source, address, self.offset + offset)
 
     def reshape(self, *shape: int) -> Array:
-        """Return the elements of this contiguous array in another shape. A size of -1 is computed from the others."""
+        """Reshape a contiguous array. One size may be -1."""
         known = math.prod(n for n in shape if n >= 0)
         return self.view([self.size // known if n < 0 else n for n in shape])
 
@@ -116,7 +109,7 @@ class Array:
         return self._part(self.dtype, shape, strides, self.alignment, 0)
 
     def __getitem__(self, rows: slice) -> Array:
-        """Return the rows from `rows.start` up to `rows.stop`. Raises NoNumbers for an index."""
+        """Return the rows of a slice. Raises NoNumbers for an index."""
         if not isinstance(rows, slice):
             raise NoNumbers("a plan cannot read the elements of an array")
         first, stop = rows.start or 0, self.shape[0] if rows.stop is None else rows.stop
@@ -126,30 +119,28 @@ class Array:
 
 
 class Result(NamedTuple):
-    """An array that an op returns, contiguous, in the library and on the device of its first array.
+    """A contiguous result of an op, in the library and on the device of the op's first array.
 
-    `symbols` is its shape in messages. Sizes may be symbols of torch.compile, so a function that returns the results of
-    an op must not compare them.
+    `symbols` is the shape in messages. Sizes may be symbolic under torch.compile, so do not compare them.
     """
 
     shape: tuple[Any, ...]
     dtype: str
     symbols: str = ""
-    transposed: bool = False  # contiguous after an exchange of the last two dimensions of shape and `symbols`
+    transposed: bool = False  # contiguous after its last two dimensions are exchanged
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """The dtypes that an `out` for the result may have. An FP8 result may go into an array of bytes."""
+        """Dtypes that `out` may have. An array of uint8 may hold an FP8 result."""
         return (self.dtype, "uint8") if self.dtype == "float8_e4m3fn" else (self.dtype,)
 
 
 def dtype_name(array: Any) -> str:
-    """Return the name of the dtype of a description, or of a tensor that torch traces."""
+    """Return the dtype name of a description, or of a tensor that torch traces."""
     return str(array.dtype).removeprefix("torch.")
 
 
 def type_name(value: Any) -> str:
-    """Return the name of the type of the caller's value. For a description, it is the type of the caller's array."""
     return (value.array_type if isinstance(value, Array) else type(value)).__name__
 
 
@@ -157,10 +148,7 @@ def type_name(value: Any) -> str:
 
 
 def expect_array(name: str, array: Any, dtypes: Collection[str] = (), symbols: tuple[str, ...] | None = None) -> Array:
-    """Check that `array`, the first of a call, is an array of one of these dtypes with the dimensions `symbols`.
-
-    Raises TypeError for a value that is not an array and for another dtype, ValueError for other dimensions.
-    """
+    """Check an array's dtype, and its dimensions, named in `symbols`."""
     if not isinstance(array, Array):
         wanted = "an array (NumPy, CuPy, torch, or any with __dlpack__)"
         check.fail(name, wanted, type(array).__name__, TypeError)
@@ -172,10 +160,7 @@ def expect_array(name: str, array: Any, dtypes: Collection[str] = (), symbols: t
 
 
 def expect_place(name: str, array: Any, like: Array, like_name: str) -> Array:
-    """Check that `array` is in the library and on the device of the argument `like`, called `like_name` in messages.
-
-    Raises TypeError for another library, ValueError for another device.
-    """
+    """Check that `array` has the library and the device of `like`, which messages call `like_name`."""
     if not isinstance(array, Array) or array.place.library is not like.place.library:
         found = array.place.library.array_type if isinstance(array, Array) else type(array)
         wanted = f"a {like.place.library.name} array like {like_name}"
@@ -186,7 +171,6 @@ def expect_place(name: str, array: Any, like: Array, like_name: str) -> Array:
 
 
 def same_shape(array: Array, shape: Sequence[Any]) -> bool:
-    """Return whether an array has this shape."""
     return array.shape == tuple(shape)
 
 
@@ -199,10 +183,7 @@ def expect(
     shape: Sequence[Any],
     symbols: str,
 ) -> Array:
-    """Check that `array` is contiguous, has this shape and one of these dtypes, and fits `like` as in `expect_place`.
-
-    Raises TypeError for a library or a dtype, ValueError for a device, a shape or strides that do not fit.
-    """
+    """Check that `array` is contiguous, has this shape and one of these dtypes, and is where `like` is."""
     expect_place(name, array, like, like_name)
     check.dtype(name, array.dtype, dtypes)
     if not same_shape(array, shape):
@@ -212,31 +193,31 @@ def expect(
 
 
 def expect_one(name: str, array: Any, like: Array, like_name: str, dtype: str) -> Array:
-    """Check that `array` has a single element, [1] or [], and fits as in `expect`."""
+    """Like `expect`, for an array of shape [1] or []."""
     return expect(name, array, like, like_name, (dtype,), array.shape and (1,), "[1]")
 
 
 def expect_contiguous(name: str, array: Array) -> None:
-    """Raise ValueError unless the elements of `array` are in C order without gaps."""
     if not array.is_contiguous:
         check.fail(name, "contiguous", f"strides {array.strides} (in elements)")
 
 
 def expect_lines(name: str, array: Array) -> None:
-    """Raise ValueError unless the last dimension of `array` is contiguous, and no stride is negative."""
+    """Raise ValueError unless the last dimension is contiguous and no stride is negative."""
     if not array.is_contiguous and ((array.strides[-1] != 1 and array.shape[-1] > 1) or min(array.strides) < 0):
         check.fail(name, "contiguous along its last dimension", f"strides {array.strides} (in elements)")
 
 
 def is_transposed(weights: Array) -> bool:
-    """Return whether weights [experts, n, k] have the memory layout [experts, k, n]: n is contiguous, and k is not."""
+    """Return whether n is the contiguous dimension of weights [experts, n, k]."""
     return weights.strides[-1] != 1 and weights.shape[-1] > 1 and not weights.is_contiguous
 
 
 def expect_weights(name: str, weights: Array) -> None:
-    """Raise ValueError unless k is contiguous in weights [experts, n, k], or n if the weights have 16 or 32 bits.
+    """Raise ValueError unless weights [experts, n, k] are contiguous along k, or, with elements of 16 or 32 bits, along
+    n.
 
-    Negative strides are refused, too.
+    Negative strides are refused.
     """
     if weights.item_size == 1 or not is_transposed(weights):
         expect_lines(name, weights)
@@ -246,10 +227,7 @@ def expect_weights(name: str, weights: Array) -> None:
 
 
 def expect_row_stride(name: str, matrix: Array) -> Any:
-    """Return the distance between the rows of a matrix, in elements.
-
-    Raises ValueError unless each row is contiguous.
-    """
+    """Check that rows are contiguous. Return the row stride in elements."""
     between_rows, stride = matrix.strides
     if stride != 1 and matrix.shape[1] > 1 and matrix.shape[0]:
         check.fail(name, "contiguous along its last dimension", f"strides {between_rows, stride} (in elements)")
@@ -257,10 +235,7 @@ def expect_row_stride(name: str, matrix: Array) -> Any:
 
 
 def expect_table(name: str, array: Any, like: Array, like_name: str, rows: Any, symbols: tuple[str, str]) -> Any:
-    """Check an int32 matrix of `rows` rows. Return the number of columns, and the distance between rows in elements.
-
-    Raises TypeError for a library or a dtype, ValueError for a device, a shape or strides that do not fit.
-    """
+    """Check an int32 matrix of `rows` rows. Return its columns, and its row stride in elements."""
     expect_place(name, array, like, like_name)
     check.dtype(name, array.dtype, ("int32",))
     check.dimensions(name, array.shape, symbols)

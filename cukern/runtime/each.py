@@ -1,4 +1,4 @@
-"""Values that differ at each call of a plan: arguments such as a seed, and values computed from them."""
+"""Values that differ at each call of a plan, such as a seed, and values computed from them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Any
 
 
 class Each:
-    """A value that may differ at each call of a plan. `value` is its value in the call that makes the plan.
+    """A value that may differ at each call of a plan. `value` is its value while the plan is made.
 
-    If the value is an argument, `place` is its index among the numbers of a call. If the value is computed, each call
-    computes it as `function(*operands)`. An operand is an argument, an array (its address is passed), another computed
-    value, or a constant.
+    If the value is an argument, `place` is its index among the call's numbers. Any other value is
+    `function(*operands)`. Operands are arguments, arrays (as addresses), other `Each` values and constants.
     """
 
     __slots__ = ("function", "operands", "place", "value")

@@ -1,4 +1,4 @@
-"""The FP8 formats of a KV cache, and the scales of its elements."""
+"""FP8 formats of a KV cache, and scales."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from typing import Any
 from cukern.runtime import arrays, check
 from cukern.runtime.describe import Array, expect_place
 
-#: Maps `kv_cache_dtype` to the dtype of the cached elements. With "auto" it is the dtype of the array.
+#: Maps `kv_cache_dtype` to the element dtype. "auto" stands for the dtype of the cache array.
 FORMATS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 DTYPES = tuple(dict.fromkeys(FORMATS.values()))
 KV_CACHE_DTYPES = ("auto", *FORMATS)
 
 
 def scale_of(name: str, value: Any, like: Array, like_name: str) -> tuple[Array | None, Any]:
-    """Check a scale, and return it for a kernel: an array of one float32, or None and a number.
+    """Return a scale for a kernel: (float32 array of one element, 1.0), or (None, number). The value None means 1.
 
-    None means 1. Raises TypeError and ValueError for a value that is neither a finite number nor a float32 array of one
-    element in the library and on the device of `like`.
+    Raises TypeError or ValueError for other values.
     """
     if value is None:
         return None, 1.0

@@ -1,7 +1,4 @@
-"""Draw seeds from the random generators of the array libraries, for calls without a seed.
-
-The host never waits for a device.
-"""
+"""Draw seeds from the libraries' random generators, without waiting for a device."""
 
 from __future__ import annotations
 
@@ -14,25 +11,22 @@ from cukern.runtime import check
 from cukern.runtime.arrays import Library
 from cukern.runtime.cuda import cupy, runtime
 
-#: The amount by which a draw advances a CUDA generator's offset. torch keeps offsets at multiples of this number.
+#: Each draw advances the offset of a CUDA generator by 4, because torch keeps offsets at multiples of 4.
 _STEP = 4
 _lock = threading.Lock()
 
 
 class Drawn(NamedTuple):
-    """A seed, and an offset in its stream of random numbers."""
+    """A seed and an offset of a random number stream."""
 
     seed: int = 0
     offset: int = 0
-    address: int = 0  # address of an int64 on the device that holds the seed; 0: the seed is `seed`
-    held: Any = None  # the array at `address`, to keep it alive
+    address: int = 0  # device address of an int64 seed, which replaces `seed`; 0: none
+    held: Any = None  # keeps the array at `address` alive
 
 
 def expect(library: Library, device: int | None, generator: Any) -> Any:
-    """Check that `generator` belongs to the library and this device (None: the host), and return it.
-
-    Raises TypeError for another object, ValueError for a generator of another device.
-    """
+    """Check that `generator` belongs to the library and the device (None: the host)."""
     of = f"{type(generator).__module__}.{type(generator).__name__}"
     if library.name == "torch":
         import torch
@@ -51,22 +45,21 @@ def expect(library: Library, device: int | None, generator: Any) -> Any:
 
 
 def draw(library: Library, device: int | None, generator: Any = None) -> Drawn:
-    """Draw a seed from `generator`, or from the library's default generator on this device (None: the host).
+    """Draw a seed from `generator`, or from the library's default generator on the device (None: the host).
 
-    For CUDA tensors the host reads the generator's seed and offset, and advances the offset, as `torch.rand` does.
-    torch does not allow that while the current stream is captured. In that case torch draws the seed on the device, at
-    each replay. For CuPy's arrays a capture raises RuntimeError, because CuPy cannot draw numbers during a capture.
+    For CUDA tensors the host reads the seed and advances the offset, as `torch.rand` does. Under stream capture torch
+    draws the seed on the device at each replay; CuPy cannot, so its arrays raise RuntimeError.
     """
     if device is None:
         return Drawn(_torch_number(generator) if library.name == "torch" else numpy_seed(generator))
     stream = library.stream(device)
-    # The default stream, 0, is never captured. Asking about it during a capture of another stream is an error.
+    # The default stream, 0, is never captured. Querying it while another stream is captured is an error.
     captured = bool(stream) and runtime.streamIsCapturing(stream)
     return (_draw_torch if library.name == "torch" else _draw_cupy)(device, generator, captured)
 
 
 def numpy_seed(generator: Any = None) -> int:
-    """Draw an integer of 63 bits from a generator of NumPy, by default the generator of `numpy.random.seed`."""
+    """Draw a 63-bit integer from a NumPy generator, by default the generator of `numpy.random.seed`."""
     if isinstance(generator, np.random.Generator):
         return int(generator.integers(2**63 - 1))
     return int((np.random if generator is None else generator).randint(2**63 - 1, dtype=np.int64))

@@ -1,4 +1,4 @@
-"""The properties of a GPU that a plan may use."""
+"""Properties of a GPU that a plan may use."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from cukern.runtime import check
 from cukern.runtime.cuda import runtime
 from cukern.runtime.kernel import arch_of_device
 
-# Values of CUdevice_attribute, the driver's enumeration of device attributes.
+# Values of CUdevice_attribute.
 _MULTIPROCESSORS, _SHARED_PER_MULTIPROCESSOR, _SHARED_PER_BLOCK = 16, 81, 97
 
 
 class Gpu(NamedTuple):
     """A GPU. Shared memory is in bytes."""
 
-    arch: str  # the compile target, such as "90a"
+    arch: str  # compile target, such as "90a"
     multiprocessors: int
     shared_per_multiprocessor: int
     shared_per_block: int
 
     @property
     def compute_capability(self) -> int:
-        """10 times the major version plus the minor version."""
+        """10 * major version + minor version."""
         return int(self.arch.rstrip("a"))
 
 
 _SHARED = {"80": (164 << 10, 163 << 10), "86": (100 << 10, 99 << 10), "89": (100 << 10, 99 << 10),
            "90a": (228 << 10, 227 << 10), "100a": (228 << 10, 227 << 10), "120a": (100 << 10, 99 << 10)}  # fmt: skip
-#: The multiprocessors of each card that `explain` and `compile` take by name, from NVIDIA's data sheets. The first card
-#: of an architecture stands for the architecture.
+#: Multiprocessors of the cards that `explain` and `compile` know, from NVIDIA's data sheets. The first card of an
+#: architecture represents it.
 _MULTIPROCESSORS_OF = {
     "80": {"A100": 108, "A30": 56},
     "86": {"A40": 84, "A10": 72, "A10G": 80, "RTX A6000": 84, "RTX 3090": 82},
@@ -39,37 +39,33 @@ _MULTIPROCESSORS_OF = {
     "100a": {"B200": 148},
     "120a": {"RTX PRO 6000": 188, "RTX 5090": 170},
 }
-#: The properties of each card. The names leave out "NVIDIA", the memory size and the board type.
+#: Cards by name. The names leave out "NVIDIA", the memory size and the board type.
 CARDS = {
     name: Gpu(arch, count, *_SHARED[arch]) for arch, of in _MULTIPROCESSORS_OF.items() for name, count in of.items()
 }
-#: A GPU for each architecture, for plans on a machine without a GPU.
+#: The GPU that represents each architecture in plans without a GPU.
 BY_ARCH = {arch: CARDS[next(iter(of))] for arch, of in _MULTIPROCESSORS_OF.items()}
-#: Architectures and cards before Ampere. They lack instructions that the kernels use.
+#: Architectures and cards before Ampere, which lack instructions that the kernels use.
 _BEFORE_AMPERE = ("60", "61", "62", "70", "72", "75", "P100", "P40", "P4", "V100", "TITAN V", "T4", "RTX 2080 TI")
-#: Data-center architectures with clusters of up to 16 blocks.
+#: Data-center architectures, whose clusters have up to 16 blocks.
 CLUSTERED_ARCHS = ("90a", "100a", "103a")
 
 
 @functools.cache
 def of_device(device: int) -> Gpu:
-    """Return the GPU of a CUDA device, without creating a context."""
+    """Return a device's GPU, without creating a context."""
     attributes = (_MULTIPROCESSORS, _SHARED_PER_MULTIPROCESSOR, _SHARED_PER_BLOCK)
     return Gpu(arch_of_device(device), *(runtime.deviceGetAttribute(x, device) for x in attributes))
 
 
 def refuse_old(name: str) -> None:
-    """Raise ValueError for the name of an architecture or of a card before Ampere."""
     text = name.strip().upper()
     if text.removeprefix("NVIDIA ").removeprefix("TESLA ").removeprefix("SM_") in _BEFORE_AMPERE:
         check.fail("arch", "a GPU of compute capability 8.0 or later", repr(name.strip()))
 
 
 def of_arch(name: str) -> Gpu:
-    """Return a GPU of an architecture. The name is "90a", "sm_90a", "90", or a card such as "H200".
-
-    Raises ValueError for an unknown name.
-    """
+    """Return the GPU for "90a", "sm_90a", "90", or a card such as "H200"."""
     text = name.strip().upper().removeprefix("NVIDIA ") if isinstance(name, str) else ""
     if text in CARDS:
         return CARDS[text]

@@ -1,7 +1,7 @@
-"""The kernels of the library, and their instances on each device.
+"""Kernels and their instances on each device.
 
-A `Kernel` is one `__global__` template of `cuda_src`. It has a `Variant` for each set of template arguments, which is
-loaded on a device at its first launch there. `cukern.runtime.plan` launches it.
+A `Kernel` is one `__global__` template of `cuda_src`. Its `Variant` for each set of template arguments is loaded on a
+device at the first launch there.
 """
 
 from __future__ import annotations
@@ -22,31 +22,29 @@ from cukern.runtime.cuda import cupy, current_device, driver, need_cupy, runtime
 from cukern.runtime.progress import progress
 from cukern.runtime.template import TemplateError
 
-#: Maps a stem (see `Kernel`) to its kernels. The imports of the op modules add the kernels.
+#: Kernels by stem (see `Kernel`). Importing the op modules fills it.
 KERNELS: dict[str, list[Kernel]] = {}
 
-#: A lock for each device. One lock for all devices could cause a deadlock: loading a module may wait for a kernel on
-#: that device, and the kernel may wait for another device.
+#: One lock per device. A single lock could deadlock: loading a module may wait for a running kernel, which may wait for
+#: another device.
 _load_locks: dict[int, threading.Lock] = {}
-_NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # a function attribute of the driver
+_NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # a driver attribute of a function
 
 
 class Launched(NamedTuple):
-    """The launch configuration of a block, as the host computes it.
+    """The launch configuration that the host computes.
 
-    If the shared memory differs between calls, `shared_bytes` is the value for the example sizes `at`, and `most` is
-    the largest possible value. The function `<kernel>_launch` in the template (see cuda_src/common/launch.cuh) computes
-    the same numbers, and a static assertion compares them.
+    If calls differ in shared memory, `shared_bytes` is the value for the sizes `at`, and `most` is the maximum. A
+    static assertion compares these fields with the template's `<kernel>_launch` (cuda_src/common/launch.cuh).
     """
 
-    threads: int = 0  # the largest number, if it differs between calls; 0: not asserted
+    threads: int = 0  # the maximum if calls differ; 0: not asserted
     shared_bytes: int = 0  # dynamic shared memory
     at: tuple[int, ...] = ()
     most: int = 0
     box: int = 0  # rows of a TMA box; 0: not asserted
 
     def assertions(self, instance: Instance) -> str:
-        """Return the assertions that are compiled with an instance."""
         function, _, arguments = instance.expression.partition("<")
         says = f"{function}_launch<{arguments}({', '.join(map(str, self.at))})"
         return "".join(
@@ -60,7 +58,7 @@ _WITHOUT_SHARED_MEMORY = Launched()
 
 
 class Variant:
-    """A template instance, which can be launched on any device that it can be compiled for."""
+    """A template instance that can be launched on any device."""
 
     __slots__ = ("_functions", "_modules", "instance", "large_clusters", "launched", "max_shared_bytes", "ready")
 
@@ -80,11 +78,10 @@ class Variant:
         return device in self._functions
 
     def launcher(self, device: int) -> Callable[..., None]:
-        """Return the function that launches the kernel on `device`, with the arguments of `driver.launchKernel`."""
         return overlap.overlapping(self.instance.file, arch_of_device(device)) or driver.launchKernel
 
     def load(self, device: int) -> int:
-        """Load the kernel on `device`, which must be current, if needed. Return the driver's handle."""
+        """Return the driver's handle of the kernel on `device`, the current device. Load the kernel if needed."""
         if device in self._functions:
             return self._functions[device]
         path, name = compile.cubin(self.instance, arch_of_device(device))
@@ -102,9 +99,9 @@ class Variant:
 
 
 class _Ready(dict[Any, tuple[Callable[..., None], int]]):
-    """Maps a device to the launch function of a variant and the driver's handle, which are added at the first launch.
+    """Maps a device to a variant's launch function and driver handle.
 
-    At the first launch on a device, the device must be the current device.
+    The first look-up of a device loads the kernel there. During this look-up, the device must be current.
     """
 
     def __init__(self, variant: Variant) -> None:
@@ -116,10 +113,10 @@ class _Ready(dict[Any, tuple[Callable[..., None], int]]):
 
 
 class Kernel:
-    """A `__global__` template `function` of `cuda_src/<file>.cu`, which takes one struct of parameters.
+    """A `__global__` template of `cuda_src/<file>.cu` that takes one parameter struct.
 
-    The stem is the folder of the file, or the file if it is in no folder: "mla_decode" for "mla_decode/plan".
-    `compile_s` is roughly the seconds that the slowest instance takes to compile.
+    `stem` is the file's folder if it has one, else the file: "mla_decode" for "mla_decode/plan". `compile_s` estimates
+    how many seconds the slowest instance takes to compile.
     """
 
     def __init__(self, file: str, function: str, compile_s: float = 0.3) -> None:
@@ -128,16 +125,15 @@ class Kernel:
         self.function = function
         self.compile_s = compile_s
         self._variants: dict[tuple[str | int, ...], Variant] = {}
-        #: Instances compiled when cukern is imported on a machine with a GPU.
+        #: Instances that `import cukern` compiles on a machine with a GPU.
         self.at_import: list[Instance] = []
-        #: Instances for well-known sizes. The tests check that their registers do not spill.
+        #: Instances for well-known sizes. Tests check that their registers do not spill.
         self.specialized: list[Instance] = []
-        #: For each architecture, the specialized instances that no plan uses on it. They are not compiled for it.
+        #: Per architecture, the specialized instances that no plan uses there; they are not compiled for it.
         self.unused: dict[str, list[Instance]] = {}
         KERNELS.setdefault(self.stem, []).append(self)
 
     def specialize_by_arch(self, given: dict[str, list[Instance]]) -> None:
-        """Set the specialized instances of each architecture. An instance is not compiled for other architectures."""
         self.specialized = list(dict.fromkeys(instance for instances in given.values() for instance in instances))
         self.unused = {arch: [i for i in self.specialized if i not in instances] for arch, instances in given.items()}
 
@@ -149,7 +145,7 @@ class Kernel:
     ) -> Variant:
         """Return the variant with these template arguments, the same object at every call.
 
-        `launched` is required for dynamic shared memory, `large_clusters` for clusters of more than 8 blocks.
+        Dynamic shared memory requires `launched`; clusters of more than 8 blocks require `large_clusters`.
         """
         variant = self._variants.get(arguments)
         if variant is None:
@@ -158,26 +154,24 @@ class Kernel:
             instance = Instance(self.file, self.function, arguments)
             instance = replace(instance, assertions=launched.assertions(instance))
             made = Variant(instance, launched, large_clusters)
-            # If two threads get here, both use the variant that is stored first.
+            # If two threads store a variant here, both use the variant that is stored first.
             variant = self._variants.setdefault(arguments, made)
         return variant
 
     def variants(self) -> list[Variant]:
-        """Return the variants that have been asked for."""
         return [*self._variants.values()]
 
 
 def specialize(op: str | Callable[..., Any], **sizes: Any) -> tuple[str, ...]:
     """Compile variants for these sizes, for every GPU of the machine, and use them in this process.
 
-    `op` is a function of cukern or its name: `cukern.specialize("moe_fused_gate", experts=96, groups=4)`. The variants
-    serve all functions of its family. docs/tools.md lists the `sizes` of each family; the error for a wrong size names
-    them.
+    `op` is a function of cukern or its name: `cukern.specialize("moe_fused_gate", experts=96, groups=4)`. All functions
+    of its family use the variants. docs/tools.md lists the `sizes` of each family.
 
     Returns the kernels, each as a function and its template arguments.
 
-    Raises ValueError for sizes that the specialized kernel cannot take, TypeError for an op without such kernels or for
-    sizes of other names, RuntimeError if there is no compiler.
+    Raises ValueError for sizes that the kernel cannot take, TypeError for an op without such kernels or for unknown
+    sizes, RuntimeError without a compiler.
     """
     made = specialized(op, **sizes)
     archs = sorted({arch_of_device(d) for d in range(device_count())})
@@ -186,9 +180,9 @@ def specialize(op: str | Callable[..., Any], **sizes: Any) -> tuple[str, ...]:
 
 
 def specialized(op: str | Callable[..., Any], **sizes: Any) -> list[Instance]:
-    """Return the variants of `specialize` for these sizes, and use them in this process. Errors are the same."""
+    """Register and return the variants of `specialize`, without compiling them."""
     function = getattr(sys.modules["cukern"], op, None) if isinstance(op, str) else op
-    # The function's stem is the module or package `cukern.ops.<stem>`.
+    # The function belongs to the module or package `cukern.ops.<stem>`.
     module = sys.modules.get(".".join(getattr(function, "__module__", "").split(".")[:3]))
     register = getattr(module, "specialize", None)
     if not getattr(module, "__name__", "").startswith("cukern.ops.") or register is None:
@@ -206,7 +200,7 @@ def specialized(op: str | Callable[..., Any], **sizes: Any) -> list[Instance]:
 
 
 def device_count() -> int:
-    """Return the number of CUDA devices of this process; 0 without CuPy or a driver. Creates no context."""
+    """Return the number of CUDA devices; 0 without CuPy or a driver. Creates no context."""
     if cupy is None:
         return 0
     try:
@@ -216,14 +210,14 @@ def device_count() -> int:
 
 
 def arch_of_device(device: int) -> str:
-    """Return the compile target of a device, such as "90a". Creates no context."""
+    """Return a device's compile target, such as "90a". Creates no context."""
     need_cupy("a call on a GPU")
     major, minor = (runtime.deviceGetAttribute(attribute, device) for attribute in (75, 76))
     return compile.arch_of((major, minor))
 
 
 def _archs_from_nvml() -> list[str] | None:
-    """Return the compile targets of all GPUs of the machine; None if NVML cannot tell."""
+    """Return the compile targets of all GPUs of the machine; None if NVML fails."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
         if nvml.nvmlInit_v2() != 0:
@@ -242,10 +236,10 @@ def _archs_from_nvml() -> list[str] | None:
 
 
 def present_archs() -> list[str]:
-    """Return the compile targets of the GPUs of this machine.
+    """Return the compile targets of the machine's GPUs.
 
-    CUDA takes a fifth of a second and some memory of each GPU to answer, so NVML is asked first. NVML ignores
-    CUDA_VISIBLE_DEVICES, so this function checks whether the variable hides all GPUs.
+    NVML is asked first, because CUDA takes a fifth of a second and memory of each GPU. NVML ignores
+    CUDA_VISIBLE_DEVICES, so a value that hides all GPUs is checked before.
     """
     if cupy is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return []
@@ -256,9 +250,9 @@ def present_archs() -> list[str]:
 
 
 def instances(stem: str | None = None) -> Iterator[Instance]:
-    """Yield the instances that are compiled at import, of one stem or all of them.
+    """Yield the instances that are compiled at import, of one stem or all.
 
-    The instances that compile slowest come first, so that all workers end at about the same time.
+    Slow compilations come first, so that all workers end at about the same time.
     """
     kernels = KERNELS[stem] if stem else [own for kernels in KERNELS.values() for own in kernels]
     for kernel in sorted(kernels, key=lambda kernel: -kernel.compile_s):
@@ -271,10 +265,10 @@ def load_all(
     wanted: Callable[[Instance], bool] = lambda instance: True,
     compiles: bool = True,
 ) -> None:
-    """Load the requested variants of the kernels of `stems` on a device.
+    """Load the variants of `stems` that `wanted` selects.
 
-    Loading a module may wait for running kernels, so do not call this function while a kernel waits for another rank.
-    `wanted` selects instances. If `compiles` is false, variants that are not in the cache are skipped.
+    Loading may wait for running kernels, so do not call this while a kernel waits for another rank. Without `compiles`,
+    uncached variants are skipped.
     """
     arch = arch_of_device(device)
     found = [
@@ -296,10 +290,9 @@ def load_all(
 
 
 def compile_at_import() -> None:
-    """Make sure that the cache has every instance of `instances()` for every GPU of this machine.
+    """Fill the cache with `instances()` for every GPU of the machine, unless `CUKERN_COMPILE=lazy`.
 
-    With `CUKERN_COMPILE=lazy` each instance is compiled at its first launch instead. A failure is only a warning: the
-    op that needs the kernel raises the error.
+    A failure is only a warning, because the op that needs the kernel raises the error.
     """
     mode = os.environ.get("CUKERN_COMPILE", "import")
     if mode not in ("import", "lazy"):
@@ -308,7 +301,7 @@ def compile_at_import() -> None:
         return
     try:
         archs = present_archs()
-        # Without a lasting cache folder, every start would compile all of them again.
+        # Without a lasting cache folder every start would compile everything again.
         if not archs or compile.cache_problem():
             return
         work = [(i, arch) for arch in archs for i in compile.missing(instances(), arch)]
@@ -323,7 +316,6 @@ def compile_at_import() -> None:
 
 
 def compile_with_progress(work: list[tuple[Instance, str]], what: str = "compiling kernels") -> None:
-    """Call `compile.compile_all`, and show its progress."""
     if not work:
         return
     with progress(what, len(work)) as advance:

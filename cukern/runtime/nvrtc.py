@@ -1,7 +1,7 @@
-"""One NVRTC compilation, in this process or in a worker process.
+"""One NVRTC compilation, in this process or a worker.
 
-NVRTC compiles for one thread at a time, so `cukern.runtime.compile` runs this file as a script in several processes.
-The file therefore imports nothing of cukern, whose import compiles.
+NVRTC compiles for one thread at a time, so `cukern.runtime.compile` runs this file as a script in several processes. It
+imports nothing of cukern, because that import compiles.
 """
 
 from __future__ import annotations
@@ -23,27 +23,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-#: NVRTC compiles for one thread at a time. While the first compilation loads the built-in functions, another one, or a
-#: search for CUDA's folders, would fail (NVRTC_ERROR_BUILTIN_OPERATION_FAILURE).
+#: NVRTC loads its built-in functions in the first compilation. A second compilation, or a search for CUDA's folders,
+#: meanwhile fails with NVRTC_ERROR_BUILTIN_OPERATION_FAILURE.
 LOCK = threading.RLock()
-#: Seconds to wait for another process of the host that compiles the same instance. Then this process compiles it.
+#: Seconds to wait for another process that compiles the same instance, before compiling it here.
 PATIENCE_S = 60.0
-#: The bits of a file mode that let the group and others write.
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def load(library: str) -> None:
-    """Load an NVRTC library from its file. CuPy's binding uses this library unless it is already bound to another."""
-    # NVRTC opens its built-in functions by their bare file name, which is found only if the library is loaded.
+    """Load an NVRTC library. CuPy uses it unless CuPy is already bound to another."""
+    # NVRTC opens libnvrtc-builtins by its bare name. That works only if this library is already loaded.
     for file in (*Path(library).parent.glob("libnvrtc-builtins.so.*"), library):
         ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
 
 
 def compile_cubin(source: str, filename: str, expression: str, options: list[str]) -> tuple[bytes, str, str]:
-    """Compile one template instance.
+    """Return the cubin of a template instance, the kernel's mangled name and the log.
 
-    Returns the cubin, the mangled name of the kernel in it and the compiler's log.
-    Raises RuntimeError with the log if the source does not compile.
+    Raises RuntimeError with the log if NVRTC refuses the source.
     """
     with LOCK:
         return _compile(source, filename, expression, options)
@@ -62,14 +60,14 @@ def _compile(source: str, filename: str, expression: str, options: list[str]) ->
             raise RuntimeError(f"{expression}: {error}\n{log}") from None
         name = nvrtc.getLoweredName(program, expression)
         log = nvrtc.getProgramLog(program).rstrip("\x00\n ")
-        # CuPy drops the last byte, as if it ended a string. In a cubin it is the high byte of a number, and always 0.
+        # CuPy drops the last byte as if it ended a string. In a cubin that byte is the high byte of a number, always 0.
         return nvrtc.getCUBIN(program) + b"\0", name, log
     finally:
         nvrtc.destroyProgram(program)
 
 
 def build() -> str:
-    """Return NVRTC's version with its build, such as "13.0.88", which is read from compiled output."""
+    """Return NVRTC's version with its build number, such as "13.0.88", from compiled output."""
     with LOCK:
         from cupy_backends.cuda.libs import nvrtc
 
@@ -82,14 +80,14 @@ def build() -> str:
         return found[1].decode() if found else ".".join(map(str, nvrtc.getVersion()))
 
 
-#: The prefix of files that a process is still writing. The process id follows.
+#: Names of files that are being written begin with this prefix and the process id.
 WRITING = ".writing-"
 
 
 def write_atomically(path: str, data: bytes) -> None:
-    """Write a file so that readers see either the old or the complete new content, with any number of writers.
+    """Write a file so that readers see the old or the complete new content, with any number of writers.
 
-    The folder's permissions decide who can read the file.
+    The folder's permissions decide who can read it.
     """
     handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=f"{WRITING}{os.getpid()}-")
     try:
@@ -103,10 +101,7 @@ def write_atomically(path: str, data: bytes) -> None:
 
 
 def distrust(path: Path) -> str | None:
-    """Return why a cache file or folder is not trusted: a user other than this one or root owns it or may write to it.
-
-    Return None if it is trusted.
-    """
+    """Return why a cache path is not trusted: its owner is neither this user nor root, or others may write to it."""
     status = path.stat()
     if status.st_uid not in (0, os.getuid()):
         return f"it belongs to user {status.st_uid}"
@@ -116,7 +111,7 @@ def distrust(path: Path) -> str | None:
 
 
 def read_note(path: Path) -> dict[str, Any] | None:
-    """Return the note beside a cubin; None if there is no trusted note."""
+    """Return the trusted JSON note beside a cubin, or None."""
     note = path.with_name(path.name + ".json")
     try:
         if distrust(path) or distrust(note):
@@ -128,21 +123,18 @@ def read_note(path: Path) -> dict[str, Any] | None:
 
 
 class Resources(NamedTuple):
-    """The registers of each thread of a compiled kernel, and the bytes that it spills."""
-
     registers: int
     spill_bytes: int
 
 
 def resources(note: dict[str, Any]) -> Resources:
-    """Return the resources of a kernel, from the log of ptxas in a cache note."""
     registers = max((int(n) for n in re.findall(r"Used (\d+) registers", note["log"])), default=0)
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", note["log"]))
     return Resources(registers, spilled)
 
 
 def is_intact(path: Path) -> bool:
-    """Return whether the cache has a cubin whose content matches the digest in its note."""
+    """Return whether a cubin matches the digest in the JSON note beside it."""
     note = read_note(path)
     try:
         return note is not None and hashlib.sha256(path.read_bytes()).hexdigest() == note["sha256"]
@@ -152,18 +144,18 @@ def is_intact(path: Path) -> bool:
 
 @functools.cache
 def _lock_file(folder: str) -> int:
-    # The descriptor stays open, because closing any descriptor of a file releases all locks of the process on it.
+    # Keep the descriptor open: closing any descriptor of a file releases all of the process's locks on it.
     return os.open(os.path.join(folder, ".locks"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
 @contextlib.contextmanager
 def alone(path: str) -> Iterator[None]:
-    """Hold the lock for a file of the cache, so that one process at a time compiles the file.
+    """Hold the lock of a cache file, so that one process at a time compiles it.
 
-    The lock only avoids duplicate compilation; correctness does not depend on it. After `PATIENCE_S`, or on a file
-    system without locks, the caller continues without the lock. The locks of a dead process are released.
+    The lock only avoids duplicate work. After `PATIENCE_S`, or on a file system without locks, the caller proceeds
+    without it.
     """
-    # The lock of a path is one byte of the lock file, at a position that is computed from the path.
+    # The lock is one byte of the lock file, at a position derived from the path.
     place = int.from_bytes(hashlib.sha256(path.encode()).digest()[:7], "big")
     end, held = time.monotonic() + PATIENCE_S, False
     with contextlib.suppress(OSError):
@@ -182,10 +174,7 @@ def alone(path: str) -> Iterator[None]:
 
 
 def compile_to_cache(job: dict[str, Any]) -> None:
-    """Compile `job` and store the cubin, then the note that confirms it.
-
-    If the cache already has an intact cubin, nothing is compiled.
-    """
+    """Compile `job` unless the cache has an intact cubin. Store the cubin, then its note with its digest."""
     with LOCK, alone(job["path"]):
         if is_intact(Path(job["path"])):
             return
@@ -204,10 +193,10 @@ def compile_to_cache(job: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Compile the jobs on stdin, one JSON object per line, with the NVRTC library in argv, and answer each job."""
+    """Answer the jobs on stdin, one JSON object per line. argv lists the NVRTC libraries to load."""
     for library in sys.argv[1:]:
         load(library)
-    # Only answers go to stdout. Output of libraries goes to stderr.
+    # Reserve stdout for answers; libraries print to stderr.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -219,6 +208,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Remove the script's own folder: Python would find cukern's modules there under wrong names.
+    # Remove the script's folder, where Python would find cukern's modules under wrong names.
     sys.path.pop(0)
     main()

@@ -1,14 +1,12 @@
-"""Ops: the declaration of the public functions, and how their calls run.
+"""Ops: how a public function is declared, and how its calls run.
 
-An op is a public function. Its Python body does not compute the result, but makes a plan for the call. For each array
-the body gets an `Array`, a description without the elements. The body checks the arguments against each other, chooses
-the kernel, and calls `outputs`, `empty` and `launch` to record allocations and launches. The body does not use the GPU,
-and all its numbers are plain ints and floats.
+The Python body of an op computes no result. It makes a plan: from descriptions of the arrays (`Array`) it checks the
+arguments, chooses the kernel, and records allocations and launches with `outputs`, `empty` and `launch`. It does not
+use the GPU, and all its numbers are plain ints and floats.
 
-A later call with equal arguments, whose arrays differ only in their addresses, runs the plan again: it allocates, packs
-the structs of parameters and launches. Any other call runs the body again. For arrays in host memory, the NumPy
-reference (called the twin) computes the result after the body has checked them. If the body of an op calls another op
-with descriptions, the steps of that op become part of the same plan.
+A later call with equal arguments, apart from array addresses, runs the kept plan: it allocates, packs the parameter
+structs and launches. Any other call runs the body again. For host arrays, the NumPy reference (the twin) computes the
+result after the body's checks. If a body calls another op with descriptions, both ops' steps form one plan.
 """
 
 from __future__ import annotations
@@ -25,44 +23,41 @@ import numpy as np
 from cukern.runtime import arrays, check, gpu, performance
 from cukern.runtime.describe import Array, Place
 from cukern.runtime.each import Each
-from cukern.runtime.plan import Plan, Trace, follow, follow_part
+from cukern.runtime.plan import Plan, Trace, run_nested, run_traced
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Operator(NamedTuple):
-    """A torch operator; see `op`."""
+    """A torch operator; `op` describes its fields."""
 
     function: Callable[..., Any]
-    names: Sequence[str]  # the names of the results
+    names: Sequence[str]  # of the results
     results: Callable[..., Any] | None
 
 
-#: Every op, by the name of its function.
 OPS: dict[str, Op] = {}
-#: Every torch operator, by the name of its function.
 OPERATORS: dict[str, Operator] = {}
-#: After this many runs of its body an op forgets all its plans, because sizes that never repeat would fill the memory.
+#: After this number of runs of its body, an op drops all plans. Plans for sizes that never repeat would fill the
+#: memory.
 _MAX_RUNS = 1024
-#: The largest number of plans under one key. Calls have the same key if their facts (the argument values that select a
-#: plan) and the shape of their first array are equal.
+#: The maximum number of plans per key. A key holds the argument values that select a plan, and the first array's
+#: shape.
 _MAX_LAYOUTS = 16
 
 
 class _Kept(NamedTuple):
-    """A kept plan, and the conditions that a later call must meet to use it."""
-
     plan: Plan
-    is_alike: Callable[..., bool]
+    matches: Callable[..., bool]
     memory: tuple[tuple[int, int], ...] | None
     requires_grad: bool
 
 
 class _CallKind:
-    """The kept plans for calls with the same number of positional arguments, the same keywords and the same types."""
+    """The plans for calls that agree in the number of positional arguments, the keywords and the types."""
 
     def __init__(self, names: Sequence[str], values: Sequence[Any], numbers: Collection[str]) -> None:
-        self.names = names  # the names of the arguments, in order
+        self.names = names  # of the arguments, in order
         self.plans: dict[tuple[Any, ...], list[_Kept]] = {}
         self.is_nested = any(type(value) in (tuple, list) for value in values)
         flat, named = _flatten(values)
@@ -71,11 +66,10 @@ class _CallKind:
         own = [i for i, x in enumerate(flat) if libraries[i] is None and x is not None]
         differs = [i for i in own if names[named[i]] in numbers]
         self.arrays = _getter(given)
-        #: Two functions of a call's values. `numbers` returns the numbers that may differ at each call. `facts` returns
-        #: the values that select the plan.
+        #: `numbers` selects the values that may differ at each call, `facts` the values that select the plan.
         self.numbers, self.facts = _getter(differs), _getter([i for i in own if i not in differs])
-        #: Whether plans are kept. They are kept only if all arrays are of one known library. An array of another
-        #: library (DLPack) would be part of the key of a plan, and the key would keep the array alive.
+        #: Keep plans only if all arrays belong to one known library. A DLPack array would be part of the key, which
+        #: would keep it alive.
         self.keeps = len({*libraries} - {None}) == 1 and not any(hasattr(flat[i], "__dlpack__") for i in own)
 
 
@@ -86,7 +80,7 @@ def _getter(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 
 
 def _flatten(values: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]]:
-    """Return the values with tuples and lists expanded, and for each element the index of the value it is from."""
+    """Expand the tuples and lists in `values`. Also return, for each element, the index of the value it is from."""
     flat: list[Any] = []
     positions: list[int] = []
     for i, value in enumerate(values):
@@ -97,8 +91,6 @@ def _flatten(values: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]]:
 
 
 class Op:
-    """A declared op; see `op`."""
-
     def __init__(
         self,
         function: Callable[..., Any],
@@ -125,10 +117,7 @@ class Op:
             raise TypeError(f"{self.name} has no arguments {unknown}")
 
     def kind_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _CallKind:
-        """Return the kind of a call that has no kind yet.
-
-        Raises TypeError, with the order of the arguments and Python's message, if they do not fit the op.
-        """
+        """Return the kind of a call. Raises TypeError if the arguments do not fit; the message lists the parameters."""
         try:
             self.signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -138,14 +127,13 @@ class Op:
         return _CallKind(names, values, self.numbers)
 
     def _order(self) -> str:
-        """Return the names of the arguments in order. Arguments after `*` are keyword-only."""
         parameters = self.signature.parameters.values()
         positional = [x.name for x in parameters if x.kind is not x.KEYWORD_ONLY]
         keywords = [x.name for x in parameters if x.kind is x.KEYWORD_ONLY]
         return ", ".join([*positional, *(["*", *keywords] if keywords else [])])
 
     def miss(self, kind: _CallKind, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a call for which there is no kept plan: make a plan and run it. Keep the plan if there is a key."""
+        """Run a call without a kept plan. Keep its plan if there is a key."""
         if self.instead is not None:
             answer = self.instead(*args, **kwargs)
             if answer is not NotImplemented:
@@ -153,14 +141,14 @@ class Op:
         values = (*args, *kwargs.values())
         flat = _flatten(values)[0]
         if any(type(x) is Array for x in flat):
-            return follow_part(lambda: self.body(*args, **kwargs))  # called in the plan of another op
+            return run_nested(lambda: self.body(*args, **kwargs))  # another op's body is the caller
         if self.leader:
             first = dict(zip(kind.names, values, strict=True)).get(self.leader)
         else:
             first = next((x for x in flat if arrays.library_of(x) or hasattr(x, "__dlpack__")), None)
         if arrays.library_of(first) is None and hasattr(first, "__dlpack__"):
             return self._foreign(first, args, kwargs)
-        trace, returned, reader = self.say(kind, values)
+        trace, returned, reader = self.record(kind, values)
         if trace.is_host_call:
             return self._run_twin(trace, returned, reader, kind, values)
         plan, given = Plan(trace, returned, reader.paths), kind.arrays(flat)
@@ -172,14 +160,12 @@ class Op:
             if key in kind.plans:
                 self._keep(kind, key, plan, given, reader.addresses)
             else:
-                kind.plans[key] = []  # a plan is kept from the second call on, because many sizes occur only once
+                kind.plans[key] = []  # the second call keeps a plan, because many sizes occur only once
         return plan.run(values, given, [*reader.addresses, *(x.value for x in reader.numbers)])
 
     def _run_twin(self, trace: Trace, returned: Any, reader: _Reader, kind: _CallKind, values: Sequence[Any]) -> Any:
-        """Run the NumPy reference for arrays in host memory. Return its results in `out`, or in the caller's library.
-
-        The reference gets views of the caller's memory, so that what it writes is visible to the caller.
-        """
+        """Run the NumPy reference on views of the caller's memory. Return the results in `out` or in
+        arrays of the caller's library."""
         assert self.twin is not None
         library = trace.place.library
 
@@ -198,7 +184,7 @@ class Op:
         taken = {name for name in arguments if name in takes or (takes_all and name not in ("out", "variant"))}
         given_arguments = {name: to_numpy(x) for name, x in arguments.items() if name in taken}
         results = self.twin(**given_arguments | trace.for_twin())
-        if returned is not None:  # the plan returns arguments that the NumPy reference (the twin) has written
+        if returned is not None:  # the plan returns arguments that the reference has written
             return tuple(map(given, returned)) if isinstance(returned, tuple) else given(returned)
         if results is None:
             return None
@@ -226,7 +212,7 @@ class Op:
         return tuple(found) if isinstance(results, tuple) else found[0]
 
     def _foreign(self, first: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a call on arrays that are known by DLPack alone. New results are in the library of the first array."""
+        """Run a call on arrays known only by DLPack. New results get the library of the first array."""
         values = [*zip(self.signature.parameters, args, strict=False), *kwargs.items()]
         entered = [arrays.enter_all(name, value) for name, value in values]
         results = self.call(*entered[: len(args)], **dict(zip(kwargs, entered[len(args) :], strict=True)))
@@ -245,18 +231,17 @@ class Op:
     def _keep(
         self, kind: _CallKind, key: tuple[Any, ...], plan: Plan, given: Sequence[Any], addresses: Sequence[int]
     ) -> None:
-        is_alike = plan.library.alike(given)
+        matches = plan.library.alike(given)
         requires_grad = any(getattr(x, "requires_grad", False) for x in given)
-        made = _Kept(plan, is_alike, _memory(addresses, plan.compares), requires_grad)
+        made = _Kept(plan, matches, _memory(addresses, plan.compares), requires_grad)
         kind.plans[key] = [made, *kind.plans.get(key, [])[: _MAX_LAYOUTS - 1]]
 
     def forget(self) -> None:
-        """Forget all plans."""
         self.kinds.clear()
         self._runs = 0
 
-    def say(self, kind: _CallKind, values: Sequence[Any], on: gpu.Gpu | None = None) -> tuple[Trace, Any, _Reader]:
-        """Run the body for these arguments. Return its trace, its result and the reader. `on` is a GPU to plan for."""
+    def record(self, kind: _CallKind, values: Sequence[Any], on: gpu.Gpu | None = None) -> tuple[Trace, Any, _Reader]:
+        """Run the body. Return its trace, its result and the reader. `on` replaces the GPU of the arrays."""
         reader = _Reader(self, on)
         given = {
             name: reader.read(i, name, value) for i, (name, value) in enumerate(zip(kind.names, values, strict=True))
@@ -265,14 +250,14 @@ class Op:
             number.place = len(reader.addresses) + i
         place = reader.first.place if reader.first is not None else Place(arrays.NUMPY, None, None)
         trace = Trace(place, reader.addresses, len(reader.numbers))
-        return trace, follow(trace, lambda: self.body(**given)), reader
+        return trace, run_traced(trace, lambda: self.body(**given)), reader
 
 
 def _memory(addresses: Sequence[int], compares: bool) -> tuple[tuple[int, int], ...] | None:
-    """Return what a plan may depend on besides the arguments: the alignments of the addresses, and which are equal.
+    """Return what a plan depends on: for each address its alignment and, if `compares`, the index of the first equal
+    address.
 
-    Equal addresses matter only if `compares` is true. Return None in the usual case: all addresses are aligned to 16
-    bytes, and if they matter all are different.
+    None stands for the usual case: all addresses are multiples of 16 and, if `compares`, distinct.
     """
     if functools.reduce(operators.or_, addresses) & 15 or (compares and len({*addresses}) < len(addresses)):
         return tuple([(address & 15, addresses.index(address) if compares else 0) for address in addresses])
@@ -280,13 +265,13 @@ def _memory(addresses: Sequence[int], compares: bool) -> tuple[tuple[int, int], 
 
 
 def forget_plans() -> None:
-    """Forget the plans of all ops, because their choice of variants has changed."""
+    """Drop the plans of all ops, because the choice of variants has changed."""
     for op in OPS.values():
         op.forget()
 
 
 class _Reader:
-    """Describes the arrays of a call, in the order of its arguments."""
+    """Describes the arrays of a call, in argument order."""
 
     def __init__(self, op: Op, on: gpu.Gpu | None) -> None:
         self.op = op
@@ -294,11 +279,10 @@ class _Reader:
         self.addresses: list[int] = []
         self.numbers: list[Each] = []
         self.first: Array | None = None
-        self.paths: list[tuple[int, int | None]] = []  # positions of the arrays among the arguments
+        self.paths: list[tuple[int, int | None]] = []  # (argument index, index in a tuple or None) of each array
         self._places: dict[tuple[str, int | None], Place] = {}
 
     def read(self, position: int, name: str, value: Any) -> Any:
-        """Return the value that the body gets for an argument."""
         if name in self.op.flags:
             return check.flag(name, value)
         if type(value) in (tuple, list) and any(arrays.library_of(x) is not None for x in value):
@@ -340,21 +324,20 @@ def op(
     leader: str = "",
     instead: Callable[..., Any] | None = None,
 ) -> Callable[[_F], _F]:
-    """Declare an op by a function that has the public signature and docstring, and whose body makes the plan.
+    """Declare an op. The decorated function has the public signature and docstring, and its body makes the plan.
 
     Args:
         twin: the NumPy function that defines the op, with the same arguments except `variant`. It takes `out` only if
-            the previous content of `out` matters.
-        names: the names of the results for the schema of the torch operator, such as "weights, ids". The rest of the
-            schema comes from the signature, see `cukern.runtime.schema`. An op has a torch operator only if it has
-            names or a `WrittenArray`.
-        results: a function of the operator's arguments that returns a `Result` for each name, or a number, which is
+            the old content of `out` matters.
+        names: the result names in the torch operator's schema, such as "weights, ids". Only an op with names or a
+            `WrittenArray` has a torch operator.
+        results: a function of the operator's arguments. It returns for each name a `Result`, or a number that is
             returned unchanged.
-        numbers: arguments that differ at each call, such as a seed. The body gets an `Each`, for `each_call`.
-        leader: the name of the array that decides the library and the device of a call; by default the first array.
-        instead: a function of a call's arguments that returns the result, or NotImplemented to let the op run. The
-            function is called if no kept plan fits. No plan fits if an argument cannot be hashed, or if the arguments
-            do not fit the signature.
+        numbers: arguments that differ at each call, such as a seed. The body gets an `Each`.
+        leader: the array that decides the library and device of a call; by default the first array.
+        instead: a function of the call's arguments, called if no kept plan fits. It returns the result, or
+            NotImplemented to let the op run. Arguments that cannot be hashed or do not fit the signature never match a
+            plan.
     """
 
     def declare(function: _F) -> _F:
@@ -365,7 +348,7 @@ def op(
 
 
 def operator(names: str = "", results: Callable[..., Any] | None = None) -> Callable[[_F], _F]:
-    """Declare the torch operator of a function of `cukern.ops`, with the arguments of `op`."""
+    """Declare the torch operator of a function; the arguments are as in `op`."""
 
     def declare(function: _F) -> _F:
         if names or any("WrittenArray" in str(x) for x in function.__annotations__.values()):
@@ -399,10 +382,10 @@ def _call_of(op: Op, function: _F) -> _F:
             try:
                 key = kind.facts(flat), given[0].shape
                 kept = kind.plans.get(key, ())
-            except TypeError:  # a value cannot be hashed: run the body, whose checks name the argument
+            except TypeError:  # unhashable: the body's checks will name the argument
                 key, kept = None, ()
-            for plan, is_alike, memory, requires_grad in kept:
-                if is_alike(*given) and not (requires_grad and plan.library.wants_gradients()):
+            for plan, matches, memory, requires_grad in kept:
+                if matches(*given) and not (requires_grad and plan.library.wants_gradients()):
                     environment = [*map(plan.library.address, given)]
                     if _memory(environment, plan.compares) == memory:
                         return plan.run(values, given, [*environment, *kind.numbers(flat)])

@@ -1,7 +1,7 @@
-"""Programmatic dependent launch: blocks of a kernel may start before the previous kernel on the stream has ended.
+"""Programmatic dependent launch: a kernel's blocks may start before the stream's previous kernel has ended.
 
-The driver's `cuLaunchKernelEx` makes such launches. They are correct only if the kernel itself waits for the results of
-earlier kernels (`cuda_src/common/overlap.cuh`). A captured CUDA graph records such a launch as a programmatic edge.
+`cuLaunchKernelEx` makes programmatic dependent launches. The kernel must itself wait for earlier results
+(`cuda_src/common/overlap.cuh`). A captured graph records a programmatic edge.
 """
 
 from __future__ import annotations
@@ -15,33 +15,30 @@ from cukern.runtime import sources
 from cukern.runtime.cuda import driver, libcuda
 
 _FIRST_ARCH = 90
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # a value of CUlaunchAttributeID
-#: A packed CUlaunchAttribute: its id, and the value 1 in a union of 64 bytes.
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+#: CUlaunchAttribute: its id, and the value 1 in a union of 64 bytes.
 _ATTRIBUTE = struct.pack("<i4xi60x", _PROGRAMMATIC_STREAM_SERIALIZATION, 1)
-#: The layout of a CUlaunchConfig: grid, block, dynamic shared bytes, stream, pointer to the attributes, their number.
+#: CUlaunchConfig: grid, block, dynamic shared bytes, stream, pointer to the attributes, attribute count.
 _CONFIG = struct.Struct("<7I4xQQI4x")
-#: The header that a template includes if its kernel waits for earlier kernels.
+#: Included by every template whose kernels wait for earlier kernels.
 _HEADER = "common/overlap.cuh"
 
 
 @functools.cache
 def waits(file: str) -> bool:
-    """Return whether the kernels of `cuda_src/<file>.cu` wait for earlier kernels themselves."""
     return _HEADER in sources.quoted_includes(sources.source(file))
 
 
 @functools.cache
 def launcher() -> Callable[..., None] | None:
-    """Return a launch function with the arguments of CuPy's `driver.launchKernel`; None without cuLaunchKernelEx.
-
-    The function raises CuPy's `CUDADriverError`.
-    """
+    """Return a function that replaces CuPy's `driver.launchKernel` and raises the same errors. Return None if the
+    driver has no cuLaunchKernelEx."""
     launch_kernel_ex = getattr(libcuda(), "cuLaunchKernelEx", None)
     if launch_kernel_ex is None:
         return None
     launch_kernel_ex.argtypes = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
     launch_kernel_ex.restype = ctypes.c_int
-    attribute = ctypes.create_string_buffer(_ATTRIBUTE, len(_ATTRIBUTE))  # the function below keeps it alive
+    attribute = ctypes.create_string_buffer(_ATTRIBUTE, len(_ATTRIBUTE))  # kept alive by the function below
     pack = _CONFIG.pack
 
     def launch(
@@ -58,5 +55,5 @@ def launcher() -> Callable[..., None] | None:
 
 
 def overlapping(file: str, arch: str) -> Callable[..., None] | None:
-    """Return the launch function that lets kernels of a file overlap; None if they may not overlap."""
+    """Return the launch function that lets a file's kernels overlap; None if they must not."""
     return launcher() if int(arch.rstrip("af")) >= _FIRST_ARCH and waits(file) else None

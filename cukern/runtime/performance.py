@@ -1,4 +1,4 @@
-"""Warnings about slow calls that the caller could make much faster, for example by `cukern.prepare_weights`."""
+"""Warnings about slow calls."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any
 
 from cukern.runtime.plan import Trace, note
 
-#: The advice that this process has given so far.
 _given: set[str] = set()
 
 
 class PerformanceWarning(UserWarning):
-    """A warning about a call that an additional step of the caller would make much faster. The message names the step.
+    """A call would be much faster with an additional step, such as `cukern.prepare_weights`. The message names the
+    step.
 
-    A process gives each warning once, at the first call that it applies to. `warnings.filterwarnings("ignore",
-    category=cukern.PerformanceWarning)` silences the warnings.
+    A process gives each warning once. `warnings.filterwarnings("ignore", category=cukern.PerformanceWarning)` silences
+    them.
     """
 
 
 def advise(text: str) -> None:
-    """In the body of an op, request that the call warns with `text`."""
+    """Request a `PerformanceWarning` with this text. The bodies of ops call this function."""
     note(advice=text)
 
 
 def warn(trace: Trace) -> None:
-    """Warn with the advice of a new plan, at the caller's first line outside of this package."""
+    """Give the warnings that a new plan's body has requested. They cite the first line outside of this package."""
     for text in {step.notes["advice"] for step in trace.steps if "advice" in step.notes}:
         if text not in _given:
             _given.add(text)
@@ -34,7 +34,7 @@ def warn(trace: Trace) -> None:
 
 
 def _callers_level() -> int:
-    """Return the `stacklevel`, as seen from `warn`, of the first frame outside of this package."""
+    """Return the `stacklevel` for `warn`."""
     frame: Any = sys._getframe(1)
     level = 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "cukern":

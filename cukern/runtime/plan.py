@@ -1,8 +1,7 @@
-"""The trace of an op's body, and the plan that is made from the trace.
+"""The trace of an op's body, and the plan made from it.
 
-The body of an op calls the functions `outputs`, `empty`, `launch`, `run_twin` and `note` of this module, which record
-their arguments in a `Trace`. A `Plan` is made from the trace. At each call the plan allocates arrays, packs the structs
-of parameters and launches kernels, in a few microseconds.
+The body calls `outputs`, `empty`, `launch`, `run_twin` and `note`, which record their arguments in a `Trace`. At each
+call the `Plan` allocates, packs the parameter structs and launches, in a few microseconds.
 """
 
 from __future__ import annotations
@@ -23,35 +22,33 @@ from cukern.runtime.each import Each
 from cukern.runtime.kernel import Variant
 from cukern.runtime.tensor_map import TENSOR_MAP_BYTES, encode
 
-_PARAMETER_BYTES = 4096  # the largest struct of parameters of a kernel
-_MOST_MAPS = 256  # tensor maps that a plan keeps, for arrays at different addresses
+_PARAMETER_BYTES = 4096  # the largest parameter struct of a kernel
+_MAX_TENSOR_MAPS = 256  # tensor maps that a plan keeps, one per array address
 
 
 class _Step(NamedTuple):
-    """A launch."""
-
     variant: Variant
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     shared_bytes: int
     pack: struct.Struct
-    parts: list[Any]  # the values to pack
-    notes: dict[str, Any]  # the notes of the op whose body launches (see `note`)
+    values: list[Any]
+    notes: dict[str, Any]  # from `note`
     why: str = ""
     fields: Mapping[str, Any] = {}
 
 
 class Trace:
-    """The allocations, launches and notes that an op's body has requested so far."""
+    """The allocations, launches and notes that a body has recorded."""
 
     def __init__(self, place: Place, addresses: Sequence[int], numbers: int) -> None:
         self.place = place
-        self.addresses = addresses  # the addresses of the arrays of the call
+        self.addresses = addresses  # of the call's arrays
         self.steps: list[_Step] = []
-        self.computed: list[Each] = []  # the values that each call computes, in order
-        self.compares = False  # whether the body has compared the addresses of arrays
-        self.first_made = len(addresses) + numbers  # index in the environment of the first allocated array's address
-        self.made: list[tuple[tuple[int, ...], str]] = []  # shapes and dtypes of the arrays to allocate
+        self.computed: list[Each] = []  # values that each call computes, in order
+        self.compares = False  # whether the body has compared array addresses
+        self.first_made = len(addresses) + numbers  # the first index in the plan's environment for an allocated array
+        self.made: list[tuple[tuple[int, ...], str]] = []  # shapes and dtypes to allocate
         self.transposed: set[int] = set()  # `source` of allocated arrays that are returned transposed
         self.is_host_call = False
         self.for_twin: Callable[[], dict[str, Any]] = dict
@@ -68,12 +65,10 @@ _tracing = threading.local()
 
 
 def current() -> Trace:
-    """Return the trace of the plan that this thread is making."""
     return _tracing.trace
 
 
-def follow(trace: Trace, plan: Callable[[], Any]) -> Any:
-    """Run `plan` with `trace` as the current trace, and return its result."""
+def run_traced(trace: Trace, plan: Callable[[], Any]) -> Any:
     previous = getattr(_tracing, "trace", None)
     _tracing.trace = trace
     try:
@@ -82,8 +77,8 @@ def follow(trace: Trace, plan: Callable[[], Any]) -> Any:
         _tracing.trace = previous
 
 
-def follow_part(plan: Callable[[], Any]) -> Any:
-    """Run the body of an op that the body of another op calls, and return its result. Its notes are separate."""
+def run_nested(plan: Callable[[], Any]) -> Any:
+    """Run an op's body inside another op's plan. The two bodies record separate notes."""
     trace = current()
     outer, trace.notes = trace.notes, {}
     try:
@@ -95,13 +90,10 @@ def follow_part(plan: Callable[[], Any]) -> Any:
 def outputs(
     out: Any, first: Array, first_name: str, *results: Result | Array | None, names: str | Sequence[str] = ""
 ) -> Any:
-    """Return the arrays for the results of an op, one array or a tuple: the arrays of `out`, or new arrays if None.
+    """Return the arrays for an op's results, one or a tuple: `out`, or new arrays if it is None.
 
-    `names` describes an `out` of several arrays in error messages, such as "a pair (weights, ids)". If each array has
-    its own argument, `names` is the list of these arguments' names. A result that is not a `Result`, such as a written
-    argument or None, is returned unchanged.
-
-    Raises TypeError and ValueError for an `out` that does not fit.
+    For messages, `names` describes an `out` of several arrays, such as "a pair (weights, ids)", or lists a name for
+    each array. An entry of `results` that is no `Result`, such as a written argument, is returned unchanged.
     """
     trace, single = current(), len(results) == 1
     if single or out is None:
@@ -134,17 +126,17 @@ def outputs(
 
 
 def write_into(*results: Array) -> None:
-    """Record the arguments that the NumPy reference writes to. Ops that check `out` themselves call this."""
+    """Record the arguments that the NumPy reference writes. An op that checks `out` itself calls this function."""
     current().outputs = list(results)
 
 
 def run_twin(
     variant: str = "auto", variants: Collection[str] = ("auto",), arguments: Callable[[], dict[str, Any]] = dict
 ) -> Any:
-    """Let the NumPy reference compute the call after the body has checked its arrays, which are in host memory.
+    """Let the NumPy reference compute a call on host arrays.
 
-    `arguments` is called just before the reference, and returns arguments that replace the caller's. After this call
-    the body returns nothing, or those arguments that the reference writes and the op returns.
+    `arguments` is a function that is called just before the reference. It returns the reference's arguments. After
+    `run_twin` the body returns nothing, or the arguments that the reference writes.
     """
     check.host_variant(variant, variants)
     trace = current()
@@ -153,26 +145,21 @@ def run_twin(
 
 
 def empty(shape: Sequence[Any], dtype: str) -> Array:
-    """Return an uninitialized array for data that one launch writes and a later launch of the same plan reads.
-
-    All such arrays of a plan share one allocation, the workspace.
-    """
+    """Return an uninitialized array in the plan's workspace, for data that one launch writes and a later one reads."""
     return current().make(tuple(shape), dtype)
 
 
 def launch(
     variant: Variant, grid: Any, block: Any = None, shared_bytes: int = 0, /, *, why: str = "", **fields: Any
 ) -> None:
-    """Launch a kernel, with the fields of its struct of parameters by name.
+    """Launch a kernel. `fields` fill its parameter struct.
 
-    `why` is the reason for the kernel and its instance, which `cukern.explain` shows: the rule, with the constants that
-    it compares.
+    `why` is the rule that chose the instance, with the constants it compares; `cukern.explain` shows it.
 
-    The value of a field is a number, an `Each`, an Array (for its address), or None (for a null pointer). If the field
-    is an array in the struct, its value is a sequence. If the field is an inner struct, its value is a mapping or a
-    tuple. For both, None or 0 means zeros. `grid` and `block` are numbers or tuples of up to three numbers. `block` and
-    `shared_bytes` may be left out if they are the same for all calls; they then come from the variant's `launched`.
-    Raises TemplateError for a missing or an unknown field, and for dynamic shared memory without `launched`.
+    A field is a number, an `Each`, an Array (its address) or None (a null pointer). An array in the struct takes a
+    sequence, an inner struct a mapping or a tuple. For an array or an inner struct, None or 0 means zeros. `grid` and
+    `block` have up to three numbers. `block` and `shared_bytes` default to the values in the variant's `launched`, if
+    these are the same for all calls.
     """
     file, function, launched = variant.instance.file, variant.instance.function, variant.launched
     if block is None and not launched.at:
@@ -197,24 +184,24 @@ def tensor_map(
     promotion: int = 256,
     swizzled: bool = True,
 ) -> Each:
-    """Return the value of a field that is a tensor map of an array. The arguments are as in `tensor_map.encode`."""
+    """Return a tensor map of an array as a field; the arguments are as in `tensor_map.encode`."""
     encoded: dict[int, bytes] = {}
 
     def find(address: int) -> bytes:
         made = encoded.get(address)
         if made is None:
-            if len(encoded) >= _MOST_MAPS:
+            if len(encoded) >= _MAX_TENSOR_MAPS:
                 encoded.clear()
             made = encoded[address] = encode(address, dtype, dims, strides, box, promotion, swizzled)
         return made
 
-    # A call encodes the map of an address that no earlier call had. The map cannot be encoded here, because
-    # `cukern.explain` also plans calls that have no address or run without a driver.
+    # A call encodes the map if the array has a new address. Encoding here would fail for `cukern.explain`, which has no
+    # addresses and may have no driver.
     return each_call(find, bytes(TENSOR_MAP_BYTES), array)
 
 
 def note(**facts: Any) -> None:
-    """Record facts for `cukern.explain`: the `bytes` moved and the `flops` done."""
+    """Record facts for `cukern.explain`: `bytes` moved and `flops` done."""
     current().notes.update(facts)
 
 
@@ -226,10 +213,10 @@ def begin_together(first: Array, second: Array) -> bool:
 
 
 def each_call(function: Callable[..., Any], like: Any, *operands: Any) -> Each:
-    """Return a value that each call of the plan computes as `function(*operands)`, such as a random number.
+    """Return a value that each call computes once, before its launches, as `function(*operands)`.
 
-    An operand is an argument that differs at each call, an array (for its address), an earlier result of `each_call`,
-    or a constant. Each call runs `function` once, before its launches. While the plan is made, the value is `like`.
+    An operand is an argument that differs at each call, an array (its address), another `each_call` value, or a
+    constant. While the plan is made, the value is `like`.
     """
     made = Each(like, function, operands)
     current().computed.append(made)
@@ -237,7 +224,7 @@ def each_call(function: Callable[..., Any], like: Any, *operands: Any) -> Each:
 
 
 def check_each_call(function: Callable[..., Any], *operands: Any) -> Each:
-    """Let each call of the plan run `function`, which raises for invalid values. Also run it now."""
+    """Run `function` now and at each call, to check values. `function` raises an error for invalid ones."""
     given = [x.value if isinstance(x, Each) else x.address if isinstance(x, Array) else x for x in operands]
     return each_call(function, function(*given), *operands)
 
@@ -252,20 +239,19 @@ def _is_open(value: Any) -> bool:
 
 
 def asked(variant: str) -> str:
-    """Return a text that says that the caller has chosen the kernel by `variant`; empty for "auto"."""
+    """Return the reason "the caller has chosen this variant"; empty for "auto"."""
     return "" if variant == "auto" else f"variant={variant!r} asks for it"
 
 
 # --- a plan, ready to run -----------------------------------------------------------------------------
 
 
-#: The attribute `state` is a tuple for each thread: its buffer for kernel parameters, the address of the pointer to
-#: this buffer, and the set of devices on which the thread has a context.
+#: Per thread, `state` holds the kernel parameter buffer, the address of a pointer to it, and the set of devices with a
+#: context.
 _THREAD = threading.local()
 
 
 def thread_state() -> tuple[Any, int, set[int]]:
-    """Return the state of this thread."""
     try:
         return _THREAD.state
     except AttributeError:
@@ -277,15 +263,15 @@ def thread_state() -> tuple[Any, int, set[int]]:
 
 
 class Workspace:
-    """The single allocation that contains all arrays that a plan allocates and does not return."""
+    """The single allocation for all arrays that a plan allocates and does not return."""
 
     def __init__(self, trace: Trace, returned: Any) -> None:
         kept = {x.source - trace.first_made for x in _arrays_in(returned)}
-        #: Indices of the allocated arrays: `kept` are returned, and `parts` are in the workspace.
-        self.kept = [i for i in range(len(trace.made)) if i in kept]
-        self.parts = [i for i in range(len(trace.made)) if i not in kept]
-        made = [trace.made[i] for i in self.parts]
-        #: The size of the workspace in bytes, and the start of each array in it.
+        #: Indices of the allocated arrays that are returned, and of the arrays in the workspace.
+        self.returned = [i for i in range(len(trace.made)) if i in kept]
+        self.temporary = [i for i in range(len(trace.made)) if i not in kept]
+        made = [trace.made[i] for i in self.temporary]
+        #: The workspace size, and the start of each of its arrays, in bytes.
         self.bytes, self.starts = arrays.lay_out(tuple(math.prod(shape) * arrays.ITEM_SIZE[x] for shape, x in made))
 
 
@@ -296,30 +282,31 @@ def _arrays_in(returned: Any) -> list[Array]:
 
 
 class Plan:
-    """The steps of a call: allocate arrays, compute the values that differ at each call, launch, and return results.
+    """The steps of a call: allocate, compute the values that differ, launch, and return.
 
-    A plan serves calls with equal facts (the argument values that select a plan) whose arrays have the same dtypes,
-    shapes, strides, device and alignments. The environment is a list with the values that a call needs, in this order:
-    the addresses of its arrays, its numbers, the addresses of the arrays that it allocates, addresses inside of arrays,
-    the constants of the plan, and the computed values.
+    A plan's calls agree in the arguments that select a plan, and in dtypes, shapes, strides, device and alignments of
+    the arrays. Its environment is a list: addresses of the call's arrays, the call's numbers, addresses of allocated
+    arrays, addresses inside arrays, constants, computed values.
     """
 
     def __init__(self, trace: Trace, returned: Any, paths: Sequence[tuple[int, int | None]] = ()) -> None:
         self.library, self.device, self.compares = trace.place.library, trace.place.device, trace.compares
         workspace = Workspace(trace, returned)
-        #: The shapes and dtypes of the arrays to allocate: the returned arrays, then the workspace if there is one.
-        self._sizes = [trace.made[i] for i in workspace.kept]
-        self._has_workspace = bool(workspace.parts)
+        #: Shapes and dtypes to allocate: the returned arrays, then the workspace if there is one.
+        self._sizes = [trace.made[i] for i in workspace.returned]
+        self._has_workspace = bool(workspace.temporary)
         if self._has_workspace:
             self._sizes.append(((workspace.bytes,), "uint8"))
-        self._transposed = [i for i, x in enumerate(workspace.kept) if trace.first_made + x in trace.transposed]
+        self._transposed = [i for i, x in enumerate(workspace.returned) if trace.first_made + x in trace.transposed]
         self._makers = [self.library.maker(*size, self.device) for size in self._sizes]  # type: ignore[arg-type]
         #: For each allocated array: (its index among the returned arrays, 0), or (None, its start in the workspace).
         self._made = [
-            (workspace.kept.index(i), 0) if i in workspace.kept else (None, workspace.starts[workspace.parts.index(i)])
+            (workspace.returned.index(i), 0)
+            if i in workspace.returned
+            else (None, workspace.starts[workspace.temporary.index(i)])
             for i in range(len(trace.made))
         ]
-        parts = [*(x.operands for x in trace.computed), *(step.parts for step in trace.steps)]
+        parts = [*(x.operands for x in trace.computed), *(step.values for step in trace.steps)]
         flat = [x for own in parts for x in own]
         self._inside = [*dict.fromkeys((x.source, x.offset) for x in flat if isinstance(x, Array) and x.offset)]
         self._known = [x for x in flat if not _is_open(x)]
@@ -329,7 +316,7 @@ class Plan:
         computed = {id(x): first_computed + i for i, x in enumerate(trace.computed)}
 
         def place_of(value: Any) -> int:
-            """Return the index in the environment of `value`, which is an operand or the value of a field."""
+            """Return the environment index of an operand or a field's value."""
             if isinstance(value, Array):
                 return begin + self._inside.index((value.source, value.offset)) if value.offset else value.source
             if isinstance(value, Each):
@@ -344,39 +331,40 @@ class Plan:
 
         self._computed = [(x.function, getter(x.operands)) for x in trace.computed]
         self._launches = [
-            (x.variant.ready, *x.grid, *x.block, x.shared_bytes, x.pack.pack_into, getter(x.parts)) for x in trace.steps
+            (x.variant.ready, *x.grid, *x.block, x.shared_bytes, x.pack.pack_into, getter(x.values))
+            for x in trace.steps
         ]
         given = len(trace.addresses)
 
         def place(array: Array) -> int:
-            """Return the index of a returned array in the list of the call's arrays and then the allocated arrays."""
+            """Return the index of a returned array in the list of all given arrays, then all allocated arrays."""
             made = array.source - trace.first_made
-            return array.source if made < 0 else given + workspace.kept.index(made)
+            return array.source if made < 0 else given + workspace.returned.index(made)
 
         self._single = place(returned) if isinstance(returned, Array) else None
         self._return = _returning(returned, place, paths)
 
     def run(self, values: Sequence[Any], given: Sequence[Any], environment: list[Any], is_current: bool = False) -> Any:
-        """Allocate, launch and return, for the arguments `values` with the arrays `given`.
+        """Run a call: allocate, launch and return the result. `values` are its arguments, `given` its arrays.
 
-        `environment` begins with the addresses and numbers of the call. `is_current`: the device is already the current
-        device of this thread.
+        `environment` begins with the call's addresses and numbers. `is_current`: the device is the thread's current
+        device.
         """
         library, device = self.library, self.device
         if not is_current and library.current_device() != device:
             with current_device(device):  # type: ignore[arg-type]
                 return self.run(values, given, environment, is_current=True)
         if is_current:
-            # torch postpones `cudaSetDevice` for a device without a context. It then reports that device as the current
-            # one, and a maker would allocate there.
+            # torch postpones `cudaSetDevice` for a device without a context. It then reports that device as current,
+            # and a maker would allocate there.
             made = [library.allocate(*size, device) for size in self._sizes]
         else:
             made = [make() for make in self._makers]
         for at in self._transposed:
             made[at] = made[at].swapaxes(-1, -2)
         if self._has_workspace:
-            # The variable keeps the workspace alive until the last launch. Otherwise the allocator could give the
-            # memory to another thread.
+            # This variable holds the workspace until the last launch. Otherwise the allocator could give the memory to
+            # another thread.
             workspace = made.pop()
             base = library.address(workspace)
             environment += [base + start if i is None else library.address(made[i]) for i, start in self._made]
@@ -393,8 +381,8 @@ class Plan:
             except AttributeError:
                 buffer, pointers, devices = thread_state()
             if device not in devices and not is_current:
-                # A thread that never set a device has no context, and the driver's launch would fail. If `is_current`,
-                # `current_device` has pushed the device's context.
+                # A thread that never set a device has no context, and the launch would fail. If `is_current`,
+                # `current_device` has pushed a context.
                 runtime.setDevice(device)
                 devices.add(device)  # type: ignore[arg-type]
             stream = library.stream(device)  # type: ignore[arg-type]
@@ -410,7 +398,7 @@ class Plan:
 def _returning(
     returned: Any, place_of: Callable[[Array], int], paths: Sequence[tuple[int, int | None]]
 ) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
-    """Return a function that builds a call's result from its arguments and the list of its and all allocated arrays."""
+    """Return a function that builds the result from two lists: the arguments, and all given and allocated arrays."""
     if not isinstance(returned, (tuple, list)):
         return lambda values, arrays: returned
     places = [place_of(x) if isinstance(x, Array) else None for x in returned]

@@ -1,4 +1,4 @@
-"""Show the progress of long work: as a bar on a terminal, otherwise as plain lines in the commands of cukern."""
+"""Progress of long work: a bar on a terminal, else plain lines in the commands of cukern."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Protocol
 
-#: The running command. Lines begin with its name.
+#: The name of the running command. Each printed line begins with it.
 _command: ContextVar[str] = ContextVar("_command", default="")
 
 
 class Advance(Protocol):
-    """Report that `count` more tasks are done, and name the next task (`what`)."""
+    """Count finished tasks, and name the next one."""
 
     def __call__(self, count: int = 1, what: str = "") -> None: ...
 
 
 @contextlib.contextmanager
 def in_command(name: str) -> Iterator[None]:
-    """Within this context, report progress without a terminal in lines that begin with the name of the command."""
+    """Report progress in lines that begin with `name` where stderr is no terminal."""
     token = _command.set(name)
     try:
         yield
@@ -32,11 +32,10 @@ def in_command(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress(what: str, total: int, shown: bool | None = None) -> Iterator[Advance]:
-    """Report the progress of `total` tasks. Yield a function to call after each task, from any thread.
+    """Yield a function to call after each of `total` tasks, from any thread.
 
-    On a terminal stderr shows a bar, which vanishes at the end. Elsewhere a command prints a line for the first task
-    and for each tenth of the tasks, and other programs print nothing. With `shown` True the bar is shown anywhere and
-    stays. With `shown` False nothing is shown.
+    A terminal shows a bar, which vanishes at the end. Elsewhere a command prints a line for the first task and each
+    tenth of the tasks. `shown=True` shows a bar everywhere, and the bar stays. `shown=False` shows nothing.
     """
     if shown or (shown is None and sys.stderr.isatty()):
         with _bar(what, total, transient=shown is None) as advance:
@@ -69,7 +68,7 @@ def _bar(said: str, total: int, transient: bool) -> Iterator[Advance]:
 
     command = _command.get() or "cukern"
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # If stdout is a terminal, text that is printed meanwhile appears above the bar.
+    # On a terminal, text printed meanwhile appears above the bar.
     own = {"console": Console(stderr=True), "transient": transient, "redirect_stdout": sys.stdout.isatty()}
     with Progress(*columns, **own) as bar:  # type: ignore[arg-type]
         task = bar.add_task(f"{command}: {said}", total=total)

@@ -1,4 +1,4 @@
-"""Rows of equal length with one stride, and tiles of such rows for elementwise kernels."""
+"""Rows of equal length with one stride, and their tiles for elementwise kernels."""
 
 from __future__ import annotations
 
@@ -11,27 +11,24 @@ from cukern.runtime.arrays import strides_of
 from cukern.runtime.describe import Array, expect
 from cukern.runtime.vectors import divisor
 
-#: The largest number of rows. The kernels count rows in 31 bits, and round up to whole tiles.
+#: The kernels count rows in 31 bits, and round up to whole tiles.
 MAX_ROWS = 2**31 - 2**12
-#: The largest number of elements in a row, because a grid has at most 2^16 - 1 chunks of 256 units.
+#: The most elements of a row. A grid has at most 2^16 - 1 chunks of 256 vectors, and a vector may be one element.
 MAX_ROW = (2**16 - 1) * 256
 
 
 class Rows(NamedTuple):
-    """An array [..., size], described as rows."""
-
     total: int
     size: int
-    distance: int  # the distance between the starts of neighbouring rows, in elements
+    distance: int  # row stride in elements
     batch: int  # rows of each expert with `counts`, else 1
-    counts: Any  # int32 [experts], the used rows of each expert; None: all rows are used
+    counts: Any  # int32 [experts], used rows; None: all
 
 
 def rows_of(name: str, array: Array, expert_num_tokens: Any = None) -> Rows:
-    """Return the rows of `array`. With expert_num_tokens the array is [experts, max_tokens, size].
+    """Describe `array` as rows. With expert_num_tokens it is [experts, max_tokens, size].
 
-    Raises TypeError for a dtype or a library, ValueError unless each row is contiguous and all rows have one distance,
-    or for other sizes.
+    Raises ValueError unless rows are contiguous with one stride.
     """
     shape, all_strides, batch, counts = array.shape, array.strides, 1, None
     if not shape:
@@ -39,7 +36,7 @@ def rows_of(name: str, array: Array, expert_num_tokens: Any = None) -> Rows:
     size = distance = shape[-1]
     if size > MAX_ROW:
         check.fail(name, f"of rows of at most {MAX_ROW} elements", size)
-    # Dimensions of size 1 are left out, because their strides do not matter.
+    # The stride of a dimension of size 1 does not matter.
     outer = [(n, stride) for n, stride in zip(shape[:-1], all_strides, strict=False) if n != 1]
     lengths, strides = [n for n, _ in outer], (*(stride for _, stride in outer), all_strides[-1])
     count = math.prod(lengths)
@@ -67,16 +64,15 @@ def rows_of(name: str, array: Array, expert_num_tokens: Any = None) -> Rows:
 
 
 class Tile(NamedTuple):
-    """The elements that one block processes: `rows` whole rows, or one of the `chunks` chunks of a long row."""
+    """The elements of one block: `rows` whole rows, or one of the `chunks` of a long row."""
 
     threads: int
     rows: int
     chunks: int
-    geometry: tuple[int, ...]  # columns, tile_rows, tile_columns and the Divisor by the threads of a row
+    geometry: tuple[int, ...]  # columns, tile_rows, tile_columns, Divisor by threads per row
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The geometry, as fields of a kernel's struct of parameters."""
         columns, tile_rows, tile_columns, *by_threads = self.geometry
         return {
             "columns": columns,
@@ -88,10 +84,8 @@ class Tile(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def tile(columns: int, items: int, lanes: int = 1, most_threads: int = 256) -> Tile:
-    """Return the tile for rows of `columns` units, with `items` units per thread. A unit is one load or store.
-
-    The number of threads per row is a multiple of `lanes`.
-    """
+    """Return the tile for rows of `columns` vectors, with `items` vectors per thread, and a multiple of `lanes` threads
+    per row."""
     chunks = max(1, -(-columns // (most_threads * items)))
     row_threads = max(1, -(-columns // (chunks * items * lanes))) * lanes
     rows = most_threads // row_threads if chunks == 1 else 1

@@ -1,12 +1,10 @@
-"""Schemas of torch operators, from the signatures of their functions.
+"""Schemas of torch operators, derived from function signatures.
 
-The annotation of an argument decides its type in the operator. `AnyArray` becomes a Tensor, `WrittenArray` a Tensor
-that the function writes, `Size` a SymInt. Other types keep their names. A union becomes its first type; None in the
-union makes the type optional.
+Annotations decide the types: `AnyArray` becomes Tensor, `WrittenArray` a Tensor that the function writes, `Size`
+SymInt. Other types keep their names. A union becomes its first type, optional if it contains None.
 
-An argument `step: int | AnyArray` adds the overload `.step`, in which `step` is a Tensor. A flag such as `return_lse`
-is not an argument of the operator. Instead it adds the overload `.lse`, which also returns `lse`. The overload `.out`
-takes the results as arguments.
+`step: int | AnyArray` adds the overload `.step`, with a Tensor `step`. A flag such as `return_lse` becomes the overload
+`.lse`, which also returns `lse`. The overload `.out` takes the results as arguments.
 """
 
 from __future__ import annotations
@@ -22,18 +20,16 @@ _TYPES |= {name: name for name in ("Generator", "bool", "float", "int", "str")}
 
 
 class Argument(NamedTuple):
-    """An argument or a result of an operator."""
-
     name: str
     type: str
-    suffix: str = ""  # follows the type: "[]" for a list, "?" for an optional argument
+    suffix: str = ""  # "[]" for a list, "?" for an optional argument
     default: str = ""
     is_written: bool = False
     is_keyword: bool = False
 
 
 class Schema(NamedTuple):
-    """The schema of an operator's overload. The default overload has no name."""
+    """The schema of an overload. The default overload has an empty name."""
 
     operator: str
     overload: str
@@ -62,7 +58,8 @@ class Schema(NamedTuple):
         return Schema(self.operator, overload, [*self.arguments, *written], [])
 
     def functional(self) -> Schema | None:
-        """The default overload without written arguments; None if there are none, or if one of them is required."""
+        """The overload without written arguments. None if no argument is written, or if a written one is not
+        optional."""
         written = [x for x in self.arguments if x.is_written]
         if self.overload or not written or not all(x.default for x in written):
             return None
@@ -70,10 +67,7 @@ class Schema(NamedTuple):
 
 
 def schemas(function: Callable[..., Any], names: Sequence[str]) -> Iterator[Schema]:
-    """Yield the schemas of a function's operator, with these names of results. `Schema` derives the other overloads.
-
-    Raises TypeError for an annotation without a type.
-    """
+    """Yield the schemas of a function's operator, without the overloads that `Schema` derives."""
     signature, operator = inspect.signature(function), function.__name__
     taken = [
         x for x in signature.parameters.values() if not x.name.startswith("return_") and not (names and x.name == "out")
@@ -91,7 +85,6 @@ def schemas(function: Callable[..., Any], names: Sequence[str]) -> Iterator[Sche
 
 
 def _type(annotation: Any, where: str) -> tuple[str, str]:
-    """Return the type of an annotation in a schema, and its suffix."""
     first, *others = annotation.split(" | ") if isinstance(annotation, str) else [""]
     element = re.sub(r"^Sequence\[(.*)\]$", r"\1", first)
     if element not in _TYPES:
@@ -99,7 +92,7 @@ def _type(annotation: Any, where: str) -> tuple[str, str]:
         raise TypeError(
             f"{where} must have an annotation that begins with {', '.join(_TYPES)} or a Sequence of one, got {found}"
         )
-    # In a schema, a list that may also be a single number is int[1].
+    # A list that may also be a single number is int[1].
     size = "[]" if element != first else "[1]" if f"Sequence[{first}]" in others else ""
     return _TYPES[element], size + "?" * ("None" in others)
 
@@ -108,13 +101,13 @@ def _argument(operator: str, parameter: inspect.Parameter) -> Argument:
     type_, suffix = _type(parameter.annotation, f"{operator}: the argument {parameter.name}")
     default = "" if parameter.default is parameter.empty else repr(parameter.default)
     if default and type_ == "Tensor":
-        default = "None"  # the dispatcher drops an argument that equals its default, so the function's default applies
+        default = "None"  # the dispatcher drops arguments that equal their default, so the function's default applies
     is_written = "WrittenArray" in parameter.annotation
     return Argument(parameter.name, type_, suffix, default, is_written, parameter.kind is parameter.KEYWORD_ONLY)
 
 
 def _results(operator: str, annotation: Any, names: Sequence[str]) -> list[Argument]:
-    """Return the results with these names. If there are several, the annotation is a tuple of their types."""
+    """Return the named results. The annotation of several results is a tuple."""
     if not names:
         return []
     found = str(annotation)

@@ -1,4 +1,4 @@
-"""The files of `cuda_src`: their text, and their includes."""
+"""Text and includes of the files of `cuda_src`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-# In a wheel the sources are inside the package, in a checkout beside it.
+# A wheel contains the sources, a checkout has them beside the package.
 CUDA_SRC = _PACKAGE / "cuda_src" if (_PACKAGE / "cuda_src").is_dir() else _PACKAGE.parent / "cuda_src"
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"]+)"|<([^>]+)>)', re.MULTILINE)
@@ -16,26 +16,22 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"]+)"|<([^>]+)>)', re.
 
 @functools.cache
 def source(file: str) -> str:
-    """Return the text of a template for NVRTC, whose messages cite the file in `cuda_src`."""
+    """Return a template's text for NVRTC, whose messages then cite the file."""
     return f'#line 1 "{file}.cu"\n{(CUDA_SRC / f"{file}.cu").read_text()}'
 
 
 def quoted_includes(source: str) -> list[str]:
-    """Return the files of `cuda_src` that a source includes, in order."""
     return [quoted for quoted, _ in _INCLUDE.findall(source) if quoted]
 
 
 def included(files: Iterable[Path], root: Path) -> tuple[list[Path], list[str]]:
-    """Find the files that `files` include, directly or through others.
-
-    Returns `files` and the included files below `root`, where quoted includes start; and the names of CUDA's headers.
-    """
+    """Return `files` with all files below `root` that they include, and the names of the included CUDA headers."""
     found, headers = list(files), set()
     for file in found:
         for quoted, bracketed in _INCLUDE.findall(file.read_text()):
             path = root / quoted
             if bracketed:
                 headers.add(bracketed)
-            elif path not in found and path.is_file():  # NVRTC reports a missing file
+            elif path not in found and path.is_file():  # NVRTC reports missing files
                 found.append(path)
     return found, sorted(headers)

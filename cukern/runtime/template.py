@@ -1,8 +1,7 @@
-"""Read declarations from a CUDA template: each kernel's struct of parameters, and constants.
+"""Read a CUDA template: each kernel's parameter struct, and constants.
 
-This module parses the text of the `.cu` file and of the files that it includes, so that a launch can name the fields of
-the struct. `assertions` returns static assertions that are compiled with every instance. With them the compiler checks
-each offset that this module has computed.
+A launch names the fields of a kernel's parameter struct, so this module parses the `.cu` file and its includes.
+`assertions` adds static assertions to every instance, so the compiler checks each offset.
 """
 
 from __future__ import annotations
@@ -48,14 +47,12 @@ _ENUM = re.compile(r"^enum\s*(?:\w+\s*)?\{([^}]*)\}", re.MULTILINE)
 
 
 class TemplateError(RuntimeError):
-    """The host cannot read a declaration in a template. This is a mistake in the library, never of its caller."""
+    """The host cannot read a template or fill its struct. This is an error of the library, never of its caller."""
 
 
 @dataclass(frozen=True)
 class Scalar:
-    """A field that is a number or a pointer."""
-
-    code: str  # the format character of the type in the Python module `struct`
+    code: str  # format character of Python's `struct`
 
     @property
     def size(self) -> int:
@@ -68,7 +65,7 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Array:
-    """A field of `count` values of one type, one after the other in memory."""
+    """`count` adjacent values of one type."""
 
     of: Scalar | Array | Struct
     count: int
@@ -84,8 +81,6 @@ class Array:
 
 @dataclass(frozen=True)
 class Struct:
-    """Named fields with their offsets in bytes."""
-
     name: str
     fields: dict[str, tuple[int, Scalar | Array | Struct]]
     size: int
@@ -96,11 +91,11 @@ class Struct:
 
 @functools.cache
 def text(file: str) -> str:
-    """Return the template `cuda_src/<file>.cu` and all files of `cuda_src` that it includes, without comments."""
+    """Return a template and the `cuda_src` files that it includes, without comments."""
     found: dict[Path, str] = {}
 
     def read(path: Path) -> None:
-        # As the preprocessor does, put an included file before the text that includes it, at the first inclusion only.
+        # Like the preprocessor, put an included file before the includer, at its first inclusion.
         if path in found or not path.is_file():
             return
         found[path] = ""
@@ -137,13 +132,13 @@ _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,  # as C++ divides integers
+    ast.Div: operator.floordiv,  # C++ integer division
     ast.LShift: operator.lshift,
 }
 
 
 def _evaluate(expression: str, names: Mapping[str, int]) -> int | None:
-    """Return the value of an expression of integers and `names`; None for any other expression."""
+    """Evaluate an expression of integers and `names`; None for any other expression."""
 
     def value(node: ast.expr) -> int | None:
         if isinstance(node, ast.Constant) and type(node.value) is int:
@@ -163,7 +158,6 @@ def _evaluate(expression: str, names: Mapping[str, int]) -> int | None:
 
 @functools.cache
 def params(file: str, function: str) -> Struct:
-    """Return the struct that the kernel `function` of a template takes."""
     for kernel, name in _KERNEL.findall(text(file)):
         if kernel == function:
             return struct_named(file, name)
@@ -172,7 +166,6 @@ def params(file: str, function: str) -> Struct:
 
 @functools.cache
 def struct_named(file: str, name: str) -> Struct:
-    """Return the struct `name` that a template declares."""
     source = text(file)
     bare, _, argument = name.partition("<")
     for found in _STRUCT.finditer(source):
@@ -201,7 +194,7 @@ def _lay_out(file: str, name: str, body: str, base: str | None, alignment: int) 
     for statement in body.split(";"):
         statement = " ".join(statement.split())
         if not statement or "(" in re.sub(r"alignas\(\d+\)", "", statement):
-            continue  # the declaration is a function
+            continue  # a function
         member = _MEMBER.fullmatch(statement)
         if member is None:
             raise TemplateError(f"{file}.cu: cannot read `{statement}` of struct {name}")
@@ -225,13 +218,13 @@ def _type(file: str, words: str, is_pointer: bool) -> Scalar | Struct:
 
 
 def assertions(file: str) -> str:
-    """Return static assertions of the layout of each struct of parameters, as this module reads it."""
+    """Return static assertions of each parameter struct's layout, as this module reads it."""
     lines = []
     for name in dict.fromkeys(name for _, name in _KERNEL.findall(text(file))):
         layout = struct_named(file, name)
         lines.append(f'static_assert(sizeof({name}) == {layout.size}, "{name}");')
         for field, (offset, _) in layout.fields.items():
-            # NVRTC has no offsetof. __INTADDR__ gives the offset as a constant expression.
+            # NVRTC has no offsetof. __INTADDR__ gives a constant expression.
             place = f"__INTADDR__(&(({name}*)0)->{field})"
             lines.append(f'static_assert({place} == {offset}, "{name}::{field}");')
         lines += [
@@ -255,7 +248,8 @@ _Leaf = tuple[int, str, Any, str]
 
 
 def _add_leaves(leaves: list[_Leaf], kind: Scalar | Array | Struct, value: Any, offset: int, path: str) -> None:
-    """Append (offset, format character, value, name) of every number of a field. A value of bytes fills the field."""
+    """Append (offset, format character, value, name) for each number of a field. A value of bytes fills the whole
+    field."""
     if isinstance(kind, Scalar):
         leaves.append((offset, kind.code, 0 if value is None else value, path))
         return
@@ -282,11 +276,10 @@ def _add_leaves(leaves: list[_Leaf], kind: Scalar | Array | Struct, value: Any, 
 
 
 def named_leaves(layout: Struct, values: Mapping[str, Any], offset: int = 0, prefix: str = "") -> list[_Leaf]:
-    """Return a list of (offset, format character, value, name) for all numbers of a struct, in order.
+    """Return (offset, format character, value, name) for each number of a struct, in order.
 
-    `values` maps the name of each field to its value. The value of a scalar is a number, of an array a sequence, and of
-    an inner struct a mapping, a tuple in the order of its fields, or bytes. None or 0 means zeros. Raises TemplateError
-    for a missing or an unknown name.
+    A value is a number for a scalar, a sequence for an array, and a mapping, a tuple or bytes for an inner struct. None
+    or 0 means zeros.
     """
     if values.keys() != layout.fields.keys():
         wrong = [f"no {name}" for name in layout.fields if name not in values]
@@ -303,12 +296,10 @@ def named_leaves(layout: Struct, values: Mapping[str, Any], offset: int = 0, pre
 
 
 def packing(layout: Struct, leaves: list[_Leaf], is_open: Any) -> tuple[struct.Struct, list[Any]]:
-    """Return the `struct.Struct` that packs a struct of parameters, and the list of values to pack.
+    """Return the `struct.Struct` that packs a parameter struct, and the values to pack.
 
-    The list has bytes, which are packed in advance, and open values, which are known only at a call, such as addresses.
-    `is_open` tells whether a value is open.
-
-    Raises TemplateError, with the name of the field, for a number that does not fit its field.
+    Numbers known now are packed into bytes. `is_open(value)` is true for a value known only at a call, such as an
+    address.
     """
     values = [value for _, _, value, _ in leaves]
     are_open = [type(value) is not int and is_open(value) for value in values]
@@ -319,11 +310,10 @@ def packing(layout: Struct, leaves: list[_Leaf], is_open: Any) -> tuple[struct.S
         refuse_number(layout, [leaf for leaf, each in zip(leaves, are_open, strict=True) if not each])
         raise
     opened = iter([value for value, each in zip(values, are_open, strict=True) if each])
-    return form.whole, [next(opened) if part is None else packed[part[0] : part[1]] for part in form.parts]
+    return form.combined, [next(opened) if part is None else packed[part[0] : part[1]] for part in form.values]
 
 
 def refuse_number(layout: Struct, leaves: Iterable[_Leaf]) -> None:
-    """Raise TemplateError for the first number that does not fit its field."""
     for _, code, value, path in leaves:
         try:
             struct.pack(f"={code}", value)
@@ -332,31 +322,30 @@ def refuse_number(layout: Struct, leaves: Iterable[_Leaf]) -> None:
 
 
 class _Format(NamedTuple):
-    """How the structs of one layout are packed. Fixed numbers are known in advance, open values only at a call."""
+    """How a parameter struct is packed. Its fixed numbers are known in advance, its open values only at a call."""
 
-    fixed: struct.Struct  # packs the fixed numbers only, into a struct of the full size
-    whole: struct.Struct  # packs the bytes and the open values in `parts`
-    parts: list[tuple[int, int] | None]  # the values to pack: a range of fixed bytes, or None for an open value
+    fixed: struct.Struct  # packs the fixed numbers into a struct of the full size
+    combined: struct.Struct  # packs `values`
+    values: list[tuple[int, int] | None]  # a range of the fixed bytes, or None for an open value
 
 
 @functools.lru_cache(maxsize=1024)
 def _format(size: int, leaves: tuple[tuple[int, str], ...], are_open: tuple[bool, ...]) -> _Format:
-    """Return the format of a struct of `size` bytes whose numbers have these offsets and codes."""
     text, end = "=", 0
     for (offset, code), is_open in zip(leaves, are_open, strict=True):
         if not is_open:
             text += f"{offset - end}x{code}"
             end = offset + struct.calcsize(f"={code}")
     fixed = struct.Struct(f"{text}{size - end}x")
-    text, end, parts = "=", 0, list[tuple[int, int] | None]()
+    text, end, values = "=", 0, list[tuple[int, int] | None]()
     for (offset, code), is_open in [*zip(leaves, are_open, strict=True), ((size, ""), True)]:
         if not is_open:
             continue
         if offset > end:
             text += f"{offset - end}s"
-            parts.append((end, offset))
+            values.append((end, offset))
         if code:
             text += code
-            parts.append(None)
+            values.append(None)
             end = offset + struct.calcsize(f"={code}")
-    return _Format(fixed, struct.Struct(text), parts)
+    return _Format(fixed, struct.Struct(text), values)

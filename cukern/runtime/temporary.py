@@ -16,6 +16,7 @@ def process_folder(prefix: str) -> str:
 
 
 def _remove(folder: str, owner: int) -> None:
-    # A forked child inherits the exit functions of its parent, which still uses the folder.
+    # A forked child inherits the exit functions of its parent, which still uses the folder, so only the parent removes
+    # it.
     if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)

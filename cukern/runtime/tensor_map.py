@@ -1,4 +1,4 @@
-"""Tensor maps: descriptions of arrays for the loads of the tensor memory accelerator (TMA), from Hopper on."""
+"""Tensor maps: descriptions of arrays for loads by the tensor memory accelerator (TMA), from Hopper on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["TENSOR_MAP_BYTES", "encode"]
 
 TENSOR_MAP_BYTES = 128
 _ALIGNMENT = 64
-_MOST_DIMS = 5
+_MAX_DIMS = 5
 # Values of the driver's enumerations.
 _TYPES = {"uint8": 0, "uint64": 4, "float16": 6, "float32": 7, "bfloat16": 9}
 _INTERLEAVE_NONE = 0
@@ -23,14 +23,14 @@ _FILL_ZERO = 0
 
 
 class _Buffers(threading.local):
-    """Per-thread memory for the arguments of the driver's encode function and for the map that it writes."""
+    """Per-thread memory for the driver's encode function."""
 
     def __init__(self) -> None:
         self.memory = ctypes.create_string_buffer(TENSOR_MAP_BYTES + _ALIGNMENT)
         here = ctypes.addressof(self.memory)
         self.map = here + -here % _ALIGNMENT
-        self.dims, self.strides = (ctypes.c_uint64 * _MOST_DIMS)(), (ctypes.c_uint64 * _MOST_DIMS)()
-        self.box, self.steps = (ctypes.c_uint32 * _MOST_DIMS)(), (ctypes.c_uint32 * _MOST_DIMS)(*[1] * _MOST_DIMS)
+        self.dims, self.strides = (ctypes.c_uint64 * _MAX_DIMS)(), (ctypes.c_uint64 * _MAX_DIMS)()
+        self.box, self.steps = (ctypes.c_uint32 * _MAX_DIMS)(), (ctypes.c_uint32 * _MAX_DIMS)(*[1] * _MAX_DIMS)
 
 
 _buffers = _Buffers()
@@ -53,18 +53,15 @@ def encode(
     promotion: int = 256,
     swizzled: bool = True,
 ) -> bytes:
-    """Encode a tensor map (`CUtensorMap`) of an array in global memory, for tiles with 128-byte swizzle or none.
+    """Encode a tensor map (`CUtensorMap`) of an array in global memory. TMA fills elements outside the array with 0.
 
     Args:
         address: the address of the first element, a multiple of 16.
-        dims: the number of elements along each dimension, the innermost first.
-        strides: the bytes between neighbours along each dimension except the innermost, multiples of 16.
-        box: the number of elements of a tile along each dimension, at most 256. A swizzled tile has 128 bytes along the
-            innermost dimension.
-        promotion: the smallest number of bytes that L2 fetches, 128 or 256.
-        swizzled: whether a tile has the 128-byte swizzle; else its bytes are in the order of memory, without gaps.
-
-    Elements of a tile outside the array are 0. Raises RuntimeError if the driver refuses the sizes.
+        dims: sizes, innermost first.
+        strides: in bytes, multiples of 16, for all dimensions but the innermost.
+        box: tile sizes, at most 256. The innermost is 128 bytes if swizzled.
+        promotion: bytes of an L2 fetch, 128 or 256.
+        swizzled: whether tiles have the 128-byte swizzle.
     """
     rank, own = len(dims), _buffers
     own.dims[:rank], own.strides[: len(strides)], own.box[:rank] = [*dims], [*strides], [*box]

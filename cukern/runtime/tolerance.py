@@ -1,4 +1,4 @@
-"""The allowed difference between the result of a kernel and the result of its NumPy reference."""
+"""The tolerance between a kernel's result and the NumPy reference."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from typing import NamedTuple
 
 
 class Tolerance(NamedTuple):
-    """The allowed difference between a result and the reference's value `wanted`: absolute + relative * |wanted|."""
+    """The allowed difference from the reference's value `wanted`: absolute + relative * |wanted|.
+
+    A 16-bit value near a rounding boundary may round the other way, so `relative` is one unit in the last place for
+    16-bit dtypes: 2**-10 for float16, 2**-7 for bfloat16.
+    """
 
     relative: float
     absolute: float

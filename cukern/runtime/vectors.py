@@ -1,4 +1,4 @@
-"""Widths of vectors (the bytes of one load or store of a thread), and divisors, as in `common/vectors.cuh`."""
+"""Vector widths (bytes of one load or store of a thread) and divisors, as in `common/vectors.cuh`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from cukern.runtime import check
 
 
 def ceil_div(number: int, divisor: int) -> int:
-    """Return `number / divisor`, rounded up."""
     return -(-number // divisor)
 
 
 @functools.lru_cache(maxsize=1024)
 def divisor(number: int) -> tuple[int, int]:
-    """Return the fields (multiplier, shift) of a Divisor: `n * multiplier >> shift` is `n // number` for n below 2**31.
+    """Return (multiplier, shift), with `n * multiplier >> shift == n // number` for n below 2**31.
 
     The method is from Granlund and Montgomery (1994).
     """
@@ -23,9 +22,9 @@ def divisor(number: int) -> tuple[int, int]:
 
 
 def vector_bytes(name: str, mask: int, item_size: int) -> int:
-    """Return the bytes of the widest vector (16 at most) that divides all addresses and strides.
+    """Return the bytes, at most 16, of the widest vector that divides all addresses and strides.
 
-    `mask` is the bitwise or of the addresses and strides.
+    `mask` is the bitwise or of all addresses and strides.
     """
     if mask % 16 == 0:
         return 16
@@ -36,7 +35,7 @@ def vector_bytes(name: str, mask: int, item_size: int) -> int:
 
 
 def why_width(width: int, what: str) -> str:
-    """Return the reason for a kernel that loads `width` bytes at a time. `what` names the rows that limit the width."""
+    """Return the reason for loads of `width` bytes. `what` names the rows that limit the width."""
     if width == 16:
         return f"loads of 16 bytes, to which {what} are aligned"
     return f"slower loads of {width} bytes: {what} are not multiples of 16 bytes at 16-byte aligned addresses"

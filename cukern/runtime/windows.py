@@ -1,6 +1,6 @@
-"""Memory that other ranks map: other GPUs of this process, and other processes of this host.
+"""Memory that other ranks can map. A rank is a GPU of this process, or another process of this host.
 
-The memory comes from cudaMalloc directly. CUDA's interprocess handles cannot share memory from a pool, such as torch's
+The memory comes from cudaMalloc, because CUDA's interprocess handles cannot share a memory pool, such as torch's
 expandable segments.
 """
 
@@ -15,16 +15,16 @@ from pathlib import Path
 
 from cukern.runtime.cuda import cupy, current_device, libcuda, runtime
 
-_LAZY_PEER_ACCESS = 1  # a flag of cudaIpcOpenMemHandle
+_LAZY_PEER_ACCESS = 1  # flag of cudaIpcOpenMemHandle
 _PORTABLE_MAPPED = 1 | 2  # flags of cudaHostAlloc: for all devices, at one address
-_NON_BLOCKING = 1  # flag of a stream that does not wait for the default stream, because a kernel there may be waiting
+_NON_BLOCKING = 1  # the stream does not wait for the default stream, where a kernel may be waiting
 _ALREADY_ENABLED = 704  # cudaErrorPeerAccessAlreadyEnabled
 _ANY_TO_ANY = 4  # cudaMemcpyDefault
 _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 def allocate(device: int, size: int) -> int:
-    """Allocate `size` bytes on a device, set them to 0, and return the address."""
+    """Return the address of `size` zero bytes on a device."""
     with current_device(device):
         address = runtime.malloc(size)
         runtime.memset(address, 0, size)
@@ -33,46 +33,42 @@ def allocate(device: int, size: int) -> int:
 
 
 def free(device: int, address: int) -> None:
-    """Free memory from `allocate`."""
     with current_device(device):
         runtime.free(address)
 
 
 def allocate_on_host(size: int) -> int:
-    """Allocate `size` bytes of host memory that every device can write, set them to 0, and return the address."""
+    """Return the address of `size` zero bytes of host memory that every device can write."""
     address = runtime.hostAlloc(size, _PORTABLE_MAPPED)
     ctypes.memset(address, 0, size)
     return address
 
 
 def free_on_host(address: int) -> None:
-    """Free memory from `allocate_on_host`."""
     runtime.freeHost(address)
 
 
 def handle_of(device: int, address: int) -> bytes:
-    """Return a handle of memory from `allocate`. Another process on this host can map the memory with the handle."""
+    """Return a handle for memory from `allocate`, which another process of this host can map."""
     with current_device(device):
         return bytes(runtime.ipcGetMemHandle(address))
 
 
 def map_handle(device: int, handle: bytes) -> int:
-    """Map another process's memory, and return its address for `device`."""
+    """Map another process's memory. Return its address for `device`."""
     with current_device(device):
         return runtime.ipcOpenMemHandle(handle, _LAZY_PEER_ACCESS)
 
 
 def unmap(device: int, address: int) -> None:
-    """Undo `map_handle`."""
     with current_device(device):
         runtime.ipcCloseMemHandle(address)
 
 
 def why_no_access(device: int, peer: int) -> str | None:
-    """Return why the kernels of `device` cannot use the memory of `peer`, a GPU of this process; None if they can.
+    """Return why kernels of `device` cannot use the memory of `peer`; None if they can.
 
-    The kernels also use atomic additions on signals in that memory. These need a link that supports atomics, such as
-    NVLink. PCIe does not.
+    The kernels add atomically to signals in the peer's memory. NVLink supports such atomics, PCIe does not.
     """
     if device == peer:
         return None
@@ -85,10 +81,7 @@ def why_no_access(device: int, peer: int) -> str | None:
 
 
 def enable_peer_access(device: int, peer: int) -> None:
-    """Let the kernels of `device` use the memory of `peer`, a GPU of this process.
-
-    Raises ValueError if they cannot.
-    """
+    """Let kernels of `device` use the memory of `peer`. Raises ValueError if they cannot."""
     if why := why_no_access(device, peer):
         raise ValueError(f"CUDA device {device} cannot use the memory of CUDA device {peer}: {why}")
     if device == peer:
@@ -102,13 +95,11 @@ def enable_peer_access(device: int, peer: int) -> None:
 
 
 def make_stream(device: int) -> int:
-    """Create a stream for `write_word`, and return its handle."""
     with current_device(device):
         return runtime.streamCreateWithFlags(_NON_BLOCKING)
 
 
 def destroy_stream(device: int, stream: int) -> None:
-    """Destroy a stream from `make_stream`."""
     with current_device(device):
         runtime.streamDestroy(stream)
 
@@ -116,8 +107,7 @@ def destroy_stream(device: int, stream: int) -> None:
 def write_word(device: int, stream: int, source: int, addresses: Sequence[int], value: int) -> None:
     """Write an int32 to each address without waiting, even while a kernel of the device runs.
 
-    `source` is the address of an int32 from `allocate_on_host`. The function allocates nothing, because an allocation
-    would wait for the kernel.
+    `source` is the address of an int32 from `allocate_on_host`. An allocation here would wait for the kernel.
     """
     ctypes.c_int.from_address(source).value = value
     with current_device(device):
@@ -127,19 +117,19 @@ def write_word(device: int, stream: int, source: int, addresses: Sequence[int], 
 
 
 def bus_id(device: int) -> str:
-    """Return the PCI address of a device, which is the same in all processes of its host."""
+    """Return a device's PCI address, the same in all processes of its host."""
     return runtime.deviceGetPCIBusId(device)
 
 
 @functools.cache
 def host_id() -> str:
-    """Return an identifier of this host that no other running host has."""
+    """Return an identifier that no other running host has."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
 
 
 def array_at(device: int, address: int, size: int, owner: object) -> object:
-    """Return a CuPy array of `size` bytes at an address. The array keeps `owner` alive."""
+    """Return a CuPy array of `size` bytes at an address. It keeps `owner` alive."""
     memory = cupy.cuda.UnownedMemory(address, size, owner, device)
     return cupy.ndarray((size,), "uint8", cupy.cuda.MemoryPointer(memory, 0))
