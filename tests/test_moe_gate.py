@@ -1150,7 +1150,7 @@ def test_the_kernel_of_few_tokens_follows_from_the_slots() -> None:
     for scoring, own in (("softmax", "SOFTMAX"), ("sigmoid", "ANY"), ("sqrtsoftplus", "ANY")):
         (chosen,) = choices(Case(8, topk=2, scoring=scoring, biased=False)).specialized
         instance = chosen.variant.instance
-        assert (chosen.most_tokens, chosen.threads) == (kernels.MAX_TOKENS, 128)
+        assert (chosen.max_tokens, chosen.threads) == (kernels.MAX_TOKENS, 128)
         assert (instance.function, instance.arguments) == ("gate_by_thread", ("float", 8, own))
 
 
@@ -1160,7 +1160,7 @@ def test_the_dynamic_kernel_hands_choices_on_where_lanes_are_full_and_groups_who
     others += [Case(256, 32, 8, 8), Case(512, 8, 4, 8), Case(256, 8, 4, 17)]
     for case in by_lanes + others:
         chosen = choices(case).dynamic
-        assert (chosen.variant.instance.arguments[2] == "WHOLE_LANES") == (case in by_lanes), case
+        assert (chosen.variant.instance.arguments[2] == "LANE_ALIGNED") == (case in by_lanes), case
         if case in by_lanes:
             assert case.groups << chosen.fields["log2_lanes_per_group"] == chosen.lanes == 16
 

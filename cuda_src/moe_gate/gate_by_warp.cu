@@ -1,24 +1,19 @@
-// Route each token to its top-k experts with one warp per token. This kernel is for few tokens.
+// Route each token to its top-k experts with one warp per token, for few tokens.
 //
-// The header of moe_gate.cu has the formulas and the rule for ties. The results of this kernel are bit-identical to
-// moe_gate.cu. The choice of an expert is a number; the experts with the largest choices are selected. Lane l holds
-// VALUES = EXPERTS / 32 consecutive experts, starting at `l * VALUES`, and sorts their choices. Then the warp fills the
-// topk slots, one per iteration. A redux instruction finds the largest of the remaining choices of all lanes. A vote
-// finds the winner: the lowest lane that holds this choice. The winner removes the choice from its sorted choices. At
-// the end the warp looks up the expert ids of all slots at once.
+// The header of moe_gate.cu has the formulas, and the results are bit-identical. Lane l holds VALUES = EXPERTS / 32
+// consecutive experts, starting at `l * VALUES`, and sorts their biased scores. Then the warp fills the topk slots, one
+// per iteration: redux finds the largest remaining biased score of all lanes, a vote finds the lowest lane that holds
+// it (the winner), and the winner removes it. At the end the warp looks up the expert ids of all slots.
 //
-// With few tokens the time depends only on the length of the chain of dependent instructions. The chain of this kernel
-// has about ten instructions per slot. With many slots the chain of moe_gate.cu, which uses a candidate list, is
+// The chain of dependent instructions has about ten instructions per slot. With many slots the chain of moe_gate.cu is
 // shorter.
 //
-// SCORING == ANY: the scoring function is selected by an argument. BIASED: there is a bias, of type float or OTHER.
-// topk is at most 32.
+// SCORING == ANY: the scoring is an argument. BIASED: there is a bias, of type float or BiasType. topk is at most 32.
 //
 // Grid: one warp per token, blockDim.x / 32 <= WARPS tokens per block.
 //
-// Speed of light: the latencies of the launch, of one memory access, and of the chain of instructions. On an H200, with
-// 256 experts without groups and topk 8, 1 bfloat16 token takes 2.5 us and 64 tokens take 2.7 us; an empty kernel takes
-// 0.54 us.
+// Speed of light: latency. On an H200, with 256 experts without groups and topk 8, 1 bfloat16 token takes 2.5 us and 64
+// take 2.7 us; an empty kernel takes 0.54 us.
 #include "common/overlap.cuh"
 #include "moe_gate/scores.cuh"
 #include "moe_gate/selection.cuh"
@@ -28,13 +23,13 @@ constexpr int WARPS = 2;
 
 struct Params {
     const void* logits;          // [tokens, experts]  T, rows `row_stride` apart
-    const void* bias;            // [experts]  float if bias_is_float, else OTHER; null: no bias
+    const void* bias;            // [experts]  float if bias_is_float, else BiasType; null: no bias
     float* weights;              // [tokens, topk + shared]
     int* ids;                    // [tokens, topk + shared]
     const void* valid_on_device; // one int32 or int64, replaces `valid`; may be null
     long long row_stride;
     int tokens;
-    int valid; // tokens with this index or a higher one are padding
+    int valid; // index of the first padding token
     int topk_group;
     int topk;   // routed experts per token
     int shared; // fused shared experts, in the last columns
@@ -42,13 +37,12 @@ struct Params {
     int renormalize;
     int bias_is_float;
     int valid_is_int64;
-    float shared_scale; // a shared expert's weight is this times the sum of the routed weights
+    float shared_scale; // weight of a shared expert / sum of the routed weights
     float output_scale;
 };
 
-// Store COUNT consecutive values of a lane with the widest stores that COUNT allows. Stores of single values would
-// cause bank conflicts.
-template <typename T, int COUNT> __device__ __forceinline__ void store_own(T* to, const T (&from)[COUNT]) {
+// Use the widest stores that COUNT allows, because stores of single values would cause bank conflicts.
+template <typename T, int COUNT> __device__ __forceinline__ void store_values(T* to, const T (&from)[COUNT]) {
     constexpr int PER_STORE = COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1;
     struct alignas(PER_STORE * sizeof(T)) Pack {
         T item[PER_STORE];
@@ -62,33 +56,32 @@ template <typename T, int COUNT> __device__ __forceinline__ void store_own(T* to
     }
 }
 
-// Set `largest` and `inverse_sum` of `scores`, as Scores::sum_exponentials does, but with redux instructions. The
-// results are bit-identical.
+// Compute the same bits as Scores::sum_exponentials, but with redux instructions.
 template <typename Scores, int VALUES>
 __device__ __forceinline__ void sum_exponentials(Scores& scores, const float (&logit)[VALUES], float largest) {
     scores.largest = scores.softmax_argument(largest);
-    unsigned long long own = 0;
+    unsigned long long lane_sum = 0;
 #pragma unroll
     for (int i = 0; i < VALUES; ++i)
         if (logit[i] > -CUDART_INF_F)
-            own += __float2uint_rn(fast_exp2((scores.softmax_argument(logit[i]) - scores.largest) * LOG2_E) * 0x1p31f);
+            lane_sum +=
+                __float2uint_rn(fast_exp2((scores.softmax_argument(logit[i]) - scores.largest) * LOG2_E) * 0x1p31f);
     // A lane's sum is at most 2^36, so neither the low nor the high part overflows when summed over the warp.
-    const unsigned low = __reduce_add_sync(FULL_WARP, unsigned(own) & 0xffffff);
-    const unsigned high = __reduce_add_sync(FULL_WARP, unsigned(own >> 24));
+    const unsigned low = __reduce_add_sync(FULL_WARP, unsigned(lane_sum) & 0xffffff);
+    const unsigned high = __reduce_add_sync(FULL_WARP, unsigned(lane_sum >> 24));
     scores.inverse_sum = __fdividef(0x1p31f, float(((unsigned long long)high << 24) + low));
 }
 
-// A result slot. Lane k holds slot k, for the expert with the k-th largest choice of the token, counted from 0.
+// Lane k holds result slot k, for the expert with the k-th largest biased score of the token, counted from 0.
 struct Slot {
-    unsigned key = 0; // the choice as a sortable integer; 0 in lanes from topk on
+    unsigned key = 0; // the biased score as a sortable integer; 0 in lanes from topk on
     int winner = 0;   // the lane that holds the expert
     int skip = 0;     // earlier slots with the same key and the same winner
 };
 
-// Fill the topk slots with the largest keys of all lanes, one slot per iteration. Each lane's keys are in descending
-// order.
+// Fill the topk slots with the largest keys of all lanes. Each lane's keys are in descending order.
 template <int VALUES> __device__ __forceinline__ Slot select_slots(unsigned (&sorted)[VALUES], int topk, int lane) {
-    Slot own;
+    Slot slot;
     unsigned last = 0;
     int last_winner = 0, skip = 0;
 #pragma unroll 1
@@ -102,14 +95,13 @@ template <int VALUES> __device__ __forceinline__ Slot select_slots(unsigned (&so
         }
         skip = top == last && winner == last_winner ? skip + 1 : 0;
         last = top, last_winner = winner;
-        if (lane == k) own.key = top, own.winner = winner, own.skip = skip;
+        if (lane == k) slot.key = top, slot.winner = winner, slot.skip = skip;
     }
-    return own;
+    return slot;
 }
 
-// Return the index of the slot's key among the winner's keys, which are in expert order. If several keys are equal,
-// skip the keys that belong to earlier slots.
-template <int VALUES> __device__ __forceinline__ int place_of(const unsigned* keys, const Slot& slot) {
+// Return the index of the slot's key among the keys of the winner. Skip the equal keys that earlier slots have taken.
+template <int VALUES> __device__ __forceinline__ int index_of_key(const unsigned* keys, const Slot& slot) {
     unsigned equal = 0;
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) equal |= unsigned(keys[i] == slot.key) << i;
@@ -118,7 +110,6 @@ template <int VALUES> __device__ __forceinline__ int place_of(const unsigned* ke
     return __ffs(equal) - 1;
 }
 
-// Write the token's weights and ids: the routed experts from the lanes below topk, then the shared experts.
 __device__ __forceinline__ void write_slots(const Params& p, int lane, int token, int valid, int experts, float weight,
                                             int id) {
     // Add in the same order as moe_gate.cu. The lanes from topk on hold 0.
@@ -144,7 +135,7 @@ __device__ __forceinline__ void write_slots(const Params& p, int lane, int token
     }
 }
 
-template <typename T, int EXPERTS, int GROUPS, int SCORING, bool BIASED, typename OTHER = T>
+template <typename T, int EXPERTS, int GROUPS, int SCORING, bool BIASED, typename BiasType = T>
 __global__ void __launch_bounds__(WARPS * 32) gate_by_warp(const __grid_constant__ Params p) {
     begin_behind_earlier_kernels();
     constexpr int VALUES = EXPERTS / 32;
@@ -155,15 +146,15 @@ __global__ void __launch_bounds__(WARPS * 32) gate_by_warp(const __grid_constant
     const int token = blockIdx.x * (blockDim.x / 32) + warp;
     if (token >= p.tokens) return;
     unsigned* keys = staged_keys[warp];
-    float* kept_scores = staged_scores[warp];
+    float* cached_scores = staged_scores[warp];
 
-    float logit[VALUES], bias[VALUES], choice[VALUES];
+    float logit[VALUES], bias[VALUES], biased_score[VALUES];
     load_floats(static_cast<const T*>(p.logits) + token * p.row_stride + lane * VALUES, logit);
     if constexpr (BIASED) {
         if (p.bias_is_float)
             load_floats(static_cast<const float*>(p.bias) + lane * VALUES, bias);
         else
-            load_floats(static_cast<const OTHER*>(p.bias) + lane * VALUES, bias);
+            load_floats(static_cast<const BiasType*>(p.bias) + lane * VALUES, bias);
     }
     const int valid = load_valid(p), topk = p.topk;
 
@@ -178,42 +169,43 @@ __global__ void __launch_bounds__(WARPS * 32) gate_by_warp(const __grid_constant
     float score[VALUES] = {};
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
-        // fmaxf turns a NaN into -inf. Adding 0 turns -0 into 0, because `sortable` puts -0 below 0.
+        // fmaxf turns a NaN into -inf. `sortable` puts -0 below 0, so adding 0 turns -0 into 0.
         if constexpr (BIASED) {
             score[i] = scores.of(logit[i]);
-            choice[i] = __fadd_rn(score[i], fmaxf(bias[i], -CUDART_INF_F));
+            biased_score[i] = __fadd_rn(score[i], fmaxf(bias[i], -CUDART_INF_F));
         } else {
-            choice[i] = __fadd_rn(logit[i], 0.f);
+            biased_score[i] = __fadd_rn(logit[i], 0.f);
         }
-        if (!(logit[i] > -CUDART_INF_F)) choice[i] = -CUDART_INF_F;
-        sorted[i] = sortable(choice[i]);
+        if (!(logit[i] > -CUDART_INF_F)) biased_score[i] = -CUDART_INF_F;
+        sorted[i] = sortable(biased_score[i]);
     }
-    store_own(keys + lane * VALUES, sorted);
-    if constexpr (BIASED) store_own(kept_scores + lane * VALUES, score);
+    store_values(keys + lane * VALUES, sorted);
+    if constexpr (BIASED) store_values(cached_scores + lane * VALUES, score);
     sort_descending(sorted);
     if constexpr (GROUPS > 1) {
-        float second;
-        if (!own_group_is_kept<32, GROUPS, (BIASED && EXPERTS > GROUPS)>(top_two(choice), lane, p.topk_group, second)) {
+        float group_second;
+        if (!group_is_selected<32, GROUPS, (BIASED && EXPERTS > GROUPS)>(top_two(biased_score), lane, p.topk_group,
+                                                                         group_second)) {
 #pragma unroll
             for (int i = 0; i < VALUES; ++i) sorted[i] = 0;
         }
     }
     if (!BIASED && scores.scoring == SOFTMAX) {
-        // The choices are the logits. Renormalized weights need no sum of exponentials, because the normalization
-        // cancels a common factor.
+        // Renormalization cancels a common factor, so renormalized weights need no sum of exponentials.
         const float largest = from_sortable(__reduce_max_sync(FULL_WARP, sorted[0]));
         if (p.renormalize)
             scores.largest = scores.softmax_argument(largest);
         else
             sum_exponentials(scores, logit, largest);
     }
-    const Slot own = select_slots(sorted, topk, lane);
+    const Slot slot = select_slots(sorted, topk, lane);
     __syncwarp();
     int id = 0;
     float weight = 0.f;
     if (lane < topk) {
-        id = own.winner * VALUES + place_of<VALUES>(keys + own.winner * VALUES, own);
-        if (own.key != sortable(-CUDART_INF_F)) weight = BIASED ? kept_scores[id] : scores.of(from_sortable(own.key));
+        id = slot.winner * VALUES + index_of_key<VALUES>(keys + slot.winner * VALUES, slot);
+        if (slot.key != sortable(-CUDART_INF_F))
+            weight = BIASED ? cached_scores[id] : scores.of(from_sortable(slot.key));
     }
     write_slots(p, lane, token, valid, EXPERTS, weight, id);
 }

@@ -8,7 +8,7 @@ enum Scoring { ANY, SIGMOID, SOFTMAX, SQRTSOFTPLUS };
 // Round a float64 bias to float32.
 __device__ __forceinline__ float to_float(double x) { return __double2float_rn(x); }
 
-// Load COUNT consecutive values of type T as floats, in the widest loads that COUNT allows.
+// Use the widest loads that COUNT allows.
 template <typename T, int COUNT>
 __device__ __forceinline__ void load_floats(const T* __restrict__ from, float (&to)[COUNT]) {
     constexpr int BYTES = COUNT * sizeof(T);
@@ -25,7 +25,6 @@ __device__ __forceinline__ void load_floats(const T* __restrict__ from, float (&
     }
 }
 
-// Return the index of the first padding token.
 template <typename Params> __device__ __forceinline__ int load_valid(const Params& p) {
     int valid = p.valid;
     if (p.valid_on_device)
@@ -34,20 +33,20 @@ template <typename Params> __device__ __forceinline__ int load_valid(const Param
     return valid;
 }
 
-// Compute scores of logits. Multiplications and additions are intrinsics, which the compiler does not fuse. Otherwise
-// it could fuse them in one kernel instance and not in another, and the results would differ.
+// Compute scores of logits. Multiplications and additions are intrinsics, which the compiler does not fuse, so that all
+// kernel instances give the same bits.
 template <bool DYNAMIC> struct Scores {
     const float softcap; // 0: off; always off unless DYNAMIC
     const int scoring;
     float inverse_sum = 1.f, largest = 0.f; // softmax: 1 / sum of the row's exponentials; the row's largest logit
 
-    // Return the softmax argument of a logit. The softcap is monotonic, so it keeps the order of the logits.
+    // The softcap is monotonic, so it keeps the order of the logits.
     __device__ __forceinline__ float softmax_argument(float x) const {
         if constexpr (DYNAMIC)
             if (softcap != 0.f) return softcap * tanhf(x / softcap);
         return fmaxf(fminf(x, LARGEST_FLOAT), -LARGEST_FLOAT);
     }
-    // Set `largest` and `inverse_sum` for a row. The sum is in fixed point, so the number of lanes does not change it.
+    // The sum is in fixed point, so the number of lanes does not change it.
     template <int LANES, int VALUES>
     __device__ __forceinline__ void sum_exponentials(const float (&logit)[VALUES], unsigned existing) {
         largest = -CUDART_INF_F;

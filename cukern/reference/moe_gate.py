@@ -1,7 +1,4 @@
-"""The gates of mixture-of-experts layers in NumPy, step by step as the papers define them.
-
-`cukern.ops.moe_gate` has checked the arguments.
-"""
+"""Gates of mixture-of-experts layers in NumPy, step by step as in the papers."""
 
 from __future__ import annotations
 
@@ -12,10 +9,9 @@ from numpy.typing import NDArray
 
 from cukern.runtime.tolerance import Tolerance
 
-#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
-    # The kernel uses the hardware's exp2, log2 and reciprocal, each with a relative error of about 2**-22. The rounding
-    # of exp2's argument adds an error proportional to the logit.
+    # The hardware's exp2, log2 and reciprocal each have a relative error of about 2**-22. Rounding exp2's argument adds
+    # an error proportional to the logit.
     "weights": {"float32": Tolerance(relative=2e-5, absolute=1e-9)},
 }
 
@@ -23,7 +19,7 @@ Array = NDArray[Any]
 
 
 def _scores(logits: Array, scoring_func: str, softcap: float) -> Array:
-    """Return the scores of float32 logits. NaN and -inf have score 0."""
+    """Return the scores of float32 logits. The score of NaN and -inf is 0."""
     regular = logits > -np.inf
     limit = np.finfo(np.float32).max
     x = np.clip(np.where(regular, logits, -limit), -limit, limit).astype(np.float64)
@@ -39,12 +35,12 @@ def _scores(logits: Array, scoring_func: str, softcap: float) -> Array:
         else:
             softplus = np.logaddexp(0, x)
             scores = np.sqrt(np.where(softplus >= np.finfo(np.float32).tiny, softplus, 0))
-    # Subnormal scores and exponentials become 0, because the hardware's exp and reciprocal flush them to 0.
+    # The hardware's exp and reciprocal flush subnormal numbers to 0.
     return np.where(regular & (scores >= np.finfo(np.float32).tiny), scores, 0).astype(np.float32)
 
 
 def _best_first(keys: Array) -> Array:
-    """Sort along the last axis. Return the indices, largest key first; of equal keys the lower index is first."""
+    """Return the indices of the keys, largest first; ties keep their order."""
     return np.argsort(-keys, axis=-1, kind="stable")
 
 
@@ -63,7 +59,7 @@ def gate(
     num_token_non_padded: Any,
     softcap: float = 0.0,
 ) -> tuple[Array, Array]:
-    """Compute any of the five gates: they differ only in these arguments."""
+    """Compute any of the five gates, which differ only in these arguments."""
     tokens, experts = logits.shape
     x = logits.astype(np.float32)
     scores = _scores(x, scoring_func, softcap)
@@ -81,7 +77,7 @@ def gate(
     kept = np.zeros((tokens, groups), bool)
     np.put_along_axis(kept, _best_first(group_score)[:, :topk_group], True, axis=-1)
 
-    # Sort experts outside the kept groups last, even after experts with score -inf inside the kept groups.
+    # Experts outside of the kept groups come last, even after experts of the kept groups with a score of -inf.
     outside = np.repeat(~kept, experts // groups, axis=-1)
     routed = topk - shared
     ids = np.lexsort((np.broadcast_to(np.arange(experts), choice.shape), -choice, outside), axis=-1)[:, :routed]
@@ -118,7 +114,6 @@ def moe_fused_gate(
     scoring_func: str = "sigmoid",
     num_token_non_padded: Any = None,
 ) -> tuple[Array, Array]:
-    """See `cukern.moe_fused_gate`."""
     return gate(
         input,
         bias,
@@ -150,7 +145,6 @@ def biased_grouped_topk(
     scoring_func: str = "sigmoid",
     num_token_non_padded: Any = None,
 ) -> tuple[Array, Array]:
-    """See `cukern.biased_grouped_topk`."""
     return gate(
         gating_output,
         correction_bias,
@@ -181,7 +175,6 @@ def grouped_topk(
     scoring_func: str = "softmax",
     num_token_non_padded: Any = None,
 ) -> tuple[Array, Array]:
-    """See `cukern.grouped_topk`."""
     return gate(
         gating_output,
         None,
@@ -211,7 +204,6 @@ def topk_softmax(
     apply_routed_scaling_factor_on_output: bool = True,
     num_token_non_padded: Any = None,
 ) -> tuple[Array, Array]:
-    """See `cukern.topk_softmax`."""
     topk_weights[...], topk_ids[...] = gate(
         gating_output,
         correction_bias,
@@ -242,7 +234,6 @@ def topk_sigmoid(
     apply_routed_scaling_factor_on_output: bool = True,
     num_token_non_padded: Any = None,
 ) -> tuple[Array, Array]:
-    """See `cukern.topk_sigmoid`."""
     topk_weights[...], topk_ids[...] = gate(
         gating_output,
         correction_bias,

@@ -1,4 +1,4 @@
-"""The MoE gates: choose the experts of each token, and compute the weights of these experts."""
+"""The MoE gates: choose the experts of each token and compute their weights."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ __all__ = ["biased_grouped_topk", "grouped_topk", "moe_fused_gate", "topk_sigmoi
 def specialize(*, experts: int, groups: int = 1, scoring_func: str = "sigmoid", biased: bool = True) -> list[Instance]:
     """Register variants for these sizes in this process, and return their instances; see `cukern.specialize`.
 
-    Raises ValueError if the experts cannot be divided among the lanes of a warp that handle one token. The kernel uses
-    4, 8, 16 or 32 lanes per token. The number of lanes must be a multiple of `groups`, divide `experts`, and be at
-    least experts / 32.
+    Raises ValueError unless at least one number of lanes (4, 8, 16 or 32) is a multiple of `groups`, divides `experts`,
+    and is at least experts / 32.
     """
     check.integer("experts", experts, 1, MAX_EXPERTS)
     check.integer("groups", groups, 1, experts)
@@ -62,7 +61,7 @@ def _valid_tokens(count: Any, tokens: int) -> int:
 
 
 class _Call(NamedTuple):
-    """The arguments that all five gates have in common, and the names of the logits and the bias in error messages."""
+    """The arguments that all five gates share. `bias_name` is the bias's name in error messages."""
 
     name: str
     logits: Any
@@ -83,9 +82,9 @@ def _check_sizes(sizes: tuple[Any, ...]) -> kernels.Sizes:
 
 
 def _check_valid(call: _Call) -> tuple[Any, Array | None]:
-    """Return a pair: the number of tokens that are not padding, and None or the device array that holds this number.
+    """Return the number of tokens that are not padding, and the device array that holds this number, or None.
 
-    If the number is in a device array, only the kernel reads it, and the first element of the pair is all tokens.
+    If the number is in a device array, which only the kernel reads, the first result is the number of all tokens.
     """
     tokens, count = call.logits.shape[0], call.num_token_non_padded
     if count is None:
@@ -100,10 +99,7 @@ def _check_valid(call: _Call) -> tuple[Any, Array | None]:
 
 
 def _select(choices: kernels.Choices, call: _Call, row_stride: Any, groups: int) -> tuple[kernels.Choice, str]:
-    """Return the variant of a call, and the reason.
-
-    Raises ValueError if the caller asks for "specialized" and there is no specialized variant.
-    """
+    """Return the variant, and the reason."""
     logits, bias = call.logits, call.bias
     # The specialized kernels load 16 bytes at a time, so rows must be aligned.
     aligned = min(logits.alignment, 16 if bias is None else bias.alignment) == 16
@@ -112,11 +108,11 @@ def _select(choices: kernels.Choices, call: _Call, row_stride: Any, groups: int)
             return choices.dynamic, asked(call.variant)
         chosen, least = choices.specialized[0], 1
         for for_more in choices.specialized[1:]:
-            if logits.shape[0] > chosen.most_tokens:
-                chosen, least = for_more, chosen.most_tokens + 1
+            if logits.shape[0] > chosen.max_tokens:
+                chosen, least = for_more, chosen.max_tokens + 1
         lanes = {1: "one thread", 32: "one warp"}.get(chosen.lanes, f"{chosen.lanes} lanes")
-        most = f"{'to' if least > 1 else 'up to'} {chosen.most_tokens}"
-        bounds = [f"from {least}"] * (least > 1) + [most] * (chosen.most_tokens < MAX_TOKENS)
+        most = f"{'to' if least > 1 else 'up to'} {chosen.max_tokens}"
+        bounds = [f"from {least}"] * (least > 1) + [most] * (chosen.max_tokens < MAX_TOKENS)
         taken = f" ({' '.join(bounds)} tokens)" if bounds else ""
         asks = f"{asked(call.variant)}; " * (call.variant != "auto")
         return chosen, f"{asks}{logits.shape[0]} tokens: {lanes} per token{taken}; {choices.why}"
@@ -147,9 +143,9 @@ def _gate(
 ) -> Any:
     """Check the arguments, choose a variant and launch it.
 
-    `sizes` is a `kernels.Sizes`. `scaling` is a pair: the scaling factor, and a bool that says whether the weights are
-    multiplied by it. With `by_two` the score of a group is the sum of its two best experts' scores, otherwise it is the
-    score of its best expert. `written` maps names to the result arrays that the caller passed, if any.
+    `scaling` is a pair: the scaling factor, and whether the weights are multiplied by it. If `by_two`, a group's score
+    is the sum of its two largest biased scores, otherwise its largest biased score. `written` maps names to the result
+    arrays that the caller passed, if any.
     """
     name, logits, bias = call.name, call.logits, call.bias
     expect_array(name, logits, DTYPES, ("tokens", "experts"))
@@ -241,51 +237,46 @@ def moe_fused_gate(
 ) -> tuple[AnyArray, AnyArray]:
     """Route tokens to experts with DeepSeek-V3's biased grouped top-k, in one kernel.
 
-    The score of an expert is `scoring_func` of its logit, in float32 for all dtypes. Experts are ranked by
-    score + bias. Groups are ranked by the sum of their two largest values of score + bias. (A group of one expert has
-    only one value.) A token goes to the `topk` experts with the largest score + bias in its `topk_group` best groups,
-    best first. The weights are the scores without the bias. With `renormalize` they are divided by their sum. Ties go
-    to the lower group and the lower expert. An expert whose logit or bias is NaN or -inf ranks last and has weight 0.
-    If all experts of a row are such experts, the row gets the lowest ids.
+    The score of an expert is `scoring_func` of its logit, in float32. Experts are ranked by score + bias, and groups by
+    the sum of their two largest values of score + bias. A token goes to the `topk` best experts of its `topk_group`
+    best groups, best first. The weights are the scores without the bias; with `renormalize` they are divided by their
+    sum. Ties go to the lower group and the lower expert. Experts whose logit or bias is NaN or -inf rank last, in the
+    order of their ids, and have weight 0.
 
-    Scores below 2^-126, the smallest normal float32, become 0. (The sigmoid of a logit below -87.3 is such a score.) If
-    all scores of the chosen experts are 0, the weights are 0, with or without `renormalize`. vLLM and DeepSeek's own
-    code divide the scores by sum + 1e-20. Their weights are 0 in this case, too. But if the sum is about 1e-20 (logits
-    near -46), their weights are half of the exact weights. SGLang's kernel divides 0 by 0, and returns NaN.
+    Scores below 2^-126, the smallest normal float32, become 0. If the scores of all chosen experts are 0, the weights
+    are 0, even with `renormalize`.
 
-    Fused shared experts occupy the last slots of `topk`. Shared expert j has the id `experts + j`. Before the weights
-    are divided by their sum, the weight of a shared expert is the sum of the routed experts' weights, divided by
+    Fused shared experts occupy the last slots of `topk`, and shared expert j has the id `experts + j`. Before
+    renormalization, the weight of a shared expert is the sum of the routed experts' weights, divided by
     routed_scaling_factor.
 
     Args:
-        input: router logits [tokens, experts], float32, float16 or bfloat16, contiguous along experts; rows may be
-            strided. At most 1024 experts.
+        input: router logits [tokens, experts], float32, float16 or bfloat16, contiguous along experts; at most 1024
+            experts.
         bias: correction bias [experts], float32, float16, bfloat16 or float64; used as float32. If its dtype is neither
             float32 nor the dtype of `input`, the kernels are compiled at their first use.
-        num_expert_group: the number of groups of neighbouring experts, a divisor of experts; 1 for no groups.
-        topk_group: the number of groups whose experts a token may use.
+        num_expert_group: groups of neighbouring experts, a divisor of experts; 1 for no groups.
+        topk_group: groups whose experts a token may use.
         topk: slots per token, including the slots of shared experts.
-        num_fused_shared_experts: how many of the slots are for shared experts.
-        routed_scaling_factor: the factor by which the model scales the output of the routed experts.
+        num_fused_shared_experts: slots for shared experts.
+        routed_scaling_factor: the model's factor for the output of the routed experts.
         apply_routed_scaling_factor_on_output: multiply the weights by routed_scaling_factor.
-        renormalize: divide the weights by the sum of the weights of the routed experts.
+        renormalize: divide the weights by the sum of the routed experts' weights.
         scoring_func: "sigmoid", "softmax" or "sqrtsoftplus".
-        num_token_non_padded: the number of tokens that are not padding. Tokens after them get ids -1 and weights 0. An
-            int, or an array of one int32 or int64 on the device of `input`, which the kernel reads.
+        num_token_non_padded: tokens that are not padding, an int, or an int32 or int64 array of one element on the
+            device of `input`. The tokens after them get ids -1 and weights 0.
         out: a pair (weights, ids) to write into and return.
-        variant: "auto", or a kernel by name: "specialized" (sizes fixed at compile time) or "dynamic". Both return
-            the same bits.
+        variant: "auto", "specialized" (sizes fixed at compile time) or "dynamic". All give the same bits.
 
     Returns:
         weights float32 [tokens, topk] and ids int32 [tokens, topk], in the library and on the device of `input`.
-        Arrays in host memory go through the NumPy reference.
 
     Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
+        TypeError: an unsupported dtype, or mixed libraries.
+        ValueError: unsupported shapes, strides, devices or sizes.
 
-    The function, its arguments and their order are SGLang's `sgl_kernel.moe_fused_gate`. The method is from the
-    DeepSeek-V3 technical report (arXiv:2412.19437, section 2.1.2).
+    The interface is SGLang's `sgl_kernel.moe_fused_gate`. The method is from the DeepSeek-V3 technical report
+    (arXiv:2412.19437, section 2.1.2).
     """
     if bias is None:
         check.fail("bias", "an array [experts]", "None", TypeError)
@@ -300,7 +291,7 @@ def _or_one(number: Any) -> Any:
 
 
 def _check_hidden_states(hidden_states: Any, gating_output: Any) -> None:
-    """Check the number of tokens in `hidden_states`. Its elements are not read, so it may be on any device."""
+    """Check the number of tokens. The elements of `hidden_states` are not read, so it may be on any device."""
     if hidden_states is None:
         return
     if not hasattr(hidden_states, "shape"):
@@ -337,13 +328,12 @@ def biased_grouped_topk(
     out: tuple[AnyArray, AnyArray] | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
-    """`moe_fused_gate` under the name and argument order of the reference function in SGLang's `topk.py`.
+    """Run `moe_fused_gate` under the name and argument order of the reference function in SGLang's `topk.py`.
 
-    `hidden_states` [tokens, ...] may be None; only its number of tokens is checked. If `num_expert_group` and
-    `topk_group` are None there is one group. If `routed_scaling_factor` is None the factor is 1. As in SGLang,
-    `apply_routed_scaling_factor_on_output` has an effect only with `renormalize`. Each shared expert has a slot of its
-    own. (SGLang has a single slot, and chooses one of several shared experts at random for it.) Other arguments,
-    results and errors are as in `moe_fused_gate`, with `gating_output` for `input` and `correction_bias` for `bias`.
+    `hidden_states` [tokens, ...] may be None; only its number of tokens is checked. For `num_expert_group`,
+    `topk_group` and `routed_scaling_factor`, None means 1. As in SGLang, `apply_routed_scaling_factor_on_output` has an
+    effect only with `renormalize`. Other arguments, results and errors are as in `moe_fused_gate`, under other names:
+    `gating_output` for `input` and `correction_bias` for `bias`.
     """
     _check_hidden_states(hidden_states, gating_output)
     if correction_bias is None:
@@ -380,10 +370,9 @@ def grouped_topk(
 ) -> tuple[AnyArray, AnyArray]:
     """Choose experts by DeepSeek-V2's grouped top-k, without a bias. The score of a group is its best expert's score.
 
-    Groups and experts are ranked by their logits, not by their scores. Every scoring function is monotonic, so the
-    order is the same, except that different logits may have the same rounded score. Arguments, results and errors are
-    as in `biased_grouped_topk`. The function is SGLang's `grouped_topk`. The method is from the DeepSeek-V2 paper
-    (arXiv:2405.04434).
+    Groups and experts are ranked by their logits, because different logits may have the same rounded score. Arguments,
+    results and errors are as in `biased_grouped_topk`. The interface is SGLang's `grouped_topk`. The method is from the
+    DeepSeek-V2 paper (arXiv:2405.04434).
     """
     _check_hidden_states(hidden_states, gating_output)
     names = "gating_output", gating_output, "", None
@@ -394,7 +383,7 @@ def grouped_topk(
 
 
 def _slots(topk_ids: Any, shared: Any) -> int:
-    """Check `topk_ids`, and return the number of slots per token. `shared` of the slots are for shared experts."""
+    """Check `topk_ids`, and return the number of slots per token."""
     if len(getattr(topk_ids, "shape", ())) != 2:
         wanted = "an int32 array [tokens, topk]"
         check.fail("topk_ids", wanted, getattr(topk_ids, "shape", type_name(topk_ids)), TypeError)
@@ -431,17 +420,15 @@ def topk_softmax(
         topk_ids: int32 [tokens, topk], written.
         gating_output: router logits [tokens, experts], float32, float16 or bfloat16.
         renormalize: divide the weights by their sum.
-        moe_softcapping: a cap; if not 0, the softmax is computed from cap * tanh(logits / cap).
-        correction_bias: [experts], added to the softmax when the experts are chosen, but not to the weights.
+        moe_softcapping: cap; if not 0, the softmax is computed from cap * tanh(logits / cap).
+        correction_bias: [experts], added to the softmax to choose the experts, but not to the weights.
         num_fused_shared_experts: how many of the last topk slots are for shared experts.
-        routed_scaling_factor: the factor by which the model scales the output of the routed experts.
+        routed_scaling_factor: the model's factor for the output of the routed experts.
         apply_routed_scaling_factor_on_output: multiply the weights by routed_scaling_factor, with or without
-            `renormalize`. The default is True, unlike in `moe_fused_gate`, so that the factor has an effect by default,
-            as in vLLM's `topk_sigmoid`.
+            `renormalize`. The default is True, as in vLLM's `topk_sigmoid` and unlike `moe_fused_gate`.
 
     Returns (topk_weights, topk_ids). The other arguments, shared experts, ties, NaN and the errors are as in
-    `moe_fused_gate`. Without a bias the experts are ranked by their logits. The function is SGLang's
-    `sgl_kernel.topk_softmax`.
+    `moe_fused_gate`. The interface is SGLang's `sgl_kernel.topk_softmax`.
     """
     names = "gating_output", gating_output, "correction_bias", correction_bias
     call = _Call(*names, renormalize, "softmax", num_token_non_padded, variant)
@@ -472,7 +459,7 @@ def topk_sigmoid(
 ) -> tuple[AnyArray, AnyArray]:
     """Route tokens by the sigmoid of their logits, without groups (Llama-4; with a bias GLM-4.5 and Kimi-K2).
 
-    Arguments, results and errors are as in `topk_softmax`. The function is SGLang's `sgl_kernel.topk_sigmoid`. The
+    Arguments, results and errors are as in `topk_softmax`. The interface is SGLang's `sgl_kernel.topk_sigmoid`. The
     weights are scaled as in vLLM's operator of the same name.
     """
     names = "gating_output", gating_output, "correction_bias", correction_bias

@@ -1,4 +1,4 @@
-"""The MoE gates: their kernels, and the choice of a kernel for a call."""
+"""The kernels of the MoE gates, and the choice of a kernel for a call."""
 
 from __future__ import annotations
 
@@ -12,49 +12,44 @@ from cukern.runtime.compile import Instance
 from cukern.runtime.kernel import Kernel, Launched, Variant
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: The dtypes that a bias may have. Every instance takes a bias in float32 or in the dtype of the logits. For any other
-#: dtype of the bias, an additional instance is compiled at the first call.
+#: Every instance takes a bias in float32 or in the dtype of the logits. For other bias dtypes an instance is compiled
+#: at the first call.
 BIAS_DTYPES = (*DTYPES, "float64")
 _BIAS_TYPE = arrays.CUDA_TYPE | {"float64": "double"}
 SCORING = ("sigmoid", "softmax", "sqrtsoftplus")
 VARIANTS = ("auto", "specialized", "dynamic")
-#: The largest number of experts: 32 lanes per token times 32 experts per lane. A lane has a 32-bit mask of its experts.
+#: A token has up to 32 lanes, and a lane up to 32 experts, because a lane has a 32-bit mask of its experts.
 MAX_EXPERTS = 1024
 MAX_TOPK = 512
 MAX_TOKENS = 2**30
-# Every GPU from sm_80 on allows this much shared memory per block. The dynamic variant needs nearly all of it for the
-# largest sizes.
+# Every GPU from sm_80 on allows this much shared memory per block. The largest dynamic sizes need nearly as much.
 _MAX_SHARED_BYTES = 99 * 1024
-#: Maps a number of lanes per token to the largest number of tokens for which it is the fastest (H200). The number of
-#: lanes does not affect the bits of the results.
+#: {lanes per token: largest number of tokens for which this number of lanes is the fastest on an H200}
 UP_TO_TOKENS = {32: 4096, 16: 16384, 8: MAX_TOKENS, 4: MAX_TOKENS}
-#: The largest topk for gate_by_warp. That kernel fills the slots of a token one after the other. With exactly
-#: _BY_THREAD_EXPERTS experts, and without groups and bias, the gate uses one thread per token.
+#: gate_by_warp fills the slots of a token one after the other, so it is used up to _BY_WARP_TOPK slots. gate_by_thread,
+#: with one thread per token, is used for exactly _BY_THREAD_EXPERTS experts, without groups and without a bias.
 _BY_WARP_TOPK, _BY_THREAD_EXPERTS = 12, 8
-#: gate_by_warp is faster than moe_gate with 32 lanes per token up to _BY_WARP_TOKENS tokens, or with at most
-#: _BY_WARP_EXPERTS experts for any number of tokens (H200). In gate_by_warp each lane sorts its own experts, so the
-#: time grows with the number of experts.
-_BY_WARP_TOKENS, _BY_WARP_EXPERTS = 512, 128
-#: Pairs (lanes per token, experts per lane) of the dynamic variants. A call uses the first variant with room for its
+#: On an H200, for up to _BY_WARP_TOKENS tokens, gate_by_warp is faster than moe_gate with 32 lanes per token. With up
+#: to _BY_WARP_EXPERTS experts gate_by_warp is faster for any number of tokens, because each lane sorts only a few
 #: experts.
-_DYNAMIC = ((16, 16), (16, 32), (32, 32))
-#: The pair (lanes per token, experts per lane) of the dynamic variant WHOLE_LANES, in which the lanes exchange the
-#: experts that they have chosen. WHOLE_LANES is faster than the other dynamic variants only if every lane has all 16
-#: experts. On an H200, 65536 tokens with 256 experts in 8 groups take 39 us with WHOLE_LANES and 56 us without. But
-#: 8192 tokens with 160 experts (10 per lane) take 16 us with WHOLE_LANES and 9.7 us without.
-_DYNAMIC_BY_LANES = (16, 16)
+_BY_WARP_TOKENS, _BY_WARP_EXPERTS = 512, 128
+#: Pairs (lanes per token, experts per lane) of the dynamic variants. A call uses the first that fits its experts.
+_DYNAMIC_LAYOUTS = ((16, 16), (16, 32), (32, 32))
+#: The dynamic variant `LANE_ALIGNED` is faster than the other dynamic variants only if every lane has 16 experts. On an
+#: H200, 65536 tokens with 256 experts in 8 groups take 39 us with `LANE_ALIGNED` and 56 us without it, but 8192 tokens
+#: with 160 experts (10 per lane) take 16 us with `LANE_ALIGNED` and 9.7 us without it.
+_LANE_ALIGNED_LAYOUT = (16, 16)
 
-
-#: The start of the advice for a caller whose rows of logits do not begin at multiples of 16 bytes.
+#: Advice for a caller whose rows of logits do not begin at multiples of 16 bytes.
 PADDED = "a view [:, :experts] of rows that are padded to a multiple of 16 bytes is"
 
 
 class Config(NamedTuple):
-    """The sizes of a specialized variant. With a bias they include the scoring function, which affects the ranking."""
+    """The compile-time constants of a specialized variant."""
 
     experts: int
     groups: int
-    scoring: str  # "any" without a bias, because the logits alone order the experts
+    scoring: str  # "any" without a bias, because the logits order the experts
     biased: bool
 
 
@@ -85,24 +80,23 @@ def of_template(name: str) -> int:
 
 
 def _threads() -> int:
-    """Return the threads of a block of moe_gate."""
     return of_template("WARPS_PER_BLOCK") * 32
 
 
-def _shared_bytes(lanes: int, capacity: int, row_units: int, block_units: int = 0) -> int:
-    """Return the shared memory of a block of moe_gate in bytes. The arguments are in units of 16 bytes."""
-    list_units = capacity + capacity // 4 + 2
-    return (block_units + (list_units + row_units) * (_threads() // lanes)) * 16
+def _shared_bytes(lanes: int, capacity: int, row_chunks: int, block_chunks: int = 0) -> int:
+    """Return the bytes of shared memory per block of moe_gate. `row_chunks` and `block_chunks` count 16-byte chunks."""
+    list_chunks = capacity + capacity // 4 + 2
+    return (block_chunks + (list_chunks + row_chunks) * (_threads() // lanes)) * 16
 
 
-def _staged_units(values: int, lanes: int, item_size: int) -> int:
-    """Return the 16-byte units of a row in shared memory (struct `Staging` of the template)."""
+def _staged_chunks(values: int, lanes: int, item_size: int) -> int:
+    """Return how many 16-byte chunks a row takes in shared memory (struct `Staging` of the template)."""
     chunks = values * item_size // 16
     return lanes * (chunks if chunks % 2 else chunks + 1)
 
 
 def _dynamic_sizes(lanes: int, values: int, experts: int, groups: int, routed: int) -> tuple[dict[str, int], int]:
-    """Return the fields that only the dynamic kernel reads, and the shared memory of a block in bytes."""
+    """Return the fields that only the dynamic variants read, and the bytes of shared memory per block."""
     group_size, capacity = experts // groups, max(64, -(-routed // 4) * 4)
     log2_lanes_per_group = 0
     while group_size % (2 << log2_lanes_per_group) == 0 and (2 << log2_lanes_per_group) * groups <= lanes:
@@ -121,12 +115,11 @@ def _fits(config: Config, lanes: int) -> bool:
 
 
 def lanes_of(config: Config) -> tuple[int, ...]:
-    """Return the numbers of lanes per token to choose from, for few tokens to many; empty if none fits the experts.
+    """Return the possible numbers of lanes per token, ordered from few tokens to many; empty if none fits the experts.
 
-    A single token is fastest with 32 lanes. With fewer lanes several tokens share a warp, and the warp executes most
-    instructions once for all of its tokens. That is faster for many tokens. Without groups, each lane's best
-    expert contributes to the threshold for candidates. With fewer than 16 lanes the threshold would let too many
-    candidates through, and with more than 16 experts per lane a thread would need too many registers.
+    With fewer than 32 lanes per token, a warp executes most instructions once for several tokens. Without groups, the
+    best experts of the lanes determine a threshold. With fewer than 16 lanes, too many experts would pass the
+    threshold. More than 16 experts per lane would need too many registers.
     """
     fewest, most_experts = (8, 32) if config.groups > 1 else (16, 16)
     fitting = [n for n in (32, 16, 8, 4) if _fits(config, n)]
@@ -138,16 +131,15 @@ def _variant(dtype: str, config: Config, lanes: int, bias_types: tuple[str, ...]
     values, item_size = experts // lanes, arrays.ITEM_SIZE[dtype]
     row = bias = 0
     if lanes <= of_template("STAGED_LANES") and values > 1 and values * item_size % 16 == 0:
-        bias = _staged_units(values, lanes, 4) if biased else 0
+        bias = _staged_chunks(values, lanes, 4) if biased else 0
         # With a bias, the row in shared memory holds float32 scores, which replace the logits.
-        row = _staged_units(values, lanes, 4 if biased and values <= of_template("KEPT_SCORES") else item_size)
+        row = _staged_chunks(values, lanes, 4 if biased and values <= of_template("MAX_CACHED_SCORES") else item_size)
     shared_bytes = _shared_bytes(lanes, of_template("CAPACITY"), row, bias)
     arguments = arrays.CUDA_TYPE[dtype], experts, groups, scoring.upper(), lanes, values, "true" if biased else "false"
     return _kernel.variant(*arguments, *bias_types, launched=Launched(_threads(), shared_bytes))
 
 
 def _is_by_thread(config: Config) -> bool:
-    """Return whether one thread per token chooses the experts: with 8 experts, without groups and without a bias."""
     return config.groups == 1 and not config.biased and config.experts == _BY_THREAD_EXPERTS
 
 
@@ -162,7 +154,7 @@ def _by_thread_variant(dtype: str, config: Config, scoring: str) -> Variant:
 
 
 def variants_of(config: Config, dtypes: tuple[str, ...] = DTYPES) -> list[Instance]:
-    """Return the instances of a configuration, except those for more than _BY_WARP_TOPK slots."""
+    """Return the instances of a configuration, except the instances for more than _BY_WARP_TOPK slots."""
     if _is_by_thread(config):
         forms = itertools.product(dtypes, ("softmax", "any"))
         return [_by_thread_variant(dtype, config, scoring).instance for dtype, scoring in forms]
@@ -172,11 +164,11 @@ def variants_of(config: Config, dtypes: tuple[str, ...] = DTYPES) -> list[Instan
 
 
 def _dynamic(
-    dtype: str, lanes: int, values: int, bias_types: tuple[str, ...] = (), *, by_lanes: bool = False
+    dtype: str, lanes: int, values: int, bias_types: tuple[str, ...] = (), *, lane_aligned: bool = False
 ) -> Variant:
-    sizes = 0, "WHOLE_LANES" if by_lanes else 0, "ANY", lanes, values
+    sizes = 0, "LANE_ALIGNED" if lane_aligned else 0, "ANY", lanes, values
     arguments: tuple[int | str, ...] = (arrays.CUDA_TYPE[dtype], *sizes, "false", *bias_types)
-    if by_lanes:
+    if lane_aligned:
         shared_bytes = _shared_bytes(lanes, of_template("CAPACITY"), lanes * (values + 4) // 4)
         return _kernel.variant(*arguments, launched=Launched(_threads(), shared_bytes))
     experts, groups, routed = lanes * values - 24, 8, 70  # example sizes for the compiler's check of the shared memory
@@ -189,32 +181,29 @@ for _own in (_kernel, _by_warp, _by_thread):
     _all = [instance for config in SPECIALIZED for instance in variants_of(config)]
     _own.specialized = [instance for instance in _all if instance.function == _own.function]
     _own.at_import = [*_own.specialized]
-_kernel.at_import += [_dynamic(dtype, *size).instance for dtype in DTYPES for size in _DYNAMIC]
-_kernel.at_import += [_dynamic(dtype, *_DYNAMIC_BY_LANES, by_lanes=True).instance for dtype in DTYPES]
+_kernel.at_import += [_dynamic(dtype, *size).instance for dtype in DTYPES for size in _DYNAMIC_LAYOUTS]
+_kernel.at_import += [_dynamic(dtype, *_LANE_ALIGNED_LAYOUT, lane_aligned=True).instance for dtype in DTYPES]
 
 registered = set(SPECIALIZED)
 
 
 class Choice(NamedTuple):
-    """A variant and its launch configuration: lanes per token, and shared memory and threads per block.
-
-    `fields` maps names to values of those fields of moe_gate's Params that only the dynamic variant reads.
-    """
+    """A variant and its launch configuration. `fields` are the fields of Params that only the dynamic variant reads."""
 
     variant: Variant
     lanes: int
     shared_bytes: int
     threads: int
     fields: Mapping[str, int] = dict.fromkeys(("capacity", "group_size", "log2_lanes_per_group", "group_magic"), 0)
-    most_tokens: int = MAX_TOKENS  # the largest number of tokens for which the variant is used
+    max_tokens: int = MAX_TOKENS
 
 
 class Choices(NamedTuple):
-    """The variants that can compute a call. They depend on its scalar arguments only."""
+    """The variants for a call, which depend on its scalar arguments only."""
 
     dynamic: Choice
-    specialized: list[Choice]  # in ascending order of the token counts for which they are used
-    why: str  # the sizes of the specialized variants, or the reason why there are none
+    specialized: list[Choice]  # in ascending order of max_tokens
+    why: str  # the specialized variants' sizes, or why there are none
 
 
 #: A tuple (groups, topk_group, topk including shared experts, number of shared experts).
@@ -222,16 +211,17 @@ Sizes = tuple[int, int, int, int]
 
 
 def _dynamic_choice(
-    dtype: str, experts: int, groups: int, routed: int, form: tuple[int, int], bias_types: tuple[str, ...]
+    dtype: str, experts: int, groups: int, routed: int, layout: tuple[int, int], bias_types: tuple[str, ...]
 ) -> Choice:
-    """Return the dynamic kernel for these sizes. `form` is a pair (lanes per token, experts per lane)."""
-    fields, shared_bytes = _dynamic_sizes(*form, experts, groups, routed)
-    return Choice(_dynamic(dtype, *form, bias_types), form[0], shared_bytes, _threads(), fields)
+    fields, shared_bytes = _dynamic_sizes(*layout, experts, groups, routed)
+    return Choice(_dynamic(dtype, *layout, bias_types), layout[0], shared_bytes, _threads(), fields)
 
 
-def _dynamic_by_lanes(dtype: str, experts: int, groups: int, routed: int, bias_types: tuple[str, ...]) -> Choice | None:
-    """Return the dynamic kernel WHOLE_LANES; None unless all lanes are full and no lane has experts of two groups."""
-    lanes, values = _DYNAMIC_BY_LANES
+def _lane_aligned_choice(
+    dtype: str, experts: int, groups: int, routed: int, bias_types: tuple[str, ...]
+) -> Choice | None:
+    """Return the dynamic variant LANE_ALIGNED, or None unless every lane has 16 experts, all of one group."""
+    lanes, values = _LANE_ALIGNED_LAYOUT
     if groups == 1 or lanes % groups or experts != lanes * values or routed > lanes:
         return None
     fields = {
@@ -240,14 +230,14 @@ def _dynamic_by_lanes(dtype: str, experts: int, groups: int, routed: int, bias_t
         "log2_lanes_per_group": (lanes // groups).bit_length() - 1,
         "group_magic": 0,
     }
-    variant = _dynamic(dtype, lanes, values, bias_types, by_lanes=True)
+    variant = _dynamic(dtype, lanes, values, bias_types, lane_aligned=True)
     return Choice(variant, lanes, variant.launched.shared_bytes, _threads(), fields)
 
 
 def _all_specialized(
     dtype: str, config: Config, scoring: str, routed: int, bias_types: tuple[str, ...]
 ) -> list[Choice]:
-    """Return the specialized kernels, for few tokens to many. `routed` is topk without the slots of shared experts."""
+    """Return the specialized kernels, ordered from few tokens to many. `routed` is topk without the shared experts."""
     if _is_by_thread(config):
         threads = template.constants(_by_thread.file)["THREADS"]
         return [Choice(_by_thread_variant(dtype, config, scoring), 1, 0, threads)]
@@ -258,20 +248,20 @@ def _all_specialized(
             threads = 32 * template.constants(_by_warp.file)["WARPS"]
             by_warp = Choice(_by_warp_variant(dtype, config, bias_types), lanes, 0, threads)
             if config.experts <= _BY_WARP_EXPERTS:
-                found.append(by_warp._replace(most_tokens=most))
+                found.append(by_warp._replace(max_tokens=most))
                 continue
-            found.append(by_warp._replace(most_tokens=_BY_WARP_TOKENS))
-        # With at most 2 * lanes slots, a lane holds at most two slots. The weights are then summed in the same order
-        # for every number of lanes.
+            found.append(by_warp._replace(max_tokens=_BY_WARP_TOKENS))
+        # With at most 2 * lanes slots, a lane holds at most two slots, so the weights are summed in the same order for
+        # every number of lanes.
         if routed <= min(of_template("CAPACITY"), 2 * lanes):
             variant = _variant(dtype, config, lanes, bias_types)
-            found.append(Choice(variant, lanes, variant.launched.shared_bytes, _threads(), most_tokens=most))
+            found.append(Choice(variant, lanes, variant.launched.shared_bytes, _threads(), max_tokens=most))
     return found
 
 
 @functools.lru_cache(maxsize=1024)
 def choose(dtype: str, experts: int, sizes: Sizes, scoring: str, bias_dtype: str | None, softcap: bool) -> Choices:
-    """Check the scalar arguments against each other, and choose the variants for them."""
+    """Check the scalar arguments, and choose the variants for them."""
     biased = bias_dtype is not None
     bias_types = (_BIAS_TYPE[bias_dtype],) if bias_dtype and bias_dtype not in ("float32", dtype) else ()
     groups, topk_group, topk, shared = sizes
@@ -289,11 +279,11 @@ def choose(dtype: str, experts: int, sizes: Sizes, scoring: str, bias_dtype: str
     check.integer("topk", topk, 1 + shared, reachable + shared, why)
 
     routed = topk - shared
-    # Use at least as many lanes as routed slots. With fewer lanes the kernel has no threshold that keeps the list of
-    # candidate experts short, and the list overflows for most rows.
-    form = next((n, v) for n, v in _DYNAMIC if n * v >= experts and (routed <= n or n == 32))
-    by_lanes = _dynamic_by_lanes(dtype, experts, groups, routed, bias_types)
-    dynamic = by_lanes or _dynamic_choice(dtype, experts, groups, routed, form, bias_types)
+    # With fewer lanes than routed slots, the threshold for candidates would be too low: for most rows the list of
+    # candidates would overflow.
+    layout = next((n, v) for n, v in _DYNAMIC_LAYOUTS if n * v >= experts and (routed <= n or n == 32))
+    lane_aligned = _lane_aligned_choice(dtype, experts, groups, routed, bias_types)
+    dynamic = lane_aligned or _dynamic_choice(dtype, experts, groups, routed, layout, bias_types)
     if dynamic.shared_bytes > _MAX_SHARED_BYTES:
         check.fail("topk and num_expert_group", "such that a block's lists fit shared memory", f"{topk} and {groups}")
     config = Config(experts, groups, scoring if biased else "any", biased)
@@ -331,7 +321,7 @@ def _why_dynamic(dtype: str, config: Config, routed: int, softcap: bool) -> str:
     return f'no specialized instance is for {_named(config)}: cukern.specialize("{op}", {sizes}) compiles one'
 
 
-#: Fields of moe_gate's Params that the other kernels do not have.
+#: Fields that the `Params` of the kernel `moe_gate` has, but not the `Params` of the other two kernels.
 _OF_ANY_SIZES = (
     *("experts", "groups", "group_by_two", "softcap"),
     *("capacity", "group_size", "log2_lanes_per_group", "group_magic"),
