@@ -596,14 +596,14 @@ class Planned(NamedTuple):
     def maps(self) -> list[Any]:
         """The arguments of `tensor_map.encode` for the weights and for `a`, but the address."""
         with mock.patch.object(plan, "encode", lambda address, *arguments: arguments):
-            return [x.function(0) for x in self.step.parts if isinstance(x, Each)]
+            return [x.function(0) for x in self.step.values if isinstance(x, Each)]
 
 
 def planned(x: dict[str, Any], variant: str = "auto", on: str | Gpu = "90a") -> Planned | None:
     """The launch of a call on a GPU; None: there is none."""
     function = OPS["moe_gemm_batched" if "expert_num_tokens" in x else "moe_gemm"]
     given, where = {**x, "variant": variant}, gpu.of_arch(on) if isinstance(on, str) else on
-    trace, *_ = function.say(function.kind_of((), given), [*given.values()], where)
+    trace, *_ = function.record(function.kind_of((), given), [*given.values()], where)
     return Planned(trace.steps[0]) if trace.steps else None
 
 
@@ -936,7 +936,7 @@ def test_every_call_is_checked(pretended: PretendedGPU) -> None:  # noqa: F811
 def test_a_scale_of_all_rows_is_not_one_of_each(pretended: PretendedGPU) -> None:  # noqa: F811
     for rows, scales in ((64, 64), (64, 1), (32, 32), (32, 1), (64, 64), (1, 1), (33, 1)) * 2:
         product(rows, fp8=True, a_scale=torch.ones(scales))
-    assert [x.fields["a_scale_step"] for x in pretended.launches] == [1, 0, 1, 0, 1, 1, 0] * 2
+    assert [x.fields["a_scale_stride"] for x in pretended.launches] == [1, 0, 1, 0, 1, 1, 0] * 2
     with pytest.raises(ValueError, match=r"^a_scale must be of shape"):
         product(64, fp8=True, a_scale=torch.ones(32))
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cukern
-from cukern.fused_moe.buffers import is_of_units
+from cukern.fused_moe.buffers import is_vector_aligned
 from cukern.fused_moe.layer import _Numbers
 from cukern.ops.moe_gemm import fp8, moe_gemm_quantized
 from cukern.runtime import gpu
@@ -142,9 +142,9 @@ def test_weights_of_units() -> None:
     whole = np.zeros(4096 + 64, np.uint8)
     start = -whole.ctypes.data % 16
     rows = whole[start : start + 4096].reshape(16, 256)
-    assert is_of_units(rows)
-    assert not is_of_units(rows[:, :128])
-    assert not is_of_units(whole[start + 8 :])
+    assert is_vector_aligned(rows)
+    assert not is_vector_aligned(rows[:, :128])
+    assert not is_vector_aligned(whole[start + 8 :])
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,12 @@
-// Grouped GEMM with scalar loads, on every GPU. It accepts any sizes, alignments and strides.
+// Grouped GEMM (moe_gemm/params.cuh) with scalar loads and without tensor cores, on every GPU. It handles calls that do
+// not allow 16-byte loads: n or k is not a multiple of 16 bytes, an array is not aligned, or the rows of weights have
+// an arbitrary stride.
 //
-//   x[r, j]   = sum over i of a[row_token[r], i] * b[e, j, i]       for the rows r of the group of expert e
-//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh lists all forms
-//
-// Each element of a and b is multiplied by its scale, if it has one. Sums are in float32 and rounded once.
-// moe_gemm/params.cuh defines the groups. The other kernels load 16 bytes at a time. This kernel serves the calls that
-// do not allow such loads: n or k is not a multiple of 16 bytes, an array is not aligned, or rows of weights have an
-// arbitrary stride. It does not use tensor cores, because it would have to assemble the MMA fragments from scalar
-// loads.
-//
-// Grid: at least tiles * ceil(n / FMA_WEIGHTS) blocks, where `tiles` is an upper bound of the number of tiles of TOKENS
-// rows in all groups. A block multiplies one tile of rows by FMA_WEIGHTS rows of weights; if gated, these are
-// FMA_WEIGHTS / 2 gate rows and their up rows. A step is FMA_STEP elements along k. In each step, warp w loads rows
-// `w`, `w + 8`, ... of the tokens and of the weights to shared memory as float32, one element per lane. TRANSPOSED
-// weights are contiguous along n, so FMA_WEIGHTS threads load FMA_WEIGHTS neighbouring elements. The 256 threads then
-// form a 16 x 16 array: thread (x, y) multiplies rows `x`, `x + 16`, ... of the weights by rows `y`, `y + 16`, ... of
-// the tokens. Blocks without a tile exit at once.
+// Grid: ceil(n / FMA_WEIGHTS) blocks for each of the possible tiles of TOKENS rows in all groups; blocks without a tile
+// exit. A block multiplies a tile by FMA_WEIGHTS rows of weights (gated: half are gates), FMA_STEP elements along k at
+// a time. Warp w loads rows `w`, `w + 8`, ... of tokens and weights to shared memory as float32, one element per lane.
+// If the weights are TRANSPOSED, FMA_WEIGHTS threads load neighbouring elements along n. Thread (x, y) of 16 x 16
+// multiplies rows `x`, `x + 16`, ... of the weights by rows `y`, `y + 16`, ... of the tokens.
 //
 // Speed of light: the time of 2 * rows * n * k operations at the float32 rate of the CUDA cores.
 #include "common/fp8.cuh"
@@ -26,25 +17,24 @@
 constexpr int FMA_THREADS = 256, FMA_WEIGHTS = 64, FMA_STEP = 32;
 
 struct FmaParams : GemmParams {
-    // b_row: stride between rows of weights (TRANSPOSED: between neighbours along k). b_expert: stride between experts.
-    // Both strides count elements; with 4-bit weights they count bytes.
+    // `b_row`: stride between rows (TRANSPOSED: between indices along k). `b_expert`: stride between experts. Both are
+    // in elements (4-bit weights: in bytes).
     long long b_row, b_expert;
 };
 
-// Return the value of an e2m1 code.
 __device__ __forceinline__ float e2m1_of(unsigned code) {
     const unsigned magnitude = code & 7;
-    // Magnitude codes 0 and 1 are 0 and 0.5. Codes from 2 on have two exponent bits and one mantissa bit.
+    // Magnitude codes 0 and 1 are 0 and 0.5. The others have two exponent bits and one mantissa bit.
     const float x = magnitude < 2 ? magnitude * .5f : __uint_as_float((magnitude << 22) + (126u << 23));
     return code & 8 ? -x : x;
 }
 
-// Return the value of an E8M0 byte: 2^(byte - 127), or NaN if the byte is 255.
+// Return 2^(byte - 127), or NaN if the byte is 255.
 __device__ __forceinline__ float e8m0_of(unsigned byte) {
     return __uint_as_float(byte == 255 ? 0x7fc00000u : byte ? byte << 23 : 0x00400000u);
 }
 
-// Return element i of row `row` of `a`, multiplied by its block scale if it has one.
+// Return element i of row `row` of `a`, times its block scale if BLOCK_SCALES.
 template <typename T, int FORMAT, bool BLOCK_SCALES>
 __device__ __forceinline__ float token_number(const FmaParams& p, int row, int i) {
     const long long at = (long long)row * p.k + i;
@@ -53,7 +43,7 @@ __device__ __forceinline__ float token_number(const FmaParams& p, int row, int i
     return BLOCK_SCALES ? x * p.a_scale[(long long)row * ((p.k + 127) / 128) + i / 128] : x;
 }
 
-// Return element i of row `row` of an expert's weights, multiplied by its block or group scale if it has one.
+// Return element i of row `row` of an expert's weights, times its block or group scale.
 template <typename T, int FORMAT, bool BLOCK_SCALES>
 __device__ __forceinline__ float weight_number(const FmaParams& p, int expert, int row, int i) {
     if constexpr (FORMAT == TRANSPOSED)
@@ -76,18 +66,17 @@ __device__ __forceinline__ float weight_number(const FmaParams& p, int expert, i
     }
 }
 
-// Return the scale of the dot product of a row of `a` and a row of weights: the product of the scales that are constant
-// along k.
+// Return the product of the scales that are constant along k.
 template <int FORMAT, bool BLOCK_SCALES, int ACTIVATION>
 __device__ __forceinline__ float scale_of_sum(const FmaParams& p, int expert, int token, int row) {
     if constexpr (FORMAT == NVFP4) return p.b_global_scale[expert];
     if constexpr (FORMAT != FP8 || BLOCK_SCALES) return 1.f;
-    const float of_a = p.a_scale[ACTIVATION & EXPERT_SCALE ? expert : (long long)token * p.a_scale_step];
-    return of_a * static_cast<const float*>(p.b_scale)[p.b_scale_step ? (long long)expert * p.n + row : expert];
+    const float of_a = p.a_scale[ACTIVATION & EXPERT_SCALE ? expert : (long long)token * p.a_scale_stride];
+    return of_a * static_cast<const float*>(p.b_scale)[p.b_scale_stride ? (long long)expert * p.n + row : expert];
 }
 
-// T: __nv_bfloat16 or __half; the type of the result, and of `a` and `b` if they have 16-bit elements. BLOCK_SCALES:
-// FP8 with block scales, otherwise with row scales. ACTIVATION: see moe_gemm/epilogue.cuh. TOKENS: a multiple of 16.
+// T: type of the result, and of 16-bit `a` and `b`. BLOCK_SCALES: FP8 has block scales, otherwise row scales. TOKENS: a
+// multiple of 16.
 template <typename T, int FORMAT, bool BLOCK_SCALES, int ACTIVATION, int TOKENS>
 __global__ __launch_bounds__(FMA_THREADS) void gemm_fma(const __grid_constant__ FmaParams p) {
     wait_for_earlier_kernels();
@@ -101,8 +90,8 @@ __global__ __launch_bounds__(FMA_THREADS) void gemm_fma(const __grid_constant__ 
     if (!find_tile<TOKENS, FMA_THREADS>(p, tile, group)) return;
     const int first_row = group.begin + (tile - group.before) * TOKENS, first_column = blockIdx.x % strips * COLUMNS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, x = threadIdx.x % 16, y = threadIdx.x / 16;
-    // Row `r` of the tile's weights contributes to column `column_of(r)` of the result. It is row `row_of(r)` of the
-    // expert's weights.
+    // Row `r` of the tile's weights is row `row_of(r)` of the expert's weights. It contributes to result column
+    // `column_of(r)`.
     auto column_of = [&](int r) { return first_column + r % COLUMNS; };
     auto row_of = [&](int r) { return weight_row<ACTIVATION>(p, min(column_of(r), columns - 1), r / COLUMNS); };
 
@@ -150,7 +139,7 @@ __global__ __launch_bounds__(FMA_THREADS) void gemm_fma(const __grid_constant__ 
         const int row = first_row + y + m * 16;
         if (row >= group.end) return;
         const int token = source_of(p, row);
-        // If gated, row `r` of the tile's weights is a gate row, and row `r + COLUMNS` is its up row.
+        // If gated, row `r + COLUMNS` of the tile's weights is the up row of gate row `r`.
 #pragma unroll
         for (int n = 0; n < N; ++n) {
             const int weight = row_of(x + n * 16);

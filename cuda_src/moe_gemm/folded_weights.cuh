@@ -1,77 +1,74 @@
-// Consumer warps of gemm_folded_wgmma: convert prepared weights in shared memory to A fragments in registers.
+// Conversion of prepared weights (folded_prepared.cuh) to A fragments in gemm_folded_wgmma.
 #pragma once
 #include "common/fp8.cuh"
 #include "moe_gemm/folded_layout.cuh"
 #include "moe_gemm/shared_memory.cuh"
 
-// Return entry `difference` of FoldedLayout's table: 0, 0.5, 1, 1.5, 2, 3, 4 and 6, times 2^(6 - difference), as e4m3.
-__device__ __forceinline__ uint2 folded_numbers(int difference) {
+// Return entry `difference` of FoldedLayout's table.
+__device__ __forceinline__ uint2 folded_elements(int difference) {
     const float by = __uint_as_float((127 + FOLDED_SHIFT - difference) << 23);
     auto two = [&](float x, float y) { return to_fp8<__NV_E4M3>(x * by, y * by); };
     return make_uint2(two(0.f, 0.5f) | two(1.f, 1.5f) << 16, two(2.f, 3.f) | two(4.f, 6.f) << 16);
 }
 
-// Return the factor 2^(E - 6) of a row. `word`: the row's scale word, which holds E as an E8M0 byte. If this byte is
-// 255 (NaN), the factor is NaN. If E is below -120, the factor would be subnormal, and the function returns 0 instead.
-__device__ __forceinline__ float folded_factor(unsigned word) {
-    const int exponent = int(folded_exponent(word));
+// Return 2^(E - 6) of a row of weights: NaN if the E8M0 byte is 255, 0 if E is below -120 (the result would be
+// subnormal).
+__device__ __forceinline__ float folded_factor(unsigned scale_word) {
+    const int exponent = int(folded_exponent(scale_word));
     return exponent == 255 ? __uint_as_float(0x7fc00000) : __uint_as_float(max(exponent - FOLDED_SHIFT, 0) << 23);
 }
 
-// The 32-bit words of weights that a lane reads from a stage for two MMAs along k. In an A fragment, lane l has rows
-// `l / 4` and `l / 4 + 8` of its warp's 16 rows. With PAIRS these two rows are a gate row and its up row, which are
-// neighbours in memory.
-template <bool PAIRS> struct FoldedWords {
-    // Distance in bytes from the lane's first row to its second row: the size of 8 rows or, with PAIRS, of one row.
-    static constexpr int NUMBERS_APART = PAIRS ? FOLDED_ROW_NUMBERS : FOLDED_UNIT;
-    static constexpr int ROWS_APART = PAIRS ? 4 : FOLDED_UNIT;
+// The packed weights that a lane needs for two MMAs: rows `lane / 4` and `lane / 4 + 8` of their A fragments.
+template <bool INTERLEAVED_GATES> struct FoldedPacked {
+    // Bytes between the lane's two rows, which are 8 rows apart or, with INTERLEAVED_GATES, neighbours.
+    static constexpr int ELEMENT_STRIDE = INTERLEAVED_GATES ? FOLDED_ROW_BYTES : FOLDED_UNIT_BYTES;
+    static constexpr int SCALE_STRIDE = INTERLEAVED_GATES ? 4 : FOLDED_UNIT_BYTES;
 
-    uint2 numbers[2];
-    unsigned rows[2]; // the scale words of the two rows, for all MMAs of a stage
+    uint2 elements[2];
+    unsigned scale_words[2]; // for all MMAs of a stage
 
-    // `from`: shared address of the lane's elements in its first row.
-    __device__ __forceinline__ void load_numbers(unsigned from) {
+    __device__ __forceinline__ void load_elements(unsigned from) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
             asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                         : "=r"(numbers[i].x), "=r"(numbers[i].y)
-                         : "r"(from + i * NUMBERS_APART)
+                         : "=r"(elements[i].x), "=r"(elements[i].y)
+                         : "r"(from + i * ELEMENT_STRIDE)
                          : "memory");
     }
 
-    __device__ __forceinline__ void load_rows(unsigned from) {
+    __device__ __forceinline__ void load_scale_words(unsigned from) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) rows[i] = __float_as_uint(load_shared_float(from + i * ROWS_APART));
+        for (int i = 0; i < 2; ++i) scale_words[i] = __float_as_uint(load_shared_float(from + i * SCALE_STRIDE));
     }
 };
 
-// A fragments of a warp for 16 rows and 128 elements along k: four MMAs of 32 elements each.
+// The A fragments of a warp for four MMAs: 16 rows and 128 elements along k.
 struct FoldedFragments {
     unsigned a[4][4];
 
-    // Convert the fragments of MMAs `FIRST` and `FIRST + 1`. `table`: shared address of FoldedLayout's table, a
-    // multiple of 256.
-    template <int FIRST, bool PAIRS>
-    __device__ __forceinline__ void convert(const FoldedWords<PAIRS>& words, unsigned table) {
+    // Convert the fragments of MMAs `FIRST` and `FIRST + 1`.
+    template <int FIRST, bool INTERLEAVED_GATES>
+    __device__ __forceinline__ void convert(const FoldedPacked<INTERLEAVED_GATES>& packed, unsigned table) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            const unsigned differences = words.rows[row] & 0xf8f8f8f8;
+            const unsigned differences = packed.scale_words[row] & 0xf8f8f8f8;
 #pragma unroll
             for (int i = FIRST; i < FIRST + 2; ++i) {
-                const unsigned word = i % 2 ? words.numbers[row].y : words.numbers[row].x;
-                uint2 numbers;
-                // Address of table[d]: byte i of `differences`, d * 8, replaces the lowest byte of the table's address.
+                const unsigned word32 = i % 2 ? packed.elements[row].y : packed.elements[row].x;
+                uint2 entry;
+                // Byte i of `differences` is d * 8. It replaces the lowest byte of `table`, which gives the address of
+                // table[d].
                 asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                             : "=r"(numbers.x), "=r"(numbers.y)
+                             : "=r"(entry.x), "=r"(entry.y)
                              : "r"(__byte_perm(differences, table, 0x7650 | i)));
-                const unsigned sizes = word & 0x77777777; // each nibble selects one of the entry's 8 magnitudes
-                a[i][row] = __byte_perm(numbers.x, numbers.y, sizes) | (word & 0x80808080);
-                a[i][2 + row] = __byte_perm(numbers.x, numbers.y, sizes >> 16) | (word << 4 & 0x80808080);
+                const unsigned magnitudes = word32 & 0x77777777; // each nibble selects a magnitude
+                a[i][row] = __byte_perm(entry.x, entry.y, magnitudes) | (word32 & 0x80808080);
+                a[i][2 + row] = __byte_perm(entry.x, entry.y, magnitudes >> 16) | (word32 << 4 & 0x80808080);
             }
         }
     }
 
-    // Compiler fence: keep the computation of fragments `FIRST` and `FIRST + 1` before the call.
+    // Compiler fence.
     template <int FIRST> __device__ __forceinline__ void finish() {
 #pragma unroll
         for (int i = 0; i < 8; ++i) asm volatile("" : "+r"(a[FIRST + i / 4][i % 4])::"memory");

@@ -1,60 +1,52 @@
-// Grouped GEMM of FP8 tokens (e4m3) and prepared MXFP4 weights on Hopper, by TMA and wgmma.
+// Grouped GEMM (moe_gemm/params.cuh) of FP8 tokens with block scales and prepared MXFP4 weights, whose scales are
+// folded into e4m3 elements and a power of two per row (moe_gemm/folded_prepared.cuh), on Hopper, by TMA and wgmma.
 //
-//   x[r, j]   = sum over i of a[r, i] * a_scale[r, i / 128] * b[e, j, i]       for the rows r of the group of expert e
-//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh lists all forms
+// Weights are the M side of wgmma, tokens (rows of a group) the N side, so each weight is converted once per tile. The
+// conversion looks elements up in a table in shared memory. For each ratio of a scale to the largest scale of its row,
+// the table has the 8 magnitudes of e2m1 times this ratio, as e4m3. One __byte_perm looks up four elements.
 //
-// Sums are in float32 and rounded once. a_scale is [rows, ceil(k / 128)]. moe_gemm/params.cuh defines the groups.
-// moe_gemm/folded_prepared.cuh defines the layout of the weights. The kernel converts 4-bit weights to e4m3 for the
-// MMAs; each row of weights has one power of two that multiplies its sums.
+// FP8 tensor cores accumulate with less than float32 precision. So they sum only 128 elements along k. This sum times
+// its token's scale is added to a float32 total. At the end the total is multiplied by the power of two of its row.
 //
-// Weights are the M side of wgmma (64 rows) and tokens (rows of a group) are the N side, as in gemm_fp4_wgmma. So each
-// weight is converted once for all tokens of a tile. The conversion is a table lookup: a table in shared memory has one
-// entry for each ratio of a scale (of 32 elements) to the largest scale of its row. The entry is the 8 magnitudes of
-// e2m1 times this ratio, as 8 bytes. One __byte_perm looks up four elements.
+// Grid: CLUSTER * (resident clusters) persistent blocks. A tile is 128 rows of weights (gated: 64 gate rows and their
+// up rows) times up to TOKENS tokens. The blocks of a cluster have neighbouring weights and the same tokens; each block
+// multicasts every CLUSTER-th TMA box of the tokens.
 //
-// FP8 tensor cores accumulate with less than float32 precision. So the tensor cores sum only 128 elements along k, as
-// in gemm_fp8_wgmma. This partial sum is multiplied by its token's scale and added to a float32 total in registers. At
-// the end the total is multiplied by the power of two of its row of weights.
-//
-// Grid: CLUSTER * (number of resident clusters) persistent blocks of folded_threads(TOKENS) threads. A tile is 128 rows
-// of weights (gated: 64 gate rows and their 64 up rows) times up to TOKENS tokens. The blocks of a cluster have the
-// same tokens and neighbouring weights. Each block copies every CLUSTER-th TMA box of tokens, by multicast to the whole
-// cluster.
-//
-//   warp 8           finds tiles; copies 128 elements along k per stage to a ring of STAGES stages, by TMA
+//   warp 8           TMA producer: 128 elements along k per stage, in a ring of STAGES stages
 //   warps 9, 10      copy the scales of up to 128 tokens each
 //   warpgroup w < 2  converts and multiplies weight rows `64 * w` to `64 * w + 63` of a tile, and writes the results
 //
-// A warpgroup multiplies its weights by the tokens of a tile in chunks of up to 128 tokens. While one warpgroup adds
-// partial sums to its totals, the MMAs of the other warpgroup run. A warpgroup converts the weights of the next stage
-// during and after the last MMAs of the current stage.
+// A warpgroup multiplies up to 128 tokens of a tile at a time. It converts the weights of the next stage during and
+// after the last MMAs of the current stage. While it adds sums to its totals, the MMAs of the other warpgroup run.
 //
-// Speed of light: for few rows the time to read the weights; for many rows the time of 2 * rows * n * k operations at
-// the FP8 rate, twice the bfloat16 rate. On an H200 with n = 4096, k = 7168, 8 experts of 1024 rows take 461 us (1043
-// TFLOP/s). The same GEMM with FP8 weights and block scales takes 352 us. 256 experts of 8 rows take 1.01 ms; reading
-// the bytes of their weights alone would take 0.83 ms.
+// Speed of light: for few rows it is the time to read the weights, for many rows the time of 2 * rows * n * k
+// operations at the FP8 rate. On an H200 with n = 4096, k = 7168, 8 experts of 1024 rows take 461 us (1043 TFLOP/s);
+// with FP8 weights and block scales they take 352 us. 256 experts of 8 rows take 1.01 ms; reading the weights alone
+// would take 0.83 ms.
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "moe_gemm/folded_load.cuh"
 #include "moe_gemm/folded_weights.cuh"
 #include "moe_gemm/wgmma_store.cuh"
 
-// Shared addresses of a lane's operands in stage 0. `weights`, `rows`: the lane's elements and scale word in the first
-// 8 weight rows of its warp. `scales`: the scales of its tokens. `tokens`: the lower half of the token descriptor.
+// A lane's operands in stage 0. `weights`, `scale_words`: shared addresses for its first row of weights. `scales`:
+// shared address of its tokens' scales. `tokens`: lower half of the token descriptor.
 struct FoldedOperands {
-    unsigned weights, rows, scales, tokens;
+    unsigned weights, scale_words, scales, tokens;
 };
 
-// Start two of the stage's four MMAs along k, `FIRST` and `FIRST + 1`, for `2 * N` tokens.
+// Start MMAs `FIRST` and `FIRST + 1` of the four MMAs of a stage, for `2 * N` tokens. The N sums of a lane are for two
+// rows of weights and a quarter of the tokens.
 template <int FIRST, int N>
 __device__ __forceinline__ void start_folded_products(float (&sums)[N], const FoldedFragments& fragments,
                                                       unsigned tokens) {
 #pragma unroll
-    for (int i = FIRST; i < FIRST + 2; ++i) // an MMA reads 32 bytes along k: 2 descriptor units of 16 bytes
+    for (int i = FIRST; i < FIRST + 2; ++i) // 32 bytes along k: 2 descriptor units of 16 bytes
         wgmma_k_major<__nv_fp8_e4m3>(sums, fragments.a[i], k_major_descriptor_of(tokens + i * 2), i > 0);
 }
 
-// Add the sums of `2 * N` tokens to `total`, each multiplied by the scale of its token.
+// Add the sums, times the scales of their tokens, to `total`. The N sums of a lane are for two rows of weights and a
+// quarter of `2 * N` tokens.
 template <int N>
 __device__ __forceinline__ void add_scaled(float (&total)[N], const float (&sums)[N], unsigned scales) {
     if constexpr (N == 4) {
@@ -75,18 +67,17 @@ __device__ __forceinline__ void add_scaled(float (&total)[N], const float (&sums
     }
 }
 
-// State of a consumer warpgroup: its position in the ring, and the converted weights of the next stage. PAIRS: the two
-// rows of lane l in an MMA (`l / 4` and `l / 4 + 8`) are a gate row and its up row, which are neighbours in memory.
-template <class Layout, bool PAIRS> struct FoldedMultiplier {
-    static constexpr int WIDTH = Layout::WIDTH, N = WIDTH / 2, PARTS = Layout::PARTS;
+// State of a consumer warpgroup, with the converted weights of the next stage.
+template <class Layout, bool INTERLEAVED_GATES> struct FoldedMultiplier {
+    static constexpr int WIDTH = Layout::WIDTH, N = WIDTH / 2, CHUNKS = Layout::CHUNKS;
     static constexpr int STAGES = Layout::STAGES, CLUSTER = Layout::CLUSTER;
 
     typename Layout::Shared& shared;
     FoldedOperands first; // addresses in stage 0
     unsigned table;
     int warpgroup;
-    RingPlace<STAGES> place;
-    FoldedWords<PAIRS> words;
+    PipelineState<STAGES> state;
+    FoldedPacked<INTERLEAVED_GATES> packed;
     FoldedFragments fragments;
     float factors[2]; // 2^(E - 6) of the lane's two rows of weights
 
@@ -94,52 +85,52 @@ template <class Layout, bool PAIRS> struct FoldedMultiplier {
         : shared(shared), table(shared_address(shared.table)), warpgroup(warpgroup) {
         const int lane = threadIdx.x % 32;
         const unsigned weights =
-            ring + Layout::WEIGHTS + (warpgroup * 8 + threadIdx.x % WARPGROUP / 32 * 2) * FOLDED_UNIT;
-        first.weights = weights + lane * 8, first.rows = weights + FOLDED_NUMBERS + lane / 4 * 4;
-        if constexpr (PAIRS) { // the lane's first row is 2 * (l / 4); rows 8 to 15 are in the second unit
+            ring + Layout::WEIGHTS + (warpgroup * 8 + threadIdx.x % WARPGROUP / 32 * 2) * FOLDED_UNIT_BYTES;
+        first.weights = weights + lane * 8, first.scale_words = weights + FOLDED_ELEMENT_BYTES + lane / 4 * 4;
+        if constexpr (INTERLEAVED_GATES) { // rows 8 to 15 are in the second unit
             const int row = lane / 4 * 2 % FOLDED_ROWS;
-            const unsigned unit = weights + lane / 16 * FOLDED_UNIT;
-            first.weights = unit + row * FOLDED_ROW_NUMBERS + lane % 4 * 8,
-            first.rows = unit + FOLDED_NUMBERS + row * 4;
+            const unsigned unit = weights + lane / 16 * FOLDED_UNIT_BYTES;
+            first.weights = unit + row * FOLDED_ROW_BYTES + lane % 4 * 8,
+            first.scale_words = unit + FOLDED_ELEMENT_BYTES + row * 4;
         }
         first.scales = ring + Layout::SCALES + lane % 4 * Layout::SCALE_PITCH;
         first.tokens = unsigned(k_major_descriptor(ring));
-        // Keep the addresses in registers: otherwise the compiler recomputes them at every stage.
-        asm volatile("" : "+r"(first.weights), "+r"(first.rows), "+r"(first.scales), "+r"(first.tokens), "+r"(table));
+        // Without this empty asm, the compiler recomputes the addresses at every stage.
+        asm volatile(""
+                     : "+r"(first.weights), "+r"(first.scale_words), "+r"(first.scales), "+r"(first.tokens),
+                       "+r"(table));
     }
 
-    __device__ __forceinline__ void wait_full(const RingPlace<STAGES>& at) {
+    __device__ __forceinline__ void wait_full(const PipelineState<STAGES>& at) {
         mbarrier_wait(shared_address(&shared.full[at.stage]), at.phase);
     }
 
-    // Load the scale words of the next stage, and the weights of its first two MMAs.
-    __device__ __forceinline__ void load_words() {
-        words.load_numbers(first.weights + place.stage * Layout::WEIGHT_BYTES);
-        words.load_rows(first.rows + place.stage * Layout::WEIGHT_BYTES);
+    __device__ __forceinline__ void load_packed() {
+        packed.load_elements(first.weights + state.stage * Layout::WEIGHT_BYTES);
+        packed.load_scale_words(first.scale_words + state.stage * Layout::WEIGHT_BYTES);
     }
 
-    // Convert the loaded weights, and load the weights of the other two MMAs.
+    // Convert the weights of a stage's first two MMAs, and load the weights of the other two.
     __device__ __forceinline__ void convert_first() {
-        fragments.convert<0>(words, table);
-        words.load_numbers(first.weights + place.stage * Layout::WEIGHT_BYTES + FOLDED_NUMBERS / 2);
+        fragments.convert<0>(packed, table);
+        packed.load_elements(first.weights + state.stage * Layout::WEIGHT_BYTES + FOLDED_ELEMENT_BYTES / 2);
         fragments.finish<0>();
     }
 
-    __device__ __forceinline__ void convert_rest() {
-        fragments.convert<2>(words, table);
+    __device__ __forceinline__ void convert_second() {
+        fragments.convert<2>(packed, table);
         fragments.finish<2>();
     }
 
-    // Wait for the first stage and convert its weights.
     __device__ __forceinline__ void begin() {
-        wait_full(place);
-        load_words();
+        wait_full(state);
+        load_packed();
         convert_first();
-        convert_rest();
+        convert_second();
     }
 
-    // Release a stage: arrive at its empty barrier in every block of the cluster. The MMAs that read the stage must be
-    // complete. elect.sync selects the lane that arrives, so no register is needed for a lane index.
+    // Release a stage, whose MMAs are complete, in every block of the cluster. elect.sync saves the register of a lane
+    // index.
     __device__ __forceinline__ void release(int stage) {
         unsigned elected;
         __syncwarp();
@@ -158,45 +149,43 @@ template <class Layout, bool PAIRS> struct FoldedMultiplier {
         }
     }
 
-    // Multiply the weights of the current stage by the stage's tokens, and add the scaled sums to `total`. The weights
-    // are already converted to fragments. The tokens are divided into parts of WIDTH tokens, and only the first ACTIVE
-    // parts are multiplied. Then convert the weights of the next stage. `last`: the current stage is the last stage of
-    // the tile.
-    template <int ACTIVE> __device__ __forceinline__ void multiply_stage(float (&total)[PARTS][N], bool last) {
-        const unsigned tokens = first.tokens + place.stage * (Layout::TOKEN_BYTES >> 4);
-        const unsigned scales = first.scales + place.stage * Layout::SCALE_BYTES;
-        const int stage = place.stage;
+    // Multiply the converted weights of the current stage by the first ACTIVE chunks of WIDTH tokens, add the scaled
+    // sums to `total`, and convert the weights of the next stage. `last`: the last stage of the tile.
+    template <int ACTIVE> __device__ __forceinline__ void multiply_stage(float (&total)[CHUNKS][N], bool last) {
+        const unsigned tokens = first.tokens + state.stage * (Layout::TOKEN_BYTES >> 4);
+        const unsigned scales = first.scales + state.stage * Layout::SCALE_BYTES;
+        const int stage = state.stage;
         float sums[N];
-        auto add = [&](int part) {
+        auto add = [&](int chunk) {
             wgmma_fence_operand(sums);
-            add_scaled(total[part], sums, scales + part * Layout::SCALES_EACH);
+            add_scaled(total[chunk], sums, scales + chunk * Layout::CHUNK_SCALE_BYTES);
         };
 #pragma unroll
-        for (int part = 0; part < ACTIVE; ++part) {
-            const unsigned from = tokens + part * (WIDTH * FOLDED_K >> 4);
+        for (int chunk = 0; chunk < ACTIVE; ++chunk) {
+            const unsigned from = tokens + chunk * (WIDTH * FOLDED_K >> 4);
             wgmma_fence();
             start_folded_products<0>(sums, fragments, from);
-            // The last part uses two commit groups. When the first group is complete, its fragments are overwritten
-            // while the MMAs of the second group still read theirs.
-            if (part == ACTIVE - 1) wgmma_commit_group();
+            // The MMAs of the last chunk form two commit groups, so that the fragments of the first group can be
+            // overwritten while the second group still runs.
+            if (chunk == ACTIVE - 1) wgmma_commit_group();
             start_folded_products<2>(sums, fragments, from);
             wgmma_commit_group();
-            if (part == 0) {
+            if (chunk == 0) {
                 if (last) {
-                    const unsigned here = first.rows + stage * Layout::WEIGHT_BYTES;
+                    const unsigned here = first.scale_words + stage * Layout::WEIGHT_BYTES;
 #pragma unroll
                     for (int i = 0; i < 2; ++i)
-                        factors[i] = folded_factor(__float_as_uint(load_shared_float(here + i * words.ROWS_APART)));
+                        factors[i] = folded_factor(__float_as_uint(load_shared_float(here + i * packed.SCALE_STRIDE)));
                 }
-                place.advance();
-                // The next stage belongs to this tile or to the next tile. After the last tile it only carries a
-                // description with 0 tokens.
-                wait_full(place);
-                load_words();
+                state.advance();
+                // Wait for the next stage. After the tile's last stage it is the next tile's first stage, or marks the
+                // end of all tiles.
+                wait_full(state);
+                load_packed();
             }
-            if (part < ACTIVE - 1) {
+            if (chunk < ACTIVE - 1) {
                 wgmma_wait_group<0>();
-                add(part);
+                add(chunk);
             }
         }
         wgmma_wait_group<1>();
@@ -204,49 +193,48 @@ template <class Layout, bool PAIRS> struct FoldedMultiplier {
         wgmma_wait_group<0>();
         add(ACTIVE - 1);
         release(stage);
-        convert_rest();
+        convert_second();
     }
 
-    template <int ACTIVE> __device__ __forceinline__ void multiply_tile(float (&total)[PARTS][N], int steps) {
+    template <int ACTIVE> __device__ __forceinline__ void multiply_tile(float (&total)[CHUNKS][N], int steps) {
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) multiply_stage<ACTIVE>(total, step == steps - 1);
     }
 };
 
-// Run a consumer warpgroup: compute all tiles of the block.
 template <typename T, int ACTIVATION, class Layout>
 __device__ __forceinline__ void compute_folded_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                      unsigned ring) {
-    constexpr int TOKENS = Layout::TOKENS, PARTS = Layout::PARTS, N = Layout::WIDTH / 2;
+    constexpr int TOKENS = Layout::TOKENS, CHUNKS = Layout::CHUNKS, N = Layout::WIDTH / 2;
     // The shuffle tells the compiler that the value is warp-uniform.
     const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
     const unsigned staging = ring + Layout::STAGED + warpgroup * 2 * Layout::STAGING;
     const int steps = (p.k + FOLDED_K - 1) / FOLDED_K;
-    constexpr bool PAIRS = is_gated(ACTIVATION) && !has_halves(ACTIVATION);
-    FoldedMultiplier<Layout, PAIRS> multiplier(shared, ring, warpgroup);
+    constexpr bool INTERLEAVED_GATES = is_gated(ACTIVATION) && !has_halves(ACTIVATION);
+    FoldedMultiplier<Layout, INTERLEAVED_GATES> multiplier(shared, ring, warpgroup);
     WgmmaTile& kept = shared.kept[threadIdx.x / 32];
     int round = 0;
     multiplier.begin();
     for (;;) {
         // The reduction tells the compiler that the value is warp-uniform.
-        const int tokens = __reduce_max_sync(FULL_WARP, shared.tiles[multiplier.place.stage].tokens);
+        const int tokens = __reduce_max_sync(FULL_WARP, shared.tiles[multiplier.state.stage].tokens);
         if (tokens == 0) break;
         // Keep the tile in shared memory during the mainloop, because registers are scarce.
-        if (threadIdx.x % 32 == 0) kept = shared.tiles[multiplier.place.stage];
+        if (threadIdx.x % 32 == 0) kept = shared.tiles[multiplier.state.stage];
         __syncwarp();
-        float total[PARTS][N];
+        float total[CHUNKS][N];
 #pragma unroll
-        for (int i = 0; i < PARTS * N; ++i) total[i / N][i % N] = 0.f;
-        if (PARTS == 1 || tokens > TOKENS / 2)
-            multiplier.template multiply_tile<PARTS>(total, steps);
+        for (int i = 0; i < CHUNKS * N; ++i) total[i / N][i % N] = 0.f;
+        if (CHUNKS == 1 || tokens > TOKENS / 2)
+            multiplier.template multiply_tile<CHUNKS>(total, steps);
         else
-            multiplier.template multiply_tile<PARTS == 1 ? 1 : PARTS / 2>(total, steps);
-        float (&all)[PARTS * N] = reinterpret_cast<float (&)[PARTS * N]>(total);
+            multiplier.template multiply_tile<CHUNKS == 1 ? 1 : CHUNKS / 2>(total, steps);
+        float (&all)[CHUNKS * N] = reinterpret_cast<float (&)[CHUNKS * N]>(total);
 #pragma unroll
-        for (int i = 0; i < PARTS * N; ++i) all[i] *= multiplier.factors[i / 2 % 2];
+        for (int i = 0; i < CHUNKS * N; ++i) all[i] *= multiplier.factors[i / 2 % 2];
         const WgmmaTile tile{kept.row, tokens, kept.column, kept.expert};
         store_tile<T, ACTIVATION, TOKENS>(p, all, tile, warpgroup, staging, round);
-        __syncwarp(); // all lanes have read `kept` before lane 0 overwrites it
+        __syncwarp(); // before lane 0 overwrites `kept`
     }
 }
 
@@ -254,22 +242,20 @@ template <typename, int, int TOKENS, int STAGES, int CLUSTER, int, bool> constex
     return {folded_threads(TOKENS), FoldedLayout<TOKENS, STAGES, CLUSTER>::BYTES, box_of(TOKENS)};
 }
 
-// T: type of the result, __nv_bfloat16 or __half. TOKENS: 8, 16, 32, 128 or 256. BLOCKS: resident blocks per
-// multiprocessor. STREAMED: set for few tokens; each weight is read once, with the L2 policy evict-first. ACTIVATION:
-// see moe_gemm/epilogue.cuh.
-template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS, bool STREAMED>
-__global__ __launch_bounds__(folded_threads(TOKENS), BLOCKS)
+// T: type of the result. TOKENS: 8, 16, 32, 128 or 256.
+template <typename T, int ACTIVATION, int TOKENS, int STAGES, int CLUSTER, int BLOCKS_PER_SM, bool MEMORY_BOUND>
+__global__ __launch_bounds__(folded_threads(TOKENS), BLOCKS_PER_SM)
     CLUSTER_OF(CLUSTER) void gemm_folded_wgmma(const __grid_constant__ MappedGemmParams p) {
     wait_for_earlier_kernels();
 #if HAS_WGMMA
     using Layout = FoldedLayout<TOKENS, STAGES, CLUSTER>;
     using Shared = typename Layout::Shared;
-    constexpr bool DEAL = TOKENS >= 128;
+    constexpr bool MOVES_REGISTERS = TOKENS >= 128;
     extern __shared__ char memory[];
-    const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles are 1024-byte aligned
-    const unsigned ring = shared_address(memory) + misplaced;
-    Shared& shared = *reinterpret_cast<Shared*>(memory + misplaced + Layout::REST);
-    if (threadIdx.x < 32) shared.table[threadIdx.x] = folded_numbers(threadIdx.x);
+    const unsigned padding = -shared_address(memory) & 1023; // swizzled tiles are 1024-byte aligned
+    const unsigned ring = shared_address(memory) + padding;
+    Shared& shared = *reinterpret_cast<Shared*>(memory + padding + Layout::SHARED_OFFSET);
+    if (threadIdx.x < 32) shared.table[threadIdx.x] = folded_elements(threadIdx.x);
     if (threadIdx.x == 0) {
         prefetch_tensormap(p.b_map);
         prefetch_tensormap(p.a_map);
@@ -283,13 +269,13 @@ __global__ __launch_bounds__(folded_threads(TOKENS), BLOCKS)
     // No block may access the shared memory of a block that has not started or has exited.
     if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();
     if (threadIdx.x < WARPGROUPS * WARPGROUP) {
-        if constexpr (DEAL) setmaxnreg_inc<232>();
+        if constexpr (MOVES_REGISTERS) setmaxnreg_inc<232>();
         compute_folded_tiles<T, ACTIVATION, Layout>(p, shared, ring);
     } else {
-        if constexpr (DEAL) setmaxnreg_dec<40>();
+        if constexpr (MOVES_REGISTERS) setmaxnreg_dec<40>();
         const int warp = __shfl_sync(FULL_WARP, int(threadIdx.x / 32) - WARPGROUPS * WARPGROUP / 32, 0);
         if (warp == 0)
-            load_folded_tiles<Layout, ACTIVATION, STREAMED>(p, shared, ring);
+            load_folded_tiles<Layout, ACTIVATION, MEMORY_BOUND>(p, shared, ring);
         else if (warp <= Layout::SCALE_WARPS)
             load_folded_scales<Layout>(p, shared, ring + Layout::SCALES, warp - 1);
     }

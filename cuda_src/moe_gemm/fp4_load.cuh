@@ -1,4 +1,4 @@
-// Producer warp of gemm_fp4_wgmma: finds the tiles and loads them.
+// Producer warp of gemm_fp4_wgmma.
 #pragma once
 #include "common/cluster.cuh"
 #include "common/mma.cuh"
@@ -7,13 +7,12 @@
 #include "moe_gemm/shared_memory.cuh"
 #include "moe_gemm/wgmma_tiles.cuh"
 
-// Start the copy of a stage's weights. `unit` is the index along k of the stage's first unit (64 elements along k). If
-// the gate rows are the first half of the n rows of weights and the up rows the second half, the TMA box has 8 gate
-// rows, their 8 up rows, the next 8 gate rows, and so on.
-template <class Layout, int ACTIVATION, bool STREAMED>
+// Start the copy of a stage's weights from unit `unit` along k on. If gates and ups are halves of n, the TMA box
+// alternates 8 gate rows and 8 up rows.
+template <class Layout, int ACTIVATION, bool MEMORY_BOUND>
 __device__ __forceinline__ void load_fp4_weights(const MappedGemmParams& p, unsigned ring, int stage, int unit,
                                                  int first_weight, int expert, unsigned full) {
-    constexpr unsigned long long POLICY = STREAMED ? EVICT_FIRST : EVICT_NORMAL;
+    constexpr unsigned long long POLICY = MEMORY_BOUND ? EVICT_FIRST : EVICT_NORMAL;
     const unsigned to = ring + Layout::WEIGHTS + stage * Layout::WEIGHT_BYTES;
     const int x = unit * (UNIT_BYTES<Layout::FORMAT> / 8); // the tensor map has 8-byte elements
     if constexpr (has_halves(ACTIVATION))
@@ -22,20 +21,20 @@ __device__ __forceinline__ void load_fp4_weights(const MappedGemmParams& p, unsi
         tma_load<POLICY>(to, p.b_map, x, first_weight / 8, expert, 0, full);
 }
 
-// Publish the next tile to the consumer warps; a tile with 0 tokens ends their loops. One thread calls this.
+// Publish the next tile; a tile with 0 tokens ends the consumers' loops. One thread calls this.
 template <class Shared>
-__device__ __forceinline__ void publish_tile(Shared& shared, const RingPlace<TILES_AHEAD>& at, const WgmmaTile& tile) {
+__device__ __forceinline__ void publish_tile(Shared& shared, const PipelineState<TILES_AHEAD>& at,
+                                             const WgmmaTile& tile) {
     mbarrier_wait(shared_address(&shared.tile_empty[at.stage]), at.phase + 1);
     shared.tiles[at.stage] = tile;
     mbarrier_arrive(shared_address(&shared.tile_full[at.stage]));
 }
 
-// Start the copies of a stage's tokens to all blocks of the cluster. Each block copies every CLUSTER-th TMA box.
-// `whole`: k is a multiple of 64, the number of elements of a unit along k. In this case the tensor map has a dimension
-// for units, and one box copies all units of the stage for its tokens.
+// Start the copies of a stage's tokens. `k_aligned`: k is a multiple of 64, so that the tensor map has a dimension of
+// 64-element units, and one TMA box has all units of the stage.
 template <class Layout>
 __device__ __forceinline__ void load_fp4_tokens(const MappedGemmParams& p, unsigned to, int unit, int row, int boxes,
-                                                int rank, bool whole, unsigned full) {
+                                                int rank, bool k_aligned, unsigned full) {
     constexpr int CLUSTER = Layout::CLUSTER, UNITS = Layout::UNITS, BOX = Layout::BOX;
     auto load = [&](unsigned to, int x, int y, int z) {
         if constexpr (CLUSTER == 1)
@@ -47,27 +46,26 @@ __device__ __forceinline__ void load_fp4_tokens(const MappedGemmParams& p, unsig
         const unsigned box_to = to + box * (UNITS * BOX * ROW_BYTES);
         if constexpr (UNITS == 1) {
             load(box_to, unit * DEPTH, row + box * BOX, 0);
-        } else if (whole) {
+        } else if (k_aligned) {
             load(box_to, 0, row + box * BOX, unit);
         } else {
 #pragma unroll
-            for (int i = 0; i < UNITS; ++i) load(box_to + i * EIGHT_ROWS, (unit + i) * DEPTH, row + box * BOX, 0);
+            for (int i = 0; i < UNITS; ++i) load(box_to + i * EIGHT_ROWS_BYTES, (unit + i) * DEPTH, row + box * BOX, 0);
         }
     }
 }
 
-// Run the producer warp, with tokens copied by TMA.
-template <class Layout, int ACTIVATION, bool STREAMED>
+template <class Layout, int ACTIVATION, bool MEMORY_BOUND>
 __device__ __forceinline__ void load_fp4_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                unsigned ring) {
     constexpr int TOKENS = Layout::TOKENS, UNITS = Layout::UNITS, CLUSTER = Layout::CLUSTER, BOX = Layout::BOX;
-    constexpr int WEIGHTS = CLUSTER * Layout::ROWS; // rows of weights that a cluster computes at a time
+    constexpr int WEIGHTS = CLUSTER * Layout::ROWS; // rows of weights of a cluster's tile
     const int lane = threadIdx.x % 32, rank = cluster_rank<CLUSTER>();
     WgmmaTiles<TOKENS> tiles(p, (p.n + WEIGHTS - 1) / WEIGHTS);
-    RingPlace<Layout::STAGES> place;
-    RingPlace<TILES_AHEAD> at;
+    PipelineState<Layout::STAGES> state;
+    PipelineState<TILES_AHEAD> at;
     const int steps = (p.k + UNITS * DEPTH - 1) / (UNITS * DEPTH), stages = stages_of<Layout::SPLIT>(steps);
-    const bool whole = p.k % DEPTH == 0;
+    const bool k_aligned = p.k % DEPTH == 0;
     int expert, row, tokens, weight_tile;
     for (int tile = blockIdx.x / CLUSTER; tiles.find(tile, expert, row, tokens, weight_tile);
          tile += gridDim.x / CLUSTER, at.advance()) {
@@ -75,18 +73,18 @@ __device__ __forceinline__ void load_fp4_tiles(const MappedGemmParams& p, typena
             const int first_weight = weight_tile * WEIGHTS + rank * Layout::ROWS;
             const int boxes = TOKENS <= BOX ? 1 : (tokens + BOX - 1) / BOX;
             publish_tile(shared, at, {row, tokens, is_gated(ACTIVATION) ? first_weight / 2 : first_weight, expert});
-            for (int step = 0; step < stages; ++step, place.advance()) {
-                const unsigned full = shared_address(&shared.full[place.stage]);
-                const unsigned tokens_to = ring + place.stage * Layout::TOKEN_BYTES;
-                mbarrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
+            for (int step = 0; step < stages; ++step, state.advance()) {
+                const unsigned full = shared_address(&shared.full[state.stage]);
+                const unsigned tokens_to = ring + state.stage * Layout::TOKEN_BYTES;
+                mbarrier_wait(shared_address(&shared.empty[state.stage]), state.phase + 1);
                 if (Layout::SPLIT > 1 && step >= steps) {
                     mbarrier_arrive(full);
                     continue;
                 }
                 mbarrier_arrive_expect_tx(full, Layout::WEIGHT_BYTES + UNITS * boxes * BOX * ROW_BYTES);
-                load_fp4_weights<Layout, ACTIVATION, STREAMED>(p, ring, place.stage, step * UNITS, first_weight, expert,
-                                                               full);
-                load_fp4_tokens<Layout>(p, tokens_to, step * UNITS, row, boxes, rank, whole, full);
+                load_fp4_weights<Layout, ACTIVATION, MEMORY_BOUND>(p, ring, state.stage, step * UNITS, first_weight,
+                                                                   expert, full);
+                load_fp4_tokens<Layout>(p, tokens_to, step * UNITS, row, boxes, rank, k_aligned, full);
             }
         }
         __syncwarp();
@@ -95,31 +93,32 @@ __device__ __forceinline__ void load_fp4_tiles(const MappedGemmParams& p, typena
     __syncwarp();
 }
 
-// Run the producer warp, with tokens gathered by cp.async. Before wgmma may read bytes that cp.async copied, the copies
-// must be complete, and the thread that started them must execute a proxy fence. The warp does not wait for the copies
-// of a stage at once: it arrives at the full barrier of a stage after it has started the copies of BEHIND further
-// stages. BEHIND is limited by two waits that would otherwise deadlock. First, publish_tile waits until the consumers
-// have finished the tile TILES_AHEAD tiles earlier, and a tile may be a single stage; so BEHIND is less than
-// TILES_AHEAD. Second, a warpgroup releases a stage in the middle of its next stage, SPLIT stages later; so BEHIND is
-// less than `STAGES - SPLIT`.
-template <class Layout, int ACTIVATION, bool STREAMED>
+// Run the producer warp, with tokens gathered by cp.async. wgmma may read them when the copies are complete and the
+// thread that started them has executed a proxy fence. So the warp arrives at the full barrier of a stage only after it
+// has started the copies of the next LAG stages. Two waits would deadlock with a larger LAG:
+// - publish_tile waits until the consumers have read the tile TILES_AHEAD tiles earlier, and a tile may have only one
+//   stage. So LAG is less than TILES_AHEAD.
+// - A warpgroup releases a stage in the middle of its next stage, SPLIT stages later. So LAG is less than
+//   `STAGES - SPLIT`.
+template <class Layout, int ACTIVATION, bool MEMORY_BOUND>
 __device__ __forceinline__ void gather_fp4_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                  unsigned ring) {
     constexpr int TOKENS = Layout::TOKENS, UNITS = Layout::UNITS, STAGES = Layout::STAGES;
-    constexpr int MOST = STAGES / 2 < TILES_AHEAD ? STAGES / 2 : TILES_AHEAD - 1, ROOM = STAGES - Layout::SPLIT - 1;
-    constexpr int BEHIND = MOST < ROOM ? MOST : ROOM;
-    static_assert(BEHIND > 0, "");
+    constexpr int MAX_LAG = STAGES / 2 < TILES_AHEAD ? STAGES / 2 : TILES_AHEAD - 1,
+                  FREE_STAGES = STAGES - Layout::SPLIT - 1;
+    constexpr int LAG = MAX_LAG < FREE_STAGES ? MAX_LAG : FREE_STAGES;
+    static_assert(LAG > 0, "");
     const int lane = threadIdx.x % 32, chunk = lane % 8;
     WgmmaTiles<TOKENS> tiles(p, (p.n + Layout::ROWS - 1) / Layout::ROWS);
-    RingPlace<STAGES> place, behind;
-    RingPlace<TILES_AHEAD> at;
+    PipelineState<STAGES> state, full_state;
+    PipelineState<TILES_AHEAD> at;
     const int steps = (p.k + UNITS * DEPTH - 1) / (UNITS * DEPTH), stages = stages_of<Layout::SPLIT>(steps);
     int copied = 0;
-    auto say_full = [&] {
+    auto arrive_full = [&] {
         fence_proxy_async();
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(shared_address(&shared.full[behind.stage]));
-        behind.advance();
+        if (lane == 0) mbarrier_arrive(shared_address(&shared.full[full_state.stage]));
+        full_state.advance();
     };
     int expert, row, tokens, weight_tile;
     for (int tile = blockIdx.x; tiles.find(tile, expert, row, tokens, weight_tile); tile += gridDim.x, at.advance()) {
@@ -129,40 +128,40 @@ __device__ __forceinline__ void gather_fp4_tiles(const MappedGemmParams& p, type
         int sources[TOKENS / 4]; // rows of `a` for tokens lane / 8, lane / 8 + 4, ...
 #pragma unroll
         for (int i = 0; i < TOKENS / 4; ++i) sources[i] = source_of(p, row + min(lane / 8 + i * 4, tokens - 1));
-        for (int step = 0; step < stages; ++step, place.advance()) {
-            mbarrier_wait(shared_address(&shared.empty[place.stage]), place.phase + 1);
-            const bool any = Layout::SPLIT == 1 || step < steps;
-            if (lane == 0 && !any) mbarrier_arrive(shared_address(&shared.full[place.stage]));
-            if (lane == 0 && any) {
-                const unsigned full = shared_address(&shared.full[place.stage]);
+        for (int step = 0; step < stages; ++step, state.advance()) {
+            mbarrier_wait(shared_address(&shared.empty[state.stage]), state.phase + 1);
+            const bool has_data = Layout::SPLIT == 1 || step < steps;
+            if (lane == 0 && !has_data) mbarrier_arrive(shared_address(&shared.full[state.stage]));
+            if (lane == 0 && has_data) {
+                const unsigned full = shared_address(&shared.full[state.stage]);
                 mbarrier_arrive_expect_tx(full, Layout::WEIGHT_BYTES);
-                load_fp4_weights<Layout, ACTIVATION, STREAMED>(p, ring, place.stage, step * UNITS, first_weight, expert,
-                                                               full);
+                load_fp4_weights<Layout, ACTIVATION, MEMORY_BOUND>(p, ring, state.stage, step * UNITS, first_weight,
+                                                                   expert, full);
             }
 #pragma unroll
             for (int i = 0; i < TOKENS / 4; ++i) {
                 const int token = lane / 8 + i * 4;
-                if (i * 4 >= tokens || !any) break;
-                const unsigned to = ring + place.stage * Layout::TOKEN_BYTES + token / 8 * (UNITS * EIGHT_ROWS) +
+                if (i * 4 >= tokens || !has_data) break;
+                const unsigned to = ring + state.stage * Layout::TOKEN_BYTES + token / 8 * (UNITS * EIGHT_ROWS_BYTES) +
                                     token % 8 * ROW_BYTES + ((chunk ^ token % 8) * 16);
 #pragma unroll
                 for (int unit = 0; unit < UNITS; ++unit) {
                     const int x = (step * UNITS + unit) * DEPTH + chunk * 8;
-                    copy_part_async<16>(to + unit * EIGHT_ROWS,
+                    copy_part_async<16>(to + unit * EIGHT_ROWS_BYTES,
                                         static_cast<const char*>(p.a) +
                                             ((long long)sources[i] * p.k + min(x, p.k - 8)) * 2,
                                         x < p.k ? 16 : 0);
                 }
             }
             cp_async_commit_group();
-            if (++copied > BEHIND) {
-                cp_async_wait_group<BEHIND>();
-                say_full();
+            if (++copied > LAG) {
+                cp_async_wait_group<LAG>();
+                arrive_full();
             }
         }
     }
     cp_async_wait_group<0>();
-    for (int left = min(copied, BEHIND); left > 0; --left) say_full();
+    for (int left = min(copied, LAG); left > 0; --left) arrive_full();
     if (lane == 0) publish_tile(shared, at, {0, 0, 0, 0});
     __syncwarp();
 }

@@ -1,9 +1,7 @@
-// Multiplication of packed pairs of 16-bit floats. The kernels use it to apply scales to unpacked 4-bit weights.
 #pragma once
 #include "common/numeric.cuh"
 
-// Return `a * b` for two packed pairs. GPUs before sm_90 have no bfloat16 multiplication, so bfloat16 uses an fma that
-// adds -0.
+// Return `a * b` for two packed pairs. GPUs before sm_90 multiply bfloat16 only by fma, here with an addend of -0.
 template <typename T> __device__ __forceinline__ unsigned multiply_pairs(unsigned a, unsigned b) {
     unsigned product;
     if constexpr (IS_BFLOAT16<T>)

@@ -1,49 +1,44 @@
-// First GEMM of a gated MoE layer in FP8 (e4m3) with block scales on Hopper, by TMA and wgmma. It applies the
-// activation and quantizes the result to FP8. A tile is 128 rows times 128 gate rows of the weights and their 128 up
-// rows.
+// First GEMM of a gated MoE layer in FP8 (e4m3) with block scales on Hopper, by TMA and wgmma, with fused activation
+// and quantization.
 //
-//   x[r, j] = sum over blocks c of 128 indices along k of
-//                 a_scale[r, c] * b_scale[e, j / 128, c] * (sum over i of block c of a[r, i] * b[e, j, i])
-//   y[r, j] = activate(T(x[r, j]), T(x[r, n / 2 + j]))       where T() rounds to T
+//   y[r, j] = activate(T(x[r, j]), T(x[r, n / 2 + j]))       x: see moe_gemm/params.cuh; T() rounds to T
 //   out_scale[r, g] = max |y[r, group g of 128]| / 448,  out[r, j] = e4m3 of y[r, j] / out_scale[r, j / 128]
 //
-// for the rows r of the group of expert e. moe_gemm/params.cuh defines the groups. The result is bit-identical to
-// gemm_fp8_wgmma followed by quantize_groups.
+// The result is bit-identical to gemm_fp8_wgmma followed by quantize_groups.
 //
-// Grid: CLUSTER * (number of resident clusters) persistent blocks of 384 threads, one block per multiprocessor. The
-// blocks of a cluster have the same weights and neighbouring rows. In a cluster of two blocks, each block loads half of
-// the weights and multicasts them to both blocks.
+// Grid: CLUSTER * (resident clusters) persistent blocks, one per multiprocessor. A tile is 128 rows times 128 gate rows
+// of the weights and their 128 up rows. The blocks of a cluster have neighbouring rows and the same weights; with
+// CLUSTER = 2, each block multicasts half of the weights.
 //
-//   warp 8          finds tiles; copies 128 bytes along k per stage to a ring of STAGES stages, by TMA
-//   warp 9          multiplies the scales of the rows by the scales of the weights, and writes them to the same stages
+//   warp 8          TMA producer: 128 bytes along k per stage, in a ring of STAGES stages
+//   warp 9          writes the scales of the rows times the scales of the weights to the same stages
 //   warpgroup 0, 1  multiplies 64 rows of a tile by the gate rows and then by the up rows, and writes the result
 //
-// Two resources limit the kernel: the tensor cores, and the bandwidth of shared memory (128 bytes per cycle). With both
-// operands in shared memory, the MMAs of 64 rows and 128 rows of weights would read 96 bytes per cycle, while TMA
-// writes 48 bytes per cycle. So a warpgroup loads its rows to registers once, for the gate rows and the up rows. This
-// reduces the reads to 80 bytes per cycle. While one warpgroup adds the sums of 128 elements along k to its totals, the
-// MMAs of the other warpgroup run. With CLUSTER > 1 the two warpgroups start their MMAs alternately, which saves 5% of
-// the time for 4 groups of 8192 rows.
+// The limits are the tensor cores and the bandwidth of shared memory (128 bytes per cycle). With both operands in
+// shared memory, the MMAs would read 96 bytes per cycle, while TMA writes 48. So a warpgroup loads its rows to
+// registers once for gates and ups, which leaves 80 bytes of reads per cycle. While it adds the sums of 128 elements
+// along k to its totals, the MMAs of the other warpgroup run. With CLUSTER > 1 the warpgroups start their MMAs
+// alternately, which saves 5% of the time for 4 groups of 8192 rows.
 //
-// Speed of light: as for gemm_fp8_wgmma, but the result has half the bytes. Times on an H200 with n = 4096, k = 7168:
+// Speed of light: as for gemm_fp8_wgmma, but the result has half the bytes. Times on an H200 with n = 4096, k = 7168,
+// for groups x rows per group:
 //
 //                                   this kernel   gemm_fp8_wgmma, activation, quantization
 //   4 x 8192 rows                   1525 us       1543 us
 //   8 x 1024 rows                   378 us        387 us
 //   32 x 1024 rows, random routing  1634 us       1692 us
 //
-// For 32 x 256 rows with random routing gemm_fp8_wgmma is faster, because it multiplies a few extra rows as the tail of
-// a tile: gemm_fp8_wgmma takes 429 us without the activation, and this kernel takes 508 us with it. Odd tiles (the
-// short last tiles of groups) are distributed to the clusters separately, as Fp8Tiles explains. If all tiles were
-// distributed together, 32 x 256 rows would take 557 us, and 32 x 1024 rows would take 1665 us.
+// For 32 x 256 rows with random routing, gemm_fp8_wgmma takes 429 us without the activation, and this kernel takes 508
+// us with it. gemm_fp8_wgmma is faster because of its tails (fp8_wgmma.cu). Without SEPARATE_ODD (Fp8Tiles), 32 x 256
+// rows would take 557 us, and 32 x 1024 rows 1665 us.
 #include "common/fp8.cuh"
 #include "common/launch.cuh"
 #include "moe_gemm/fp8_blocks_products.cuh"
 #include "moe_gemm/fp8_blocks_store.cuh"
 #include "moe_gemm/fp8_scales.cuh"
 
-// Run the TMA producer warp. The first stage of a tile carries the tile's description (shared.tiles). A description
-// with -1 rows ends the loop of the consumers.
+// Run the TMA producer warp. A tile's first stage carries its description (shared.tiles). A description with -1 rows
+// ends the consumers' loops.
 template <class Layout>
 __device__ __forceinline__ void load_block_tiles(const Fp8BlocksParams& p, typename Layout::Shared& shared,
                                                  unsigned ring) {
@@ -52,8 +47,7 @@ __device__ __forceinline__ void load_block_tiles(const Fp8BlocksParams& p, typen
     const int k_blocks = (p.k + FP8_K - 1) / FP8_K, half_n = p.n / 2;
     Fp8BlocksTiles<Layout, 0> tiles(p, shared.groups[0]);
     unsigned used = 0;
-    // The empty barrier counts the consumers of all blocks of the cluster, because this block's weights go to all of
-    // them.
+    // Wait until all blocks of the cluster have released a stage, because all receive this block's weights.
     auto wait_empty = [&](int stage) { mbarrier_wait(shared_address(&shared.empty[stage]), used / STAGES + 1); };
     Fp8Tile tile;
     while (tiles.next(tile)) {
@@ -96,13 +90,11 @@ __device__ __forceinline__ void load_block_tiles(const Fp8BlocksParams& p, typen
     __syncwarp();
 }
 
-// If TURNS, the two consumer warpgroups start their MMAs alternately, ordered by named barriers. Warpgroup `side` waits
-// for its turn at barrier `1 + side`. To give the turn to the other warpgroup, it arrives at that warpgroup's barrier,
-// `2 - side`.
+// TURNS: the two consumer warpgroups start their MMAs alternately. Warpgroup `side` waits for its turn at named barrier
+// `1 + side`, and passes the turn to the other warpgroup by an arrival at barrier `2 - side`.
 template <bool TURNS> struct Fp8Turns {
     const int side;
 
-    // Give warpgroup 0 the first turn.
     __device__ __forceinline__ void begin() const {
         if (TURNS && side == 1) pass();
     }
@@ -115,29 +107,27 @@ template <bool TURNS> struct Fp8Turns {
         if constexpr (TURNS) asm volatile("bar.arrive %0, %1;" ::"r"(2 - side), "n"(2 * WARPGROUP) : "memory");
     }
 
-    // At the end, warpgroup 0 waits for the last arrival of warpgroup 1, so that the barrier is left without pending
-    // arrivals.
+    // Wait for the last arrival of warpgroup 1, because a barrier must have no pending arrivals when the kernel ends.
     __device__ __forceinline__ void end() const {
         if (TURNS && side == 0) wait();
     }
 };
 
-// A consumer warpgroup's position in the ring, and the addresses of a lane's operands.
 template <class Layout> struct Fp8BlocksRing {
     typename Layout::Shared& shared;
-    const unsigned rows, weights, scales, empty; // addresses in stage 0; rows: for ldmatrix
+    const unsigned rows, weights, scales, empty; // in stage 0; rows: for ldmatrix
     int stage = 0, phase = 0;
 
     __device__ __forceinline__ Fp8BlocksRing(typename Layout::Shared& shared, unsigned ring)
         : shared(shared), rows(ring + (first_row() + lane() % 16) * FP8_K + (lane() / 16 ^ lane() % 8) * 16),
           weights(unsigned(k_major_descriptor(ring + Layout::ROW_BYTES))),
           scales(ring + Layout::SCALES + (first_row() + lane() / 4) * 4),
-          // Lane i has the address of the empty barrier in block i of the cluster.
+          // Lane i has the address of the barrier in block i of the cluster.
           empty(Layout::CLUSTER == 1 ? shared_address(&shared.empty[0])
                                      : map_shared_rank(&shared.empty[0], lane() % Layout::CLUSTER)) {}
 
     static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-    static __device__ __forceinline__ int first_row() { return threadIdx.x / 32 * 16; } // first of the warp's 16
+    static __device__ __forceinline__ int first_row() { return threadIdx.x / 32 * 16; }
 
     __device__ __forceinline__ void wait_full() const { mbarrier_wait(shared_address(&shared.full[stage]), phase); }
 
@@ -146,11 +136,10 @@ template <class Layout> struct Fp8BlocksRing {
         stage = wraps ? 0 : stage + 1, phase ^= wraps;
     }
 
-    // Return the address of the current stage's empty barrier, in the block of the cluster in which this lane arrives.
     __device__ __forceinline__ unsigned releases() const { return empty + stage * 8; }
 
-    // Release a stage: arrive at its empty barrier in every block of the cluster. Call this after the stage's MMAs are
-    // complete, and after a __syncwarp that follows the warp's last read of the stage's scales.
+    // Release a stage in every block of the cluster. The stage's MMAs must be complete, and a __syncwarp must follow
+    // the warp's last read of the stage's scales.
     static __device__ __forceinline__ void release(unsigned barrier) {
         if (lane() < Layout::CLUSTER) {
             if constexpr (Layout::CLUSTER == 1)
@@ -172,13 +161,13 @@ template <class Layout> struct Fp8BlocksRing {
                     load_shared_float(scales + stage * Layout::SCALE_BYTES + (half * Layout::TOKENS + i * 8) * 4);
     }
 
-    // Return the lower half of the descriptor of the current stage's gate rows (`half` 0) or up rows (`half` 1).
+    // Return the lower half of the descriptor of the gate rows (`half` 0) or up rows (`half` 1).
     __device__ __forceinline__ unsigned operand(int half) const {
         return weights + stage * (Layout::STAGE_BYTES / 16) + half * (FP8_WEIGHT_BYTES / 16);
     }
 };
 
-// Multiply the 64 rows of a warpgroup by all weights of a tile. The first stage of the tile is already full.
+// Multiply the 64 rows of a warpgroup by all weights of a tile. The tile's first stage must be full.
 template <class Layout, class Turns>
 __device__ __forceinline__ void multiply_block_tile(Fp8BlocksRing<Layout>& ring, const Turns& turns,
                                                     float (&total)[2][64], int k_blocks) {
@@ -206,14 +195,14 @@ __device__ __forceinline__ void multiply_block_tile(Fp8BlocksRing<Layout>& ring,
         wgmma_wait_group<0>();
         wgmma_fence_operand(sums);
         ring.release(used);
-        // Load the fragments of the next stage before the additions, which hide the latency of the loads. After the
-        // last stage the loaded values are unused.
+        // Load the next stage before the additions, which hide the latency of the loads. After the last stage the
+        // loaded values are unused.
         ring.load(fragments, factors);
         add_block_products(total[1], sums, scales);
     }
 }
 
-// Run a consumer warpgroup. It computes rows `64 * side` to `64 * side + 63` of each tile, if the tile has such rows.
+// Run a consumer warpgroup. It multiplies rows `64 * side` to `64 * side + 63` of each tile.
 template <typename T, class Layout>
 __device__ __forceinline__ void multiply_block_tiles(const Fp8BlocksParams& p, typename Layout::Shared& shared,
                                                      unsigned start, int side) {
@@ -224,15 +213,15 @@ __device__ __forceinline__ void multiply_block_tiles(const Fp8BlocksParams& p, t
     turns.begin();
     for (;;) {
         ring.wait_full();
-        // A lane keeps only field `lane % 4` of the tile, because registers are scarce.
-        const int part = reinterpret_cast<const int*>(&shared.tiles[ring.stage])[lane % 4];
-        // The reduction tells the compiler that `rows`, and so the stage, is warp-uniform.
-        const int rows = __reduce_max_sync(FULL_WARP, lane % 4 == 2 ? part : -1);
+        // Each lane keeps only one field of the tile, because registers are scarce.
+        const int field = reinterpret_cast<const int*>(&shared.tiles[ring.stage])[lane % 4];
+        // The reduction makes `rows` and the stage warp-uniform.
+        const int rows = __reduce_max_sync(FULL_WARP, lane % 4 == 2 ? field : -1);
         if (rows < 0) break;
         if (rows > side * FP8_BOX) {
             float total[2][64];
             multiply_block_tile(ring, turns, total, k_blocks);
-            const Fp8Tile tile = make_int4(0, __shfl_sync(FULL_WARP, part, 1), rows, __shfl_sync(FULL_WARP, part, 3));
+            const Fp8Tile tile = make_int4(0, __shfl_sync(FULL_WARP, field, 1), rows, __shfl_sync(FULL_WARP, field, 3));
             store_activated_rows<T, Layout>(p, tile, ring.first_row(), total, staged);
         } else {
 #pragma unroll 1
@@ -247,27 +236,27 @@ __device__ __forceinline__ void multiply_block_tiles(const Fp8BlocksParams& p, t
         }
     }
     turns.end();
-    // The block must not exit before the bulk copies of its staged rows are complete.
+    // The block must not exit before the bulk copies are complete.
     bulk_wait<0>();
 }
 
 template <typename, int CLUSTER, int ACTIVATION> constexpr Launch gemm_fp8_blocks_launch() {
     using Layout = Fp8BlocksLayout<CLUSTER, ACTIVATION>;
-    return {FP8_THREADS, all_for(1024 - 16 + Layout::REST + int(sizeof(typename Layout::Shared)))};
+    return {FP8_THREADS, all_for(1024 - 16 + Layout::SHARED_OFFSET + int(sizeof(typename Layout::Shared)))};
 }
 
-// T: __nv_bfloat16 or __half; the sums are rounded to T. CLUSTER: 1 or 2 blocks. ACTIVATION: see common/activation.cuh.
+// T: the type to which the sums are rounded. CLUSTER: 1 or 2 blocks.
 template <typename T, int CLUSTER, int ACTIVATION>
 __global__ CLUSTER_OF(CLUSTER)
     __launch_bounds__(FP8_THREADS, 1) void gemm_fp8_blocks(const __grid_constant__ Fp8BlocksParams p) {
 #if HAS_WGMMA
     using Layout = Fp8BlocksLayout<CLUSTER, ACTIVATION>;
-    // Registers per thread are 168 on average. The producer warpgroup gives most of its registers to the consumers.
-    constexpr int LOADING = 40, COMPUTING = (3 * 168 - LOADING) / 2;
+    // Registers per thread. The average is 168; consumers need more, producers less.
+    constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = (3 * 168 - PRODUCER_REGISTERS) / 2;
     extern __shared__ char memory[];
-    const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles are 1024-byte aligned
-    const unsigned ring = shared_address(memory) + misplaced;
-    auto& shared = *reinterpret_cast<typename Layout::Shared*>(memory + misplaced + Layout::REST);
+    const unsigned padding = -shared_address(memory) & 1023; // swizzled tiles are 1024-byte aligned
+    const unsigned ring = shared_address(memory) + padding;
+    auto& shared = *reinterpret_cast<typename Layout::Shared*>(memory + padding + Layout::SHARED_OFFSET);
     if (threadIdx.x == 0) {
         for (int i = 0; i < Layout::STAGES; ++i) {
             mbarrier_init(shared_address(&shared.full[i]), 1 + 32);
@@ -283,10 +272,10 @@ __global__ CLUSTER_OF(CLUSTER)
     // The shuffle tells the compiler that the value is warp-uniform.
     const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
     if (warpgroup < 2) {
-        setmaxnreg_inc<COMPUTING>();
+        setmaxnreg_inc<CONSUMER_REGISTERS>();
         multiply_block_tiles<T, Layout>(p, shared, ring, warpgroup);
     } else {
-        setmaxnreg_dec<LOADING>();
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
         const int warp = __shfl_sync(FULL_WARP, int(threadIdx.x % WARPGROUP / 32), 0);
         if (warp == 0)
             load_block_tiles<Layout>(p, shared, ring);

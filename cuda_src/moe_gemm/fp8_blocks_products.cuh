@@ -1,14 +1,13 @@
-// The MMAs of gemm_fp8_blocks: wgmma with operand A (the rows) in registers.
+// MMAs of gemm_fp8_blocks, with the rows in registers.
 #pragma once
 #include "moe_gemm/fp8_layout.cuh"
 
 #define FOUR(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
 
-// Compute `c = a * b`, or `c += a * b` if `accumulate`, for 64 rows, 128 rows of weights and 32 elements along k. a: A
-// fragment of the warp's 16 rows. a[0] has 4 bytes of row `lane / 4`, starting at byte `lane % 4 * 4`. a[1] has the
-// same bytes of row `lane / 4 + 8`. a[2] and a[3] have the bytes of these rows 16 bytes further along k. b: K-major
-// descriptor. c: as in common/hopper.cuh.
+// Compute `c = a * b`, or `c += a * b` if `accumulate`, for 32 elements along k. a[0], a[1]: 4 bytes of rows `lane / 4`
+// and `lane / 4 + 8` of the warp's 16 rows, from byte `lane % 4 * 4` on. a[2], a[3]: 16 bytes further along k. b:
+// K-major descriptor.
 __device__ __forceinline__ void wgmma_e4m3(float (&c)[64], const unsigned (&a)[4], unsigned long long b,
                                            bool accumulate) {
     asm volatile("{ .reg .pred accumulate;\n"
@@ -26,8 +25,7 @@ __device__ __forceinline__ void wgmma_e4m3(float (&c)[64], const unsigned (&a)[4
 #undef SIXTEEN
 #undef FOUR
 
-// Start the MMAs of 64 rows and the gate rows or up rows of a stage. `weights`: the lower half of the descriptor of
-// these weights.
+// Start the MMAs of 64 rows by a stage's gate rows or up rows. `weights`: lower half of their descriptor.
 __device__ __forceinline__ void start_block_products(float (&sums)[64], const unsigned (&rows)[4][4],
                                                      unsigned weights) {
     wgmma_fence();
@@ -36,7 +34,6 @@ __device__ __forceinline__ void start_block_products(float (&sums)[64], const un
     wgmma_commit_group();
 }
 
-// Multiply the sums by the factors of the lane's two rows and add them to `total`.
 __device__ __forceinline__ void add_block_products(float (&total)[64], const float (&sums)[64],
                                                    const float (&factors)[2]) {
 #pragma unroll

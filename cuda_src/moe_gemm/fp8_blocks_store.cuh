@@ -1,4 +1,3 @@
-// Epilogue of gemm_fp8_blocks: activation, quantization and stores.
 #pragma once
 #include "common/fp8.cuh"
 #include "common/mma.cuh"
@@ -10,7 +9,7 @@ __device__ __forceinline__ void store_shared_half(unsigned to, unsigned short va
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(value) : "memory");
 }
 
-// Start the bulk copy of one row of a tile from shared to global memory, and commit it as a bulk group of this thread.
+// Start the bulk copy of one staged row to global memory.
 __device__ __forceinline__ void copy_staged_row(void* to, unsigned from) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
                  "cp.async.bulk.commit_group;" ::"l"(to),
@@ -18,16 +17,14 @@ __device__ __forceinline__ void copy_staged_row(void* to, unsigned from) {
                  : "memory");
 }
 
-// Wait until this warp's bulk copies have read the staging buffer.
 __device__ __forceinline__ void wait_staged() {
     bulk_wait_read<0>();
     __syncwarp();
 }
 
-// Write activate(gate, up) of a warp's 16 rows as e4m3, with one scale for each row of the tile: max(largest magnitude,
-// smallest) / 448. The sums are first rounded to T, and the quotients are correctly rounded, as by a division. So the
-// result is bit-identical to a GEMM with results in T, the activation, and a quantization in groups of 128. The
-// function returns before the bulk copies of the rows are complete.
+// Write activate(gate, up) of a warp's 16 rows as e4m3, with one scale per row of the tile. Sums are rounded to T, and
+// quotients as by IEEE division, so the result is bit-identical to separate kernels. The bulk copies of the rows may
+// complete after the call.
 template <typename T, class Layout>
 __device__ __forceinline__ void store_activated_rows(const Fp8BlocksParams& p, const Fp8Tile& tile, int first_row,
                                                      float (&sums)[2][64], unsigned staged) {

@@ -4,8 +4,8 @@
 #include "moe_gemm/fp8_tiles.cuh"
 #include "moe_gemm/shared_memory.cuh"
 
-// Load the four scales of a row that start at index `k`. `scales`: number of scales of the row. Indices past the last
-// scale are replaced by the last index.
+// Load four scales of a row from index `k` on. The row has `scales` scales; larger indices are clamped to the last
+// scale.
 __device__ __forceinline__ void load_four_scales(float (&to)[FP8_SCALES], const float* row, int k, int scales,
                                                  bool aligned) {
     if (aligned) {
@@ -17,20 +17,18 @@ __device__ __forceinline__ void load_four_scales(float (&to)[FP8_SCALES], const 
     }
 }
 
-// Run a scale producer warp. The warp handles SCALED_ROWS rows of each tile, starting at row `SCALED_ROWS * part`. It
-// multiplies the scales of these rows by the weight scales and writes the results to the ring of stages. The warp goes
-// through the same stages as the TMA producer and arrives at the same full barriers: a stage is full when its TMA bytes
-// and its scales are both written. The warp loads the scales of four stages before it waits for the first of these
-// stages to be empty. So the loads run during the wait.
+// Run a scale producer warp. It multiplies the scales of SCALED_ROWS rows of each tile, from row
+// `SCALED_ROWS * scale_warp` on, by the weight scales, and writes the products to the ring of stages. It loads the
+// scales of four stages before it waits for the first of these stages, so that the loads overlap the wait.
 template <class Layout, class Tiles = Fp8Tiles<Layout>>
 __device__ __forceinline__ void load_fp8_scales(const MappedGemmParams& p, typename Layout::Shared& shared,
-                                                unsigned scales, int part) {
+                                                unsigned scales, int scale_warp) {
     constexpr int TOKENS = Layout::TOKENS, STAGES = Layout::STAGES;
-    constexpr int SETS = Layout::SETS, ROWS = Layout::SCALED_ROWS / 32;
+    constexpr int SCALE_SETS = Layout::SCALE_SETS, ROWS = Layout::SCALED_ROWS / 32;
     const int k_blocks = (p.k + FP8_K - 1) / FP8_K, strips = (p.n + FP8_COLUMNS - 1) / FP8_COLUMNS;
-    const int lane = threadIdx.x % 32, first_row = part * Layout::SCALED_ROWS + lane * ROWS;
+    const int lane = threadIdx.x % 32, first_row = scale_warp * Layout::SCALED_ROWS + lane * ROWS;
     const bool aligned = k_blocks % FP8_SCALES == 0 && reinterpret_cast<size_t>(p.a_scale) % 16 == 0;
-    Tiles tiles(p, shared.groups[1 + part]);
+    Tiles tiles(p, shared.groups[1 + scale_warp]);
     int stage = 0, phase = 1;
     auto fill = [&](auto&& write) {
         mbarrier_wait(shared_address(&shared.empty[stage]), phase);
@@ -44,36 +42,37 @@ __device__ __forceinline__ void load_fp8_scales(const MappedGemmParams& p, typen
         const float* const b = static_cast<const float*>(p.b_scale) + (long long)tile.x * strips * k_blocks;
 #pragma unroll 1
         for (int k = 0; k < k_blocks; k += FP8_SCALES) {
-            float of_rows[ROWS][FP8_SCALES], of_weights[SETS]; // of_weights: lane l has scale `k + l % 4`
+            float row_scales[ROWS][FP8_SCALES],
+                weight_scales[SCALE_SETS]; // weight_scales: lane l has scale `k + l % 4`
 #pragma unroll
             for (int i = 0; i < ROWS; ++i)
-                load_four_scales(of_rows[i], a + min(first_row + i, tile.z - 1) * k_blocks, k, k_blocks, aligned);
+                load_four_scales(row_scales[i], a + min(first_row + i, tile.z - 1) * k_blocks, k, k_blocks, aligned);
 #pragma unroll
-            for (int set = 0; set < SETS; ++set) {
+            for (int set = 0; set < SCALE_SETS; ++set) {
                 const int strip = min((tile.w + set * (p.n / 2)) / FP8_COLUMNS, strips - 1);
-                of_weights[set] = __ldg(b + (long long)strip * k_blocks + min(k + lane % FP8_SCALES, k_blocks - 1));
+                weight_scales[set] = __ldg(b + (long long)strip * k_blocks + min(k + lane % FP8_SCALES, k_blocks - 1));
             }
 #pragma unroll
             for (int j = 0; j < FP8_SCALES; ++j)
                 if (k + j < k_blocks)
                     fill([&] {
 #pragma unroll
-                        for (int set = 0; set < SETS; ++set) {
-                            const float by = __shfl_sync(FULL_WARP, of_weights[set], j);
+                        for (int set = 0; set < SCALE_SETS; ++set) {
+                            const float by = __shfl_sync(FULL_WARP, weight_scales[set], j);
                             const unsigned to = scales + stage * Layout::SCALE_BYTES + (set * TOKENS + first_row) * 4;
                             if constexpr (ROWS == 4)
-                                store_shared(to, make_uint4(__float_as_uint(of_rows[0][j] * by),
-                                                            __float_as_uint(of_rows[1][j] * by),
-                                                            __float_as_uint(of_rows[2][j] * by),
-                                                            __float_as_uint(of_rows[3][j] * by)));
+                                store_shared(to, make_uint4(__float_as_uint(row_scales[0][j] * by),
+                                                            __float_as_uint(row_scales[1][j] * by),
+                                                            __float_as_uint(row_scales[2][j] * by),
+                                                            __float_as_uint(row_scales[3][j] * by)));
                             else
 #pragma unroll
-                                for (int i = 0; i < ROWS; ++i) store_shared_float(to + i * 4, of_rows[i][j] * by);
+                                for (int i = 0; i < ROWS; ++i) store_shared_float(to + i * 4, row_scales[i][j] * by);
                         }
                     });
         }
         __syncwarp();
     }
-    fill([] {}); // the last stage: its tile description ends the consumers' loops
+    fill([] {}); // the stage whose description ends the consumers' loops
     __syncwarp();
 }

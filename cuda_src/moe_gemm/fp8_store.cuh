@@ -1,4 +1,4 @@
-// Epilogue of gemm_fp8_wgmma: scales, bias, activation and stores.
+// Epilogue of gemm_fp8_wgmma.
 #pragma once
 #include "common/mma.cuh"
 #include "moe_gemm/epilogue.cuh"
@@ -6,71 +6,70 @@
 #include "moe_gemm/params.cuh"
 #include "moe_gemm/shared_memory.cuh"
 
-// Store 16 bytes. This is inline PTX because the compiler splits some 16-byte stores into stores of 4 bytes.
+// This is inline assembly, because the compiler would split some 16-byte stores into stores of 4 bytes.
 __device__ __forceinline__ void store_global(void* to, uint4 value) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.x), "r"(value.y), "r"(value.z),
                  "r"(value.w)
                  : "memory");
 }
 
-// Scales of the finished sums with block scales: always 1, because the mainloop has already applied the block scales.
+// Applies no scales, because the mainloop has already applied the block scales.
 struct Fp8NoScales {
     __device__ __forceinline__ Fp8NoScales(const MappedGemmParams&, const Fp8Tile&, long long, int, int) {}
     __device__ __forceinline__ float of_column(int, int, int) const { return 1.f; }
     __device__ __forceinline__ float apply(float sum, int, float) const { return sum; }
 };
 
-// Scales of the finished sums with row scales: one per token and one per row of weights. ONE: the tokens of an expert
-// share one scale.
-template <bool ONE> struct Fp8RowScales {
+// PER_EXPERT: a_scale has one scale per expert.
+template <bool PER_EXPERT> struct Fp8RowScales {
     const MappedGemmParams& p;
     const int lane, last_column;
     float row_scales[2] = {1.f, 1.f};
     const float* column_scales;
 
-    // `first`: the warp's first row of the result. `left`: number of rows from `first` to the end of the tile.
+    // `left`: rows from the warp's `first` row to the end of the tile.
     __device__ __forceinline__ Fp8RowScales(const MappedGemmParams& p, const Fp8Tile& tile, long long first, int left,
                                             int out_columns)
         : p(p), lane(threadIdx.x % 32), last_column(out_columns - 1 - tile.w),
           column_scales(static_cast<const float*>(p.b_scale)) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            row_scales[i] = p.a_scale[ONE ? tile.x : (first + min(lane / 4 + i * 8, left - 1)) * p.a_scale_step];
-        column_scales += p.b_scale_step ? (long long)tile.x * p.n + tile.w : tile.x;
+            row_scales[i] =
+                p.a_scale[PER_EXPERT ? tile.x : (first + min(lane / 4 + i * 8, left - 1)) * p.a_scale_stride];
+        column_scales += p.b_scale_stride ? (long long)tile.x * p.n + tile.w : tile.x;
     }
 
-    // Return the weight scale of one of the lane's columns. Block `eight` is the 8 columns from `8 * eight` on. A lane
-    // has two of these columns, and `i` (0 or 1) selects one. `side` 1 selects the up row instead of the gate row. The
-    // code is branch-free, because with a branch the compiler would not unroll the caller's loop.
-    __device__ __forceinline__ float of_column(int eight, int i, int side) const {
-        const int column = min(eight * 8 + lane % 4 * 2 + i, last_column) + side * (p.n / 2);
-        return column_scales[column * p.b_scale_step];
+    // Return the weight scale of the lane's column `i` (0 or 1) among the 8 columns from `8 * block` on. `side`: 0
+    // gate, 1 up. There is no branch, because a branch would keep the compiler from unrolling the caller's loop.
+    __device__ __forceinline__ float of_column(int block, int i, int side) const {
+        const int column = min(block * 8 + lane % 4 * 2 + i, last_column) + side * (p.n / 2);
+        return column_scales[column * p.b_scale_stride];
     }
 
     __device__ __forceinline__ float apply(float sum, int i, float scale) const { return sum * row_scales[i] * scale; }
 };
 
-template <bool BLOCK_SCALED, bool ONE> struct Fp8ScalesOf {
+template <bool BLOCK_SCALED, bool PER_EXPERT> struct Fp8ScalesOf {
     using Type = Fp8NoScales;
 };
-template <bool ONE> struct Fp8ScalesOf<false, ONE> {
-    using Type = Fp8RowScales<ONE>;
+template <bool PER_EXPERT> struct Fp8ScalesOf<false, PER_EXPERT> {
+    using Type = Fp8RowScales<PER_EXPERT>;
 };
 
-// Compute a lane's results in block `eight`, the 8 columns from `8 * eight` on. The lane has two rows and two of these
-// columns: results[row][column].
+// Compute results[row][column] for the lane's two rows and two columns. Its columns are among the 8 columns from
+// `8 * block` on.
 template <typename T, int ACTIVATION, class Scales>
-__device__ __forceinline__ void finish_fp8_sums(float (&results)[2][2], const float (&sums)[64], int eight,
+__device__ __forceinline__ void finish_fp8_sums(float (&results)[2][2], const float (&sums)[64], int block,
                                                 const MappedGemmParams& p, const Fp8Tile& tile, const Scales& scales) {
     constexpr bool GATED = is_gated(ACTIVATION);
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-        const float scale = scales.of_column(eight, c, 0);
-        const float up_scale = GATED ? scales.of_column(eight, c, 1) : scale;
+        const float scale = scales.of_column(block, c, 0);
+        const float up_scale = GATED ? scales.of_column(block, c, 1) : scale;
         float biases[2] = {};
         if constexpr (ACTIVATION & BIASED) {
             const int last = (GATED ? p.n / 2 : p.n) - 1;
-            const int column = min(tile.w + eight * 8 + int(threadIdx.x % 4) * 2 + c, last);
+            const int column = min(tile.w + block * 8 + int(threadIdx.x % 4) * 2 + c, last);
 #pragma unroll
             for (int side = 0; side < (GATED ? 2 : 1); ++side)
                 biases[side] = bias_of<T>(p, tile.x, weight_row<ACTIVATION>(p, column, side));
@@ -81,7 +80,7 @@ __device__ __forceinline__ void finish_fp8_sums(float (&results)[2][2], const fl
         };
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int at = eight * 4 + i * 2 + c;
+            const int at = block * 4 + i * 2 + c;
             results[i][c] = biased(scales.apply(sums[at], i, scale), 0);
             if constexpr (GATED)
                 results[i][c] =
@@ -92,9 +91,9 @@ __device__ __forceinline__ void finish_fp8_sums(float (&results)[2][2], const fl
     }
 }
 
-// Write a warp's 16 rows of a tile. The results go through shared memory, so that 8 lanes write 128 contiguous bytes of
-// a row (with STAGED_COLUMNS = 32: 4 lanes write 64 bytes). Shared memory is swizzled: chunk c of row r is stored at
-// chunk `c ^ (r % 8)`, or `c ^ (r / 2 % 4)` with 32 columns. So the chunks c of 8 rows are in different banks.
+// Write a warp's 16 rows of a tile, through shared memory, so that neighbouring lanes write 128 contiguous bytes of a
+// row (STAGED_COLUMNS = 32: 64 bytes). Chunk c of row r is stored at chunk `c ^ (r % 8)`, or `c ^ (r / 2 % 4)` with 32
+// columns, against bank conflicts.
 template <typename T, class Layout>
 __device__ __forceinline__ void store_fp8_rows(const MappedGemmParams& p, const Fp8Tile& tile, int first_row,
                                                const float (&sums)[64], unsigned staged) {
@@ -104,8 +103,8 @@ __device__ __forceinline__ void store_fp8_rows(const MappedGemmParams& p, const 
     if (left <= 0) return;
     const int out_columns = Layout::GATED ? p.n / 2 : p.n;
     const long long first = (long long)tile.y + first_row;
-    constexpr bool ONE = Layout::ACTIVATION & EXPERT_SCALE;
-    const typename Fp8ScalesOf<Layout::BLOCK_SCALED, ONE>::Type scales(p, tile, first, left, out_columns);
+    constexpr bool PER_EXPERT = Layout::ACTIVATION & EXPERT_SCALE;
+    const typename Fp8ScalesOf<Layout::BLOCK_SCALED, PER_EXPERT>::Type scales(p, tile, first, left, out_columns);
     T* const out = static_cast<T*>(p.out) + first * out_columns + tile.w;
 #pragma unroll
     for (int from = 0; from < Layout::OUT_COLUMNS / 8; from += CHUNKS) {
@@ -125,26 +124,25 @@ __device__ __forceinline__ void store_fp8_rows(const MappedGemmParams& p, const 
 #pragma unroll
         for (int start = 0; start < 16; start += 32 / CHUNKS) {
             const int row = start + lane / CHUNKS, chunk = lane % CHUNKS;
-            const uint4 eight = load_shared(staged + row * PITCH + (chunk ^ row / ROWS % CHUNKS) * 16);
+            const uint4 vector = load_shared(staged + row * PITCH + (chunk ^ row / ROWS % CHUNKS) * 16);
             const int column = (from + chunk) * 8;
             if (row < left && tile.w + column < out_columns)
-                store_global(out + (long long)row * out_columns + column, eight);
+                store_global(out + (long long)row * out_columns + column, vector);
         }
         __syncwarp();
     }
 }
 
-// Write the tail of a tile: the rows from row `2 * FP8_BOX * ROW_BLOCKS` of the tile on. Weights are the M side of the
-// tail's wgmma, so the sums are transposed, and stmatrix transposes them back. A lane has two of the warp's 16 rows of
-// weights: row `lane / 4` in `sums[4 * j]` and `sums[4 * j + 1]`, and row `lane / 4 + 8` in `sums[4 * j + 2]` and
-// `sums[4 * j + 3]`. The first of these two sums is for row `8 * j + lane % 4 * 2` of the tail, the second for the next
-// row. `column`: the warp's first column of the result.
+// Write the tail of a tile. Its sums are transposed, because weights are the M side; stmatrix transposes them back.
+// `sums[4 * j]` and `sums[4 * j + 1]` are for weight row `lane / 4` of the warp's 16 weight rows, and the next two sums
+// for weight row `lane / 4 + 8`. In both cases the first sum is for tail row `8 * j + lane % 4 * 2`, and the second sum
+// for the next tail row. `column`: the warp's first result column.
 template <typename T, class Layout>
 __device__ __forceinline__ void store_fp8_tail(const MappedGemmParams& p, const Fp8Tile& tile, int column,
                                                const float (&sums)[FP8_TAIL / 2], unsigned staged) {
-    constexpr int BEFORE = 2 * FP8_BOX * Layout::ROW_BLOCKS, PITCH = 32;
-    const int lane = threadIdx.x % 32, left = tile.z - BEFORE;
-    T* const out = static_cast<T*>(p.out) + ((long long)tile.y + BEFORE) * p.n + column;
+    constexpr int ROWS_BEFORE_TAIL = 2 * FP8_BOX * Layout::ROW_BLOCKS, PITCH = 32;
+    const int lane = threadIdx.x % 32, left = tile.z - ROWS_BEFORE_TAIL;
+    T* const out = static_cast<T*>(p.out) + ((long long)tile.y + ROWS_BEFORE_TAIL) * p.n + column;
 #pragma unroll
     for (int j = 0; j < FP8_TAIL / 8; j += 2) {
         unsigned pairs[4];
@@ -156,8 +154,8 @@ __device__ __forceinline__ void store_fp8_tail(const MappedGemmParams& p, const 
 #pragma unroll
     for (int start = 0; start < FP8_TAIL; start += 16) {
         const int row = start + lane / 2, chunk = lane % 2;
-        const uint4 eight = load_shared(staged + row * PITCH + chunk * 16);
-        if (row < left && column + chunk * 8 < p.n) store_global(out + (long long)row * p.n + chunk * 8, eight);
+        const uint4 vector = load_shared(staged + row * PITCH + chunk * 16);
+        if (row < left && column + chunk * 8 < p.n) store_global(out + (long long)row * p.n + chunk * 8, vector);
     }
     __syncwarp();
 }

@@ -1,44 +1,33 @@
-// Grouped GEMM in FP8 (e4m3) on Hopper, by TMA and wgmma.
+// Grouped GEMM (moe_gemm/params.cuh) in FP8 (e4m3) on Hopper, by TMA and wgmma, with row scales or block scales
+// (BLOCK_SCALED).
 //
-//   x[r, j]   = sum over i of a[r, i] * b[e, j, i]       for the rows r of the group of expert e
-//   out[r, j] = x[r, j], or activate(x[r, j], x[r, n / 2 + j]) with ACTIVATION; moe_gemm/epilogue.cuh lists all forms
+// Grid: CLUSTER * (resident clusters) persistent blocks, one per multiprocessor. A tile is TOKENS rows of a group times
+// 128 rows of weights (gated: 64 gate rows and their up rows). The blocks of a cluster have neighbouring weights and
+// the same rows; each block multicasts some of the rows.
 //
-// Each element of a and b is multiplied by its scale. Sums are in float32 and rounded once. BLOCK_SCALED: a_scale
-// [rows, ceil(k / 128)], b_scale [experts, ceil(n / 128), ceil(k / 128)]. Otherwise a_scale has one scale per row or a
-// single scale, and b_scale has one scale per row of weights or one per expert. moe_gemm/params.cuh defines the groups.
-//
-// Grid: CLUSTER * (number of resident clusters) persistent blocks of 384 threads, one block per multiprocessor. A tile
-// is TOKENS rows of a group times 128 rows of weights (gated: 64 gate rows and their 64 up rows). The blocks of a
-// cluster have the same rows and neighbouring weights. Each block loads some of the rows, by multicast to all blocks.
-//
-//   warp 8          finds tiles; copies 128 bytes along k per stage to a ring of STAGES stages, by TMA
-//   warps 9 to 11   BLOCK_SCALED: multiply the scales of rows and weights, and write them to the same stages. Each warp
-//                   has 128 rows; with TOKENS = 288 each of the three warps has 96 rows
+//   warp 8          TMA producer: 128 bytes along k per stage, in a ring of STAGES stages
+//   warps 9 to 11   BLOCK_SCALED: write row scales times weight scales to the same stages, 128 rows per warp
+//                   (TOKENS = 288: 96)
 //   warpgroup 0, 1  multiplies every second block of 64 rows of a tile, and writes the result
 //
 // Tails. With TOKENS = 288 the last tile of a group has up to 288 rows, and the other tiles have 256. The rows after
-// row 256 are the tail. For the tail the operands are swapped: each warpgroup has 64 rows of weights as M and the 32
-// rows of the tail as N, so that the sums fit in the available registers. Tails save time because, with random routing
-// of about 256 rows (or a multiple of 256) to each expert, a group often has a few rows more than fill its whole tiles.
-// A separate tile for these rows would read all weights of the expert again.
+// row 256 are the tail, with swapped operands: each warpgroup has 64 rows of weights as M and the 32 rows of the tail
+// as N, so that the sums fit in the registers. With random routing of about 256 rows per expert, a group often has a
+// few rows more than its full tiles. A separate tile for them would read all weights of the expert again.
 //
-// FP8 tensor cores align the products of an MMA to the largest product and so keep too few bits of their sum. Therefore
-// the tensor cores sum only 128 elements along k. The partial sum is multiplied by its scale and added to a float32
-// total in registers. While one warpgroup adds, the MMAs of the other warpgroup run. Blocks of 64 rows past the end of
-// the group are neither loaded nor multiplied.
+// FP8 tensor cores align the products of an MMA to the largest product, and lose bits of their sum. So they sum only
+// 128 elements along k. This sum times its scale is added to a float32 total. While one warpgroup adds, the MMAs of the
+// other run. Blocks of 64 rows past the end of the group are neither loaded nor multiplied.
 //
-// Speed of light: up to about 200 rows per expert the time to read the weights, above that the time of 2 * rows * n * k
-// operations at the FP8 rate, twice the bfloat16 rate. A percentage in the table is the time of these operations
-// divided by the measured time. Measured on an H200, with n = 4096, k = 7168 unless noted:
+// Speed of light: up to about 200 rows per expert it is the time to read the weights, above that the time of
+// `2 * rows * n * k` operations at the FP8 rate. The percentages are this second time divided by the measured time, on
+// an H200, with `n = 4096`, `k = 7168` unless noted. Lines with "about" have random routing:
 //
 //   8 x 1024 rows                        84% with block scales, 88% with row scales
 //   4 x 8192 rows                        87%
 //   4 x 256 rows                         74%; with n = 7168, k = 2048 56%, in 33 us
-//   32 groups of about 256 rows          429 us with tails, 493 us without (tiles dealt together: 437 us, 547 us)
+//   32 groups of about 256 rows          429 us with tails, 493 us without (without SEPARATE_ODD: 437 us, 547 us)
 //   about 1024 rows, n = 7168, k = 2048  826 us with tails, 830 us without
-//
-// In the last two lines the groups come from random routing. "Tiles dealt together" means that odd tiles are not
-// distributed to the clusters separately, as Fp8Tiles explains.
 #include "common/fp8.cuh"
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
@@ -46,8 +35,8 @@
 #include "moe_gemm/fp8_store.cuh"
 #include "moe_gemm/fp8_tiles.cuh"
 
-// Run the TMA producer warp. The first stage of a tile carries the tile's description (shared.tiles). A description
-// with 0 rows ends the loop of the consumers.
+// Run the TMA producer warp. A tile's first stage carries its description (shared.tiles). A description with 0 rows
+// ends the consumers' loops.
 template <class Layout>
 __device__ __forceinline__ void load_fp8_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                unsigned ring) {
@@ -57,7 +46,7 @@ __device__ __forceinline__ void load_fp8_tiles(const MappedGemmParams& p, typena
     const int k_blocks = (p.k + FP8_K - 1) / FP8_K, half = p.n / 2;
     Fp8Tiles<Layout> tiles(p, shared.groups[0]);
     unsigned used = 0;
-    // The empty barrier counts the consumers of all blocks of the cluster, because this block's rows go to all of them.
+    // Wait until all blocks of the cluster have released a stage, because all receive this block's rows.
     auto wait_empty = [&](int stage) { mbarrier_wait(shared_address(&shared.empty[stage]), used / STAGES + 1); };
     Fp8Tile tile;
     while (tiles.next(tile)) {
@@ -97,14 +86,13 @@ __device__ __forceinline__ void load_fp8_tiles(const MappedGemmParams& p, typena
     __syncwarp();
 }
 
-// Factors of a stage's partial sums for a block of 64 rows. A factor is a row scale times a weight scale. A lane has
-// the factors of its two rows; if gated, gate rows and up rows have separate factors.
+// Row scale times weight scale, for a lane's two rows in a stage.
 template <class Layout> struct Fp8BlockFactors {
-    float factors[Layout::SETS][2];
+    float factors[Layout::SCALE_SETS][2];
 
     __device__ __forceinline__ void load(unsigned scales, int block) {
 #pragma unroll
-        for (int set = 0; set < Layout::SETS; ++set)
+        for (int set = 0; set < Layout::SCALE_SETS; ++set)
 #pragma unroll
             for (int i = 0; i < 2; ++i)
                 factors[set][i] = load_shared_float(scales + (set * Layout::TOKENS + block * 2 * FP8_BOX + i * 8) * 4);
@@ -113,11 +101,10 @@ template <class Layout> struct Fp8BlockFactors {
     __device__ __forceinline__ void add(float (&total)[64], const float (&sums)[64]) const {
 #pragma unroll
         for (int i = 0; i < 64; ++i)
-            total[i] = fmaf(sums[i], factors[Layout::SETS > 1 ? i / 32 : 0][i / 2 % 2], total[i]);
+            total[i] = fmaf(sums[i], factors[Layout::SCALE_SETS > 1 ? i / 32 : 0][i / 2 % 2], total[i]);
     }
 };
 
-// Replaces Fp8BlockFactors if the scales do not change along k. The partial sums of a stage are added without factors.
 struct Fp8NoFactors {
     __device__ __forceinline__ void load(unsigned, int) {}
 
@@ -134,7 +121,7 @@ template <class Layout> struct Fp8FactorsOf<false, Layout> {
     using Type = Fp8NoFactors;
 };
 
-// Start the MMAs of 64 rows and a stage's weights. `rows`, `weights`: the lower halves of their descriptors.
+// Start the MMAs of 64 rows by a stage's weights. `rows`, `weights`: lower halves of descriptors.
 __device__ __forceinline__ void start_fp8_products(float (&sums)[64], unsigned rows, unsigned weights) {
     wgmma_fence();
 #pragma unroll
@@ -144,16 +131,15 @@ __device__ __forceinline__ void start_fp8_products(float (&sums)[64], unsigned r
     wgmma_commit_group();
 }
 
-// MMAs of a tail: 64 rows of a stage's weights (M) times the rows of the tail (N). `weights`, `tail`: the lower halves
-// of the descriptors of these operands.
+// MMAs that multiply 64 rows of a stage's weights (M) by a tail (N). `weights`, `tail`: lower halves of descriptors.
 struct Fp8Tail {
     float (&sums)[FP8_TAIL / 2];
     float factors[FP8_TAIL / 8][2];
 
-    // Reuse the first registers of `others`: these sums are already added to their total.
+    // Reuse the registers of `others`. These sums are already added to their total.
     __device__ __forceinline__ Fp8Tail(float (&others)[64]) : sums(reinterpret_cast<float (&)[FP8_TAIL / 2]>(others)) {}
 
-    // `scales`: address of the scales of the lane's first two rows of the tail.
+    // `scales`: shared address of the scales of the lane's first two rows of the tail.
     __device__ __forceinline__ void load(unsigned scales) {
 #pragma unroll
         for (int j = 0; j < FP8_TAIL / 8; ++j)
@@ -181,9 +167,8 @@ template <int N> __device__ __forceinline__ void clear(float (&sums)[N]) {
     for (int i = 0; i < N; ++i) sums[i] = 0.f;
 }
 
-// Release a stage: arrive at its empty barrier in every block of the cluster. Call this after the stage's MMAs are
-// complete, and after a __syncwarp that follows the warp's last read of the stage's scales. `empty`: address of the
-// empty barrier; lane i passes its address in block i of the cluster.
+// Release a stage in every block of the cluster. The stage's MMAs must be complete, and a __syncwarp must follow the
+// warp's last read of the stage's scales. `empty`: lane i passes the stage's empty barrier in block i of the cluster.
 template <int CLUSTER> __device__ __forceinline__ void release_fp8_stage(unsigned empty) {
     if (threadIdx.x % 32 < CLUSTER) {
         if constexpr (CLUSTER == 1)
@@ -193,33 +178,32 @@ template <int CLUSTER> __device__ __forceinline__ void release_fp8_stage(unsigne
     }
 }
 
-// Assemble a tile from four lanes and return it in all lanes. `part`: the field of the tile that the lane holds, which
-// has index `lane % 4`. The shuffles tell the compiler that the tile is warp-uniform.
-__device__ __forceinline__ Fp8Tile tile_of_parts(int part) {
-    return make_int4(__shfl_sync(FULL_WARP, part, 0), __shfl_sync(FULL_WARP, part, 1), __shfl_sync(FULL_WARP, part, 2),
-                     __shfl_sync(FULL_WARP, part, 3));
+// Assemble a tile; each lane passes field `lane % 4`. The shuffles make the tile warp-uniform.
+__device__ __forceinline__ Fp8Tile tile_of_fields(int field) {
+    return make_int4(__shfl_sync(FULL_WARP, field, 0), __shfl_sync(FULL_WARP, field, 1),
+                     __shfl_sync(FULL_WARP, field, 2), __shfl_sync(FULL_WARP, field, 3));
 }
 
-// Run a consumer warpgroup. It computes every second block of 64 rows of each tile, starting with block `side`. It
-// multiplies a tail by 64 of the tile's 128 rows of weights.
+// Run a consumer warpgroup. It multiplies blocks `side`, `side + 2`, ... of 64 rows of each tile by the tile's weights,
+// and the tail by 64 rows of weights.
 template <typename T, class Layout>
 __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                    unsigned ring, int side) {
     constexpr int CLUSTER = Layout::CLUSTER, BLOCKS = Layout::ROW_BLOCKS; // BLOCKS: of 64 rows
-    constexpr int TAIL = Layout::TAIL, UNTAILED = BLOCKS * 2 * FP8_BOX;
+    constexpr int TAIL = Layout::TAIL, ROWS_BEFORE_TAIL = BLOCKS * 2 * FP8_BOX;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int k_blocks = (p.k + FP8_K - 1) / FP8_K;
-    const int first_row = side * FP8_BOX + warp % 4 * 16; // the warp's first row in its first block
+    const int first_row = side * FP8_BOX + warp % 4 * 16;
     const unsigned staged = ring + Layout::STAGED + warp * Layout::STAGED_BYTES;
-    // Addresses in stage 0: the descriptor of the tokens, the scales of this lane's rows, and the empty barrier (lane i
-    // has the barrier of block i of the cluster).
+    // Addresses in stage 0. `tokens`: lower half of a descriptor. `empty`: lane i has the address of the barrier in
+    // block i of the cluster.
     const unsigned tokens = unsigned(k_major_descriptor(ring + side * FP8_BOX_BYTES));
-    const unsigned further_weights = (Layout::TOKENS * FP8_K - side * FP8_BOX_BYTES) / 16;
+    const unsigned weights_offset = (Layout::TOKENS * FP8_K - side * FP8_BOX_BYTES) / 16;
     const unsigned scales = ring + Layout::SCALES + (first_row + lane / 4) * 4;
     const unsigned empty =
         CLUSTER == 1 ? shared_address(&shared.empty[0]) : map_shared_rank(&shared.empty[0], lane % CLUSTER);
-    // Distance from `scales` to the scales of the lane's first two rows of a tail.
-    const unsigned to_tail_scales = (UNTAILED + lane % 4 * 2 - first_row - lane / 4) * 4;
+    // Bytes from `scales` to the scales of the lane's first two rows of a tail.
+    const unsigned tail_scales_offset = (ROWS_BEFORE_TAIL + lane % 4 * 2 - first_row - lane / 4) * 4;
     int stage = 0, phase = 0;
     unsigned tokens_here = tokens, scales_here = scales; // in the current stage
     auto advance = [&] {
@@ -231,19 +215,18 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
     auto wait_full = [&] { mbarrier_wait(shared_address(&shared.full[stage]), phase); };
     for (;;) {
         wait_full();
-        // A lane keeps only field `lane % 4` of the tile, because registers are scarce.
-        const int part = reinterpret_cast<const int*>(&shared.tiles[stage])[lane % 4];
-        // The reduction tells the compiler that `rows`, and so the stage, is warp-uniform.
-        const int rows = __reduce_max_sync(FULL_WARP, lane % 4 == 2 ? part : 0);
+        // Each lane keeps only one field of the tile, because registers are scarce.
+        const int field = reinterpret_cast<const int*>(&shared.tiles[stage])[lane % 4];
+        // The reduction makes `rows` and the stage warp-uniform.
+        const int rows = __reduce_max_sync(FULL_WARP, lane % 4 == 2 ? field : 0);
         if (rows == 0) break;
-        float total[BLOCKS][64], sums[64], of_tail[FP8_TAIL / 2];
-        // Multiply a block of 64 rows. If it is the `last` block of a stage, release the stage and advance to the next
-        // stage.
+        float total[BLOCKS][64], sums[64], tail_total[FP8_TAIL / 2];
+        // Multiply a block of 64 rows; after the `last` block of a stage, release the stage.
         auto multiply = [&](int block, bool last) {
             typename Fp8FactorsOf<Layout::BLOCK_SCALED, Layout>::Type factors;
             factors.load(scales_here, block);
             if (last) __syncwarp();
-            start_fp8_products(sums, tokens_here + block * (2 * FP8_BOX_BYTES / 16), tokens_here + further_weights);
+            start_fp8_products(sums, tokens_here + block * (2 * FP8_BOX_BYTES / 16), tokens_here + weights_offset);
             const unsigned used = empty + stage * 8;
             if (last) advance();
             wgmma_wait_group<0>();
@@ -251,24 +234,24 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
             if (last) release_fp8_stage<CLUSTER>(used);
             factors.add(total[block], sums);
         };
-        // Multiply the tail by the 64 weights of this side. These are the last MMAs of a stage.
+        // Multiply the tail by this side's 64 rows of weights and release the stage.
         auto multiply_tail = [&] {
             Fp8Tail tail(sums);
-            tail.load(scales_here + to_tail_scales);
+            tail.load(scales_here + tail_scales_offset);
             __syncwarp();
-            // For side 1, `tokens_here` includes an offset of 64 rows. So `tokens_here` plus the size of all tokens of
-            // a stage is the address of the 64 rows of weights of this side.
-            tail.start(tokens_here + Layout::TOKENS * FP8_K / 16, tokens_here + further_weights - TAIL * FP8_K / 16);
+            // `tokens_here` is `64 * side` rows after the start of the tokens, and the weights follow the tokens. So
+            // `tokens_here` plus the size of a stage's tokens is the address of this side's weights.
+            tail.start(tokens_here + Layout::TOKENS * FP8_K / 16, tokens_here + weights_offset - TAIL * FP8_K / 16);
             const unsigned used = empty + stage * 8;
             advance();
             wgmma_wait_group<0>();
             wgmma_fence_operand(tail.sums);
             release_fp8_stage<CLUSTER>(used);
-            tail.add(of_tail);
+            tail.add(tail_total);
         };
-        const int boxes = (rows + FP8_BOX - 1) / FP8_BOX, mine = (boxes + 1 - side) / 2;
-        if (TAIL && rows > UNTAILED) {
-            clear(total[0]), clear(total[BLOCKS - 1]), clear(of_tail);
+        const int boxes = (rows + FP8_BOX - 1) / FP8_BOX, side_boxes = (boxes + 1 - side) / 2;
+        if (TAIL && rows > ROWS_BEFORE_TAIL) {
+            clear(total[0]), clear(total[BLOCKS - 1]), clear(tail_total);
 #pragma unroll 1
             for (int left = k_blocks; left > 0; --left) {
                 wait_full();
@@ -276,7 +259,7 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
                 for (int block = 0; block < BLOCKS; ++block) multiply(block, false);
                 if constexpr (TAIL) multiply_tail();
             }
-        } else if (mine == BLOCKS) { // most tiles: no conditions in the loop
+        } else if (side_boxes == BLOCKS) { // most tiles: no conditions in the loop
             clear(total[0]), clear(total[BLOCKS - 1]);
 #pragma unroll 1
             for (int left = k_blocks; left > 0; --left) {
@@ -285,12 +268,12 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
                 for (int block = 0; block < BLOCKS; ++block) multiply(block, block == BLOCKS - 1);
             }
         } else {
-            // At most one block of 64 rows.
+            // This warpgroup has at most one block of 64 rows.
             clear(total[0]);
 #pragma unroll 1
             for (int left = k_blocks; left > 0; --left) {
                 wait_full();
-                if (BLOCKS > 1 && mine > 0) {
+                if (BLOCKS > 1 && side_boxes > 0) {
                     multiply(0, true);
                 } else {
                     __syncwarp();
@@ -299,12 +282,12 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
                 }
             }
         }
-        store_fp8_rows<T, Layout>(p, tile_of_parts(part), first_row, total[0], staged);
+        store_fp8_rows<T, Layout>(p, tile_of_fields(field), first_row, total[0], staged);
         if constexpr (BLOCKS > 1)
-            store_fp8_rows<T, Layout>(p, tile_of_parts(part), first_row + 2 * FP8_BOX, total[1], staged);
+            store_fp8_rows<T, Layout>(p, tile_of_fields(field), first_row + 2 * FP8_BOX, total[1], staged);
         if constexpr (TAIL) {
-            const Fp8Tile tile = tile_of_parts(part);
-            if (rows > UNTAILED) store_fp8_tail<T, Layout>(p, tile, tile.w + first_row, of_tail, staged);
+            const Fp8Tile tile = tile_of_fields(field);
+            if (rows > ROWS_BEFORE_TAIL) store_fp8_tail<T, Layout>(p, tile, tile.w + first_row, tail_total, staged);
         }
     }
 }
@@ -312,23 +295,24 @@ __device__ __forceinline__ void multiply_fp8_tiles(const MappedGemmParams& p, ty
 template <typename, int TOKENS, int CLUSTER, int STAGES, bool BLOCK_SCALED, int ACTIVATION>
 constexpr Launch gemm_fp8_wgmma_launch() {
     using Layout = Fp8Layout<TOKENS, CLUSTER, STAGES, BLOCK_SCALED, ACTIVATION>;
-    return {FP8_THREADS, all_for(1024 - 16 + Layout::REST + int(sizeof(typename Layout::Shared))), Layout::LOADED_ROWS};
+    return {FP8_THREADS, all_for(1024 - 16 + Layout::SHARED_OFFSET + int(sizeof(typename Layout::Shared))),
+            Layout::LOADED_ROWS};
 }
 
-// T: type of the result, __nv_bfloat16 or __half. TOKENS: rows of a tile, 128, 256 or 288. CLUSTER: 1 or 2 blocks.
-// ACTIVATION: see moe_gemm/epilogue.cuh; gates and ups are halves of n.
+// T: type of the result. TOKENS: 128, 256 or 288. CLUSTER: 1 or 2 blocks.
 template <typename T, int TOKENS, int CLUSTER, int STAGES, bool BLOCK_SCALED, int ACTIVATION>
 __global__ CLUSTER_OF(CLUSTER)
     __launch_bounds__(FP8_THREADS, 1) void gemm_fp8_wgmma(const __grid_constant__ MappedGemmParams p) {
     wait_for_earlier_kernels();
 #if HAS_WGMMA
     using Layout = Fp8Layout<TOKENS, CLUSTER, STAGES, BLOCK_SCALED, ACTIVATION>;
-    // Registers per thread are 168 on average. The producer warpgroup gives most of its registers to the consumers.
-    constexpr int LOADING = BLOCK_SCALED && !Layout::TAIL ? 56 : 40, COMPUTING = (3 * 168 - LOADING) / 2;
+    // Registers per thread. The average is 168; consumers need more, producers less.
+    constexpr int PRODUCER_REGISTERS = BLOCK_SCALED && !Layout::TAIL ? 56 : 40,
+                  CONSUMER_REGISTERS = (3 * 168 - PRODUCER_REGISTERS) / 2;
     extern __shared__ char memory[];
-    const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles are 1024-byte aligned
-    const unsigned ring = shared_address(memory) + misplaced;
-    auto& shared = *reinterpret_cast<typename Layout::Shared*>(memory + misplaced + Layout::REST);
+    const unsigned padding = -shared_address(memory) & 1023; // swizzled tiles are 1024-byte aligned
+    const unsigned ring = shared_address(memory) + padding;
+    auto& shared = *reinterpret_cast<typename Layout::Shared*>(memory + padding + Layout::SHARED_OFFSET);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             mbarrier_init(shared_address(&shared.full[i]), 1 + Layout::SCALE_WARPS * 32);
@@ -344,10 +328,10 @@ __global__ CLUSTER_OF(CLUSTER)
     // The shuffle tells the compiler that the value is warp-uniform.
     const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
     if (warpgroup < 2) {
-        setmaxnreg_inc<COMPUTING>();
+        setmaxnreg_inc<CONSUMER_REGISTERS>();
         multiply_fp8_tiles<T, Layout>(p, shared, ring, warpgroup);
     } else {
-        setmaxnreg_dec<LOADING>();
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
         const int warp = __shfl_sync(FULL_WARP, int(threadIdx.x % WARPGROUP / 32), 0);
         if (warp == 0)
             load_fp8_tiles<Layout>(p, shared, ring);

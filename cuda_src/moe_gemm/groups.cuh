@@ -1,9 +1,8 @@
-// Rows of each expert's group, and the search for a block's tile.
 #pragma once
 #include "common/warp.cuh"
 #include "moe_gemm/params.cuh"
 
-// Rows of an expert's group. Offsets are clamped to the existing rows.
+// Rows of an expert's group, clamped to the existing rows.
 struct GroupRows {
     int first, count;
 };
@@ -14,26 +13,25 @@ __device__ __forceinline__ GroupRows rows_of(const GemmParams& p, int expert) {
         group.first = expert * p.max_tokens;
         group.count = min(max(p.offsets[expert], 0), p.max_tokens);
     } else {
-        const int* const at = p.offsets + expert * p.offset_words;
+        const int* const at = p.offsets + expert * p.offset_stride;
         group.first = min(max(at[0], 0), p.rows);
-        group.count = max(min(at[p.offset_words], p.rows), group.first) - group.first;
+        group.count = max(min(at[p.offset_stride], p.rows), group.first) - group.first;
     }
     return group;
 }
 
-// Return the row of `a` for row `row` of the result. Entries of row_token are clamped to the existing tokens.
+// Return the row of `a` for row `row` of the result, clamped to the existing tokens.
 __device__ __forceinline__ int source_of(const GemmParams& p, int row) {
     return p.row_token ? min(max(p.row_token[row], 0), p.tokens - 1) : row;
 }
 
-// The group that contains a tile.
 struct GroupTile {
-    int expert, begin, end; // the group has rows begin to end - 1
-    int before, tiles;      // number of tiles of TOKENS rows in all earlier groups, and in this group
+    int expert, begin, end; // rows of the group: begin to end - 1
+    int before, tiles;      // tiles of TOKENS rows: in all earlier groups, in this group
 };
 
-// `wanted` is an index over the tiles of all groups. Set `found`, which is in shared memory, to the group that contains
-// this tile. Return false if `wanted` is past the last tile. All threads of the block call this.
+// Find the group of tile `wanted`, an index over the tiles of all groups. All threads of the block call this. `found`
+// is in shared memory. Return false if `wanted` is past the last tile.
 template <int TOKENS, int THREADS>
 __device__ __forceinline__ bool find_tile(const GemmParams& p, int wanted, GroupTile& found) {
     constexpr int WARPS = THREADS / 32;

@@ -1,9 +1,7 @@
-// Sizes of a block of gemm_mma, its tile, and the positions of its threads.
 #pragma once
 #include "moe_gemm/epilogue.cuh"
 #include "moe_gemm/groups.cuh"
 
-// Template arguments of gemm_mma, and sizes that follow from them.
 template <int TOKENS_, int WEIGHTS_, int TOKEN_WARPS_, int WEIGHT_WARPS_, int STEP_, int STAGES_, int ACTIVATION_>
 struct MmaBlock {
     static constexpr int TOKENS = TOKENS_, WEIGHTS = WEIGHTS_, TOKEN_WARPS = TOKEN_WARPS_, WEIGHT_WARPS = WEIGHT_WARPS_;
@@ -15,23 +13,21 @@ struct MmaBlock {
     static_assert(M * TOKEN_WARPS * 16 == TOKENS && N * WEIGHT_WARPS * 8 == WEIGHTS && N % (GATED ? 4 : 2) == 0, "");
 };
 
-// Position of a thread in its block and in its warp's fragments. common/mma.cuh explains `row` and `pair`.
+// common/mma.cuh explains `row` and `pair`.
 template <class Block> struct MmaThread {
     const int thread = threadIdx.x, lane = thread % 32;
     const int row = lane / 4, pair = lane % 4;
     const int token_warp = thread / 32 / Block::WEIGHT_WARPS, weight_warp = thread / 32 % Block::WEIGHT_WARPS;
 };
 
-// Tile of a block: TOKENS rows of a group times WEIGHTS rows of the expert's weights.
-//
-// If gated, the tile's rows of weights are 8 gate rows, their 8 up rows, the next 8 gate rows, and so on. So one lane
-// has the sum of a gate row and the sum of its up row. `first_column` is the tile's first column of the result.
+// The tile of a block. If gated, 8 gate rows alternate with their 8 up rows in the tile's weights, so that one lane has
+// the sums of a gate and of its up.
 template <class Block> struct MmaTile {
     const GemmParams& p;
-    const GroupTile& group;           // in shared memory
-    const int weight_tiles;           // per expert
-    int first_row, first_column, end; // end: end of the group's rows
-    int half;                         // columns of the result: n or, if gated, n / 2
+    const GroupTile& group;
+    const int weight_tiles;
+    int first_row, first_column, end; // first_column: of the result; end: of the group's rows
+    int half;                         // columns of the result
 
     __device__ __forceinline__ MmaTile(const GemmParams& p, const GroupTile& group, int weight_tiles)
         : p(p), group(group), weight_tiles(weight_tiles) {
@@ -39,21 +35,19 @@ template <class Block> struct MmaTile {
         half = Block::GATED ? p.n / 2 : p.n;
     }
 
-    // Compute the tile's position from the block index. The tiles of an expert are ordered in strips: a strip is
-    // TOGETHER token tiles times all weight tiles. Blocks that run at the same time then share tokens and weights in
-    // L2.
+    // Find the tile by the block index. A band is BAND_TILES token tiles times all weight tiles. Bands are computed one
+    // after the other, so that concurrent blocks share tokens and weights in L2.
     __device__ __forceinline__ void locate() {
-        constexpr int TOGETHER = 8;
-        const int within = blockIdx.x - group.before * weight_tiles, strip = within / (TOGETHER * weight_tiles);
-        const int width = min(group.tiles - strip * TOGETHER, TOGETHER);
-        const int in_strip = within - strip * TOGETHER * weight_tiles, weight_tile = in_strip / width;
-        first_row = group.begin + (strip * TOGETHER + in_strip - weight_tile * width) * Block::TOKENS;
+        constexpr int BAND_TILES = 8;
+        const int within = blockIdx.x - group.before * weight_tiles, band = within / (BAND_TILES * weight_tiles);
+        const int height = min(group.tiles - band * BAND_TILES, BAND_TILES);
+        const int in_band = within - band * BAND_TILES * weight_tiles, weight_tile = in_band / height;
+        first_row = group.begin + (band * BAND_TILES + in_band - weight_tile * height) * Block::TOKENS;
         first_column = weight_tile * (Block::GATED ? Block::WEIGHTS / 2 : Block::WEIGHTS);
         end = group.end;
     }
 
-    // Return the row of `a` for row `r` of the tile. Rows past the group's end are replaced by the group's last row,
-    // and their results are not written.
+    // Return the row of `a` for row `r` of the tile, clamped to the group's last row.
     __device__ __forceinline__ int token_of(int r) const {
         const int mine = min(first_row + r, end - 1);
         return source_of(p, mine);
@@ -67,7 +61,6 @@ template <class Block> struct MmaTile {
     }
 };
 
-// A lane's sums: four per MMA tile of the warp.
 template <class Block> using MmaSums = float[Block::M][Block::N][4];
 
 template <int M, int N> __device__ __forceinline__ void clear(float (&sums)[M][N][4]) {

@@ -1,55 +1,51 @@
-// Forms of gemm_mma whose tokens and weights both have 16-bit or both have 8-bit elements. ldmatrix loads the
-// fragments. A form is the class for one operand format (MmaFormOf).
+// Traits of gemm_mma (MmaTraitsOf) for tokens and weights of 16 bits or of 8 bits.
 #pragma once
 #include "common/fp8.cuh"
 #include "common/mma.cuh"
 #include "moe_gemm/mma_copies.cuh"
 
-// Layout of a stage in shared memory. A stage is one step along k: tokens, weights, scales. ITEM: bytes of an element.
-//
-// 16-byte chunks are swizzled: chunk c of row r is stored at chunk `c ^ (r % 8)`, or `c ^ (r / 2 % 4)` in rows of 64
-// bytes. So when ldmatrix reads the same chunk of 8 rows at once, the 8 chunks are in different banks.
-template <class Block_, int ITEM, int SCALE_BYTES> struct LdmatrixLayout {
+// Layout of a stage. Chunk c (16 bytes) of row r is stored at chunk `c ^ (r % 8)`, or `c ^ (r / 2 % 4)` in rows of 64
+// bytes, so that the chunks of 8 rows that ldmatrix reads at once are in different banks.
+template <class Block_, int ELEMENT_BYTES, int SCALE_BYTES> struct LdmatrixLayout {
     using Block = Block_;
-    static constexpr int A_LINE = Block::STEP * ITEM, B_LINE = A_LINE; // bytes of a row
-    static constexpr int B = Block::TOKENS * A_LINE, SCALES = B + Block::WEIGHTS * B_LINE;
+    static constexpr int A_ROW_BYTES = Block::STEP * ELEMENT_BYTES, B_ROW_BYTES = A_ROW_BYTES;
+    static constexpr int B = Block::TOKENS * A_ROW_BYTES, SCALES = B + Block::WEIGHTS * B_ROW_BYTES;
     static constexpr int BYTES = (SCALES + SCALE_BYTES + 127) / 128 * 128;
-    static_assert(ITEM == 1 ? Block::STEP == 128 : Block::STEP == 32 || Block::STEP == 64, "");
+    static_assert(ELEMENT_BYTES == 1 ? Block::STEP == 128 : Block::STEP == 32 || Block::STEP == 64, "");
 
     static __device__ __forceinline__ int a_at(int row, int chunk) {
-        chunk ^= A_LINE == 128 ? row & 7 : row >> 1 & 3;
-        return row * A_LINE + chunk * 16;
+        chunk ^= A_ROW_BYTES == 128 ? row & 7 : row >> 1 & 3;
+        return row * A_ROW_BYTES + chunk * 16;
     }
     static __device__ __forceinline__ int b_at(int row, int chunk) { return a_at(row, chunk); }
 
-    // Bytes of a row in memory.
-    static __device__ __forceinline__ long long a_bytes(int k) { return (long long)k * ITEM; }
+    // Row sizes in memory.
+    static __device__ __forceinline__ long long a_bytes(int k) { return (long long)k * ELEMENT_BYTES; }
     static __device__ __forceinline__ long long b_bytes(int k) { return a_bytes(k); }
 };
 
-// Fragments of 32 bytes along k of each row, as ldmatrix loads them.
+// Fragments of a warp's tokens and weights, with 32 bytes along k of each row.
 template <class Block> struct MmaFragments {
     unsigned a[Block::M][4], b[Block::N / 2][4];
 };
 
-// MMAs of bfloat16 or float16 operands (T), with 16 elements along k.
 template <typename T> struct ProductsOf16Bits {
     template <class Block>
-    static __device__ __forceinline__ void multiply(MmaSums<Block>& sums, const MmaFragments<Block>& of) {
+    static __device__ __forceinline__ void multiply(MmaSums<Block>& sums, const MmaFragments<Block>& fragments) {
 #pragma unroll
         for (int n = 0; n < Block::N; ++n)
 #pragma unroll
             for (int m = 0; m < Block::M; ++m)
-                mma_m16n8k16<T>(sums[m][n], of.a[m], of.b[n / 2][n % 2 * 2], of.b[n / 2][n % 2 * 2 + 1]);
+                mma_m16n8k16<T>(sums[m][n], fragments.a[m], fragments.b[n / 2][n % 2 * 2],
+                                fragments.b[n / 2][n % 2 * 2 + 1]);
     }
 };
 
-// MMAs of e4m3 operands, with 32 elements along k. The elements are converted to float16, which is exact. A register
-// holds four neighbouring elements along k. They become two pairs, one for each half of an MMA's 16 elements. This
-// changes the order along k in the same way for tokens and weights, so the sum has the same terms.
+// Multiplies e4m3 elements, after an exact conversion to float16. Four neighbouring elements along k become two pairs,
+// one for each half of an MMA's 16 elements, in the same order for tokens and weights.
 struct ProductsOf8Bits {
     template <class Block>
-    static __device__ __forceinline__ void multiply(MmaSums<Block>& sums, const MmaFragments<Block>& of) {
+    static __device__ __forceinline__ void multiply(MmaSums<Block>& sums, const MmaFragments<Block>& fragments) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             unsigned a[Block::M][4];
@@ -58,13 +54,13 @@ struct ProductsOf8Bits {
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
                     unsigned pairs[2];
-                    to_halves<__nv_fp8_e4m3>(pairs, of.a[m][i * 2 + j]);
+                    to_halves<__nv_fp8_e4m3>(pairs, fragments.a[m][i * 2 + j]);
                     a[m][j] = pairs[0], a[m][j + 2] = pairs[1];
                 }
 #pragma unroll
             for (int n = 0; n < Block::N; ++n) {
                 unsigned b[2];
-                to_halves<__nv_fp8_e4m3>(b, of.b[n / 2][n % 2 * 2 + i]);
+                to_halves<__nv_fp8_e4m3>(b, fragments.b[n / 2][n % 2 * 2 + i]);
 #pragma unroll
                 for (int m = 0; m < Block::M; ++m) mma_m16n8k16<__half>(sums[m][n], a[m], b[0], b[1]);
             }
@@ -72,7 +68,6 @@ struct ProductsOf8Bits {
     }
 };
 
-// Sums without scales along k: the MMAs accumulate directly into the totals.
 template <class Block> struct PlainSums {
     __device__ __forceinline__ void begin() {}
     __device__ __forceinline__ void read_scales(const char*, const MmaThread<Block>&) {}
@@ -80,15 +75,14 @@ template <class Block> struct PlainSums {
     __device__ __forceinline__ void end(MmaSums<Block>&) {}
 };
 
-// Sums of one step along k, for FP8 with block scales. After the step, each sum is multiplied by the step's scales and
-// added to its total.
+// FP8 with block scales: the sums of a step along k are multiplied by the step's scales, and added to the totals.
 template <class Block> struct BlockScaledSums {
     MmaSums<Block> sums;
     float a_scales[Block::M][2], b_scales[Block::N];
 
     __device__ __forceinline__ void begin() { clear(sums); }
 
-    // Read the scales of a stage: one per token, then one per 8 rows of weights.
+    // `from` holds one scale per token, then one scale per 8 rows of weights.
     __device__ __forceinline__ void read_scales(const char* from, const MmaThread<Block>& me) {
         const float* const scales = reinterpret_cast<const float*>(from);
 #pragma unroll
@@ -111,43 +105,42 @@ template <class Block> struct BlockScaledSums {
     }
 };
 
-// Mainloop. A step along k is processed in PARTS parts. A part is 32 bytes of each row (16 or 32 elements). The
-// fragments of the next part are loaded before the current part is multiplied, also across steps.
-template <class Form> struct LdmatrixProducts {
-    using Block = typename Form::Block;
+// Mainloop. A k block is 32 bytes of each row. The fragments of the next k block are loaded before the current one is
+// multiplied.
+template <class Traits> struct LdmatrixProducts {
+    using Block = typename Traits::Block;
     using Fragments = MmaFragments<Block>;
-    static constexpr int PARTS = Form::A_LINE / 32;
-    static constexpr unsigned LAST_STAGE = (Block::STAGES - 1) * Form::BYTES;
+    static constexpr int K_BLOCKS = Traits::A_ROW_BYTES / 32;
+    static constexpr unsigned LAST_STAGE = (Block::STAGES - 1) * Traits::BYTES;
 
     Fragments fragments[2];
-    typename Form::Sums sums;
+    typename Traits::Sums sums;
 
     static __device__ __forceinline__ void load(Fragments& to, unsigned a_at, unsigned b_at, unsigned stage_at,
-                                                int part) {
-        // Select the part's two chunks. XOR works because only the chunk index uses these address bits.
-        const unsigned a = (a_at + stage_at) ^ part * 32, b = (b_at + stage_at) ^ part * 32;
-        const unsigned b_step = b_at + stage_at + part * 16 * Form::B_LINE; // TRANSPOSED: the part is 16 rows
+                                                int k_block) {
+        // Each XOR changes only address bits of the chunk index.
+        const unsigned a = (a_at + stage_at) ^ k_block * 32, b = (b_at + stage_at) ^ k_block * 32;
+        const unsigned b_step = b_at + stage_at + k_block * 16 * Traits::B_ROW_BYTES; // TRANSPOSED: 16 rows
 #pragma unroll
-        for (int m = 0; m < Block::M; ++m) ldmatrix(to.a[m], a + m * 16 * Form::A_LINE);
+        for (int m = 0; m < Block::M; ++m) ldmatrix(to.a[m], a + m * 16 * Traits::A_ROW_BYTES);
 #pragma unroll
         for (int n = 0; n < Block::N / 2; ++n) {
-            if constexpr (IS_TRANSPOSED<Form>)
+            if constexpr (IS_TRANSPOSED<Traits>)
                 ldmatrix_trans(to.b[n], b_step ^ n * 32);
             else
-                ldmatrix(to.b[n], b + n * 16 * Form::B_LINE);
+                ldmatrix(to.b[n], b + n * 16 * Traits::B_ROW_BYTES);
         }
     }
 
-    // Run the mainloop: multiply the whole tile and add to `totals`. The copies of the first `STAGES - 1` steps are
-    // already started.
-    __device__ __forceinline__ void add_to(MmaSums<Block>& totals, MmaCopies<Form>& copies, const MmaThread<Block>& me,
-                                           const char* shared) {
+    // Run the mainloop. The copies of the first `STAGES - 1` steps are already started.
+    __device__ __forceinline__ void add_to(MmaSums<Block>& totals, MmaCopies<Traits>& copies,
+                                           const MmaThread<Block>& me, const char* shared) {
         const int a_row = me.token_warp * Block::M * 16 + me.lane % 16;
-        const unsigned a_at = copies.shared_at + Form::a_at(a_row, me.lane / 16);
+        const unsigned a_at = copies.shared_at + Traits::a_at(a_row, me.lane / 16);
         const int b_row = me.weight_warp * Block::N * 8 + me.lane % 8 + me.lane / 16 * 8;
-        const int b_place = IS_TRANSPOSED<Form> ? Form::b_at(me.lane % 16, me.weight_warp * Block::N + me.lane / 16)
-                                                : Form::b_at(b_row, me.lane / 8 % 2);
-        const unsigned b_at = copies.shared_at + Form::B + b_place;
+        const int b_place = IS_TRANSPOSED<Traits> ? Traits::b_at(me.lane % 16, me.weight_warp * Block::N + me.lane / 16)
+                                                  : Traits::b_at(b_row, me.lane / 8 % 2);
+        const unsigned b_at = copies.shared_at + Traits::B + b_place;
         cp_async_wait_group<Block::STAGES - 2>();
         __syncthreads();
         unsigned stage_at = 0;
@@ -156,27 +149,25 @@ template <class Form> struct LdmatrixProducts {
         for (int step = 0; step < copies.steps; ++step) {
             sums.begin();
 #pragma unroll
-            for (int part = 0; part < PARTS; ++part) {
-                if (part == PARTS - 1) {
-                    sums.read_scales(shared + stage_at + Form::SCALES, me);
-                    // After this barrier the copies to the next stage are complete, and the current stage may be
-                    // overwritten.
+            for (int k_block = 0; k_block < K_BLOCKS; ++k_block) {
+                if (k_block == K_BLOCKS - 1) {
+                    sums.read_scales(shared + stage_at + Traits::SCALES, me);
+                    // After this barrier the next stage is complete, and the current stage may be overwritten.
                     cp_async_wait_group<Block::STAGES - 2>();
                     __syncthreads();
-                    stage_at = stage_at == LAST_STAGE ? 0 : stage_at + Form::BYTES;
+                    stage_at = stage_at == LAST_STAGE ? 0 : stage_at + Traits::BYTES;
                 }
-                load(fragments[(part + 1) % 2], a_at, b_at, stage_at, (part + 1) % PARTS);
-                if (part == 0)
-                    copies.start(step + Block::STAGES - 1, stage_at == 0 ? LAST_STAGE : stage_at - Form::BYTES);
-                Form::template multiply<Block>(sums.target(totals), fragments[part % 2]);
+                load(fragments[(k_block + 1) % 2], a_at, b_at, stage_at, (k_block + 1) % K_BLOCKS);
+                if (k_block == 0)
+                    copies.start(step + Block::STAGES - 1, stage_at == 0 ? LAST_STAGE : stage_at - Traits::BYTES);
+                Traits::template multiply<Block>(sums.target(totals), fragments[k_block % 2]);
             }
             sums.end(totals);
         }
     }
 };
 
-// Copies the block scales: one per token, and one per 8 rows of weights. The 8 rows share a scale because they are in
-// the same block of 128 rows.
+// Copies one scale per token, and one per 8 rows of weights. The 8 rows are in the same block of 128 rows.
 template <class Block> struct BlockScaleCopies {
     static_assert(Block::TOKENS <= Block::THREADS && Block::WEIGHTS / 8 <= Block::THREADS, "");
     int thread;
@@ -196,15 +187,13 @@ template <class Block> struct BlockScaleCopies {
     }
 };
 
-// Factors of a form whose finished sums have no scales: always 1.
 template <class Block> struct NoFactors {
     __device__ __forceinline__ NoFactors(const GemmParams&, const MmaTile<Block>&, const MmaThread<Block>&,
                                          MmaSums<Block>&) {}
     __device__ __forceinline__ float of_row(int) const { return 1.f; }
 };
 
-// Factors of a form with one scale per row of tokens and per row of weights. The constructor multiplies the sums by the
-// weights' scales. `of_row` returns the scale of a token.
+// Row scales. The constructor multiplies the sums by the weights' scales; `of_row` returns the scale of a token.
 template <class Block> struct RowFactors {
     const GemmParams& p;
     const MmaTile<Block>& tile;
@@ -212,14 +201,14 @@ template <class Block> struct RowFactors {
     __device__ __forceinline__ RowFactors(const GemmParams& p, const MmaTile<Block>& tile, const MmaThread<Block>& me,
                                           MmaSums<Block>& sums)
         : p(p), tile(tile) {
-        const float* const of_expert =
-            static_cast<const float*>(p.b_scale) + (long long)tile.group.expert * (p.b_scale_step ? p.n : 1);
+        const float* const expert_scales =
+            static_cast<const float*>(p.b_scale) + (long long)tile.group.expert * (p.b_scale_stride ? p.n : 1);
 #pragma unroll
         for (int n = 0; n < Block::N; ++n)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int column = tile.weight_of((me.weight_warp * Block::N + n) * 8 + me.pair * 2 + i);
-                const float scale = of_expert[(long long)column * p.b_scale_step];
+                const float scale = expert_scales[(long long)column * p.b_scale_stride];
 #pragma unroll
                 for (int m = 0; m < Block::M; ++m) sums[m][n][i] *= scale, sums[m][n][i + 2] *= scale;
             }
@@ -227,31 +216,30 @@ template <class Block> struct RowFactors {
 
     __device__ __forceinline__ float of_row(int r) const {
         if constexpr (Block::ACTIVATION & EXPERT_SCALE) return p.a_scale[tile.group.expert];
-        return p.a_scale[(long long)tile.token_of(r) * p.a_scale_step];
+        return p.a_scale[(long long)tile.token_of(r) * p.a_scale_stride];
     }
 };
 
-// PLAIN: tokens and weights are T.
-template <typename T, class Block> struct PlainForm : LdmatrixLayout<Block, 2, 0>, ProductsOf16Bits<T> {
+template <typename T, class Block> struct PlainTraits : LdmatrixLayout<Block, 2, 0>, ProductsOf16Bits<T> {
     using ScaleCopies = NoScaleCopies<Block>;
     using Sums = PlainSums<Block>;
-    using Products = LdmatrixProducts<PlainForm>;
+    using Products = LdmatrixProducts<PlainTraits>;
     using Factors = NoFactors<Block>;
 };
 
-// FP8 with one scale per row, or a single scale.
-template <class Block> struct Fp8RowForm : LdmatrixLayout<Block, 1, 0>, ProductsOf8Bits {
+// FP8 with row scales.
+template <class Block> struct Fp8RowTraits : LdmatrixLayout<Block, 1, 0>, ProductsOf8Bits {
     using ScaleCopies = NoScaleCopies<Block>;
     using Sums = PlainSums<Block>;
-    using Products = LdmatrixProducts<Fp8RowForm>;
+    using Products = LdmatrixProducts<Fp8RowTraits>;
     using Factors = RowFactors<Block>;
 };
 
-// FP8 with BLOCK_SCALES: a scale for every 1 x 128 elements of `a` and every 128 x 128 elements of `b`.
+// FP8 with block scales.
 template <class Block>
-struct Fp8BlockForm : LdmatrixLayout<Block, 1, (Block::TOKENS + Block::WEIGHTS / 8) * 4>, ProductsOf8Bits {
+struct Fp8BlockTraits : LdmatrixLayout<Block, 1, (Block::TOKENS + Block::WEIGHTS / 8) * 4>, ProductsOf8Bits {
     using ScaleCopies = BlockScaleCopies<Block>;
     using Sums = BlockScaledSums<Block>;
-    using Products = LdmatrixProducts<Fp8BlockForm>;
+    using Products = LdmatrixProducts<Fp8BlockTraits>;
     using Factors = NoFactors<Block>;
 };

@@ -1,10 +1,9 @@
-// Epilogue of gemm_mma: scales, bias, activation and stores.
+// Epilogue of gemm_mma.
 #pragma once
 #include "common/mma.cuh"
 #include "common/warp.cuh"
 #include "moe_gemm/mma_block.cuh"
 
-// Adds biases to a lane's sums.
 template <typename T, class Block> struct MmaBiases {
     const MmaTile<Block>& tile;
     const int first; // the lane's first row of the tile's weights
@@ -12,8 +11,8 @@ template <typename T, class Block> struct MmaBiases {
     __device__ __forceinline__ MmaBiases(const MmaTile<Block>& tile, const MmaThread<Block>& me)
         : tile(tile), first(me.weight_warp * Block::N * 8 + me.pair * 2) {}
 
-    // Return `sum * factor` plus the bias. `n`: index of the MMA tile. `i` (0 or 1) selects one of the lane's two
-    // columns.
+    // Return `sum * factor`, plus the bias if BIASED. `n`: the MMA tile. `i`: 0 or 1, the first or second column of the
+    // lane.
     __device__ __forceinline__ float add(float sum, float factor, int n, int i) const {
         if constexpr (Block::ACTIVATION & BIASED)
             return sum * factor + bias_of<T>(tile.p, tile.group.expert, tile.weight_of(first + n * 8 + i));
@@ -21,7 +20,7 @@ template <typename T, class Block> struct MmaBiases {
     }
 };
 
-// Return the result of sums[n][at] or, if gated, of sums[2 * n][at] (gate) and sums[2 * n + 1][at] (up).
+// Return the result of sums[n][at] or, if gated, of sums[2 * n][at] and sums[2 * n + 1][at].
 template <typename T, class Block>
 __device__ __forceinline__ float result(const float (&sums)[Block::N][4], int n, int at, float factor,
                                         const MmaBiases<T, Block>& biases) {
@@ -33,8 +32,7 @@ __device__ __forceinline__ float result(const float (&sums)[Block::N][4], int n,
         return finish<Block::ACTIVATION>(p, biases.add(sums[n][at], factor, n, at % 2));
 }
 
-// Compute a lane's results in one row. A lane has two rows of an MMA tile, and `j` (0 or 1) selects one. Each MMA tile
-// along n gives one pair of results.
+// Compute a lane's results in row `j` (0 or 1) of its two rows of an MMA tile.
 template <typename T, class Block>
 __device__ __forceinline__ void pack_row(unsigned (&pairs)[Block::OUT], const float (&sums)[Block::N][4], int j,
                                          float factor, const MmaBiases<T, Block>& biases) {
@@ -46,8 +44,8 @@ __device__ __forceinline__ void pack_row(unsigned (&pairs)[Block::OUT], const fl
     }
 }
 
-// Stores a warp's results. Two neighbouring lanes exchange pairs of results of two MMA tiles. Then each lane has four
-// neighbouring columns of one MMA tile and stores them as 8 bytes.
+// Stores a warp's results. Neighbouring lanes exchange pairs of two MMA tiles, so that each lane stores 8 bytes of one
+// tile.
 template <typename T, class Block> struct MmaOutput {
     const MmaTile<Block>& tile;
     const int pair, first;

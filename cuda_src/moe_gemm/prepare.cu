@@ -1,7 +1,7 @@
-// Convert 4-bit weights to the layout of gemm_fp4_wgmma (moe_gemm/fp4_prepared.cuh).
+// Convert 4-bit weights to the units of gemm_fp4_wgmma (moe_gemm/fp4_prepared.cuh).
 //
-// Grid: one thread for each 32-bit word of prepared weights (8 elements), in blocks of PREPARE_THREADS threads. If the
-// thread's word is for lane `4 * g` of the GEMM, the thread also converts the scales of row `g` of the unit.
+// Grid: one thread per 32-bit word of prepared elements. The thread whose word is for lane `4 * g` of the GEMM also
+// converts scales of row `g` of the unit.
 #include "common/overlap.cuh"
 #include "moe_gemm/fp4_words.cuh"
 
@@ -14,7 +14,6 @@ __device__ __forceinline__ unsigned widen_scale(unsigned byte) {
     return (top + 7) << 3 | (size << (3 - top) & 7);
 }
 
-// FORMAT: MXFP4 or NVFP4.
 template <int FORMAT>
 __global__ __launch_bounds__(PREPARE_THREADS) void prepare_weights(const __grid_constant__ PrepareParams p) {
     begin_behind_earlier_kernels();
@@ -41,7 +40,7 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare_weights(const __grid_
     if (at.lane % 4 == 0) {
 #pragma unroll
         for (int i = 0; i < SCALES; ++i)
-            to[UNIT_NUMBERS + (at.lane / 4 * 2 + at.half) * SCALES + i] =
+            to[UNIT_ELEMENT_BYTES + (at.lane / 4 * 2 + at.half) * SCALES + i] =
                 FORMAT == MXFP4 ? min(scales[i], unsigned(LARGEST_E8M0)) : widen_scale(scales[i]);
     }
 }

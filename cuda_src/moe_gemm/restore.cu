@@ -1,5 +1,4 @@
-// Inverse of prepare.cu: convert prepared weights of gemm_fp4_wgmma back to 4-bit weights and their scales, on the same
-// grid.
+// Inverse of prepare.cu, on the same grid.
 #include "common/overlap.cuh"
 #include "moe_gemm/fp4_words.cuh"
 
@@ -10,7 +9,6 @@ __device__ __forceinline__ unsigned narrow_scale(unsigned wide) {
     return exponent > 0 ? exponent << 3 | (wide & 7) : (8 | (wide & 7)) >> (1 - exponent);
 }
 
-// FORMAT: MXFP4 or NVFP4.
 template <int FORMAT>
 __global__ __launch_bounds__(PREPARE_THREADS) void restore_weights(const __grid_constant__ PrepareParams p) {
     begin_behind_earlier_kernels();
@@ -27,7 +25,7 @@ __global__ __launch_bounds__(PREPARE_THREADS) void restore_weights(const __grid_
     if (at.lane % 4 == 0) {
 #pragma unroll
         for (int i = 0; i < SCALES; ++i) {
-            const unsigned scale = from[UNIT_NUMBERS + (at.lane / 4 * 2 + at.half) * SCALES + i];
+            const unsigned scale = from[UNIT_ELEMENT_BYTES + (at.lane / 4 * 2 + at.half) * SCALES + i];
             p.b_scale[at.row * (p.k / GROUP) + at.first / GROUP + i] = FORMAT == MXFP4 ? scale : narrow_scale(scale);
         }
     }

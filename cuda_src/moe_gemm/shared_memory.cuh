@@ -1,4 +1,3 @@
-// Loads, stores and asynchronous copies that take shared addresses.
 #pragma once
 
 __device__ __forceinline__ uint4 load_shared(unsigned from) {
@@ -20,7 +19,7 @@ __device__ __forceinline__ void store_shared_float(unsigned to, float value) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
 }
 
-// Copy BYTES bytes from global to shared memory by cp.async. Bytes after the first `valid` become 0.
+// Copy BYTES bytes by cp.async; bytes after the first `valid` become 0.
 template <int BYTES> __device__ __forceinline__ void copy_part_async(unsigned to, const void* from, int valid) {
     if constexpr (BYTES == 16)
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid)
@@ -31,9 +30,9 @@ template <int BYTES> __device__ __forceinline__ void copy_part_async(unsigned to
                      : "memory");
 }
 
-// Store 8 x 8 matrices of 16-bit elements, transposed. Lane l passes two elements in from[i]. They go to matrix i,
-// column `l / 4`, rows `2 * (l % 4)` and `2 * (l % 4) + 1`. `to`: a row's shared address; lanes `8 * i` to `8 * i + 7`
-// pass the addresses of the 8 rows of matrix i.
+// Store 8 x 8 matrices of 16-bit elements, transposed. from[i] is two elements of matrix i: column `lane / 4`, rows
+// `2 * (lane % 4)` and `2 * (lane % 4) + 1`. `to`: shared address of a row; lanes `8 * i` to `8 * i + 7` pass the rows
+// of matrix i.
 template <int MATRICES>
 __device__ __forceinline__ void store_transposed(unsigned to, const unsigned (&from)[MATRICES]) {
     if constexpr (MATRICES == 4)

@@ -1,12 +1,11 @@
 // Functions of gemm_wgmma for weights that are [experts, k, n] in memory.
 //
-// A row of a shared memory tile has elements of 64 rows of weights at one index along k. wgmma reads the tile as an
-// MN-major operand. A stage has two tiles of 64 indices along k. The M rows of a wgmma are neighbours in memory, so TMA
-// cannot alternate 8 gate rows and 8 up rows as in gemm_wgmma. The two tiles are:
+// wgmma reads the weights as an MN-major operand. Its M rows are neighbours in memory, so TMA cannot alternate 8 gate
+// rows and 8 up rows. A stage has two tiles of 64 rows of weights and 64 elements along k:
 //
-//   not gated    one tile per warpgroup, as with weights [experts, n, k]
-//   INTERLEAVED  one tile per warpgroup. Gates and ups alternate row by row, so one thread has the sum of a gate and
-//                another thread has the sum of its up. `part_pairs` brings them together.
+//   not gated    one tile per warpgroup
+//   INTERLEAVED  one tile per warpgroup. Gates and ups alternate by rows; `deinterleave_gates` brings
+//                their sums into one thread.
 //   halves       64 gates, and their 64 ups. Each warpgroup multiplies both tiles by its share of the tokens, so one
 //                thread has the sums of a gate and of its up.
 #pragma once
@@ -15,7 +14,7 @@
 #include "moe_gemm/wgmma_store.cuh"
 #include "moe_gemm/wgmma_widths.cuh"
 
-// Start the copies of a stage's two tiles of weights, which start at row `first` of the weights and index `x` along k.
+// Start the copies of a stage's two tiles of weights, from row `first` and index `x` along k on.
 template <unsigned long long POLICY, int ACTIVATION>
 __device__ __forceinline__ void load_transposed(const MappedGemmParams& p, unsigned to, int x, int first, int expert,
                                                 unsigned barrier) {
@@ -26,17 +25,17 @@ __device__ __forceinline__ void load_transposed(const MappedGemmParams& p, unsig
     }
 }
 
-// Descriptors of 64 gate rows and of their 64 up rows, if gate rows and up rows are the halves of n.
 struct MMajorPair {
     MMajor gates, ups;
 };
 template <typename A> constexpr bool IS_PAIR = false;
 template <> constexpr bool IS_PAIR<MMajorPair> = true;
 
-// Return the descriptor of a warpgroup's weights in stage 0. `stages`: shared address of stage 0.
-template <bool TURNED, int ACTIVATION> __device__ __forceinline__ auto weights_at(unsigned stages, int warpgroup) {
+// Return the descriptor of a warpgroup's weights in stage 0.
+template <bool B_TRANSPOSED, int ACTIVATION>
+__device__ __forceinline__ auto weights_at(unsigned stages, int warpgroup) {
     constexpr int TILE = 64 * ROW_BYTES;
-    if constexpr (!TURNED)
+    if constexpr (!B_TRANSPOSED)
         return k_major_descriptor(stages + warpgroup * TILE);
     else if constexpr (has_halves(ACTIVATION))
         return MMajorPair{mn_major_descriptor<TILE>(stages), mn_major_descriptor<TILE>(stages + TILE)};
@@ -44,8 +43,8 @@ template <bool TURNED, int ACTIVATION> __device__ __forceinline__ auto weights_a
         return MMajor{mn_major_descriptor<TILE>(stages + warpgroup * TILE)};
 }
 
-// Compute `c += a * b`, or `c = a * b` if `add` is false, for 16 elements along k of a stage, starting at element
-// `16 * i`. `at`: offset of the stage from stage 0, in units of 16 bytes.
+// Compute `c += a * b`, or `c = a * b` if `add` is false, for 16 elements along k from `16 * i` on. `at`: the stage's
+// offset in descriptor units.
 template <typename T, int WIDTH, int REGISTERS>
 __device__ __forceinline__ void multiply_weights(float (&c)[REGISTERS], unsigned long long a, unsigned long long b,
                                                  unsigned long long at, int i, bool add) {
@@ -64,32 +63,30 @@ __device__ __forceinline__ void multiply_weights(float (&c)[REGISTERS], MMajorPa
     multiply_weights<T, WIDTH>(reinterpret_cast<Half>(c[REGISTERS / 2]), a.ups, b, at, i, add);
 }
 
-// Set all sums to 0. `part_pairs` and `store_share` modify the sums in place. Without this reset the compiler would
-// assume that the next tile's MMAs add to the modified sums, and would insert a wait after each MMA.
+// Set all sums to 0 before a tile. Otherwise the compiler would assume that MMAs add to the sums that the epilogue
+// modified in place, and would insert a wait after each MMA.
 template <int REGISTERS> __device__ __forceinline__ void clear(float (&c)[REGISTERS]) {
 #pragma unroll
     for (int i = 0; i < REGISTERS; ++i) c[i] = 0.f;
 }
 
-// Return the part of a tile that a warpgroup writes: about half of the tokens, starting at a token whose index in the
-// tile is a multiple of 8.
+// Return a warpgroup's share of a tile: about half of the tokens.
 __device__ __forceinline__ WgmmaTile share_of(WgmmaTile tile, int warpgroup) {
-    const int each = (tile.tokens + 15) / 16 * 8;
+    const int share_tokens = (tile.tokens + 15) / 16 * 8;
     // The shuffle tells the compiler that the value is warp-uniform.
-    const int first = __shfl_sync(FULL_WARP, warpgroup * each, 0);
+    const int first = __shfl_sync(FULL_WARP, warpgroup * share_tokens, 0);
     tile.row += first;
-    tile.tokens = min(max(tile.tokens - first, 0), each);
+    tile.tokens = min(max(tile.tokens - first, 0), share_tokens);
     return tile;
 }
 
-// Write a warpgroup's share of a tile: 64 columns of the result for its share of the tokens. The first half of `c` has
-// the sums of the gate rows, the second half the sums of their up rows.
+// Write 64 result columns for a warpgroup's share of the tokens. `c`: sums of the gates, then of their ups.
 template <typename T, int ACTIVATION, int TOKENS>
 __device__ __forceinline__ void store_share(const MappedGemmParams& p, float (&c)[TOKENS / 2], WgmmaTile tile,
                                             int warpgroup, unsigned staging, int& round) {
     constexpr int UPS = TOKENS / 4;
     const int first = tile.column + threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4, columns = p.n / 2;
-    float biases[2][2]; // of the thread's two gates, then of their ups
+    float biases[2][2]; // [gate, up][row]
     if constexpr (ACTIVATION & BIASED) {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
@@ -111,15 +108,14 @@ __device__ __forceinline__ void store_share(const MappedGemmParams& p, float (&c
     store_tile<T, NO_ACTIVATION, TOKENS>(of_result, c, tile, warpgroup, staging, round);
 }
 
-// Bring the sums of each gate row and its up row into one thread, for the first `tokens` tokens of the tile. In a
-// warp's 16 rows of weights, even rows are gate rows, and the row after a gate row is its up row. A pair is the sums of
-// one row of weights for two tokens. Before the call a thread has a pair of row `lane / 4` and a pair of row
-// `lane / 4 + 8`. After the call it has a pair of gate row `lane / 4` (of the 8 gate rows) and a pair of the up row of
-// this gate row. Two shuffles exchange the pairs. In each shuffle a thread provides one of its pairs.
-template <int REGISTERS> __device__ __forceinline__ void part_pairs(float (&c)[REGISTERS], int tokens) {
+// Bring the sums of a gate row and of its up row into one thread, for the first `tokens` tokens. A pair is the sums of
+// one row for two tokens. Before the call a thread has one pair of row `lane / 4` and one of row `lane / 4 + 8` of its
+// warp's 16 rows, where even rows are gates and odd rows their ups. After the call it has a pair of gate `lane / 4` (0
+// to 7) and a pair of the up of this gate. In each of two shuffles a thread provides one of its pairs.
+template <int REGISTERS> __device__ __forceinline__ void deinterleave_gates(float (&c)[REGISTERS], int tokens) {
     const int lane = threadIdx.x % 32, column = lane / 4;
     const bool has_ups = column & 1, is_high = column & 4;
-    // Source lane of the first shuffle. It holds the gate if the gate is one of the first 8 weights, else the up.
+    // Lane `first` has the gate if the gate is one of the first 8 rows. Otherwise it has the up.
     const int first = column % 4 * 8 + lane % 4 + (is_high ? 4 : 0), second = first ^ 4;
 #pragma unroll
     for (int i = 0; i < REGISTERS; i += 4) {

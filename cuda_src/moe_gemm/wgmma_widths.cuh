@@ -1,11 +1,11 @@
-// wgmma instructions for every width N, and the choice of N by the number of tokens of a tile.
+// wgmma for every width N.
 #pragma once
 #include "moe_gemm/wgmma_layout.cuh"
 
-// Widths (N of wgmma, in tokens). A kernel instance uses the widths from TOKENS / 4 to TOKENS.
+// N of wgmma, in tokens. A kernel instance uses the widths from TOKENS / 4 to TOKENS.
 constexpr int WIDTHS[] = {8, 16, 32, 48, 64, 80, 96, 128, 160, 192, 224, 240, 256, 272, 288};
 
-// Descriptor of an MN-major operand A (M x K).
+// Descriptor of an MN-major operand A.
 struct MMajor {
     unsigned long long descriptor;
 };
@@ -14,8 +14,8 @@ template <int WIDTH> struct Width {
     static constexpr int value = WIDTH;
 };
 
-// Macros as in common/hopper.cuh, for further widths. They compute `c += a * b`, or `c = a * b` if `add` is false, for
-// 2 * N columns.
+// Macros like REGISTERS_n in common/hopper.cuh, for more widths. PLACES_n lists n registers for a width of `2 * n`
+// columns.
 #define FOUR(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define EIGHT(i) FOUR(i), FOUR(i + 4)
 #define PLACES_24 EIGHT(0), EIGHT(8), EIGHT(16)
@@ -139,8 +139,8 @@ __device__ __forceinline__ void multiply_width(float (&c)[N], const unsigned (&a
 #undef PRODUCTS_OF_SHARED
 #undef PRODUCTS_OF_REGISTERS
 
-// Compute the first WIDTH columns of `c += a * b`, or of `c = a * b` if `add` is false, for 16 elements along k. One
-// wgmma has at most 256 columns, so more columns take a second wgmma. `a`: a descriptor, or fragments in registers.
+// Compute the first WIDTH columns of `c += a * b`, or of `c = a * b` if `add` is false, for 16 elements along k. A
+// wgmma has at most 256 columns, so a larger WIDTH takes two. `a`: a descriptor, or fragments in registers.
 template <typename T, int WIDTH, int REGISTERS, typename A>
 __device__ __forceinline__ void multiply_step(float (&c)[REGISTERS], const A& a, unsigned long long b, bool add) {
     constexpr int FIRST = WIDTH < 256 ? WIDTH : 256;

@@ -1,7 +1,4 @@
-"""Grouped GEMMs in NumPy, which multiply each expert's rows by the expert's weights, computed as the formulas say.
-
-`cukern.ops.moe_gemm` has checked the arguments.
-"""
+"""Grouped GEMMs in NumPy: each expert's rows times the expert's weights."""
 
 from __future__ import annotations
 
@@ -19,17 +16,16 @@ from cukern.reference.quantization import dequantize_mxfp4, dequantize_nvfp4, si
 from cukern.runtime.activation import ALPHA, LIMIT, is_gated
 from cukern.runtime.tolerance import Tolerance
 
-#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
-    # The kernel adds float32 products in another order, and applies the activation with the hardware's exp2 and
-    # reciprocal. The sums have magnitude 1. A value near a rounding boundary may round the other way.
+    # The kernel adds the products in another order than NumPy, and activates with the hardware's exp2 and reciprocal.
+    # The sums have magnitude 1.
     "out": {
         "float32": Tolerance(relative=2e-5, absolute=2e-5),
         "float16": Tolerance(relative=2**-10, absolute=1e-4),
         "bfloat16": Tolerance(relative=2**-7, absolute=1e-4),
     },
-    # Hopper's tensor core adds 128 FP8 products in an accumulator of 14 bits. On an H200 the largest error of some
-    # hundred thousand sums of magnitude 1 is 0.005.
+    # Hopper's tensor core adds 128 FP8 products in an accumulator of 14 bits. Among a few hundred thousand sums of
+    # magnitude 1, the largest error on an H200 is 0.005.
     "fp8_out": {
         "float16": Tolerance(relative=2**-10, absolute=2**-7),
         "bfloat16": Tolerance(relative=2**-7, absolute=2**-7),
@@ -40,13 +36,13 @@ Array = NDArray[Any]
 
 _UNIT_NUMBERS = UNIT_ROWS * UNIT_K // 2
 _FOLDED_NUMBERS = UNIT_ROWS * FOLDED_K // 2
-#: Weights that are prepared for FP8 rows store an exponent for each row. For each group of a row they store how far the
-#: group's exponent is below it, clamped to _FOLDED_DIFFERENCE. The kernel converts such weights to FP8 elements that
-#: are too large by a factor of 2^_FOLDED_SHIFT, and the factor of the row compensates for it.
+#: In weights prepared for FP8 activations, a row stores its largest exponent. Each group of 32 elements stores how far
+#: its exponent is below the largest exponent, at most _FOLDED_DIFFERENCE. The kernel converts the weights to FP8
+#: elements that are 2^_FOLDED_SHIFT too large, and the row's factor divides by 2^_FOLDED_SHIFT.
 _FOLDED_DIFFERENCE, _FOLDED_SHIFT = 19, 6
-#: The magnitudes of e2m1 values, indexed by code.
+#: e2m1 magnitudes by code.
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-#: The exponent byte (2^34) that replaces larger MXFP4 scales. It is large enough to become infinite in the kernel.
+#: This scale, 2^34, replaces larger MXFP4 scales. The kernel turns it into infinity.
 _LARGEST_E8M0 = 161
 
 
@@ -54,14 +50,14 @@ _LARGEST_E8M0 = 161
 
 
 def _rotated(words: Array, by: int) -> Array:
-    """Rotate 32-bit words to the left."""
+    """Rotate 32-bit words left."""
     return words << np.uint32(by) | words >> np.uint32(32 - by)
 
 
 def _packed_pairs(pairs: Array) -> Array:
     """Pack four pairs of 4-bit elements [..., 4] into one 32-bit word.
 
-    The signs of a pair are in bits 15 and 31, and its magnitudes in bits 6 to 8 and 22 to 24.
+    An unpacked pair has its signs in bits 15 and 31, its magnitudes in bits 6 to 8 and 22 to 24.
     """
     first, second, third, fourth = (pairs[..., i] for i in range(4))
     last = _rotated(fourth & np.uint32(0x00400040), 24)
@@ -69,14 +65,13 @@ def _packed_pairs(pairs: Array) -> Array:
 
 
 def _unpacked_pairs(words: Array) -> Array:
-    """Undo `_packed_pairs`."""
     bits, last = np.uint32(0x81C081C0), _rotated(words, 8) & np.uint32(0x00400040)
     pairs = words << np.uint32(6) & bits, words << np.uint32(2) & bits, _rotated(words, 12) & bits
     return np.stack([*pairs, words & np.uint32(0x81808180) | last], -1)
 
 
 def _widened(scales: Array) -> Array:
-    """Convert e4m3 bytes to bytes with 5 exponent bits (bias 16) and 3 mantissa bits. The sign bit is dropped."""
+    """Convert e4m3 bytes to 5 exponent bits (bias 16) and 3 mantissa bits, without the sign."""
     size = scales & np.uint8(127)
     top = np.where(size >= 4, 2, np.where(size >= 2, 1, 0))
     small = (top + 7) << 3 | (size.astype(int) << (3 - top) & 7)
@@ -84,14 +79,13 @@ def _widened(scales: Array) -> Array:
 
 
 def _narrowed(scales: Array) -> Array:
-    """Undo `_widened`."""
     exponent, mantissa = (scales >> 3).astype(int) - 9, (scales & 7).astype(int)
     small = (8 | mantissa) >> np.clip(1 - exponent, 0, 7)
     return np.where(scales == 0, 0, np.where(exponent > 0, exponent << 3 | mantissa, small)).astype(np.uint8)
 
 
 def _folded(b: Array, scales: Array) -> Array:
-    """Convert weights [experts, n, k / 2] and scales [experts, n, k / 32] to the layout for GEMMs with FP8 rows."""
+    """Convert weights [experts, n, k / 2] and scales [experts, n, k / 32] to the layout for FP8 activations."""
     (experts, n, half), groups = b.shape, scales.shape[2]
     units = -(-2 * half // FOLDED_K)
     exponents = scales.max(2).astype(np.uint8)
@@ -101,7 +95,7 @@ def _folded(b: Array, scales: Array) -> Array:
     for i, part in enumerate((exponents & 7, exponents >> 3 & 7, exponents >> 6)):
         of_units[..., i] |= part[..., None]
     b = np.pad(b, ((0, 0), (0, 0), (0, units * FOLDED_K // 2 - half)))
-    # Split each group of 32 elements into two halves, each half into four lanes, and each lane into four elements.
+    # Split each group of 32 elements into two halves. A half has four elements for each of four lanes.
     two = b.reshape(experts, n // UNIT_ROWS, UNIT_ROWS, units, 2, 2, 2, 4, 2)
     four = np.stack([two & 15, two >> 4], -1).reshape(*two.shape[:-1], 4).astype(np.uint32)
     words = np.zeros(four.shape[:6] + four.shape[7:8], np.uint32)  # rows, units, halves of a unit, groups, lanes
@@ -115,9 +109,10 @@ def _folded(b: Array, scales: Array) -> Array:
 
 
 def _unfolded(prepared: Array) -> tuple[Array, Array, Array]:
-    """Undo `_folded`: return the 4-bit elements [experts, n, k], the exponent differences and the row exponents.
+    """Undo `_folded`.
 
-    The differences are [experts, n, k / 32], and the row exponents are [experts, n].
+    Return the 4-bit elements [experts, n, k], the exponent differences [experts, n, k / 32] and the row exponents
+    [experts, n].
     """
     experts, eights, units, _ = prepared.shape
     words = np.ascontiguousarray(prepared[..., :_FOLDED_NUMBERS]).view("<u4").astype(np.uint32)
@@ -137,7 +132,6 @@ def _unfolded(prepared: Array) -> tuple[Array, Array, Array]:
 
 
 def prepare_weights(b: Array, b_scale: Array, *, a_dtype: str | None = None) -> Array:
-    """See `cukern.prepare_weights`."""
     if a_dtype == "float8_e4m3fn":
         return _folded(b, b_scale.view(np.uint8))
     (experts, n, half), scales = b.shape, b_scale.view(np.uint8)
@@ -152,7 +146,7 @@ def prepare_weights(b: Array, b_scale: Array, *, a_dtype: str | None = None) -> 
     spare = units * UNIT_K - k
     b = np.pad(b, ((0, 0), (0, 0), (0, spare // 2)))
     scales = np.pad(scales, ((0, 0), (0, 0), (0, spare // group)))
-    # The last dimensions: rows, units, halves of a unit along k, pairs of a lane, lanes.
+    # The last five dimensions of `two` are rows, units, halves of a unit along k, pairs of a lane, and lanes.
     two = b.reshape(experts, n // UNIT_ROWS, UNIT_ROWS, units, 2, 4, 4).astype(np.uint32)
     pairs = (two & 7) << 6 | (two & 8) << 12 | (two & 0x70) << 18 | (two & 0x80) << 24
     words = _packed_pairs(pairs.swapaxes(5, 6)).transpose(0, 1, 3, 2, 5, 4)
@@ -163,7 +157,6 @@ def prepare_weights(b: Array, b_scale: Array, *, a_dtype: str | None = None) -> 
 
 
 def restore_weights(prepared: Array, k: int | None = None) -> tuple[Array, Array]:
-    """See `cukern.restore_weights`."""
     experts, eights, units, size = prepared.shape
     if size == FOLDED_BYTES:
         k = units * FOLDED_K if k is None else k
@@ -188,7 +181,7 @@ def restore_weights(prepared: Array, k: int | None = None) -> tuple[Array, Array
 
 
 def fp8_values(array: Array) -> Array:
-    """Convert e4m3 elements, or bytes that contain such elements, to float64."""
+    """Convert e4m3 elements, or their bytes, to float64."""
     return array.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
 
 
@@ -203,21 +196,22 @@ def values_of_a(a: Array, a_scale: Array | None) -> Array:
 
 
 def folded_values(b: Array, k: int) -> Array:
-    """Return the weights [n, k] that the GEMM multiplies, for an expert whose weights are prepared for FP8 rows.
+    """Return one expert's weights [n, k] with the values that the GEMM of FP8 activations uses.
 
-    `b` is [n / 8, units, bytes]. Each weight is an e4m3 value times a power of two that is the same for the whole row.
+    `b` is [n / 8, units, bytes]. A unit is 8 rows of weights and 128 elements along k. Each row has a power of two: a
+    weight is an e4m3 value times this power.
     """
     numbers, differences, exponents = (x[0] for x in _unfolded(b[None]))
     sizes = _E2M1[numbers & 7] * np.repeat(np.exp2(_FOLDED_SHIFT - differences.astype(float)), MXFP4_GROUP, 1)
     values = fp8_values(np.where(numbers & 8, -sizes, sizes).astype(ml_dtypes.float8_e4m3fn))
-    smallest = 127 - 120  # a row with a smaller exponent is 0
+    smallest = 127 - 120  # rows with smaller exponents are 0
     factors = np.exp2(np.where(exponents < smallest, 0, exponents.astype(float) - 127 - _FOLDED_SHIFT))
     factors = np.where(exponents < smallest, 0, np.where(exponents == 255, np.nan, factors))
     return (values * factors[:, None])[:, :k]
 
 
 def values_of_b(b: Array, b_scale: Array | None, b_global_scale: Array | None, k: int) -> Array:
-    """Dequantize the weights of one expert to float64 [n, k]. `b` has 3 dimensions if it is prepared, otherwise 2."""
+    """Dequantize one expert's weights, prepared (3 dimensions) or not (2), to float64 [n, k]."""
     if b.ndim == 3 and b.shape[2] == FOLDED_BYTES:
         return folded_values(b, k)
     if b.ndim == 3:
@@ -227,7 +221,7 @@ def values_of_b(b: Array, b_scale: Array | None, b_global_scale: Array | None, k
     if b.shape[1] == k:
         values = fp8_values(b)
         if b_scale.ndim < 2:
-            return values * b_scale.reshape(-1, 1)  # a scale per tensor or per channel
+            return values * b_scale.reshape(-1, 1)  # per tensor or per channel
         return values * np.repeat(np.repeat(b_scale, BLOCK, 0), BLOCK, 1)[: len(b), :k]
     if k // b_scale.shape[1] == MXFP4_GROUP:
         return dequantize_mxfp4(b, b_scale, "float32").astype(np.float64)
@@ -247,10 +241,7 @@ def product(
     limit: float = LIMIT,
     interleaved: bool = False,
 ) -> Array:
-    """Multiply the rows of one expert by its weights, and apply the activation, in float32.
-
-    An activation with a gate halves the number of columns.
-    """
+    """Multiply one expert's rows by its weights and activate, in float32. A gated activation halves the columns."""
     weights = values_of_b(b, b_scale, b_global_scale, a.shape[1])
     with np.errstate(invalid="ignore", over="ignore"):
         sums = (values_of_a(a, a_scale) @ weights.T).astype(np.float32)
@@ -260,7 +251,6 @@ def product(
 
 
 def result_dtype(a: Array, out_dtype: str | None) -> Any:
-    """Return the dtype of the result: the dtype of `a`, or for FP8 `a` the `out_dtype`, bfloat16 by default."""
     if a.itemsize > 1:
         return a.dtype
     return ml_dtypes.bfloat16 if out_dtype in (None, "bfloat16") else np.float16
@@ -284,12 +274,12 @@ def moe_gemm(
     out: Array | None = None,
     expected_m: int | None = None,
 ) -> Array:
-    """See `cukern.moe_gemm`: out[r] = a[r] b[e]^T for r from expert_offsets[e] to expert_offsets[e + 1] - 1.
+    """Compute out[r] = a[r] b[e]^T for expert_offsets[e] <= r < expert_offsets[e + 1].
 
-    Rows without an expert are not written; in a new array they are 0. `expected_m` is ignored.
+    Rows without an expert are not written; in a new array they are 0. `expected_m` has no effect.
     """
     if row_token is not None:
-        # Clip the indices, because rows without an expert may have an invalid token index.
+        # Rows without an expert may have an invalid token index.
         tokens = np.clip(row_token, 0, max(len(a) - 1, 0))
         a = a[tokens]
         if a_scale is not None and len(a_scale) > 1:
@@ -323,10 +313,7 @@ def moe_gemm_quantized(
     out_s: Array,
     expected_m: int | None = None,
 ) -> tuple[Array, Array]:
-    """Multiply, apply the activation, and quantize in groups of 128. See `cukern.ops.moe_gemm.moe_gemm_quantized`.
-
-    Rows without an expert are not written. `expected_m` has no effect.
-    """
+    """Multiply, activate, and quantize in groups of 128. Rows without an expert are not written."""
     both = moe_gemm(a, b, expert_offsets, a_scale=a_scale, b_scale=b_scale, out_dtype=out_dtype)
     first, end = np.clip(expert_offsets[[0, -1]], 0, len(a))
     q, scale = silu_and_mul_quant(both[first:end], activation)
@@ -335,7 +322,7 @@ def moe_gemm_quantized(
 
 
 def _own_scale(a_scale: Array | None, expert: int, count: int) -> Array | None:
-    """Return the scales of an expert's rows. If `a_scale` is [1] or [experts], this is a single scale."""
+    """Return the scales of an expert's rows, or a single scale if `a_scale` is [1] or [experts]."""
     if a_scale is None or a_scale.shape == (1,):
         return a_scale
     return a_scale[expert : expert + 1] if a_scale.ndim == 1 else a_scale[expert, :count]
@@ -358,9 +345,9 @@ def moe_gemm_batched(
     out: Array | None = None,
     expected_m: int | None = None,
 ) -> Array:
-    """See `cukern.moe_gemm_batched`: out[e, t] = a[e, t] b[e]^T for the tokens t < expert_num_tokens[e].
+    """Compute out[e, t] = a[e, t] b[e]^T for t < expert_num_tokens[e].
 
-    Rows after the last token of an expert are not written; in a new array they are 0. `expected_m` is ignored.
+    Other rows are not written; in a new array they are 0. `expected_m` has no effect.
     """
     experts, max_tokens, _ = a.shape
     if out is None:

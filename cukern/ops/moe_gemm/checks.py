@@ -1,4 +1,4 @@
-"""The checks of a grouped GEMM: shapes, dtypes, and the formats and scales of the weights."""
+"""The checks of a grouped GEMM."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from cukern.runtime import check
 from cukern.runtime.describe import Array, expect, expect_contiguous, expect_weights, is_transposed
 
 HALF_DTYPES = ("bfloat16", "float16")
-#: float32 is meant for models on a CPU and for comparisons, because its GEMMs do not use tensor cores.
+#: float32 GEMMs do not use tensor cores; they are for CPUs and for comparisons.
 DTYPES = (*HALF_DTYPES, "float32")
-#: The dtypes of e4m3 arrays. CuPy has no e4m3 dtype, so CuPy passes the bytes as uint8.
+#: CuPy has no e4m3 dtype and passes the bytes as uint8.
 FP8_DTYPES = ("float8_e4m3fn", "uint8")
 E8M0_DTYPES = ("float8_e8m0fnu", "uint8")
 
 
 def check_sizes(a: Array, b: Array, offsets: Array, row_token: Array | None, gated: bool) -> None:
-    """Check the dtypes and the shapes of all arrays except the scales and the bias."""
+    """Check the dtypes and shapes of all arrays except the scales and the bias."""
     is_batched, is_fp8, (*_, tokens, k) = len(a.shape) == 3, a.dtype not in DTYPES, a.shape
     packed = ("uint8",) if a.dtype in HALF_DTYPES else ()
     check.dtype("b", b.dtype, FP8_DTYPES if is_fp8 else (a.dtype, *packed))
@@ -39,7 +39,7 @@ def check_sizes(a: Array, b: Array, offsets: Array, row_token: Array | None, gat
     experts, n = b.shape[0], rows_of_weights(b)
     if not 1 <= experts <= MAX_EXPERTS:
         check.fail("b", f"of at least one and at most {MAX_EXPERTS} experts", experts)
-    # With a gated activation, prepared weights consist of units of 8 gate rows and 8 up rows, so n is a multiple of 16.
+    # With a gated activation a tile of prepared weights has 8 gate rows and 8 up rows.
     multiple = 1 if not gated else 16 if is_prepared(b) else 2
     if n % multiple or not 0 < n <= MAX_COUNT:
         why = f" multiple of {multiple} (with a gate)" if gated else " number"
@@ -64,9 +64,9 @@ def check_sizes(a: Array, b: Array, offsets: Array, row_token: Array | None, gat
 
 
 def check_strides(b: Array) -> None:
-    """Check the strides of `b`. Prepared weights must be contiguous. Other weights need contiguous rows.
+    """Check that prepared weights, and the rows of other weights, are contiguous.
 
-    Instead of contiguous rows, 16-bit and 32-bit weights may have contiguous columns.
+    16-bit and 32-bit weights may have contiguous columns instead.
     """
     if is_prepared(b):
         expect_contiguous("b", b)
@@ -81,7 +81,7 @@ def check_bias(bias: Array, experts: int, n: int, a: Array, dtype: str) -> None:
 def formats(
     a: Array, b: Array, a_scale: Array | None, b_scale: Array | None, b_global_scale: Array | None
 ) -> tuple[str, str, str]:
-    """Return three fields of `Product`: the format of the weights, the kind of `a`'s scales, and the kind of `b`'s."""
+    """Return the fields `weights`, `a_scales` and `b_scales` of `Product`."""
     is_fp8 = a.dtype not in DTYPES
     if is_fp8 and is_prepared(b):
         check_folded_scales(a, a_scale, b_scale, b_global_scale)
@@ -100,7 +100,7 @@ def formats(
 
 
 def fp8_scales(a: Array, b: Array, a_scale: Array | None, b_scale: Array | None) -> tuple[str, str]:
-    """Check the FP8 scales. Return the fields `a_scales` and `b_scales` of `Product`, the kinds of these scales."""
+    """Check the FP8 scales. Return the fields `a_scales` and `b_scales` of `Product`."""
     for name, array in (("a_scale", a_scale), ("b_scale", b_scale)):
         if array is None:
             check.fail(name, "an array with FP8", None, TypeError)
@@ -116,7 +116,7 @@ def fp8_scales(a: Array, b: Array, a_scale: Array | None, b_scale: Array | None)
     if b_scale.shape not in ((experts,), (experts, n)):
         wanted = f"of shape [experts] = {[experts]}, [experts, n] = {[experts, n]} or by blocks"
         check.fail("b_scale", wanted, list(b_scale.shape))
-    # An a_scale of shape [experts] is one scale per expert. With one expert, shape [1] means one scale for all rows.
+    # `a_scale` [experts] is one scale per expert. With one expert, [1] means one scale for all rows.
     if len(rows) == 2 and len(shape) == 1 and shape[0] == experts != 1:
         return "expert", "one" if len(b_scale.shape) == 1 else "column"
     flat = shape[:-1] if len(shape) > len(rows) and shape[-1] == 1 else shape
@@ -129,7 +129,6 @@ def fp8_scales(a: Array, b: Array, a_scale: Array | None, b_scale: Array | None)
 
 
 def check_folded_scales(a: Array, a_scale: Array | None, b_scale: Array | None, b_global_scale: Array | None) -> None:
-    """Check the scales of FP8 rows with MXFP4 weights."""
     if a_scale is None:
         check.fail("a_scale", "an array with FP8", None, TypeError)
     check.dtype("a_scale", a_scale.dtype, ("float32",))

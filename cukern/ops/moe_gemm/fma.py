@@ -1,4 +1,4 @@
-"""`gemm_fma`: grouped GEMMs without tensor cores, for all sizes, addresses, strides and GPUs. Tiles and launches."""
+"""Tiles and launches of `gemm_fma`, the grouped GEMM without tensor cores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cukern.runtime.plan import launch
 
 _fma = Kernel("moe_gemm/fma", "gemm_fma")
 
-#: The tile sizes of `gemm_fma`, in rows.
+#: In rows.
 FMA_TOKENS = (16, 64)
 
 
@@ -18,7 +18,7 @@ def fma_variant(out_dtype: str, weights: str, is_by_blocks: bool, epilogue: int,
     return _fma.variant(arrays.CUDA_TYPE[out_dtype], weights, _flag(is_by_blocks), epilogue, tokens)
 
 
-# These instances are not compiled at import but at their first use, because few models need this kernel.
+# These instances are compiled at their first use, because few models need this kernel.
 _fma.specialized = [fma_variant("bfloat16", "PLAIN", False, 0, tokens).instance for tokens in FMA_TOKENS]
 
 

@@ -1,4 +1,4 @@
-"""The grouped GEMM of FP8 rows and MXFP4 weights on Hopper: its tile configurations, and its launches."""
+"""Tile configurations and launches of the grouped GEMM of FP8 activations and MXFP4 weights on Hopper."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from cukern.ops.moe_gemm.kernels import (
     _ACTIVATIONS_AHEAD,
+    _BAND_TILES,
+    _FULL_TILE_TOKENS,
     _HOPPER_BYTES,
     _RESERVED_BYTES,
-    _TOGETHER,
-    _TOKENS_OF_TILES,
     _flag,
     _form_of,
     _prepared_map,
@@ -29,46 +29,42 @@ _restore = Kernel("moe_gemm/restore_folded", "restore_folded")
 
 
 class FoldedWgmma(NamedTuple):
-    """The template arguments of `gemm_folded_wgmma` except the type, the activation and the stages (see `stages`)."""
+    """Template arguments of `gemm_folded_wgmma`."""
 
-    tokens: int  # tokens per tile: 8, 16, 32, 128 or 256
-    cluster: int = 1  # blocks per cluster: 1 or 2
-    blocks: int = 1  # resident blocks per multiprocessor
+    tokens: int  # per tile: 8, 16, 32, 128 or 256
+    cluster: int = 1  # 1 or 2
+    blocks: int = 1  # resident, per multiprocessor
     is_streamed: bool = False
 
     @property
     def units(self) -> int:
-        """Units of prepared weights along k in a stage."""
+        """The number of units in a stage. A unit is 128 elements along k."""
         return 1
 
     @property
     def weights(self) -> int:
-        """Rows of weights of a tile."""
+        """The number of weight rows in a tile."""
         return constant(_folded_wgmma, "WARPGROUPS") * 64
 
     def _sizes(self) -> tuple[int, int]:
-        """Return the bytes of one stage with its barriers, and the bytes of all other shared memory.
-
-        The struct `FoldedLayout` of the template computes the same numbers.
-        """
+        """Return the bytes of a stage (with its barriers), and the bytes of all other shared memory."""
         scaled = min(self.tokens, 128)
         scales = self.tokens // scaled * 4 * (scaled + 16)
         rows = self.tokens * constant(_folded_wgmma, "FOLDED_K")
-        weights = self.weights // constant(_folded_wgmma, "FOLDED_ROWS") * constant(_folded_wgmma, "FOLDED_UNIT")
+        weights = self.weights // constant(_folded_wgmma, "FOLDED_ROWS") * constant(_folded_wgmma, "FOLDED_UNIT_BYTES")
         stage = rows + weights + scales + 32
         staging = (
             constant(_folded_wgmma, "WARPGROUPS") * 2 * staged_rows(self.tokens) * constant(_folded_wgmma, "ROW_BYTES")
         )
         kept = 16 * constant(_folded_wgmma, "WARPGROUPS") * constant(_folded_wgmma, "WARPGROUP") // 32
-        # 1024, 128 and 256 are reserved for alignment: the stages begin at a multiple of 1024 bytes, the results at a
-        # multiple of 128, and the table of 256 bytes at a multiple of 256.
+        # 1024, 128 and 256 bytes align the stages, the results and the table. The other 256 are the table.
         return stage, 1024 + staging + 128 + 256 + 256 + kept
 
     @property
     def stages(self) -> int:
         stage, rest = self._sizes()
-        room = (_HOPPER_BYTES + _RESERVED_BYTES) // self.blocks - _RESERVED_BYTES
-        return (room - rest) // stage
+        block_bytes = (_HOPPER_BYTES + _RESERVED_BYTES) // self.blocks - _RESERVED_BYTES
+        return (block_bytes - rest) // stage
 
     @property
     def shared_bytes(self) -> int:
@@ -77,7 +73,6 @@ class FoldedWgmma(NamedTuple):
 
     @property
     def box(self) -> int:
-        """Rows of a TMA box of tokens."""
         return box_of(self.tokens)
 
     @property
@@ -91,8 +86,8 @@ class FoldedWgmma(NamedTuple):
         return _folded_wgmma.variant(arrays.CUDA_TYPE[out_dtype], epilogue, *arguments, launched=launched)
 
 
-#: The tile configurations, from few rows per group to many. There is none with 64 rows, because tiles of 128 rows are
-#: faster.
+#: The tile configurations, in ascending order of tokens. There are no tiles of 64 tokens, because tiles of 128 tokens
+#: are faster.
 FOLDED_FORMS = (
     FoldedWgmma(8, blocks=3, is_streamed=True),
     FoldedWgmma(16, blocks=2, is_streamed=True),
@@ -107,17 +102,17 @@ _folded_wgmma.specialize_by_arch({arch: _ahead if arch == "90a" else [] for arch
 def folded_wgmma(x: Product) -> None:
     count = x.a.gpu.multiprocessors
     (form, why), medium = _form_of(FOLDED_FORMS, x, count), FOLDED_FORMS[-2]
-    # Tiles of 256 rows are faster only if groups are expected to have more than 128 rows.
+    # The largest tiles are faster only if groups are expected to have more than 128 rows.
     if form is FOLDED_FORMS[-1] and x.expects(medium.tokens):
-        form, why = medium, f"tiles of {medium.tokens} rows (up to {x.most(medium.tokens)} an expert)"
+        form, why = medium, f"tiles of {medium.tokens} rows (up to {x.row_limit(medium.tokens)} an expert)"
     strips = -(-x.n // (form.cluster * form.weights))
-    blocks = x.tiles(min(form.tokens, _TOKENS_OF_TILES), strips * form.cluster)
+    blocks = x.tiles(min(form.tokens, _FULL_TILE_TOKENS), strips * form.cluster)
     promotion = 128 if form.is_streamed else 256
     launch(
         form.variant(x.out.dtype, x.epilogue),
         min(blocks, count * form.blocks // form.cluster * form.cluster),
         why=f"{x.why}; {why}",
-        **x.fields(_TOGETHER),
+        **x.fields(_BAND_TILES),
         b_map=_prepared_map(x, form, promotion),
         a_map=x.a_map(form.box, promotion),
     )
@@ -128,7 +123,6 @@ def prepare_variant(restores: bool = False) -> Variant:
 
 
 def convert(b: Array, b_scale: Array, prepared: Array, k: int, restores: bool = False) -> None:
-    """Prepare weights for FP8 rows, or restore prepared weights."""
     eights = prepared.shape[0] * prepared.shape[1]
     launch(
         prepare_variant(restores),

@@ -1,4 +1,4 @@
-"""The grouped GEMMs of FP8 rows and FP8 weights on Hopper: their tile configurations, and their launches."""
+"""Tile configurations and launches of the grouped GEMMs of FP8 activations and FP8 weights on Hopper."""
 
 from __future__ import annotations
 
@@ -22,39 +22,38 @@ from cukern.runtime.plan import launch
 _fp8_wgmma = Kernel("moe_gemm/fp8_wgmma", "gemm_fp8_wgmma")
 _fp8_blocks = Kernel("moe_gemm/fp8_blocks", "gemm_fp8_blocks", compile_s=1)
 
-#: For each tile size in rows, the number of stages. All stages together take 192 KiB of shared memory, or 208 KiB for
-#: tiles of 288 rows (256 rows and a tail of 32).
+#: {rows per tile: stages}. All stages of a tile take 192 KiB of shared memory, or 208 KiB for 288 rows (256 rows and a
+#: tail of 32).
 _FP8_STAGES = {288: 4, 256: 4, 128: 6}
-#: Up to this many expected rows per group, large tiles have 288 rows: 256 rows and a tail of 32 (only with scales by
-#: blocks and without an activation). With random routing of 256 rows per group on average, half of the groups have up
-#: to 32 rows more than 256. Without the tail these rows would need a second tile, which reads all weights again. On an
-#: H200 tails save 6% to 13% of the time at 256 rows and nothing at 1024. If all tiles are full, tails cost 1% to 3%.
+#: Up to this many expected rows per group, large tiles have a tail of 32 more rows (with scales by blocks, without an
+#: activation). With random routing of 256 rows per group on average, half of the groups have up to 32 more rows, for
+#: which a second tile would read all weights again. On an H200 tails save 6% to 13% of the time for 256 rows, and
+#: nothing for 1024 rows. If all tiles are full, tails cost 1% to 3%.
 FP8_TAIL_ROWS = 600
-#: The tile sizes without a tail, in rows. Small tiles are used if their estimated cost is below _LESS times the
-#: estimated cost of large tiles.
-_SMALL, _LARGE, _LESS = 128, 256, 0.9
-#: A strip is a range of result columns as wide as a tile. A cluster of two blocks computes two strips. With at least
-#: _MANY_STRIPS strips, clusters of two are also used for an odd number of strips. One block of the last cluster is then
-#: idle.
+#: The rows of a small and of a large tile without a tail. Small tiles are used if their cost is below _RATIO times the
+#: cost of large tiles.
+_SMALL, _LARGE, _RATIO = 128, 256, 0.9
+#: A strip is the result columns of a tile. From this many strips on, clusters of two blocks also serve an odd number of
+#: strips, where one block of the last cluster is idle.
 _MANY_STRIPS = 16
-#: The minimum cost of a tile, in boxes of 64 rows. A tile of few rows still has to read all its weights.
+#: The minimum cost of a tile, in boxes of 64 rows. A tile of few rows costs this much because it reads all its weights.
 _FP8_LEAST_BOXES = 1.2
 
 
 def _alone(box: int = 0) -> Launched:
-    """Return the launch configuration of a block that uses all shared memory of its multiprocessor."""
+    """Return the launch configuration of a block that takes all shared memory of its multiprocessor."""
     return Launched(constant(_fp8_wgmma, "FP8_THREADS"), _HOPPER_BYTES, box=box)
 
 
 class Fp8Wgmma(NamedTuple):
-    """The template arguments of `gemm_fp8_wgmma` except the type, the stages, the scales and the activation."""
+    """Template arguments of `gemm_fp8_wgmma`."""
 
-    tokens: int  # tokens per tile: 128, 256, or 288 (256 and a tail of 32)
-    cluster: int  # blocks per cluster: 1 or 2
+    tokens: int  # per tile: 128, 256, or 288 (256 and a tail of 32)
+    cluster: int  # 1 or 2
 
     @property
     def box(self) -> int:
-        """Rows of a TMA box."""
+        """The number of rows in a TMA box."""
         return constant(_fp8_wgmma, "FP8_TAIL" if self.tokens == 288 else "FP8_BOX")
 
     def variant(self, out_dtype: str, is_by_blocks: bool, activation: int) -> Variant:
@@ -69,7 +68,7 @@ _fp8_wgmma.specialized = [
 
 
 def _fp8_wgmma_cost(rows: int, form: Fp8Wgmma, experts: int, strips: int, multiprocessors: int) -> float:
-    """Estimate the cost for groups of `rows` rows: how many boxes of rows one multiprocessor multiplies in sequence."""
+    """Return the cost for groups of `rows` rows: how many boxes a multiprocessor multiplies one after the other."""
     tiles = -(-rows // form.tokens) * experts * -(-strips // form.cluster)
     boxes = -(-min(rows, form.tokens) // constant(_fp8_wgmma, "FP8_BOX"))
     return -(-tiles // max(multiprocessors // form.cluster, 1)) * max(boxes, _FP8_LEAST_BOXES)
@@ -77,11 +76,11 @@ def _fp8_wgmma_cost(rows: int, form: Fp8Wgmma, experts: int, strips: int, multip
 
 def _is_small_cheaper(rows: int, cluster: int, *sizes: int) -> bool:
     small, large = (_fp8_wgmma_cost(rows, Fp8Wgmma(tokens, cluster), *sizes) for tokens in (_SMALL, _LARGE))
-    return small < _LESS * large
+    return small < _RATIO * large
 
 
 def _fp8_wgmma_cluster(strips: int, is_one_box: bool) -> int:
-    # Each block of a cluster computes one strip. With an odd number of strips, one block of the last cluster is idle.
+    # Each block of a cluster computes one strip.
     return 2 if (strips % 2 == 0 or strips >= _MANY_STRIPS) and not is_one_box else 1
 
 
@@ -96,7 +95,7 @@ def _fp8_wgmma_form(x: Product, strips: int, multiprocessors: int) -> tuple[Fp8W
     if x.expects(_SMALL):
         return Fp8Wgmma(_SMALL, cluster), f"tiles of {_SMALL} rows (up to {_SMALL} an expert)"
     if x.by_expected_rows(is_small_cheaper):
-        fewer = f"{multiprocessors} multiprocessors are expected to take less than {_LESS} of the time of {_LARGE}"
+        fewer = f"{multiprocessors} multiprocessors are expected to take less than {_RATIO} of the time of {_LARGE}"
         return Fp8Wgmma(_SMALL, cluster), f"tiles of {_SMALL} rows, with which {fewer}"
     tail = f", a tail among them (scales by blocks, up to {FP8_TAIL_ROWS} an expert)" if large != _LARGE else ""
     return Fp8Wgmma(large, cluster), f"tiles of {large} rows{tail} (from {_SMALL + 1} an expert on)"
@@ -116,7 +115,7 @@ def why_not_fp8_wgmma(x: Product) -> str:
 
 def fp8_wgmma(x: Product) -> None:
     count = x.a.gpu.multiprocessors
-    # Result columns of a tile. With a gate, two rows of weights (gate and up) give one result column.
+    # With a gate, two rows of weights give one result column.
     columns = constant(_fp8_wgmma, "FP8_COLUMNS") // (2 if x.is_gated else 1)
     strips = -(-x.out.shape[-1] // columns)
     form, why = _fp8_wgmma_form(x, strips, count)
@@ -134,13 +133,13 @@ def fp8_wgmma(x: Product) -> None:
 
 # --- with a fused activation and quantization -----------------------------------------------------------
 
-#: `gemm_fp8_blocks` computes a layer's first GEMM, its activation and the quantization in one kernel. It is used up to
-#: FP8_QUANTIZED_ROWS rows per group, and above FP8_TAIL_ROWS. Between the two limits separate kernels are faster,
-#: because `gemm_fp8_blocks` has no tail tiles. For 32 experts of 256 rows on average with random routing, an H200 takes
-#: 429 us for the GEMM with tail tiles plus about 20 us for the activation kernel, but 508 us for `gemm_fp8_blocks`.
+#: `gemm_fp8_blocks` fuses a layer's first GEMM, activation and quantization. Between FP8_QUANTIZED_ROWS and
+#: FP8_TAIL_ROWS rows per group two separate kernels are faster, because the tiles of `gemm_fp8_wgmma` have tails. For
+#: 32 experts of 256 rows on average with random routing, an H200 takes 429 us for the GEMM plus about 20 us for the
+#: activation, but 508 us for `gemm_fp8_blocks`.
 FP8_QUANTIZED_ROWS = 128
-#: Up to this many rows per group, `gemm_fp8_blocks` runs without clusters. With clusters a tile has 256 rows. With
-#: random routing of 256 rows per group on average, half of the groups would then have a second tile with few rows.
+#: Up to this many rows per group, `gemm_fp8_blocks` has no clusters. A cluster computes a tile of 256 rows. With random
+#: routing of 256 rows per group on average, half of the groups would need a second tile for a few rows.
 _FP8_ALONE = 256
 
 
@@ -152,11 +151,8 @@ _fp8_blocks.specialized = [fp8_blocks_variant("bfloat16", x, _ACTIVATIONS_AHEAD[
 
 
 @functools.lru_cache(1 << 12)
-def _is_wide_cheaper(rows: int, experts: int, n: int, multiprocessors: int) -> bool:
-    """Return whether the estimated cost of `gemm_fp8_blocks` is at most the cost of `gemm_fp8_wgmma`.
-
-    Both costs are the costs of the GEMM alone, without the activation and the quantization.
-    """
+def _is_fused_cheaper(rows: int, experts: int, n: int, multiprocessors: int) -> bool:
+    """Return whether, by estimate, `gemm_fp8_blocks` costs at most as much as the GEMM alone in `gemm_fp8_wgmma`."""
     if FP8_QUANTIZED_ROWS < rows <= FP8_TAIL_ROWS:
         return False
     box, columns = constant(_fp8_blocks, "FP8_BOX"), constant(_fp8_blocks, "FP8_COLUMNS")
@@ -167,27 +163,23 @@ def _is_wide_cheaper(rows: int, experts: int, n: int, multiprocessors: int) -> b
     cluster = 1 if rows <= _FP8_ALONE else 2
     tiles = -(-rows // (128 * cluster)) * experts * strips // 2
     boxes = -(-min(rows, 128 * cluster) // (box * cluster))
-    # A tile of `gemm_fp8_blocks` has twice as many weights as a tile of `gemm_fp8_wgmma`.
+    # A tile of `gemm_fp8_blocks` has twice as many weights as a tile of `gemm_fp8_wgmma`, so a box costs twice as much.
     cost = -(-tiles // max(multiprocessors // cluster, 1)) * 2 * max(boxes, _FP8_LEAST_BOXES)
     return cost <= _fp8_wgmma_cost(rows, Fp8Wgmma(tokens, narrow), *sizes)
 
 
 def quantizes(expected_rows: int, experts: int, n: int, gpu: gpu.Gpu | None) -> bool:
-    """Return whether a GEMM with scales by blocks should also apply and quantize its activation.
+    """Return whether, on Hopper, a GEMM with scales by blocks should also apply the activation and quantize the result.
 
-    The fused kernel needs Hopper, and a number of result columns that is a multiple of 128 (the group of a scale).
-    `expected_rows` are the rows per group.
+    The number of result columns must be a multiple of 128, the group of a scale. `expected_rows` is per group.
     """
     if gpu is None or gpu.arch != "90a" or n % (2 * BLOCK) or expected_rows <= STREAM_ROWS:
         return False
-    return _is_wide_cheaper(expected_rows, experts, n, gpu.multiprocessors)
+    return _is_fused_cheaper(expected_rows, experts, n, gpu.multiprocessors)
 
 
 def fp8_quantized(x: Product, out_scale: Array, dtype: str, smallest: float) -> None:
-    """Launch `gemm_fp8_blocks`: the GEMM with its activation and quantization.
-
-    The kernel rounds the sums to `dtype` before the activation.
-    """
+    """Launch `gemm_fp8_blocks`, which rounds the sums to `dtype` before the activation."""
     cluster = 1 if x.expects(_FP8_ALONE) else 2
     columns, box = constant(_fp8_blocks, "FP8_COLUMNS"), constant(_fp8_blocks, "FP8_BOX")
     blocks = x.tiles(128 * cluster, x.out.shape[-1] // columns * cluster)

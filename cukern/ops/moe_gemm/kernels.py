@@ -1,4 +1,4 @@
-"""The kernels of a grouped GEMM: their tile configurations (called forms), the choice of a form, and the launches."""
+"""Kernels of a grouped GEMM: tile configurations ("forms"), their choice, and launches."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _fp4_wgmma = Kernel("moe_gemm/fp4_wgmma", "gemm_fp4_wgmma", compile_s=2)
 _prepare = Kernel("moe_gemm/prepare", "prepare_weights")
 _restore = Kernel("moe_gemm/restore", "restore_weights")
 
-_ACTIVATIONS_AHEAD = 0, activations.number("silu")  # the activations whose instances are compiled ahead of time
+_ACTIVATIONS_AHEAD = 0, activations.number("silu")  # compiled ahead of time
 _HOPPER_BYTES = gpu.BY_ARCH["90a"].shared_per_block
-_RESERVED_BYTES = 1 << 10  # shared memory that CUDA reserves for each block
+_RESERVED_BYTES = 1 << 10  # of each block's shared memory, by CUDA
 
 
 def constant(kernel: Kernel, name: str) -> int:
-    """Return the integer constant `name` of a kernel's file or of a file that it includes."""
+    """Return a constant of a kernel's file or of a file that it includes."""
     return template.constants(kernel.file)[name]
 
 
@@ -42,7 +42,7 @@ def epilogue(
     bounded: bool = False,
     scale_of_expert: bool = False,
 ) -> int:
-    """Return the template argument ACTIVATION: the activation's number plus the flags of `moe_gemm/epilogue.cuh`."""
+    """Return the template argument ACTIVATION (`moe_gemm/epilogue.cuh`)."""
     flags = {
         "UNGATED": activation and not is_gated,
         "INTERLEAVED": interleaved,
@@ -59,18 +59,18 @@ def _flag(value: bool) -> str:
 
 # --- 16-bit weights, with WGMMA ---------------------------------------------------------------------------
 
-_TOGETHER = 8  # the number of consecutive tiles that have the same tile of weights, with different tiles of tokens
-_DEVIATIONS = 2.5  # with random routing, few groups have more rows than the mean plus 2.5 standard deviations
-_TOKENS_OF_TILES = 256  # tokens per full tile of the largest form, if a group has several tiles
+_BAND_TILES = 8  # consecutive token tiles with the same weights
+_DEVIATIONS = 2.5  # few groups have more rows than the mean plus 2.5 standard deviations
+_FULL_TILE_TOKENS = 256  # of the largest form, if a group has several tiles
 
 
 def box_of(tokens: int) -> int:
-    """Return the rows of a TMA box of tokens, for tiles of `tokens` rows."""
+    """Return the number of tokens in a TMA box, for tiles of `tokens` tokens."""
     return 32 if tokens >= 64 else max(tokens // 2, 8)
 
 
 def staged_rows(tokens: int) -> int:
-    """Return how many rows the epilogue stages in shared memory at a time, for tiles of `tokens` rows."""
+    """Return the number of tokens that the epilogue stages in shared memory at a time."""
     return 32 if tokens > 128 else 64 if tokens == 128 else 16 if tokens >= 16 else 8
 
 
@@ -79,17 +79,16 @@ def _wgmma_weights() -> int:
 
 
 class Wgmma(NamedTuple):
-    """The template arguments of `gemm_wgmma` except the type and the activation."""
+    """Template arguments of `gemm_wgmma`."""
 
     tokens: int  # per tile: 8, 16, 32, 64, 96, 128 or 288
-    stages: int  # the largest number that fits in shared memory
-    cluster: int = 1  # blocks per cluster: 1 or 2
-    blocks: int = 1  # resident blocks per multiprocessor
+    stages: int  # as many as fit in shared memory
+    cluster: int = 1  # 1 or 2
+    blocks: int = 1  # resident, per multiprocessor
     is_streamed: bool = False
 
     @property
     def box(self) -> int:
-        """Rows of a TMA box of tokens."""
         return box_of(self.tokens)
 
     def shared_bytes(self, gathers: bool) -> int:
@@ -97,18 +96,16 @@ class Wgmma(NamedTuple):
             self.tokens
         )
         barriers = -(-(16 * self.stages + 8) // 16) * 16 + 16 * self.stages
-        # With the largest tiles the block keeps sorted lists of experts: one, or with gathered rows one per producer
-        # warp. With gathered rows it also keeps the index of each row's source row.
-        orders = (4 if gathers else 1) * constant(_wgmma, "MAX_SORTED") if self.tokens > 128 else 0
+        # The largest tiles need a sorted list of experts. With gathered rows each producer warp has its own list, and
+        # the row indices take memory, too.
+        sorted_lists = (4 if gathers else 1) * constant(_wgmma, "MAX_SORTED") if self.tokens > 128 else 0
         sources = self.tokens // self.cluster * 4 if gathers else 0
-        # Alignment: the tiles begin at a multiple of 1024 bytes.
-        return 1024 + rows * constant(_wgmma, "ROW_BYTES") + barriers + orders + sources
+        return 1024 + rows * constant(_wgmma, "ROW_BYTES") + barriers + sorted_lists + sources
 
     def threads(self, gathers: bool) -> int:
-        """Return the threads per block, as `gather_threads` and `gemm_threads` of the templates do."""
-        whole = 64 if gathers else 129  # from this many tokens per tile on the producer is a warpgroup, else a warp
-        loading = constant(_wgmma, "WARPGROUP") if self.tokens >= whole else 32
-        return constant(_wgmma, "WARPGROUPS") * constant(_wgmma, "WARPGROUP") + loading
+        warpgroup_tokens = 64 if gathers else 129  # from here on the producer is a warpgroup
+        producer = constant(_wgmma, "WARPGROUP") if self.tokens >= warpgroup_tokens else 32
+        return constant(_wgmma, "WARPGROUPS") * constant(_wgmma, "WARPGROUP") + producer
 
     def variant(self, dtype: str, activation: int, gathers: bool = False, is_transposed: bool = False) -> Variant:
         flags = [_flag(self.is_streamed), _flag(gathers), *["true"] * is_transposed]
@@ -117,7 +114,7 @@ class Wgmma(NamedTuple):
         return _wgmma.variant(*arguments, launched=launched)
 
 
-#: The tile configurations, from few rows per group to many. The forms with `is_streamed` read each weight once.
+#: In ascending order of tokens.
 WGMMA_FORMS = (
     Wgmma(8, 4, blocks=3, is_streamed=True),
     Wgmma(16, 5, blocks=2, is_streamed=True),
@@ -127,43 +124,42 @@ WGMMA_FORMS = (
     Wgmma(128, 6, cluster=2),
     Wgmma(288, 4, cluster=2),
 )
-#: The configurations for weights [experts, k, n] with gates in the first half of n and ups in the second half. The
-#: warpgroups of a block divide the tokens of a tile among them, not its weights.
+#: The tile configurations for weights in memory as [experts, k, n], with gates and ups in separate halves of n. Each
+#: warpgroup of a block computes a part of the tile's tokens.
 _WGMMA_BY_TOKENS = *WGMMA_FORMS[1:-1], WGMMA_FORMS[-1]._replace(tokens=256)
 _wgmma.specialized = [
     *(form.variant("bfloat16", x).instance for x in _ACTIVATIONS_AHEAD for form in WGMMA_FORMS),
     *(form.variant("bfloat16", _ACTIVATIONS_AHEAD[-1], gathers=True).instance for form in WGMMA_FORMS),
 ]
-# Other instances are compiled at their first use, because the model and the GPU decide which ones are needed.
 _wgmma.at_import = [WGMMA_FORMS[-1].variant("bfloat16", x).instance for x in _ACTIVATIONS_AHEAD]
 
 
 @functools.cache
 def _mean_for(most: int) -> int:
-    """Return the largest mean group size such that with random routing few groups have more than `most` rows."""
+    """Return the largest mean group size for which few groups have more than `most` rows, with random routing."""
     return max(rows for rows in range(1, most + 1) if rows + _DEVIATIONS * rows**0.5 <= most)
 
 
 def _form_of(forms: Sequence[Any], x: Product, multiprocessors: int) -> tuple[Any, str]:
-    """Choose a tile configuration among `forms`, in ascending order of tokens. Return it and the reason."""
+    """Return the tile configuration for the expected rows, and the reason. `forms` ascend by tokens per tile."""
     most = 0
     for form in forms[:-1]:
         most = form.tokens if x.is_batched else _mean_for(form.tokens)
         if x.expects(most):
-            return form, f"tiles of {form.tokens} rows (up to {x.most(most)} an expert)"
-    # Large tiles read the fewest bytes. Smaller tiles are better if there would be fewer large tiles than
-    # multiprocessors.
+            return form, f"tiles of {form.tokens} rows (up to {x.row_limit(most)} an expert)"
+    # The largest tiles read the fewest bytes, but are not used if there would be fewer tiles than multiprocessors.
     tiles = multiprocessors // (2 * x.experts * -(-x.n // 128))
-    if tiles and x.expects(tiles * _TOKENS_OF_TILES):
+    if tiles and x.expects(tiles * _FULL_TILE_TOKENS):
         few = f"larger ones would not be enough for {multiprocessors} multiprocessors"
-        return forms[-2], f"tiles of {forms[-2].tokens} rows (up to {tiles * _TOKENS_OF_TILES} an expert: {few})"
+        return forms[-2], f"tiles of {forms[-2].tokens} rows (up to {tiles * _FULL_TILE_TOKENS} an expert: {few})"
     return forms[-1], f"tiles of {forms[-1].tokens} rows (from {most + 1} an expert on)"
 
 
 def _wgmma_forms(x: Product, multiprocessors: int) -> Sequence[Wgmma]:
-    """Return the tile configurations to choose from. Leave out 96 tokens if a multiprocessor would have only one block.
+    """Return the tile configurations to choose from.
 
-    One resident block with tiles of 96 tokens has only half as many bytes in flight as one with tiles of 128 tokens.
+    Tiles of 96 tokens are left out if a multiprocessor gets only one block. That block would have half as many bytes in
+    flight as a block with tiles of 128 tokens.
     """
     forms = _WGMMA_BY_TOKENS if x.is_transposed and x.has_halves else WGMMA_FORMS
     if x.experts * -(-x.n // _wgmma_weights()) >= 2 * multiprocessors:
@@ -189,7 +185,7 @@ def wgmma(x: Product) -> None:
     count, gathers = x.a.gpu.multiprocessors, x.row_token is not None
     (form, why), weights = _form_of(_wgmma_forms(x, count), x, count), _wgmma_weights()
     strips = -(-x.n // (form.cluster * weights))
-    blocks = x.tiles(min(form.tokens, _TOKENS_OF_TILES), strips * form.cluster)
+    blocks = x.tiles(min(form.tokens, _FULL_TILE_TOKENS), strips * form.cluster)
     # For weights that are read once, an L2 promotion of 128 bytes is 3% faster than 256 bytes (H200).
     promotion = 128 if form.is_streamed and not x.is_transposed else 256
     maps: dict[str, Any] = x.maps(weights, form.box, promotion, is_gated=x.is_gated)
@@ -199,7 +195,7 @@ def wgmma(x: Product) -> None:
         form.variant(x.a.dtype, x.epilogue, gathers, x.is_transposed),
         min(blocks, count * form.blocks // form.cluster * form.cluster),
         why=f"{x.why}; {why}",
-        **x.fields(_TOGETHER),
+        **x.fields(_BAND_TILES),
         **maps,
     )
 
@@ -208,20 +204,20 @@ def wgmma(x: Product) -> None:
 
 
 class Fp4Wgmma(NamedTuple):
-    """The template arguments of `gemm_fp4_wgmma` except the type, the format and the stages (see `stages`)."""
+    """Template arguments of `gemm_fp4_wgmma`."""
 
     tokens: int  # per tile: 8, 16, 32, 64, 96, 128 or 288
-    units: int  # the number of units in a stage; a unit is 64 elements along k
-    cluster: int = 1  # blocks per cluster: 1 or 2
-    blocks: int = 1  # resident blocks per multiprocessor
-    sides: int = 2  # warpgroups along n in a tile: 1 or 2; each has 64 rows of weights
-    split: int = 1  # warpgroups among which the k range of a tile is divided (split-K): 1, 2 or 4
-    halves: int = 1  # halves of a unit (32 elements along k) that a warpgroup converts at once: 1 or 2
+    units: int  # units of 64 elements along k in a stage
+    cluster: int = 1  # 1 or 2
+    blocks: int = 1  # resident, per multiprocessor
+    sides: int = 2  # warpgroups along n, 64 rows of weights each: 1 or 2
+    split: int = 1  # warpgroups along k (split-K): 1, 2 or 4
+    halves: int = 1  # half units that a warpgroup converts at once: 1 or 2
     is_streamed: bool = False
 
     @property
     def weights(self) -> int:
-        """Rows of weights of a tile."""
+        """The number of weight rows in a tile."""
         return self.sides * 64
 
     @property
@@ -231,25 +227,20 @@ class Fp4Wgmma(NamedTuple):
 
     @property
     def box(self) -> int:
-        """Rows of a TMA box of tokens."""
         return 8 if self.units > 1 else box_of(self.tokens)
 
     def _sizes(self, weights: str) -> tuple[int, int]:
-        """Return the bytes of one stage with its barriers, and the bytes of all other shared memory.
-
-        The struct `Fp4Layout` of the template computes the same numbers.
-        """
+        """Return the bytes of a stage (with its barriers), and the bytes of all other shared memory."""
         row_bytes, warpgroup = constant(_fp4_wgmma, "ROW_BYTES"), constant(_fp4_wgmma, "WARPGROUP")
         unit = constant(_fp4_wgmma, f"UNIT_{weights}") * self.weights // UNIT_ROWS
         stage = self.units * (self.tokens * row_bytes + unit) + 16
         staging, sums = self.sides * 2 * staged_rows(self.tokens) * row_bytes, warpgroup * self.tokens * 2
-        # Alignment: the stages begin at a multiple of 1024 bytes.
         return stage, 1024 + staging + (self.split - 1) * self.sides * sums + constant(_fp4_wgmma, "FP4_SHARED")
 
     def stages(self, weights: str) -> int:
         stage, rest = self._sizes(weights)
-        room = (_HOPPER_BYTES + _RESERVED_BYTES) // self.blocks - _RESERVED_BYTES
-        return (room - rest) // stage // self.split * self.split
+        block_bytes = (_HOPPER_BYTES + _RESERVED_BYTES) // self.blocks - _RESERVED_BYTES
+        return (block_bytes - rest) // stage // self.split * self.split
 
     def shared_bytes(self, weights: str) -> int:
         stage, rest = self._sizes(weights)
@@ -263,7 +254,7 @@ class Fp4Wgmma(NamedTuple):
         return _fp4_wgmma.variant(*format, *arguments, launched=launched)
 
 
-#: The tile configurations, from few rows per group to many.
+#: In ascending order of tokens.
 FP4_FORMS = (
     Fp4Wgmma(8, 4, blocks=3, sides=1, split=2, halves=2, is_streamed=True),
     Fp4Wgmma(16, 4, blocks=2, halves=2, is_streamed=True),
@@ -273,14 +264,14 @@ FP4_FORMS = (
     Fp4Wgmma(128, 1, cluster=2, halves=2),
     Fp4Wgmma(288, 1, cluster=2, halves=2),
 )
-#: The configuration that replaces FP4_FORMS[0] if there are few tiles. One block is resident per multiprocessor, and
-#: the k range of its tile is divided among four warpgroups (split-K).
+#: Replaces FP4_FORMS[0] if there are few tiles. One block is resident per multiprocessor, and its four warpgroups
+#: divide k (split-K).
 FP4_FEW_TILES = Fp4Wgmma(8, 4, sides=1, split=4, halves=2, is_streamed=True)
-#: Up to this many tiles per multiprocessor, FP4_FEW_TILES replaces FP4_FORMS[0] (both have the same tiles).
+#: FP4_FEW_TILES is used up to this many tiles per multiprocessor.
 _FEW_TILES = 12
 _FP4_ALL = FP4_FEW_TILES, *FP4_FORMS
 _fp4_ahead = [form.variant("bfloat16", x, 0, False).instance for x in ("MXFP4", "NVFP4") for form in _FP4_ALL]
-#: The epilogues of gpt-oss. The first GEMM of a layer has interleaved gates and ups, and biases. The second has biases.
+#: For gpt-oss: the first GEMM of a layer has interleaved gates and biases, the second has biases.
 _GPT_OSS = (
     epilogue(activations.number("swigluoai"), is_gated=True, interleaved=True, biased=True),
     epilogue(0, is_gated=False, biased=True),
@@ -290,7 +281,7 @@ _fp4_wgmma.specialize_by_arch({arch: _fp4_ahead if arch == "90a" else [] for arc
 
 
 def why_not_prepared(variant: str, x: Product) -> str:
-    """Return why prepared weights cannot be used on this GPU with this `variant`; empty if they can."""
+    """Return why prepared weights cannot be used; empty if they can."""
     if x.a.gpu.arch != "90a":
         return f"this GPU is of sm_{x.a.gpu.arch}, not sm_90a"
     return "" if variant in ("auto", "wgmma") else f"variant {variant!r} takes others"
@@ -306,23 +297,20 @@ def fp4_wgmma(x: Product) -> None:
         form = (FP4_FORMS[-2] if form is FP4_FORMS[-1] else form)._replace(cluster=1)
         why += f", of {form.tokens} and without clusters as rows are gathered"
     strips = -(-x.n // (form.cluster * form.weights))
-    blocks = x.tiles(min(form.tokens, _TOKENS_OF_TILES), strips * form.cluster)
+    blocks = x.tiles(min(form.tokens, _FULL_TILE_TOKENS), strips * form.cluster)
     promotion = 128 if form.is_streamed else 256
     launch(
         form.variant(x.a.dtype, x.weights, x.epilogue, gathers),
         min(blocks, count * form.blocks // form.cluster * form.cluster),
         why=f"{x.why}; {why}",
-        **x.fields(_TOGETHER),
+        **x.fields(_BAND_TILES),
         b_map=_prepared_map(x, form, promotion),
         a_map=None if gathers else _token_map(x, form, promotion),
     )
 
 
 def _token_map(x: Product, form: Fp4Wgmma, promotion: int) -> Each:
-    """Return the tensor map of the tokens.
-
-    A unit is 128 bytes along k. If k is a multiple of a unit, one TMA box holds all units of a stage.
-    """
+    """Return the tensor map of the tokens. If k is a whole number of units, a TMA box has all units of a stage."""
     unit = 128 // x.a.item_size
     if form.units == 1 or x.k % unit:
         return x.a_map(form.box, promotion)
@@ -332,10 +320,9 @@ def _token_map(x: Product, form: Fp4Wgmma, promotion: int) -> Each:
 
 
 def _prepared_map(x: Product, form: Any, promotion: int) -> Each:
-    """Return the tensor map of prepared weights. A TMA box holds the weights of one stage.
+    """Return the tensor map of prepared weights. A TMA box has the weights of one stage.
 
-    If the gates are the first half of the rows and the ups the second half, a box has 8 gates, then their 8 ups, then
-    the next 8 gates, and so on.
+    If gates and ups are halves of n, a box holds 8 rows of gates, then the 8 rows of their ups, and so on.
     """
     _, eights, units, unit = x.b.shape
     words, line, eight = unit // 8, form.units * (unit // 8), units * unit
@@ -375,18 +362,18 @@ def _of_scales(weights: str) -> str:
 
 
 class Mma(NamedTuple):
-    """The sizes among the template arguments of `gemm_mma`."""
+    """Template arguments of `gemm_mma`."""
 
-    tokens: int  # tokens per tile
-    weights: int  # rows of weights per tile
+    tokens: int  # per tile
+    weights: int  # per tile
     token_warps: int
     weight_warps: int
     step: int  # elements along k in a stage
     stages: int  # an upper bound; `fit` reduces it
-    blocks: int  # resident blocks per multiprocessor
+    blocks: int  # resident, per multiprocessor
 
     def stage_bytes(self, weights: str, is_by_blocks: bool) -> int:
-        """Return the bytes of a stage, which the templates `LdmatrixLayout` and `Fp4Layout` call BYTES."""
+        """Return the bytes of a stage, which is BYTES of `LdmatrixLayout` or `Fp4Layout` in the kernel."""
         a_line = b_line = self.step if weights == "FP8" else self.step * 2
         scales = (self.tokens + self.weights // 8) * 4 if is_by_blocks else 0
         if weights in ("MXFP4", "NVFP4"):
@@ -395,23 +382,24 @@ class Mma(NamedTuple):
         return -(-(self.tokens * a_line + self.weights * b_line + scales) // 128) * 128
 
     def fit(self, weights: str, is_by_blocks: bool, most: int) -> Mma:
-        """Return this configuration with the largest number of stages that fits in `most` bytes of shared memory.
+        """Return this configuration with as many stages as fit in `most` bytes of shared memory.
 
-        If too few stages fit, reduce the number of resident blocks, and for 16-bit weights also halve the stage.
+        If fewer than 3 stages fit, reduce the number of resident blocks. With 16-bit weights also halve the size of a
+        stage.
         """
         form, each = self, self.stage_bytes(weights, is_by_blocks)
 
-        def room(blocks: int) -> int:
-            # CUDA reserves 1 KiB per block. The kernel's static shared memory and the alignment take another 1 KiB.
+        def block_bytes(blocks: int) -> int:
+            # CUDA reserves 1 KiB per block. Static shared memory and alignment take up to another 1 KiB.
             return (most + _RESERVED_BYTES) // blocks - 2 * _RESERVED_BYTES
 
         blocks = form.blocks
-        while blocks > 1 and min(form.stages, 3) * each > room(blocks):
+        while blocks > 1 and min(form.stages, 3) * each > block_bytes(blocks):
             blocks -= 1
-        if weights in ("PLAIN", "TRANSPOSED") and room(blocks) // each < 3:
+        if weights in ("PLAIN", "TRANSPOSED") and block_bytes(blocks) // each < 3:
             form = form._replace(step=form.step // 2, stages=form.stages * 2)
             each //= 2
-        return form._replace(stages=min(form.stages, room(blocks) // each), blocks=blocks)
+        return form._replace(stages=min(form.stages, block_bytes(blocks) // each), blocks=blocks)
 
     def variant(self, out_dtype: str, weights: str, is_by_blocks: bool, activation: int) -> Variant:
         shared_bytes = self.stages * self.stage_bytes(weights, is_by_blocks)
@@ -425,7 +413,7 @@ _MMA_4 = (
     Mma(64, 256, 1, 8, 128, 5, 1),
     Mma(128, 128, 2, 4, 128, 5, 1),
 )
-#: The tile configurations for each format of the weights, in ascending order of tokens.
+#: In ascending order of tokens.
 MMA_FORMS = {
     "PLAIN": (
         Mma(16, 128, 1, 4, 64, 4, 3),
@@ -443,8 +431,8 @@ MMA_FORMS = {
     "NVFP4": _MMA_4,
 }
 MMA_FORMS["TRANSPOSED"] = MMA_FORMS["PLAIN"]
-#: With MXFP4 weights and float16 rows the kernel also keeps sums over 32 elements in registers. Therefore the largest
-#: tile is divided among 4 x 2 warps (tokens x weights), not 2 x 4.
+#: With a float16 `a`, the separate sums of each 32 elements along k need more registers. So the largest tile has 4
+#: warps along the tokens and 2 along the weights.
 _MMA_MXFP4_FLOAT16 = (*_MMA_4[:3], Mma(128, 128, 4, 2, 128, 5, 1))
 
 
@@ -466,10 +454,10 @@ def mma(x: Product) -> None:
 
 
 def tiles_of(sizes: Sequence[int], tokens: int, x: Product) -> str:
-    """Return the reason for tiles of `tokens` rows. `sizes` are all tile sizes. A tile suits groups up to its size."""
+    """Return the reason for tiles of `tokens` rows."""
     if tokens == sizes[-1]:
-        return f"tiles of {tokens} rows (from {x.most(sizes[-2]) + 1} an expert on)"
-    return f"tiles of {tokens} rows (up to {x.most(tokens)} an expert)"
+        return f"tiles of {tokens} rows (from {x.row_limit(sizes[-2]) + 1} an expert on)"
+    return f"tiles of {tokens} rows (up to {x.row_limit(tokens)} an expert)"
 
 
 def why_not_mma(x: Product) -> str:
@@ -481,19 +469,19 @@ def why_not_mma(x: Product) -> str:
 
 
 class _Stream(NamedTuple):
-    """The sizes among the template arguments of `gemm_stream`, except the tokens."""
+    """Template arguments of `gemm_stream`."""
 
-    pairs: int  # pairs of weight rows that a warp processes at a time
+    pairs: int  # of weight rows that a warp processes at a time
     warps: int
-    loads: int  # 16-byte loads of each row in flight
-    blocks: int  # resident blocks per multiprocessor
+    loads: int  # of 16 bytes of each row, in flight
+    blocks: int  # resident, per multiprocessor
 
 
-#: The tile sizes in rows of `a`. For each tile the kernel reads the weights of the expert once.
+#: Rows of `a` per tile.
 _STREAM_TOKENS = (1, 2, 4, 8)
 STREAM_FORMS = {"PLAIN": _Stream(2, 4, 4, 3), "FP8": _Stream(1, 8, 2, 2)}
-#: The FP8 configuration for tiles of one row. On an H200 it is 6% to 13% faster than STREAM_FORMS["FP8"]. For tiles of
-#: more rows it would need too many registers.
+#: For tiles of one row this is 6% to 13% faster than STREAM_FORMS["FP8"] on an H200. Larger tiles would need too many
+#: registers.
 _STREAM_FP8_ONE = _Stream(2, 4, 2, 4)
 _MAX_GRID_Y = 2**16 - 1
 
@@ -502,7 +490,7 @@ def _stream_form(tokens: int, weights: str) -> _Stream:
     if weights == "FP8" and tokens == 1:
         return _STREAM_FP8_ONE
     form = STREAM_FORMS[weights]
-    # The largest tiles need more registers per thread, so one resident block fewer fits.
+    # The largest tiles need more registers, so one block less is resident.
     return form._replace(blocks=form.blocks - 1) if tokens == _STREAM_TOKENS[-1] else form
 
 
@@ -520,7 +508,7 @@ _of_16_bits = [_stream_ahead("PLAIN", False, x) for x in _ACTIVATIONS_AHEAD]
 _of_8_bits = _stream_ahead("FP8", True, 0)
 _stream.specialized = [*_of_16_bits[0], *_of_16_bits[1], *_of_8_bits]
 _stream.at_import = [instances[0] for instances in _of_16_bits]
-# sm_80 has no instruction that converts FP8, so these instances are not compiled for it.
+# sm_80 has no instruction that converts FP8, so "auto" does not use these instances there.
 _stream.unused = {"80": _of_8_bits}
 
 
@@ -537,11 +525,11 @@ def why_not_stream(x: Product) -> str:
     if x.is_strided:
         return "rows of b have a stride"
     tokens, groups = _stream_tokens(x), x.experts if x.is_batched else 1
-    # The y dimension of the grid counts the tiles. `most` is the largest number of rows whose tiles fit in it.
+    # `most` is the largest number of rows whose tiles fit in the y dimension of the grid.
     most = _MAX_GRID_Y // groups * tokens if x.is_batched else (_MAX_GRID_Y + 1) * tokens - 1 - x.experts * (tokens - 1)
     if x.rows > most:
         return "there may be too many groups of rows"
-    # The kernel indexes the 16-byte units of `a` and of one expert's weights with 32 bits.
+    # The kernel indexes the 16-byte vectors of `a` and of an expert's weights with 32 bits.
     units = x.k * x.a.item_size // 16
     if x.n * units > 2**32 or x.a.shape[-2] > 2**32 // (groups * units):
         return "a, or the weights of one expert, are larger than 64 GiB"

@@ -18,7 +18,7 @@ __all__ = ["prepare_weights", "restore_weights"]
 
 _SYMBOLS = "[experts, n / 8, ceil(k / 64), bytes]"
 _FOLDED_SYMBOLS = "[experts, n / 8, ceil(k / 128), bytes]"
-#: The values of `a_dtype`. None is also allowed, for 16-bit rows.
+#: The values of `a_dtype` for FP8 activations. None stands for 16-bit activations.
 A_DTYPES = ("float8_e4m3fn",)
 SCALE_DTYPES = ("uint8", "float8_e8m0fnu", "float8_e4m3fn")
 MAX_EXPERTS = 4096
@@ -26,7 +26,7 @@ MAX_COUNT = 2**31 - 2**12
 
 
 def prepared_format(b: Array, k: int) -> str:
-    """Check the shape of weights prepared for rows of k elements, and return their format: "MXFP4" or "NVFP4"."""
+    """Return the format of prepared weights, "MXFP4" or "NVFP4", after a check of their shape."""
     expect_array("b", b, ("uint8",), ("experts", "n / 8", "ceil(k / 64)", "bytes"))
     sizes = tuple(UNIT_BYTES.values())
     if b.shape[2] != -(-k // UNIT_K) or b.shape[3] not in sizes:
@@ -36,7 +36,7 @@ def prepared_format(b: Array, k: int) -> str:
 
 
 def check_folded(b: Array, k: int) -> None:
-    """Check the shape of weights prepared for FP8 rows of k elements."""
+    """Check the shape of weights that are prepared for FP8 activations. A row has k elements."""
     expect_array("b", b, ("uint8",), ("experts", "n / 8", "ceil(k / 128)", "bytes"))
     units = -(-k // FOLDED_K)
     if b.shape[2:] != (units, FOLDED_BYTES):
@@ -60,42 +60,33 @@ def prepare_weights(
     """Convert 4-bit weights and their scales to the memory layout that Hopper's kernel for 4-bit weights reads.
 
     Call this function once per model. Pass the result to `moe_gemm`, `moe_gemm_batched` and the layers as the weights,
-    without the scales (only b_global_scale is still passed). These functions recognize prepared weights by their four
-    dimensions. Prepared weights work on Hopper only. On an H200, a GEMM with unprepared MXFP4 weights takes 1.8 times
-    as long for 256 experts of 8 rows, and 3.1 times as long for 8 experts of 1024 rows. The first call with unprepared
-    weights warns (`cukern.PerformanceWarning`).
+    without b_scale; its four dimensions mark it as prepared. Prepared weights work on Hopper only. On an H200, a GEMM
+    with unprepared MXFP4 weights takes 1.8 times as long as with prepared weights for 256 experts of 8 rows, and 3.1
+    times as long for 8 experts of 1024 rows. The first call with unprepared weights warns
+    (`cukern.PerformanceWarning`).
 
     Args:
         b: uint8 [experts, n, k / 2], contiguous: 4-bit e2m1 elements, two per byte, the first one in the low 4 bits. n
             must be a multiple of 8, and k a multiple of 32.
         b_scale: bytes [experts, n, k / 32] for MXFP4, powers of two (E8M0); or [experts, n, k / 16] for NVFP4, e4m3
             numbers without NaN. Contiguous.
-        a_dtype: the dtype that `a` will have in the later calls. None: bfloat16 or float16. "float8_e4m3fn": FP8, which
-            needs MXFP4 weights. A later call with an `a` of another dtype raises an error.
+        a_dtype: the dtype of `a` in later calls of `moe_gemm`. None: bfloat16 or float16. "float8_e4m3fn": FP8, only
+            with MXFP4.
         out: uint8 [experts, n / 8, ceil(k / 64), 272 or 288], to write into; [experts, n / 8, ceil(k / 128), 544] with
             `a_dtype`.
 
     Returns:
-        `out`, or a new array of units. A unit holds 8 rows and 64 elements along k, in 272 bytes (MXFP4) or 288 bytes
-        (NVFP4).
+        `out`, or a new array. Its last dimension is a unit of 8 rows and 64 elements along k, in 272 bytes (MXFP4) or
+        288 bytes (NVFP4): first the elements, 256 bytes, then the scales (`cuda_src/moe_gemm/fp4_prepared.cuh`). E8M0
+        scales are at most 2^34, which stands for infinity. Weights with an NVFP4 scale of 0 become 0. A negative scale
+        becomes positive, and its weights change their sign. Elements past k are 0.
 
-        The first 256 bytes of a unit are the elements. The four bytes that begin at byte `8 * l + 4 * h` are a 32-bit
-        integer for lane l (0 to 31) and half h (0 or 1) of the unit. The integer has four pairs of neighbouring
-        elements of row l / 4. Pair i begins at element `32 * h + 16 * (i / 2) + 8 * (i % 2) + 2 * (l % 4)` (integer
-        divisions). `cuda_src/moe_gemm/fp4_prepared.cuh` describes the order of the bits.
-
-        The scales of the 8 rows follow from byte 256 on. MXFP4 has 2 scales per row, in E8M0; the largest is 2^34,
-        which stands for infinity. NVFP4 has 4 scales per row: e4m3 converted to 5 bits of exponent (bias 16) and 3 bits
-        of mantissa. Weights with a scale of 0 become 0. A negative scale becomes positive, and its weights change their
-        sign. Elements past k are 0.
-
-        With a_dtype="float8_e4m3fn", a unit holds 8 rows and 128 elements along k, in 544 bytes: 512 bytes of elements,
-        then a 32-bit integer for each row. Each scale 2^e belongs to 32 elements. The integer has the largest exponent
-        E of the row's scales, and for each scale the difference E - e, clamped to 19.
-        `cuda_src/moe_gemm/folded_prepared.cuh` describes the order of the bits. For an element x, a GEMM uses the e4m3
-        number nearest to x * 2^(6 + e - E) (ties to even), times 2^(E - 6). This value is exact if E - e is at most 14.
-        Otherwise its error is at most 2^(E - 16), and from E - e = 19 on the value is 0. A row with a NaN scale is NaN.
-        A row with E below -120 is 0.
+        With a_dtype="float8_e4m3fn", a unit is 8 rows and 128 elements along k, in 544 bytes: 512 bytes of elements,
+        then the scales (`cuda_src/moe_gemm/folded_prepared.cuh`). Stored are the largest exponent E among the scales of
+        each row and, for each scale 2^e of 32 elements, the difference E - e, clamped to 19. For an element x, a GEMM
+        uses the e4m3 number nearest to x * 2^(6 + e - E) (ties to even), times 2^(E - 6). This value is exact if E - e
+        is at most 14. Otherwise its error is at most 2^(E - 16), and from E - e = 19 on the value is 0. A row with a
+        NaN scale is NaN. A row with E below -120 is 0.
 
     Raises:
         TypeError: a value that is not an array, or an array of another library or a wrong dtype.
@@ -151,15 +142,13 @@ def restore_weights(
 
     Args:
         prepared: uint8 [experts, n / 8, ceil(k / 64), 272 or 288] or [experts, n / 8, ceil(k / 128), 544], contiguous.
-        k: the elements of a row, a multiple of 32. None: the largest k that `prepared` can hold, a multiple of 64 or
-            128.
+        k: the number of elements in a row, a multiple of 32. None: the largest k that `prepared` can hold.
         out: a pair of arrays to write into.
 
     Returns:
-        b, uint8 [experts, n, k / 2], and b_scale, uint8 [experts, n, k / 32] or [experts, n, k / 16]. They equal the
-        bytes that were prepared, with these exceptions. E8M0 scales above 2^34 become 2^34. Weights with a scale of 0
-        become 0. Negative scales become positive, and their weights change their sign. In weights prepared for FP8
-        rows, a scale below 2^-19 times the largest scale of its row becomes 2^-19 times the largest scale.
+        b, uint8 [experts, n, k / 2], and b_scale, uint8 [experts, n, k / 32] or [experts, n, k / 16]: the arguments of
+        `prepare_weights`, with the changes that its description lists. From weights prepared for FP8 activations, each
+        scale is at least 2^-19 times the largest scale of its row.
 
     Raises:
         TypeError: a value that is not an array, or an array of a wrong dtype.

@@ -1,4 +1,4 @@
-"""`gemm_stream_one`: a GEMM of few rows with one expert (or a layer without experts), without a lookup of experts."""
+"""`gemm_stream_one`: a GEMM of few rows with one expert, or of a layer without experts."""
 
 from __future__ import annotations
 
@@ -12,32 +12,29 @@ from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.plan import launch
 
 _kernel = Kernel("moe_gemm/stream_one", "gemm_stream_one")
-#: For each tile size in rows, the number of resident blocks per multiprocessor. With one more block the registers per
-#: thread would not suffice, and would spill.
+#: {rows of `a` per tile: resident blocks per multiprocessor}. With one more block, registers would spill.
 TOKENS = {1: 5, 2: 4}
-_UNIT_NUMBERS = 8
+_VECTOR_ELEMENTS = 8
 
 
 class StreamTile(NamedTuple):
-    """The template arguments that say how warps read the rows of weights."""
+    """Template arguments of `gemm_stream_one`."""
 
-    pairs: int  # pairs of weight rows that a warp processes at a time
-    loads: int  # 16-byte loads of each row in flight
-    split: int  # warps that share a row of weights
+    pairs: int  # of weight rows that a warp processes at a time
+    loads: int  # of 16 bytes of each row, in flight
+    split: int  # warps per row of weights
 
     @property
     def numbers(self) -> int:
-        """Elements of a row that are in flight."""
-        return self.split * self.loads * 32 * _UNIT_NUMBERS
+        """Elements of a row of weights that are in flight."""
+        return self.split * self.loads * 32 * _VECTOR_ELEMENTS
 
 
-#: The tiles, in ascending order of elements in flight. On an H200 the fastest tile for a row is the first one that can
-#: have the whole row in flight at once.
+#: In ascending order of elements in flight. On an H200 the fastest tile is the first with the whole row in flight.
 TILES = StreamTile(2, 4, 1), StreamTile(2, 4, 2), StreamTile(1, 8, 2)
 
 
 def tile_for(k: int) -> StreamTile:
-    """Return the tile for rows of k weights."""
     return next((tile for tile in TILES if tile.numbers >= k), TILES[-1])
 
 
@@ -46,7 +43,7 @@ def variant_of(tokens: int, dtype: str, epilogue: int, tile: StreamTile) -> Vari
     return _kernel.variant(arrays.CUDA_TYPE[dtype], tokens, epilogue, *tile, resident)
 
 
-# The instances of Qwen3's layers are compiled ahead of time, all others at their first use.
+# The instances of Qwen3's layers.
 _kernel.specialized = [
     variant_of(tokens, "bfloat16", epilogue, tile).instance
     for tokens in TOKENS
@@ -56,13 +53,11 @@ _kernel.specialized = [
 
 
 def _is_one(x: Product) -> bool:
-    """Return whether `gemm_stream_one` can compute the GEMM: few rows of one expert, and 16-bit weights."""
     is_plain = x.weights == "PLAIN" and x.experts == 1 and not x.is_batched and x.row_token is None
     return is_plain and x.expects(max(TOKENS))
 
 
 def stream(x: Product) -> None:
-    """Launch the variant "stream": `gemm_stream_one` if it can compute the GEMM, else `gemm_stream`."""
     if not _is_one(x):
         kernels.stream(x)
         return
@@ -70,6 +65,6 @@ def stream(x: Product) -> None:
     tile = tile_for(x.k)
     warps = kernels.constant(_kernel, "ONE_WARPS")
     blocks = -(-x.n // (2 * tile.pairs * (warps // tile.split))), x.tiles(few)
-    why = f"{x.why}; the rows are of one expert (up to {x.most(max(TOKENS))}), so none is looked for; "
+    why = f"{x.why}; the rows are of one expert (up to {x.row_limit(max(TOKENS))}), so none is looked for; "
     why += f"{tile.numbers} of the {x.k} numbers of a row of weights under way at once"
     launch(variant_of(few, x.out.dtype, x.epilogue, tile), blocks, 32 * warps, why=why, **x.fields())
