@@ -488,7 +488,7 @@ def test_the_blocks_of_a_sort_cover_all_pairs(pairs: int, experts: int, mapped: 
         assert split.threads % 32 == 0 and split.threads <= 1024
         assert split.shared_bytes <= kernels._MAX_SHARED_BYTES
         assert 4 * ((3 + warps) * (experts + 1) + (mapped + 1 if mapped else 0)) <= split.shared_bytes
-        assert split.blocks == 1 or not split.staged
+        assert split.blocks == 1 or not split.rows_in_shared
         assert (split.blocks - 1) * per_block + warps * per_warp < 2**31
 
 
@@ -496,7 +496,7 @@ def test_the_blocks_of_a_sort_cover_all_pairs(pairs: int, experts: int, mapped: 
 def test_tiles_cover_all_rows(tokens: int, columns: int, shape: tuple[int, int]) -> None:
     threads, items = shape
     tiles = kernels.tile_rows(tokens, columns, threads, items)
-    tile_columns, chunks = tiles.tiling["tile_columns"], tiles.tiling["chunks"]
+    tile_columns, chunks = tiles.tiling["tile_columns"], tiles.tiling["tiles"]
     x, y = tiles.threads
     assert x * y <= threads and x * items >= tile_columns
     assert (chunks - 1) * tile_columns < columns <= chunks * tile_columns
@@ -507,7 +507,7 @@ def test_tiles_cover_all_rows(tokens: int, columns: int, shape: tuple[int, int])
 def test_blocks_cover_all_tokens(tokens: int, hidden: int, few: int) -> None:
     for count in (tokens, few + 1):
         (launched,) = steps_of("moe_sum", np.empty((count, 1, hidden), np.float32))
-        chunks = launched.fields["tiling"]["chunks"]
+        chunks = launched.fields["tiling"]["tiles"]
         blocks, (_, y, _) = launched.grid[0], launched.block
         assert blocks % chunks == 0 and (blocks // chunks - 1) * y < count <= blocks // chunks * y
 
@@ -875,7 +875,7 @@ def test_arrays_off_alignment_and_rows_apart(skip: int, apart: int, dtype: str, 
 
 @pytest.mark.gpu
 def test_each_number_of_units_in_flight(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
-    monkeypatch.setattr(kernels, "_FEW_UNITS", 0)
+    monkeypatch.setattr(kernels, "_FEW_VECTORS", 0)
     forget_plans()
     for hidden in (8, 1000, 4096, 14336, 20_000):
         compare_rows(Case(30, 5, 8), hidden, "float16", rng)

@@ -2,17 +2,13 @@
 //
 //   counts[b, e] = pairs of expert e among the pairs_per_block pairs from b * pairs_per_block on
 //
-// The kernel runs before sort_pairs if there are too many pairs for each block of sort_pairs to count all of them.
-//
 // ID: an unsigned integer type as wide as an id in topk_ids.
 //
-// Grid: as many blocks as in sort_pairs. Each block counts in shared memory. The last bin (index `experts`) counts the
-// pairs without a local expert.
+// Grid: as many blocks as in sort_pairs. A block has one counter per expert in shared memory. The last counter (index
+// `experts`) is for the pairs without a local expert.
 //
-// Speed of light: latency. Each block reads its ids once (2^16 ids are 0.25 MiB) and writes `experts` counts. Moving
-// these bytes takes less time than the launch and one sequence of load, shared memory atomic and store. The kernel was
-// timed only as a part of moe_permute, which takes 293 us for 8192 tokens with 8 slots on an H200, nearly all of it in
-// permute_rows.
+// Speed of light: the latencies of the launch, a load, a shared memory atomic and a store. The kernel is timed only as
+// a part of moe_permute, which takes 293 us for 8192 tokens with 8 slots on an H200, nearly all of it in permute_rows.
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "moe_permute/pairs.cuh"
@@ -23,14 +19,14 @@ struct Params {
     int pairs_per_block;
 };
 
-// `mapped` is the size of the expert map, or 0 without a map.
+// `mapped`: size of the expert map, or 0 without a map.
 template <typename> constexpr Launch count_pairs_launch(int experts, int mapped) {
     return {SORT_THREADS, int(sizeof(int)) * (experts + 1 + (mapped ? mapped + 1 : 0))};
 }
 
 template <typename ID> __global__ void __launch_bounds__(SORT_THREADS) count_pairs(const __grid_constant__ Params p) {
     begin_behind_earlier_kernels();
-    constexpr int AT_ONCE = 4;
+    constexpr int IDS_IN_FLIGHT = 4;
     extern __shared__ int shared[];
     const int experts = p.pairs.experts, threads = blockDim.x;
     int* count = shared;            // [experts + 1]
@@ -40,11 +36,11 @@ template <typename ID> __global__ void __launch_bounds__(SORT_THREADS) count_pai
     __syncthreads();
     const int first = int(blockIdx.x) * p.pairs_per_block;
     const int end = min(first + p.pairs_per_block, p.pairs.pairs);
-    for (int i = first + int(threadIdx.x); i < end; i += threads * AT_ONCE) {
-        int expert[AT_ONCE];
+    for (int i = first + int(threadIdx.x); i < end; i += threads * IDS_IN_FLIGHT) {
+        int expert[IDS_IN_FLIGHT];
         load_experts<ID>(p.pairs, map, i, threads, end, expert);
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j) atomicAdd(count + expert[j], 1);
+        for (int j = 0; j < IDS_IN_FLIGHT; ++j) atomicAdd(count + expert[j], 1);
     }
     __syncthreads();
     int* counts = p.counts + (long long)blockIdx.x * experts;

@@ -1,4 +1,3 @@
-// Load pairs (token, slot) and their experts, for count_pairs, sort_pairs and sort_chunks.
 #pragma once
 #include "common/vectors.cuh"
 #include "common/warp.cuh"
@@ -14,9 +13,8 @@ struct Pairs {
     int experts;        // local experts, 0 .. experts - 1
 };
 
-// Load the experts of the pairs `first`, `first + step`, and so on. A pair gets p.experts, which is not a valid expert,
-// if it has no local expert or if its index is at least `end`. All ids are loaded before the first one is used, so
-// NUMBER loads are in flight. ID is unsigned, so a negative id compares greater than all experts.
+// Load the experts of the pairs `first`, `first + step`, ..., with NUMBER loads in flight. A pair gets p.experts if it
+// has no local expert, or is not before `end`. ID is unsigned, so a negative id compares greater than all experts.
 template <typename ID, int NUMBER>
 __device__ __forceinline__ void load_experts(const Pairs& p, const int* map, int first, int step, int end,
                                              int (&expert)[NUMBER]) {
@@ -37,16 +35,15 @@ __device__ __forceinline__ void load_experts(const Pairs& p, const int* map, int
     for (int j = 0; j < NUMBER; ++j) expert[j] = int(min(unsigned(expert[j]), unsigned(p.experts)));
 }
 
-// Copy the expert map to shared memory as [global_experts + 1]. The last entry is -1, and all invalid ids use this
-// entry.
+// Copy the expert map to shared memory. All invalid ids use the last entry, -1.
 __device__ __forceinline__ void load_map(const Pairs& p, int* map) {
     if (p.expert_map)
         for (int i = threadIdx.x; i <= p.global_experts; i += int(blockDim.x))
             map[i] = i < p.global_experts ? p.expert_map[i] : -1;
 }
 
-// Return the mask of the lanes with the same expert as this lane. The result is meaningless for a lane without an
-// expert.
+// Return the mask of the lanes that have the same expert as this lane. The mask of a lane without an expert is
+// meaningless.
 template <int BITS> __device__ __forceinline__ unsigned lanes_of_expert(int expert, int experts) {
     unsigned lanes = __ballot_sync(FULL_WARP, expert < experts);
 #pragma unroll

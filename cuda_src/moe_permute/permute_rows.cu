@@ -1,24 +1,22 @@
-// Copy each token's row to the rows of all its slots. A slot is one of the `topk` experts of a token.
+// Copy each token's row to the rows of all its slots (its `topk` experts).
 //
 //   out[inverse[t, s]]       = src[t]           where 0 <= inverse[t, s] < rows
 //   out_scale[inverse[t, s]] = scale[t]
 //
-// A kernel that gathers rows would read a token's row once per slot. This kernel reads the row once and writes it topk
-// times.
+// A gather would read each row once per slot; this kernel reads it once.
 //
-// A unit is the bytes of one load or store. BYTES: size of a unit. ITEMS: units of a row per thread.
+// BYTES: size of a vector, one load or store. ITEMS: vectors of a row per thread.
 //
-// Grid: a block handles blockDim.y tokens and one tile of their columns (Tiling). Thread (x, y) copies units x, x +
-// blockDim.x, ... of that tile of token y.
+// Grid: a block handles blockDim.y tokens and one tile of their columns (Tiling). Thread (x, y) copies vectors x, x +
+// blockDim.x, ... of the tile for token y.
 //
-// Speed of light: memory traffic, without arithmetic. A token's row is read once and written topk times. On an H200,
-// with 8 slots of 7168 bfloat16, the kernel reaches 86% to 87% of the bandwidth of a copy with 1024 or more tokens (284
-// us for 8192 tokens); 64 tokens take 3.7 us (53%).
+// Speed of light: memory traffic. On an H200, with 8 slots of 7168 bfloat16 and 1024 or more tokens, the kernel reaches
+// 86% to 87% of the bandwidth of a copy (284 us for 8192 tokens). 64 tokens take 3.7 us (53%).
 #include "common/overlap.cuh"
 #include "moe_permute/rows.cuh"
 
 struct Params {
-    const void* src;    // [tokens, columns], rows `row_stride` units apart
+    const void* src;    // [tokens, columns], rows `row_stride` vectors apart
     const int* inverse; // [tokens, topk]
     void* out;          // [rows, columns]
     const float* scale; // [tokens, scale_columns], rows `scale_stride` apart; null: none
@@ -33,22 +31,21 @@ struct Params {
 template <int BYTES, int ITEMS>
 __global__ void __launch_bounds__(ROW_THREADS, 4) permute_rows(const __grid_constant__ Params p) {
     begin_behind_earlier_kernels();
-    using Unit = typename VectorOf<BYTES>::Type;
     constexpr int SLOTS = 8;
-    const int chunk = p.tiling.chunk(), token = p.tiling.token();
+    const int tile = p.tiling.tile(), token = p.tiling.token();
     if (token >= p.tiling.tokens) return;
-    const int first = chunk * p.tiling.tile_columns + int(threadIdx.x);
-    const int end = min((chunk + 1) * p.tiling.tile_columns, p.tiling.columns);
-    const Unit* src = static_cast<const Unit*>(p.src) + token * p.row_stride;
+    const int first = tile * p.tiling.tile_columns + int(threadIdx.x);
+    const int end = min((tile + 1) * p.tiling.tile_columns, p.tiling.columns);
+    const Vector<BYTES>* src = static_cast<const Vector<BYTES>*>(p.src) + token * p.row_stride;
     const int* inverse = p.inverse + (long long)token * p.topk;
 
-    Unit unit[ITEMS];
+    Vector<BYTES> vector[ITEMS];
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         const int column = first + i * int(blockDim.x);
-        if (column < end) unit[i] = src[column];
+        if (column < end) vector[i] = src[column];
     }
-    const bool all = first + (ITEMS - 1) * int(blockDim.x) < end;
+    const bool all_inside = first + (ITEMS - 1) * int(blockDim.x) < end;
     for (int slot = 0; slot < p.topk; slot += SLOTS) {
         int row[SLOTS];
 #pragma unroll
@@ -56,19 +53,19 @@ __global__ void __launch_bounds__(ROW_THREADS, 4) permute_rows(const __grid_cons
 #pragma unroll
         for (int s = 0; s < SLOTS; ++s) {
             if (unsigned(row[s]) >= unsigned(p.rows)) continue;
-            Unit* out = static_cast<Unit*>(p.out) + (long long)row[s] * p.tiling.columns + first;
-            // Nearly every thread has all its units inside the row, so one test replaces a test per unit.
-            if (all) {
+            Vector<BYTES>* out = static_cast<Vector<BYTES>*>(p.out) + (long long)row[s] * p.tiling.columns + first;
+            // Nearly every thread has all its vectors inside the row, so one test replaces a test per vector.
+            if (all_inside) {
 #pragma unroll
-                for (int i = 0; i < ITEMS; ++i) out[i * int(blockDim.x)] = unit[i];
+                for (int i = 0; i < ITEMS; ++i) out[i * int(blockDim.x)] = vector[i];
             } else {
 #pragma unroll
                 for (int i = 0; i < ITEMS - 1; ++i)
-                    if (first + i * int(blockDim.x) < end) out[i * int(blockDim.x)] = unit[i];
+                    if (first + i * int(blockDim.x) < end) out[i * int(blockDim.x)] = vector[i];
             }
         }
     }
-    if (p.scale && chunk == 0)
+    if (p.scale && tile == 0)
         for (int column = threadIdx.x; column < p.scale_columns; column += int(blockDim.x)) {
             const float scale = p.scale[token * p.scale_stride + column];
             for (int slot = 0; slot < p.topk; ++slot) {

@@ -1,21 +1,19 @@
-// Tile tokens and columns over blocks, for permute_rows, unpermute_rows and permute_quantized.
+// Tiles of tokens and columns, one per block, for permute_rows, unpermute_rows and permute_quantized.
 #pragma once
 #include "common/vectors.cuh"
 
 constexpr int ROW_THREADS = 256;
 
-// A block handles blockDim.y tokens, and tile_columns columns of each. `chunks` consecutive blocks cover all columns of
+// A block handles blockDim.y tokens, and tile_columns columns of each. `tiles` consecutive blocks cover all columns of
 // the same tokens.
 struct Tiling {
     int tokens;
-    int columns;      // of a row, in units
-    int tile_columns; // of a block, in units
-    int chunks;
-    Divisor by_chunks;
+    int columns;      // vectors or groups per row
+    int tile_columns; // vectors or groups per block
+    int tiles;
+    Divisor by_tiles;
 
-    // The index of this block's column tile, and the token of this thread.
-    __device__ __forceinline__ int chunk() const { return int(blockIdx.x - group() * chunks); }
-    __device__ __forceinline__ int token() const { return int(group() * blockDim.y + threadIdx.y); }
-    // The index of this block's group of blockDim.y tokens.
-    __device__ __forceinline__ unsigned group() const { return by_chunks.quotient(blockIdx.x); }
+    __device__ __forceinline__ int tile() const { return int(blockIdx.x - token_group() * tiles); }
+    __device__ __forceinline__ int token() const { return int(token_group() * blockDim.y + threadIdx.y); }
+    __device__ __forceinline__ unsigned token_group() const { return by_tiles.quotient(blockIdx.x); }
 };

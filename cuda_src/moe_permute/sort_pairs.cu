@@ -1,4 +1,4 @@
-// Sort the pairs (token, slot) by expert with a stable counting sort in one launch.
+// Sort the pairs (token, slot) by expert with a stable counting sort.
 //
 // Pairs whose expert is in [0, experts) get rows, ordered by expert and then by pair:
 //
@@ -12,23 +12,19 @@
 //
 // ID: an unsigned integer type as wide as an id in topk_ids. BITS: enough bits for the index of any expert.
 //
-// Grid: each block ranks pairs_per_block consecutive pairs; to rank a pair is to count the pairs of the same expert
-// before it. Each of the first p.warps warps of a block ranks pairs_per_warp of these pairs, 32 per iteration. "Pairs
-// of expert e before p" is a sum of three counts:
+// Grid: each block ranks pairs_per_block consecutive pairs. The first p.warps warps of a block rank pairs_per_warp
+// pairs each, 32 per iteration. The rank of a pair, "pairs of expert e before p", is the sum of the pairs
 //
-//   in earlier blocks    each block counts these pairs itself from all ids, or reads the counts of count_pairs
-//   in earlier warps     each warp counts its pairs; a prefix sum over warps and iterations follows
+//   in earlier blocks    counted by each block from all ids, or read from the counts of count_pairs
+//   in earlier warps     counted by each warp; a prefix sum over warps and iterations follows
 //   in earlier lanes     one warp vote per bit of the expert index finds the lanes with the same expert
 //
-// Blocks never wait for each other. Each block counts all ids itself, and the ids are in L2. Counters in global memory
-// would be slower, because they would have to be zeroed before the launch. Ranks are computed with votes and prefix
-// sums, so the rows of an expert are in the order of the pairs. Ranks computed with atomicAdd would depend on the order
-// in which threads execute it.
+// Blocks never wait for each other, because that would need counters in global memory, which must be zeroed before the
+// launch. The results of atomicAdd are not used as ranks, because they depend on the order of the threads.
 //
-// Speed of light: latency. Moving 12 bytes per pair (id, inverse, rows) takes less time than an empty kernel, and there
-// is almost no arithmetic. The time is the sum of dependent latencies: the launch, the load of the ids, the barriers,
-// and the iterations of a warp. On an H200, with 8 slots and 256 experts, 64 tokens take 5.0 us, 1024 take 6.7 us and
-// 4096 take 9.0 us; an empty kernel takes 0.54 us (11%, 8% and 6% of the time).
+// Speed of light: latency of the launch, the load of the ids, the barriers, and the iterations of a warp. On an H200,
+// with 8 slots and 256 experts, 64 tokens take 5.0 us, 1024 take 6.7 us and 4096 take 9.0 us; an empty kernel takes
+// 0.54 us (11%, 8% and 6% of the time).
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "moe_permute/pairs.cuh"
@@ -52,52 +48,47 @@ struct Params {
     int fill; // value of `rows` entries without a pair
     int group_rows;
     int groups;
-    int group_fill; // value of `group_ids` entries past the end of all rows
-    int staged;     // 1: the grid is one block, which assembles `rows` in shared memory
-    int max_tokens; // batch mode: rows per expert, and both `rows` and `group_ids` are null; 0: not batch mode
-    Divisor topk;   // `rows` gets the pair divided by this: topk for tokens, 1 for pairs
+    int group_fill;     // value of unused `group_ids` entries
+    int rows_in_shared; // 1: the grid is one block, which assembles `rows` in shared memory
+    int max_tokens;     // batch mode: rows per expert, without `rows` and `group_ids`; 0: not batch mode
+    Divisor topk;       // `rows` gets pair / topk (tokens), or pair / 1
 };
 
-// The threads, the pairs and the shared memory of a block. The kernel below calls the member functions one after
-// another.
 template <typename ID, int BITS> struct Sort {
-    static constexpr int AT_ONCE = 4, COUNTS_AT_ONCE = 8; // loads in flight
+    static constexpr int IDS_IN_FLIGHT = 4, COUNTS_IN_FLIGHT = 8;
 
     const Params& p;
     const int experts = p.pairs.experts, threads = blockDim.x, thread = threadIdx.x;
     const int lane = thread % 32, warp = thread / 32, warps = threads / 32;
     const int block = blockIdx.x, blocks = gridDim.x;
-    // The range of pairs that this block ranks, and the range that this warp ranks.
+    // The pairs of this block, and of this warp.
     const int first = block * p.pairs_per_block, end = min(first + p.pairs_per_block, p.pairs.pairs);
     const int warp_first = first + warp * p.pairs_per_warp;
     const int warp_end = warp < p.warps ? min(warp_first + p.pairs_per_warp, end) : 0;
 
-    const int bins = experts + 1;      // the last bin counts pairs without an expert
-    int* const before;                 // [bins] pairs in earlier blocks; after add_up this block's first row per expert
-    int* const count = before + bins;  // [bins] pairs in this block and later blocks; after add_up in all blocks
-    int* const start = count + bins;   // [experts + 1]
-    int* const of_warp = start + bins; // [p.warps, bins] pairs in each warp; after add_up in the warps before it
-    int* const map = of_warp + p.warps * bins;                                       // [global_experts + 1]
-    int* const staged = map + (p.pairs.expert_map ? p.pairs.global_experts + 1 : 0); // [capacity]
+    const int bins = experts + 1;     // the last bin counts pairs without an expert
+    int* const before;                // [bins] pairs in earlier blocks; after add_up this block's first row per expert
+    int* const count = before + bins; // [bins] pairs in this block and later blocks; after add_up in all blocks
+    int* const start = count + bins;  // [experts + 1]
+    int* const warp_pairs = start + bins; // [p.warps, bins] pairs in each warp; after add_up in the warps before it
+    int* const map = warp_pairs + p.warps * bins;                                         // [global_experts + 1]
+    int* const shared_rows = map + (p.pairs.expert_map ? p.pairs.global_experts + 1 : 0); // [capacity]
 
     __device__ __forceinline__ Sort(const Params& p, int* shared) : p(p), before(shared) {}
 
-    // Return the size of shared memory in integers. `mapped` is the size of the expert map, or 0 without a map.
-    // `staged` is the number of staged rows, or 0.
-    static constexpr int integers(int experts, int mapped, int warps, int staged) {
-        return (3 + warps) * (experts + 1) + (mapped ? mapped + 1 : 0) + staged;
+    // Return the size of shared memory in integers. `mapped`: size of the expert map, or 0 without a map.
+    static constexpr int integers(int experts, int mapped, int warps, int shared_rows) {
+        return (3 + warps) * (experts + 1) + (mapped ? mapped + 1 : 0) + shared_rows;
     }
 
     __device__ __forceinline__ void initialize() const {
         for (int i = thread; i < (3 + p.warps) * bins; i += threads) before[i] = 0;
-        if (p.staged)
-            for (int i = thread; i < p.capacity; i += threads) staged[i] = p.fill;
+        if (p.rows_in_shared)
+            for (int i = thread; i < p.capacity; i += threads) shared_rows[i] = p.fill;
         load_map(p.pairs, map);
     }
 
-    // Compute `before` and `count` from the counts of count_pairs.
     __device__ __forceinline__ void add_counts() const {
-        // If there are more threads than experts, several threads share an expert.
         const int sharing = max(1, threads / experts);
         for (int i = thread; i < experts * sharing; i += threads) {
             const int share = i / experts, e = i - share * experts;
@@ -115,66 +106,63 @@ template <typename ID, int BITS> struct Sort {
         }
     }
 
-    // Compute `before` and `count` from all ids.
     __device__ __forceinline__ void count_all_pairs() const {
-        for (int i = thread; i < p.pairs.pairs; i += threads * COUNTS_AT_ONCE) {
-            int expert[COUNTS_AT_ONCE];
+        for (int i = thread; i < p.pairs.pairs; i += threads * COUNTS_IN_FLIGHT) {
+            int expert[COUNTS_IN_FLIGHT];
             load_experts<ID>(p.pairs, map, i, threads, p.pairs.pairs, expert);
 #pragma unroll
-            for (int j = 0; j < COUNTS_AT_ONCE; ++j)
+            for (int j = 0; j < COUNTS_IN_FLIGHT; ++j)
                 atomicAdd((i + threads * j < first ? before : count) + expert[j], 1);
         }
     }
 
-    // Compute `of_warp` from the ids of this block.
-    __device__ __forceinline__ void count_own_pairs() const {
-        int* own = of_warp + warp * bins;
-        for (int i = warp_first; i < warp_end; i += 32 * AT_ONCE) {
-            int expert[AT_ONCE];
+    __device__ __forceinline__ void count_warp_pairs() const {
+        int* warp_count = warp_pairs + warp * bins;
+        for (int i = warp_first; i < warp_end; i += 32 * IDS_IN_FLIGHT) {
+            int expert[IDS_IN_FLIGHT];
             load_experts<ID>(p.pairs, map, i + lane, 32, warp_end, expert);
 #pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j) atomicAdd(own + expert[j], 1);
+            for (int j = 0; j < IDS_IN_FLIGHT; ++j) atomicAdd(warp_count + expert[j], 1);
         }
     }
 
-    // Turn the counts of expert e in `of_warp` into exclusive prefix sums over the warps, and return the total.
+    // Turn the counts of expert e into exclusive prefix sums over the warps, and return the total.
     __device__ __forceinline__ int add_up_warps(int e) const {
         int pairs = 0;
-        for (int w = 0; w < p.warps; w += COUNTS_AT_ONCE) {
-            int of_this[COUNTS_AT_ONCE];
+        for (int w = 0; w < p.warps; w += COUNTS_IN_FLIGHT) {
+            int warp_count[COUNTS_IN_FLIGHT];
 #pragma unroll
-            for (int j = 0; j < COUNTS_AT_ONCE; ++j) of_this[j] = w + j < p.warps ? of_warp[(w + j) * bins + e] : 0;
+            for (int j = 0; j < COUNTS_IN_FLIGHT; ++j)
+                warp_count[j] = w + j < p.warps ? warp_pairs[(w + j) * bins + e] : 0;
 #pragma unroll
-            for (int j = 0; j < COUNTS_AT_ONCE; ++j) {
-                if (w + j < p.warps) of_warp[(w + j) * bins + e] = pairs;
-                pairs += of_this[j];
+            for (int j = 0; j < COUNTS_IN_FLIGHT; ++j) {
+                if (w + j < p.warps) warp_pairs[(w + j) * bins + e] = pairs;
+                pairs += warp_count[j];
             }
         }
         return pairs;
     }
 
-    // Return the sum of `own` over the threads before this one. Set `total` to the sum over all threads.
-    __device__ __forceinline__ int sum_before(int own, int& total) const {
+    // Return the sum of `value` over the earlier threads of the block, and set `total` to the sum over all threads.
+    __device__ __forceinline__ int sum_before(int value, int& total) const {
         __shared__ int warp_sums[32];
-        const int inclusive = lanes_inclusive_sum<32>(own);
+        const int inclusive = lanes_inclusive_sum<32>(value);
         if (lane == 31) warp_sums[warp] = inclusive;
         __syncthreads();
         const int sums = lanes_inclusive_sum<32>(lane < warps ? warp_sums[lane] : 0);
-        const int of_warps_before = __shfl_sync(FULL_WARP, sums, max(warp - 1, 0));
+        const int earlier_warps = __shfl_sync(FULL_WARP, sums, max(warp - 1, 0));
         total = __shfl_sync(FULL_WARP, sums, warps - 1);
-        return (warp ? of_warps_before : 0) + inclusive - own;
+        return (warp ? earlier_warps : 0) + inclusive - value;
     }
 
-    // Compute rows from the counts: set start[e] to the first row of expert e, and before[e] to the row of this block's
-    // first pair of expert e. Return the total number of rows.
+    // Set start[e] to the first row of expert e, and before[e] to the row of this block's first pair of expert e.
     __device__ __forceinline__ int add_up() const {
-        // Each thread handles consecutive experts.
         const int per_thread = (experts - 1) / threads + 1;
         const int first_expert = min(thread * per_thread, experts);
         const int end_expert = min(first_expert + per_thread, experts);
         int sum = 0, total;
         for (int e = first_expert; e < end_expert; ++e) {
-            const int own = add_up_warps(e), pairs = blocks == 1 ? own : before[e] + count[e];
+            const int block_pairs = add_up_warps(e), pairs = blocks == 1 ? block_pairs : before[e] + count[e];
             const int rows = p.block_size > 1 ? (pairs + p.block_size - 1) / p.block_size * p.block_size : pairs;
             count[e] = pairs;
             start[e] = rows;
@@ -191,49 +179,46 @@ template <typename ID, int BITS> struct Sort {
         return total;
     }
 
-    // Rank this block's pairs and write `inverse` and `rows`.
-    __device__ __forceinline__ void place_pairs() const {
-        for (int i = warp_first; i < warp_end; i += 32 * AT_ONCE) {
-            int expert[AT_ONCE];
-            unsigned lanes[AT_ONCE];
+    __device__ __forceinline__ void rank_pairs() const {
+        for (int i = warp_first; i < warp_end; i += 32 * IDS_IN_FLIGHT) {
+            int expert[IDS_IN_FLIGHT];
+            unsigned lanes[IDS_IN_FLIGHT];
             load_experts<ID>(p.pairs, map, i + lane, 32, warp_end, expert);
 #pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j) lanes[j] = lanes_of_expert<BITS>(expert[j], experts);
+            for (int j = 0; j < IDS_IN_FLIGHT; ++j) lanes[j] = lanes_of_expert<BITS>(expert[j], experts);
 #pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j) {
+            for (int j = 0; j < IDS_IN_FLIGHT; ++j) {
                 if (i + 32 * j >= warp_end) break;
-                place(i + 32 * j + lane, expert[j], lanes[j]);
+                rank_and_write(i + 32 * j + lane, expert[j], lanes[j]);
             }
         }
     }
 
-    // Rank and write 32 pairs, one per lane. This lane's pair has expert e. `lanes`: mask of the lanes with the same
-    // expert.
-    __device__ __forceinline__ void place(int pair, int e, unsigned lanes) const {
-        int* earlier_of = of_warp + warp * bins;
+    // Rank and write 32 pairs, one per lane. `lanes`: the lanes with the same expert `e`.
+    __device__ __forceinline__ void rank_and_write(int pair, int e, unsigned lanes) const {
+        int* earlier_pairs = warp_pairs + warp * bins;
         const bool has_expert = e < experts;
-        const int rank = __popc(lanes & ((1u << lane) - 1)), earlier = earlier_of[e];
-        // The first lane of each expert changes earlier_of[e] only after all lanes have read it.
+        const int rank = __popc(lanes & ((1u << lane) - 1)), earlier = earlier_pairs[e];
+        // All lanes read the count before the first lane of each expert changes it.
         __syncwarp();
-        if (has_expert && rank == 0) earlier_of[e] = earlier + __popc(lanes);
+        if (has_expert && rank == 0) earlier_pairs[e] = earlier + __popc(lanes);
         __syncwarp();
         int row = has_expert ? before[e] + earlier + rank : -1;
         if (p.max_tokens && has_expert) {
-            const int of_expert = row - start[e];
-            row = of_expert < p.max_tokens ? e * p.max_tokens + of_expert : -1;
+            const int row_in_expert = row - start[e];
+            row = row_in_expert < p.max_tokens ? e * p.max_tokens + row_in_expert : -1;
         }
         if (p.inverse && pair < warp_end) p.inverse[pair] = row;
         if (p.rows && row >= 0) {
             const int value = p.topk.quotient(pair);
-            if (p.staged)
-                staged[row] = value;
+            if (p.rows_in_shared)
+                shared_rows[row] = value;
             else
                 p.rows[row] = value;
         }
     }
 
-    // Fill the rows without pairs: the rows that pad each expert to a multiple of block_size rows, and the rows from
-    // `total` on.
+    // Fill the padding rows of each expert, and the rows from `total` on.
     __device__ __forceinline__ void fill_rows(int total) const {
         if (p.block_size > 1)
             for (int e = block * warps + warp; e < experts; e += blocks * warps)
@@ -261,8 +246,9 @@ template <typename ID, int BITS> struct Sort {
     }
 };
 
-template <typename ID, int BITS> constexpr Launch sort_pairs_launch(int experts, int mapped, int warps, int staged) {
-    return {SORT_THREADS, int(sizeof(int)) * Sort<ID, BITS>::integers(experts, mapped, warps, staged)};
+template <typename ID, int BITS>
+constexpr Launch sort_pairs_launch(int experts, int mapped, int warps, int shared_rows) {
+    return {SORT_THREADS, int(sizeof(int)) * Sort<ID, BITS>::integers(experts, mapped, warps, shared_rows)};
 }
 
 template <typename ID, int BITS>
@@ -278,14 +264,14 @@ __global__ void __launch_bounds__(SORT_THREADS) sort_pairs(const __grid_constant
         else
             sort.count_all_pairs();
     }
-    sort.count_own_pairs();
+    sort.count_warp_pairs();
     __syncthreads();
     const int total = sort.add_up();
     __syncthreads();
-    sort.place_pairs();
-    if (p.staged) {
+    sort.rank_pairs();
+    if (p.rows_in_shared) {
         __syncthreads();
-        for (int r = sort.thread; r < p.capacity; r += sort.threads) p.rows[r] = sort.staged[r];
+        for (int r = sort.thread; r < p.capacity; r += sort.threads) p.rows[r] = sort.shared_rows[r];
     } else if (p.rows) {
         sort.fill_rows(total);
     }

@@ -1,7 +1,4 @@
-"""Permute tokens into expert order and back, in NumPy.
-
-`cukern.ops.moe_permute` has checked the arguments.
-"""
+"""Permute tokens into expert order and back, in NumPy."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ Array = NDArray[Any]
 
 
 def _experts(topk_ids: Array, num_experts: int, expert_map: Array | None, local: int) -> Array:
-    """Return the local index of each pair's expert. It is `local` if the expert is not on this rank."""
+    """Return each pair's local expert index; `local` for experts of other ranks."""
     ids = topk_ids.reshape(-1).astype(np.int64)
     ids = np.where((ids >= 0) & (ids < num_experts), ids, -1)
     if expert_map is not None:
@@ -25,9 +22,10 @@ def _experts(topk_ids: Array, num_experts: int, expert_map: Array | None, local:
 
 
 def _sort(experts: Array, local: int, block_size: int = 1) -> tuple[Array, Array]:
-    """Sort the pairs (token, slot) by expert. Return the first row of each expert, and the row of each pair.
+    """Sort the pairs (token, slot) by expert.
 
-    The last element of the first array is the end of all rows. A pair without a local expert has row -1.
+    The first result has the first row of each expert, then the end of the last expert's rows. The second result has the
+    row of each pair, or -1 if the pair's expert is not local.
     """
     counts = np.bincount(experts, minlength=local + 1)[:local]
     starts = np.concatenate([[0], np.cumsum(-(-counts // block_size) * block_size)])
@@ -41,7 +39,6 @@ def _sort(experts: Array, local: int, block_size: int = 1) -> tuple[Array, Array
 def moe_sort(
     topk_ids: Array, num_experts: int, *, expert_map: Array | None = None, num_local_experts: int | None = None
 ) -> tuple[Array, Array, Array]:
-    """See `cukern.moe_sort`."""
     local = num_experts if num_local_experts is None else num_local_experts
     offsets, inverse = _sort(_experts(topk_ids, num_experts, expert_map, local), local)
     row_token = np.zeros(topk_ids.size, np.int32)
@@ -58,7 +55,6 @@ def moe_sort_batched(
     expert_map: Array | None = None,
     num_local_experts: int | None = None,
 ) -> tuple[Array, Array]:
-    """See `cukern.moe_sort_batched`."""
     local = num_experts if num_local_experts is None else num_local_experts
     experts = _experts(topk_ids, num_experts, expert_map, local)
     starts, inverse = _sort(experts, local)
@@ -69,7 +65,7 @@ def moe_sort_batched(
 
 
 def aligned_rows(pairs: int, num_experts: int, block_size: int, whole_blocks: bool) -> int:
-    """Return how many rows `pairs` pairs need at most, if the rows of each expert are padded to whole blocks."""
+    """Return the maximum number of rows for `pairs` pairs if each expert's rows are padded to whole blocks."""
     rows = pairs + num_experts * (block_size - 1)
     if whole_blocks:
         rows = -(-rows // block_size) * block_size
@@ -86,7 +82,6 @@ def moe_align_block_size(
     ignore_invalid_experts: bool = False,
     out: tuple[Array, Array, Array] | None = None,
 ) -> tuple[Array, Array, Array]:
-    """See `cukern.moe_align_block_size`."""
     early = expert_map if ignore_invalid_experts else None
     starts, inverse = _sort(_experts(topk_ids, num_experts, early, num_experts), num_experts, block_size)
     rows = aligned_rows(topk_ids.size, num_experts, block_size, pad_sorted_ids)
@@ -103,12 +98,10 @@ def moe_align_block_size(
 
 
 def _by_token(inverse: Array, tokens: int) -> Array:
-    """Reshape `inverse`, which may be one-dimensional, to [tokens, topk]."""
     return inverse.reshape(tokens, inverse.size // max(tokens, 1))
 
 
 def permute_rows(hidden_states: Array, inverse: Array, rows: int | None = None, *, out: Array | None = None) -> Array:
-    """See `cukern.permute_rows`."""
     if out is None:
         out = np.zeros((inverse.size if rows is None else rows, hidden_states.shape[1]), hidden_states.dtype)
     for slot in _by_token(inverse, len(hidden_states)).T:
@@ -118,7 +111,6 @@ def permute_rows(hidden_states: Array, inverse: Array, rows: int | None = None, 
 
 
 def permute_quantized(hidden_states: Array, inverse: Array, *, out_q: Array, out_s: Array) -> tuple[Array, Array]:
-    """See `cukern.ops.moe_permute.permute_quantized`."""
     q, scale = per_token_group_quant_fp8(hidden_states, 128)
     permute_rows(q.view(out_q.dtype), inverse, out=out_q)
     permute_rows(scale, inverse, out=out_s)
@@ -136,7 +128,6 @@ def moe_permute(
     fill_invalid_expert: int = -1,
     permuted_hidden_states: Array | None = None,
 ) -> tuple[Array, Array | None, Array, Array, Array | None]:
-    """See `cukern.moe_permute`."""
     local = n_expert if n_local_expert == -1 else n_local_expert
     block_size = 1 if align_block_size is None else align_block_size
     starts, inverse = _sort(_experts(topk_ids, n_expert, expert_map, local), local, block_size)
@@ -172,7 +163,6 @@ def moe_unpermute(
     inv_permuted_idx: Array | None,
     expert_first_token_offset: Array | None = None,
 ) -> Array:
-    """See `cukern.moe_unpermute`."""
     end = len(permuted_hidden_states)
     if inv_permuted_idx is None:
         assert topk_weights is not None
@@ -184,7 +174,6 @@ def moe_unpermute(
 
 
 def moe_sum(input: Array, output: Array | None = None) -> Array:
-    """See `cukern.moe_sum`."""
     tokens, topk, hidden = input.shape
     pairs = np.arange(tokens * topk).reshape(tokens, topk)
     result = _sum_of_slots(input.reshape(tokens * topk, hidden), None, pairs, tokens * topk)

@@ -1,8 +1,7 @@
-"""`moe_permute`: its kernels, how their work is divided among blocks and warps, and the launches.
+"""The kernels of `moe_permute`, how their work is divided among blocks and warps, and the launches.
 
-A pair (token, slot) stands for a token and one of its topk experts. The sort of the pairs by expert assigns each pair a
-row of the permuted array. To rank a pair means to compute its row. The kernel sort_chunks ranks the pairs in chunks of
-32 pairs. A unit is the data of one load or store of a thread.
+A pair (token, slot) is a token and one of its topk experts. To rank a pair is to compute its row in the permuted array.
+A chunk is 32 pairs. A vector is the bytes of one load or store of a thread.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ SORT_VARIANTS = ("auto", "one_block", "many_blocks", "counted", "chunks", "clust
 SUM_VARIANTS = ("auto", "specialized", "dynamic")
 MAX_PAIRS = 2**30
 
-#: The values of topk that have a specialized unpermute kernel, and models with this topk.
+#: {topk of a specialized unpermute kernel: models}
 SPECIALIZED = {
     2: "Mixtral",
     4: "gpt-oss, Qwen1.5-MoE",
@@ -40,31 +39,31 @@ _unpermute = Kernel("moe_permute/unpermute_rows", "unpermute_rows")
 
 _MAX_SHARED_BYTES = 96 * 2**10
 _MAX_CHUNKED_BYTES = 99 * 2**10
-_STAGED_ROWS = 2**13  # up to this many rows of the result, a block collects them in shared memory
+_STAGED_ROWS = 2**13  # up to this many rows of the result, one block collects them in shared memory
 # Parameters to tune on a GPU.
 _ONE_BLOCK_PAIRS = 2048  # up to this many pairs, a single block sorts
-_COUNT_AGAIN_PAIRS = 2**15  # up to this many pairs, every block counts all pairs; above, a separate kernel counts first
+_COUNT_AGAIN_PAIRS = 2**15  # up to this many pairs, every block counts all pairs; above, count_pairs runs first
 _PAIRS_PER_BLOCK = 1024
-_TURNS = 2  # groups of 32 pairs that a warp ranks one after the other; more groups if there are not enough warps
+_ITERATIONS = 2  # iterations of a warp, of 32 pairs each; more if there are not enough warps
 _MAX_BLOCKS = 128
-_CHUNKS = (16, 64)  # the values of a template argument of sort_chunks: chunks of 32 pairs that a block ranks
-_CLUSTER, _CLUSTER_CHUNKS = 8, 16  # blocks per cluster, and chunks that each block ranks
+_CHUNKS = (16, 64)  # chunks that a block of sort_chunks ranks
+_CLUSTER, _CLUSTER_CHUNKS = 8, 16  # blocks per cluster, chunks per block
 _CLUSTERED_PAIRS = 2**16  # up to this many pairs, sort_chunks sorts with clusters
-_ROWS_PER_BLOCK = 1024  # rows of the result that a block of sort_chunks collects at once
-_PERMUTE_ITEMS = 4  # units per thread of permute_rows
-_FEW_UNITS = 2**19  # below this many units in all rows, a thread of permute_rows has one unit
+_ROWS_PER_BLOCK = 1024  # of sort_chunks, at once
+_PERMUTE_ITEMS = 4  # vectors per thread of permute_rows
+_FEW_VECTORS = 2**19  # below this many vectors in all rows, a thread of permute_rows has one vector
 _UNPERMUTE_THREADS = 128
 
 _ID_TYPE = {4: "unsigned", 8: "unsigned long long"}
 _BITS = (5, 8, 12)
 _CHUNK_BITS = (5, 8, 9)
-#: The largest number of experts for sort_chunks, because a block has one thread for each expert.
+#: The limit for sort_chunks, because a block has one thread for each expert.
 _CHUNKED_EXPERTS = 512
 registered = set(SPECIALIZED)
 MAX_SPECIALIZED_TOPK = 64
 
 
-#: The pair (experts, size of the expert map) for which the compiler checks the shared memory.
+#: Example sizes (experts, size of the expert map), with which the compiler checks the shared memory.
 _EXAMPLE = 20, 30
 
 
@@ -92,7 +91,7 @@ def count_variant(id_bytes: int) -> Variant:
 
 
 def _sort_bytes(experts: int, mapped: int, warps: int, staged: int) -> int:
-    """Return the bytes for sort_pairs. `staged` is the number of rows that a block collects in shared memory, or 0."""
+    """Return the bytes of shared memory of sort_pairs. `staged`: how many rows a block collects there, or 0."""
     return 4 * ((3 + warps) * (experts + 1) + (mapped + 1 if mapped else 0) + staged)
 
 
@@ -120,7 +119,7 @@ def unpermute_variant(dtype: str, width: int, topk: int) -> Variant:
 
 
 def _list_instances() -> None:
-    # int64 ids, float32, odd widths and other topk are compiled at their first use.
+    # Instances for int64 ids, float32, vectors below 16 bytes and other topk are compiled at their first use.
     _sort.at_import = [sort_variant(4, experts).instance for experts in (32, 256)]
     _sort.specialized = [sort_variant(size, 1 << bits).instance for size in (4, 8) for bits in _BITS]
     few = [chunks_variant(4, experts, chunks).instance for experts in (32, 256) for chunks in _CHUNKS]
@@ -141,8 +140,6 @@ _list_instances()
 
 
 class Split(NamedTuple):
-    """How the pairs of a sort are divided among blocks and warps."""
-
     blocks: int
     threads: int
     shared_bytes: int
@@ -150,37 +147,34 @@ class Split(NamedTuple):
     pairs_per_warp: int
     warps: int  # warps per block that rank pairs
     capacity: int
-    staged: int  # 1 if there is one block, which collects the result `rows` in shared memory; else 0
+    rows_in_shared: int  # 1 if there is one block, which collects the result `rows` in shared memory; else 0
 
 
 @functools.lru_cache(maxsize=4096)
-def split_pairs(experts: int, mapped: int, one_block: bool, most_threads: int, pairs: int, capacity: int) -> Split:
-    """Return how `pairs` pairs are divided among blocks and warps.
+def split_pairs(experts: int, mapped: int, one_block: bool, max_threads: int, pairs: int, capacity: int) -> Split:
+    """Divide the pairs among blocks and warps.
 
-    `mapped` is the size of the expert map, or 0 without one. `capacity` is the size of the result `rows`, or 0 if the
-    kernel does not write `rows`.
+    `mapped` is the size of the expert map, or 0 without one. `capacity` is the size of the result `rows`, or 0.
     """
     fixed = _sort_bytes(experts, mapped, 0, 0)
-    most_warps = min(most_threads // 32, (_MAX_SHARED_BYTES - fixed) // (4 * (experts + 1)))
+    max_warps = min(max_threads // 32, (_MAX_SHARED_BYTES - fixed) // (4 * (experts + 1)))
     if one_block:
         per_block, blocks = max(pairs, 1), 1
-        warps = min(most_warps, -(-per_block // 32))
+        warps = min(max_warps, -(-per_block // 32))
     else:
         per_block = max(_PAIRS_PER_BLOCK, -(-pairs // (_MAX_BLOCKS * 32)) * 32)
         blocks = max(1, -(-pairs // per_block))
-        warps = min(most_warps, -(-per_block // (32 * _TURNS)))
+        warps = min(max_warps, -(-per_block // (32 * _ITERATIONS)))
     per_warp = -(-per_block // (32 * warps)) * 32
-    threads = most_threads if blocks > 1 else min(most_threads, max(warps * 32, -(-experts // 32) * 32, 128))
+    threads = max_threads if blocks > 1 else min(max_threads, max(warps * 32, -(-experts // 32) * 32, 128))
     shared_bytes = _sort_bytes(experts, mapped, warps, capacity)
-    staged = blocks == 1 and 0 < capacity <= _STAGED_ROWS and shared_bytes <= _MAX_SHARED_BYTES
-    if not staged:
+    rows_in_shared = blocks == 1 and 0 < capacity <= _STAGED_ROWS and shared_bytes <= _MAX_SHARED_BYTES
+    if not rows_in_shared:
         shared_bytes = _sort_bytes(experts, mapped, warps, 0)
-    return Split(blocks, threads, shared_bytes, per_block, per_warp, warps, capacity, int(staged))
+    return Split(blocks, threads, shared_bytes, per_block, per_warp, warps, capacity, int(rows_in_shared))
 
 
 class Chunked(NamedTuple):
-    """The launch configuration of sort_chunks."""
-
     blocks: int
     threads: int
     shared_bytes: int
@@ -189,21 +183,17 @@ class Chunked(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def split_chunks(experts: int, mapped: int, chunks: int, cluster: int, pairs: int, capacity: int) -> Chunked:
-    """Return the launch configuration for `pairs` pairs.
-
-    `chunks` is the number of chunks that a block ranks. `cluster` is the number of blocks per cluster, or 1 without
-    clusters. `mapped` and `capacity` are as in `split_pairs`.
-    """
-    of_pairs = -(-pairs // 32)
+    """Return the launch configuration of sort_chunks. `mapped` and `capacity` are as in `split_pairs`."""
+    chunk_count = -(-pairs // 32)
     if cluster > 1:
-        blocks, warps = max(1, -(-of_pairs // (chunks * cluster))) * cluster, 16
+        blocks, warps = max(1, -(-chunk_count // (chunks * cluster))) * cluster, 16
     else:
         blocks = min(_MAX_BLOCKS, max(1, -(-capacity // _ROWS_PER_BLOCK)))
-        warps = 16 if chunks > 16 else max(1, min(of_pairs, 16), -(-experts // 32))
+        warps = 16 if chunks > 16 else max(1, min(chunk_count, 16), -(-experts // 32))
     return Chunked(blocks, 32 * warps, _shared_bytes_of_chunks(experts, mapped, chunks, cluster), capacity)
 
 
-#: Default values of the fields of sort_pairs' Params that only some functions set.
+#: Defaults of the fields of sort_pairs' Params.
 _NO_RESULTS = {
     **dict.fromkeys(("id_of", "offsets", "offsets_long", "rows", "inverse", "group_ids", "end_of_rows")),
     **dict.fromkeys(("fill", "groups", "group_fill", "max_tokens"), 0),
@@ -213,33 +203,33 @@ _NO_RESULTS = {
 }
 
 
-def _form_of_chunks(
+def _chunk_config(
     topk_ids: Array, experts: int, mapped: int, variant: str, pairs: Any, results: dict[str, Any]
 ) -> tuple[int, int] | None:
-    """Return a pair: the chunks that a block of sort_chunks ranks, and the blocks per cluster; None for sort_pairs.
+    """Return (chunks per block, blocks per cluster) for sort_chunks, or None if sort_pairs is to be launched.
 
-    Raises ValueError if the caller asks for sort_chunks (variant "chunks" or "clusters") but it cannot sort the pairs.
+    Raises ValueError if the caller asks for sort_chunks but it cannot sort the pairs.
     """
     if variant not in ("auto", "chunks", "clusters"):
         return None
-    # sort_chunks writes group_ids only for groups that have a pair. If the groups are smaller than a block (in
-    # `moe_permute` a group is a single row), padding rows need group_ids, too. In that case sort_pairs is used.
+    # sort_chunks writes group_ids only for groups that have a pair, so sort_pairs is needed if a group can have only
+    # padding rows.
     fits = experts <= _CHUNKED_EXPERTS and (
         results.get("group_ids") is None or results.get("group_rows", 1) == results["block_size"]
     )
-    most_shared = functools.partial(_shared_bytes_of_chunks, experts, mapped)
+    shared_bytes_of = functools.partial(_shared_bytes_of_chunks, experts, mapped)
     if fits and variant != "clusters":
         for chunks in _CHUNKS:
-            if pairs <= 32 * chunks and most_shared(chunks, 1) <= _MAX_CHUNKED_BYTES:
+            if pairs <= 32 * chunks and shared_bytes_of(chunks, 1) <= _MAX_CHUNKED_BYTES:
                 return chunks, 1
     clustered = _CLUSTER_CHUNKS, _CLUSTER
-    fits = fits and topk_ids.gpu.arch in CLUSTERED_ARCHS and most_shared(*clustered) <= _MAX_CHUNKED_BYTES
+    fits = fits and topk_ids.gpu.arch in CLUSTERED_ARCHS and shared_bytes_of(*clustered) <= _MAX_CHUNKED_BYTES
     if fits and variant != "chunks" and pairs <= _CLUSTERED_PAIRS:
         return clustered
     if variant != "auto":
-        most = {"chunks": 32 * _CHUNKS[-1], "clusters": _CLUSTERED_PAIRS}[variant]
+        max_pairs = {"chunks": 32 * _CHUNKS[-1], "clusters": _CLUSTERED_PAIRS}[variant]
         on = " and a GPU with clusters" if variant == "clusters" else ""
-        wanted = f"another one, or at most {most} pairs and {_CHUNKED_EXPERTS} experts, blocks of rows{on}"
+        wanted = f"another one, or at most {max_pairs} pairs and {_CHUNKED_EXPERTS} experts, blocks of rows{on}"
         check.fail("variant", wanted, f"{variant!r} with {pairs} pairs and {experts} experts on {topk_ids.gpu.arch}")
     return None
 
@@ -249,23 +239,22 @@ def _launch_chunks(
     global_experts: int,
     experts: int,
     expert_map: Array | None,
-    form: tuple[int, int],
+    chunk_config: tuple[int, int],
     capacity: Any,
     results: dict[str, Any],
     asks: str,
 ) -> None:
-    """Launch sort_chunks. `form` is the pair from `_form_of_chunks`. The other arguments are as in `launch_sort`."""
     pairs = topk_ids.shape[0] * topk_ids.shape[1]
     mapped = 0 if expert_map is None else global_experts
-    split = Chunked(*split_chunks(experts, mapped, *form, pairs, capacity))
+    split = Chunked(*split_chunks(experts, mapped, *chunk_config, pairs, capacity))
     fields = _NO_RESULTS | results
     del fields["group_rows"]
-    chunks, cluster = form
+    chunks, cluster = chunk_config
     taken = f"each block ranks all in chunks of 32 (up to {32 * chunks} pairs and {_CHUNKED_EXPERTS} experts)"
     if cluster > 1:
         taken = f"clusters of {cluster} blocks of {32 * chunks} pairs (up to {_CLUSTERED_PAIRS} pairs)"
     launch(
-        chunks_variant(8 if topk_ids.dtype == "int64" else 4, experts, *form),
+        chunks_variant(8 if topk_ids.dtype == "int64" else 4, experts, *chunk_config),
         split.blocks,
         split.threads,
         split.shared_bytes,
@@ -287,33 +276,33 @@ def launch_sort(
     capacity: Any = 0,
     **results: Any,
 ) -> None:
-    """Launch the sort of the pairs. `capacity` is as in `split_pairs`; `results` are fields of sort_pairs' Params."""
+    """Launch the sort. `capacity` is as in `split_pairs`; `results` are fields of sort_pairs' Params."""
     check.one_of("variant", variant, SORT_VARIANTS)
     pairs = topk_ids.shape[0] * topk_ids.shape[1]
     mapped = 0 if expert_map is None else global_experts
-    form = _form_of_chunks(topk_ids, experts, mapped, variant, pairs, results)
+    chunk_config = _chunk_config(topk_ids, experts, mapped, variant, pairs, results)
     asks = f"{asked(variant)}; " if variant != "auto" else ""
-    if form:
-        _launch_chunks(topk_ids, global_experts, experts, expert_map, form, capacity, results, asks)
+    if chunk_config:
+        _launch_chunks(topk_ids, global_experts, experts, expert_map, chunk_config, capacity, results, asks)
         return
     one_block = variant == "one_block" or (variant == "auto" and pairs <= _ONE_BLOCK_PAIRS)
-    most_uncounted = {"auto": _COUNT_AGAIN_PAIRS, "counted": _PAIRS_PER_BLOCK}.get(variant, MAX_PAIRS)
+    max_uncounted = {"auto": _COUNT_AGAIN_PAIRS, "counted": _PAIRS_PER_BLOCK}.get(variant, MAX_PAIRS)
     threads = template.constants(_sort.file)["SORT_THREADS"]
     split = Split(*split_pairs(experts, mapped, one_block, threads, pairs, capacity))
-    of_pairs = (topk_ids, expert_map, pairs, global_experts, experts)
+    pair_fields = (topk_ids, expert_map, pairs, global_experts, experts)
     id_bytes = 8 if topk_ids.dtype == "int64" else 4
     counts = None
     blocks = "one block" if one_block else f"{split.blocks} blocks of {split.pairs_per_block} pairs"
     why = f"{asks}{pairs} pairs: {blocks} (one block up to {_ONE_BLOCK_PAIRS} pairs)"
-    if not one_block and pairs > most_uncounted:
+    if not one_block and pairs > max_uncounted:
         counts = empty((split.blocks, experts), "int32")
         launch(
             count_variant(id_bytes),
             split.blocks,
             min(threads, _PAIRS_PER_BLOCK),
             _count_bytes(experts, mapped),
-            why=f"first pass: each block counts its pairs (each counts all itself up to {most_uncounted} pairs)",
-            pairs=of_pairs,
+            why=f"first pass: each block counts its pairs (each counts all itself up to {max_uncounted} pairs)",
+            pairs=pair_fields,
             counts=counts,
             pairs_per_block=split.pairs_per_block,
         )
@@ -324,33 +313,30 @@ def launch_sort(
         split.threads,
         split.shared_bytes,
         why=why,
-        pairs=of_pairs,
+        pairs=pair_fields,
         counts=counts,
         pairs_per_block=split.pairs_per_block,
         pairs_per_warp=split.pairs_per_warp,
         warps=split.warps,
         capacity=split.capacity,
-        staged=split.staged,
+        rows_in_shared=split.rows_in_shared,
         **_NO_RESULTS | results,
     )
 
 
 def aligned_outputs(out: Any, topk_ids: Array, results: Sequence[Result]) -> tuple[Array, ...]:
-    """Check the argument `out` of `moe_align_block_size`, and return its arrays. The first two may be longer.
-
-    Raises TypeError and ValueError for arrays that do not fit.
-    """
+    """Check `out` of `moe_align_block_size`, and return its arrays. The first two may be longer than the results."""
     if not isinstance(out, (tuple, list)) or len(out) != len(results):
         wanted = "a triple (sorted_token_ids, expert_ids, num_tokens_post_pad)"
         check.fail("out", wanted, type_name(out), TypeError)
     for i, (array, result) in enumerate(zip(out, results, strict=True)):
-        name, (least,) = f"out[{i}]", result.shape
+        name, (min_size,) = f"out[{i}]", result.shape
         expect_place(name, array, topk_ids, "topk_ids")
         check.dtype(name, array.dtype, (result.dtype,))
         check.dimensions(name, array.shape, ("rows", "blocks", "1")[i : i + 1])
         size = array.shape[0]
-        if size < least or (i == 2 and size > 1):
-            check.fail(name, f"of {'at least ' if i < 2 else ''}{int(least)} elements", int(size))
+        if size < min_size or (i == 2 and size > 1):
+            check.fail(name, f"of {'at least ' if i < 2 else ''}{int(min_size)} elements", int(size))
         if size > MAX_PAIRS:
             check.fail(name, f"of at most {MAX_PAIRS} elements", int(size))
         expect_contiguous(name, array)
@@ -362,28 +348,26 @@ def aligned_outputs(out: Any, topk_ids: Array, results: Sequence[Result]) -> tup
 
 
 class Tiles(NamedTuple):
-    """How rows are divided among blocks, and the fields of the template's struct Tiling."""
-
     blocks: Any
     threads: tuple[int, Any]
     tiling: dict[str, Any]
 
 
 def tile_rows(tokens: Any, columns: int, threads: int, items: int) -> Tiles:
-    """Divide rows of `columns` units among blocks of at most `threads` threads. A thread has `items` units of a row."""
-    chunks = max(1, -(-columns // (threads * items)))
-    tile_columns = max(1, -(-columns // chunks))
+    """Divide rows of `columns` vectors among blocks. A thread handles `items` vectors of a row."""
+    tiles = max(1, -(-columns // (threads * items)))
+    tile_columns = max(1, -(-columns // tiles))
     x = -(-tile_columns // items)
     y = threads // x
-    blocks = ceil_div(tokens, y) * chunks
+    blocks = ceil_div(tokens, y) * tiles
     if y > 1 and tokens < y:
-        y, blocks = tokens, chunks
-    tiling = {"tokens": tokens, "columns": columns, "tile_columns": tile_columns, "chunks": chunks}
-    return Tiles(blocks, (x, y), tiling | {"by_chunks": divisor(chunks)})
+        y, blocks = tokens, tiles
+    tiling = {"tokens": tokens, "columns": columns, "tile_columns": tile_columns, "tiles": tiles}
+    return Tiles(blocks, (x, y), tiling | {"by_tiles": divisor(tiles)})
 
 
 def _width(name: str, one: Array, other: Array, hidden: int, row_stride: int) -> int:
-    """Return the bytes of the widest unit that divides the addresses and row strides of both arrays.
+    """Return the largest vector size in bytes that divides the addresses and row strides of both arrays.
 
     `row_stride` is the row stride of `one` in elements. `other` is contiguous.
     """
@@ -400,18 +384,15 @@ def launch_permute(
     scale: Array | None = None,
     out_scale: Array | None = None,
 ) -> None:
-    """Copy the row of each token to the result rows that `inverse` lists for the token.
-
-    There must be at least one token and one slot.
-    """
+    """Copy the row of each token to the rows that `inverse` lists for it. There must be a token and a slot."""
     tokens, hidden = x.shape
     if not hidden and scale is None:
         return
     width = _width("hidden_states", x, out, hidden, row_stride)
     columns = hidden * x.item_size // width
-    items = 1 if not columns or tokens < -(-_FEW_UNITS // columns) else _PERMUTE_ITEMS
+    items = 1 if not columns or tokens < -(-_FEW_VECTORS // columns) else _PERMUTE_ITEMS
     tiles = tile_rows(tokens, columns, template.constants(_permute.file)["ROW_THREADS"], items)
-    each = f"{tokens} tokens of {columns} units: {items} per thread ({_PERMUTE_ITEMS} from {_FEW_UNITS} units on)"
+    each = f"{tokens} tokens of {columns} units: {items} per thread ({_PERMUTE_ITEMS} from {_FEW_VECTORS} units on)"
     launch(
         permute_variant(width, items),
         tiles.blocks,
@@ -434,11 +415,8 @@ def launch_permute(
 def launch_permute_quantized(
     x: Array, row_stride: int, inverse: Array, topk: int, out: Array, out_scale: Array, smallest: float
 ) -> None:
-    """Quantize the row of each token, and write it to the result rows that `inverse` lists for the token.
-
-    There must be at least one token and one slot.
-    """
-    groups, lanes = out_scale.shape[1], 8  # 8 lanes quantize one group of elements that share a scale
+    """Quantize the row of each token into the rows that `inverse` lists for it. There must be a token and a slot."""
+    groups, lanes = out_scale.shape[1], 8  # 8 lanes quantize the elements that share a scale
     tiles = tile_rows(x.shape[0], groups, template.constants(_permute_quantized.file)["ROW_THREADS"] // lanes, 1)
     launch(
         permute_quantized_variant(x.dtype),
@@ -467,7 +445,6 @@ def sum_variant(dtype: str, topk: int, width: int, variant: str) -> Variant:
 
 
 def _why_sum(dtype: str, topk: int, width: int, variant: str) -> str:
-    """Return the reason for the instance that `sum_variant` chooses."""
     if topk in registered and width == 16 and variant != "dynamic":
         asks = f"{asked(variant)}; " if variant != "auto" else ""
         return f"{asks}specialized for topk {topk} ({SPECIALIZED.get(topk, 'by cukern.specialize')})"
@@ -484,10 +461,7 @@ def _why_sum(dtype: str, topk: int, width: int, variant: str) -> str:
 def launch_sum(
     name: str, src: Array, rows: Any, row_stride: int, out: Array, topk: int, variant: str, **arrays: Any
 ) -> None:
-    """Launch the sum over the rows of each token.
-
-    `row_stride` is the row stride of `src` in elements. `arrays` are further fields of the kernel's parameters.
-    """
+    """Sum the rows of each token. `row_stride` is the row stride of `src` in elements. `arrays` are more fields."""
     check.one_of("variant", variant, SUM_VARIANTS)
     tokens, hidden = out.shape
     if not hidden or tokens == 0:

@@ -48,12 +48,12 @@ def _check_hidden(name: str, hidden: int) -> None:
 
 
 def _slots(pairs: int, tokens: int) -> int:
-    """Return the number of slots of each token; -1 if `pairs` is not a multiple of `tokens`."""
+    """Return the slots per token; -1 if `pairs` is not a multiple of `tokens`."""
     return pairs // tokens if tokens and pairs % tokens == 0 else -1
 
 
 def _topk_of(name: str, inverse: Any, like: Array, like_name: str) -> int:
-    """Check an inverse permutation, [tokens, topk] or flat, and return topk. `like` has a row for each token."""
+    """Check an inverse permutation, and return topk."""
     expect_place(name, inverse, like, like_name)
     shape, tokens = inverse.shape, like.shape[0]
     topk = shape[1] if len(shape) == 2 else 1
@@ -83,22 +83,15 @@ def permute_rows(
 ) -> AnyArray:
     """Copy the row of each token to the rows of its (token, slot) pairs: out[inverse[t, s]] = hidden_states[t].
 
-    Each row of `hidden_states` is read once, for any topk. Rows of `out` without a pair are not written.
-
     Args:
-        hidden_states: [tokens, hidden] of any dtype, such as activations, or the scales of quantized ones; rows may
-            be strided.
-        inverse: int32 [tokens, topk] or [tokens * topk], from `moe_sort`. An entry outside of [0, rows) is skipped.
-        rows: the rows of the result; tokens * topk by default.
+        hidden_states: [tokens, hidden] of any dtype; rows may be strided.
+        inverse: int32 [tokens, topk] or [tokens * topk], from `moe_sort`. Entries outside of [0, rows) are skipped.
+        rows: the number of rows of the result; tokens * topk by default.
         out: [rows, hidden] to write into and return.
 
     Returns:
-        [rows, hidden], in the dtype and library and on the device of `hidden_states`. In host memory, rows without a
-        pair are 0 if `out` is not given.
-
-    Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
+        [rows, hidden], in the dtype and library and on the device of `hidden_states`. Rows without a pair are not
+        written; in host memory they are 0 if `out` is not given. The errors are as in `moe_sort`.
     """
     tokens, hidden = expect_array("hidden_states", hidden_states, ROW_DTYPES, ("tokens", "hidden")).shape
     _check_hidden("hidden_states", hidden)
@@ -120,15 +113,15 @@ def permute_quantized(
 ) -> tuple[AnyArray, AnyArray]:
     """Quantize rows in groups of 128 as `per_token_group_quant_fp8` does, and permute them, in one launch.
 
-    The layers of cukern call this function. It is not public.
+    The layers of cukern call this function, which is not public.
 
     Args:
         hidden_states: float16 or bfloat16 [tokens, hidden], with rows at multiples of 16 bytes; hidden is a multiple of
             128.
         inverse: int32 [tokens, topk], as in `permute_rows`.
-        out_q: e4m3 [rows, hidden] (uint8 in CuPy), at an address that is a multiple of 16, to write into. Rows without
-            a pair are not written.
-        out_s: float32 [rows, hidden / 128], to write the scales into.
+        out_q: e4m3 [rows, hidden] (uint8 in CuPy), written, at a multiple of 16 bytes. Rows without a pair are not
+            written.
+        out_s: float32 [rows, hidden / 128], written: the scales.
 
     Raises:
         TypeError, ValueError: an unsupported dtype, shape or address.
@@ -171,7 +164,7 @@ def _permuted(
     permuted_hidden_states: Any = None,
     **_: Any,
 ) -> list[Any]:
-    """Return the descriptions of the results. A result that the caller passed is returned unchanged."""
+    """Describe the results. A result that the caller passed is returned unchanged."""
     rows = pairs = topk_ids.shape[0] * topk_ids.shape[1]
     m_indices, permuted, scale = None, permuted_hidden_states, a1q_scale
     if align_block_size is not None:
@@ -186,7 +179,7 @@ def _permuted(
 
 
 def _check_scale(a1q_scale: Any, hidden_states: Array) -> bool:
-    """Check the scales of hidden_states, and return whether they have a row per token, which must be permuted."""
+    """Check the scales, and return whether they have a row per token."""
     if a1q_scale is None:
         return False
     expect_place("a1q_scale", a1q_scale, hidden_states, "hidden_states")
@@ -222,35 +215,26 @@ def moe_permute(
 
     Args:
         hidden_states: [tokens, hidden] of any dtype; rows may be strided.
-        a1q_scale: float32 or int32 [tokens, groups], the scales of quantized hidden_states, which are permuted like
-            hidden_states. An array of fewer dimensions holds the scale of the whole tensor, and is returned unchanged.
-            None: no scales.
-        topk_ids: int32, int64 or uint32 [tokens, topk], contiguous. An id outside of [0, n_expert), such as -1, has no
-            row.
-        n_expert: the number of experts that the ids name, at most 4096.
-        n_local_expert: the number of experts on this rank; -1: n_expert.
-        expert_map: int32 [n_expert]: the index of each expert among the experts of this rank. An index outside of
-            [0, n_local_expert), such as -1, means that the expert is not on this rank.
-        align_block_size: pad the rows of each expert to a multiple of this, as DeepGEMM's contiguous layout requires.
-        fill_invalid_expert: the value that m_indices gets for the rows after the last expert's rows.
+        a1q_scale: float32 or int32 [tokens, groups], permuted like hidden_states. An array of fewer dimensions is
+            returned unchanged. None: no scales.
+        topk_ids, expert_map: as in `moe_sort`.
+        n_expert, n_local_expert: num_experts and num_local_experts of `moe_sort`. n_local_expert -1 means n_expert.
+        align_block_size: pad the rows of each expert to a multiple of this number, as DeepGEMM's contiguous layout
+            requires.
+        fill_invalid_expert: the value of m_indices for the rows after the last expert's rows.
         permuted_hidden_states: [rows, hidden] to write into and return.
-        variant: the variant of the sort, as in `moe_sort`. All variants give the same results.
+        variant: the variant of the sort, as in `moe_sort`. The errors are the same.
 
     Returns:
-        permuted_hidden_states [rows, hidden], with rows = tokens * topk; with align_block_size,
-            tokens * topk + n_expert * (align_block_size - 1) rounded up to its next multiple. Rows of padding, and
-            rows past the last expert's rows, are not written.
-        a1q_scale [rows, groups], permuted in the same way; None if it was None.
-        expert_first_token_offset int64 [n_local_expert + 1]: the first row of each expert, then the number of all rows.
+        permuted_hidden_states [rows, hidden]. rows is tokens * topk; with align_block_size, it is tokens * topk +
+            n_expert * (align_block_size - 1), rounded up to a multiple of align_block_size. Rows without a pair are not
+            written.
+        a1q_scale [rows, groups], permuted; None if it was None.
+        expert_first_token_offset int64 [n_local_expert + 1]: the first row of each expert, then the end of all rows.
         inv_permuted_idx int32 [tokens * topk]: the row of each pair; -1 if its expert is not on this rank.
         m_indices int32 [rows]: the expert of each row, padding included; None without align_block_size.
 
-    Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
-
-    The function is vLLM's `moe_permute`, with one difference: in vLLM, pairs whose expert is not on this rank also get
-    rows, after the last expert's rows.
+    The interface is vLLM's `moe_permute`. Unlike in vLLM, pairs whose expert is not on this rank get no rows.
     """
     tokens, hidden = expect_array("hidden_states", hidden_states, ROW_DTYPES, ("tokens", "hidden")).shape
     _check_hidden("hidden_states", hidden)
@@ -294,7 +278,7 @@ def moe_permute(
 
 
 def _check_slots(topk_weights: Any, inv_permuted_idx: Any, out: Array) -> Any:
-    """Check topk_weights and inv_permuted_idx, and return topk. At least one of the two arrays must be given."""
+    """Check topk_weights and inv_permuted_idx, and return topk. At least one of them must be given."""
     tokens = out.shape[0]
     if inv_permuted_idx is None and topk_weights is not None:
         expect_place("topk_weights", topk_weights, out, "out")
@@ -304,7 +288,7 @@ def _check_slots(topk_weights: Any, inv_permuted_idx: Any, out: Array) -> Any:
         topk = _topk_of("inv_permuted_idx", inv_permuted_idx, out, "out")
     if topk_weights is not None:
         shape: tuple[Any, ...] = getattr(topk_weights, "shape", ())
-        # Without tokens, a flat inv_permuted_idx is empty and does not determine topk. topk_weights does.
+        # Without tokens, only topk_weights determines topk.
         if len(shape) == 2 and shape[1] != topk and not tokens:
             topk = shape[1]
         expect("topk_weights", topk_weights, out, "out", ("float32",), (tokens, topk), "[tokens, topk]")
@@ -318,7 +302,7 @@ def _end_of_rows(offsets: Any, out: Array) -> Array:
     if len(offsets.shape) != 1 or not offsets.shape[0]:
         check.fail(name, "of shape [experts + 1]", list(offsets.shape))
     expect(name, offsets, out, "out", ("int64", "int32"), offsets.shape, "[experts + 1]")
-    # The kernel reads an int32. If the element is an int64, the kernel reads its low four bytes.
+    # The kernel reads the low four bytes of an int64.
     return offsets[offsets.shape[0] - 1 :]
 
 
@@ -336,8 +320,8 @@ def moe_unpermute(
 ) -> AnyArray:
     """Add up the weighted rows of each token: out[t] = sum over s of topk_weights[t, s] * row[inv[t, s]].
 
-    The slots are added from the first to the last. Each multiplication and each addition is rounded to float32, and the
-    sum is rounded to the dtype at the end. All variants give the same bits.
+    The slots are added in order. Each multiplication and each addition is rounded to float32, and the complete sum is
+    rounded to the dtype of `out`. All variants give the same bits.
 
     Args:
         out: [tokens, hidden], written: float32, float16 or bfloat16.
@@ -346,18 +330,14 @@ def moe_unpermute(
         inv_permuted_idx: int32 [tokens, topk] or [tokens * topk], from `moe_permute` or `moe_sort`. A slot whose row is
             outside of [0, rows), such as -1, adds nothing, even if its weight is NaN. None (then topk_weights is
             required): the rows of token t are the topk rows from t * topk on.
-        expert_first_token_offset: int64 or int32 [experts + 1], from the same function. Its last element is the number
-            of rows that belong to an expert. Rows after them add nothing.
-        variant: "auto", or a kernel by name: "specialized" (topk fixed at compile time) or "dynamic".
+        expert_first_token_offset: int64 or int32 [experts + 1], from the function that gave inv_permuted_idx. Rows from
+            its last element on add nothing.
+        variant: "auto", "specialized" (topk fixed at compile time) or "dynamic". The errors are as in `moe_sort`.
 
     Returns:
         out.
 
-    Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
-
-    The function is vLLM's `moe_unpermute`.
+    The interface is vLLM's `moe_unpermute`.
     """
     _, hidden = expect_array("out", out, SUM_DTYPES, ("tokens", "hidden")).shape
     _check_hidden("out", hidden)
@@ -376,7 +356,7 @@ def moe_unpermute(
     if out.on_host:
         run_twin(variant, SUM_VARIANTS)
         return out
-    # If topk is 0, the kernel reads nothing, and the sums are 0.
+    # If topk is 0, the kernel needs no weights and no rows: all sums are 0.
     weights, inverse = (topk_weights, inv_permuted_idx) if topk else (None, None)
     kernels.launch_sum("out", src, rows, row_stride, out, topk, variant, weights=weights, inverse=inverse, offsets=end)
     return out
@@ -388,17 +368,17 @@ def _summed(input: Any, output: Any = None, **_: Any) -> Any:
 
 @op(twin.moe_sum, "sum", _summed)
 def moe_sum(input: AnyArray, output: WrittenArray | None = None, *, variant: str = "auto") -> AnyArray:
-    """Add up the slots of each token: output[t] = sum over s of input[t, s], in float32, then rounded to the dtype.
+    """Add up the slots of each token in float32: output[t] = sum over s of input[t, s], rounded once to the dtype.
 
     Args:
         input: [tokens, topk, hidden], float32, float16 or bfloat16, contiguous.
         output: [tokens, hidden], of the same dtype, to write into and return.
-        variant: as in `moe_unpermute`. The errors are also as in that function.
+        variant: as in `moe_unpermute`. The errors are the same.
 
     Returns:
         output, or a new array.
 
-    The function is vLLM's `moe_sum`.
+    The interface is vLLM's `moe_sum`.
     """
     tokens, topk, hidden = expect_array("input", input, SUM_DTYPES, ("tokens", "topk", "hidden")).shape
     _check_hidden("input", hidden)

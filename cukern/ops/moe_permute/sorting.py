@@ -17,13 +17,12 @@ from cukern.runtime.vectors import ceil_div, divisor
 __all__ = ["moe_align_block_size", "moe_sort", "moe_sort_batched"]
 
 ID_DTYPES = ("int32", "int64", "uint32")
-#: The largest number of experts, because the expert map and a count per warp and expert must fit into shared memory.
+#: The expert map, and one count for each warp and expert, must fit into shared memory.
 MAX_EXPERTS = 4096
 MAX_BLOCK_SIZE = 2**15
 
 
 def check_ids(topk_ids: Any) -> tuple[Any, int]:
-    """Check topk_ids, and return the number of tokens and topk."""
     tokens, topk = expect_array("topk_ids", topk_ids, ID_DTYPES, ("tokens", "topk")).shape
     if not topk:
         check.fail("topk_ids", "of at least one expert for each token", f"shape {list(topk_ids.shape)}")
@@ -39,7 +38,7 @@ def check_map(expert_map: Any, topk_ids: Array, num_experts: int, name: str = "n
 
 
 def _check_experts(topk_ids: Array, num_experts: Any, expert_map: Any, num_local_experts: Any) -> tuple[int, int]:
-    """Check the arguments about experts. Return the number of all experts, and the number of experts on this rank."""
+    """Return the number of all experts, and the number of experts on this rank."""
     num_experts = check.integer("num_experts", num_experts, 1, MAX_EXPERTS)
     check_map(expert_map, topk_ids, num_experts)
     if num_local_experts is not None:
@@ -71,30 +70,27 @@ def moe_sort(
 ) -> tuple[AnyArray, AnyArray, AnyArray]:
     """Sort the pairs (token, slot) by expert. The sort is stable: pairs of the same expert keep their order.
 
-    The method is a parallel counting sort in one launch. With many pairs, a separate launch counts first.
-
     Args:
-        topk_ids: int32, int64 or uint32 [tokens, topk], contiguous. An id outside of [0, num_experts), such as -1, has
+        topk_ids: int32, int64 or uint32 [tokens, topk], contiguous. Ids outside of [0, num_experts), such as -1, have
             no expert.
-        num_experts: the number of experts that the ids name, at most 4096.
-        expert_map: int32 [num_experts]: the index of each expert among the experts of this rank. An index outside of
-            [0, num_local_experts), such as -1, means that the expert is not on this rank.
-        num_local_experts: the number of experts on this rank; required with expert_map, else num_experts.
+        num_experts: the range of the ids, at most 4096.
+        expert_map: int32 [num_experts], maps each expert to its number on this rank. An entry outside of [0,
+            num_local_experts), such as -1, means that the expert is not on this rank.
+        num_local_experts: the number of experts on this rank; required with expert_map. Without it: num_experts.
         out: a triple to write into and return.
         variant: "auto", or a variant by name: "one_block", "many_blocks" (each block counts all pairs itself),
-            "counted" (a separate launch counts first), "chunks" (each block computes the rows of all pairs; at most
-            2048 pairs) or "clusters" (the blocks of a cluster exchange their counts; at most 65536 pairs, on a
-            data-center GPU from Hopper on). "chunks" and "clusters" take at most 512 experts. All variants give the
-            same results.
+            "counted" (a separate launch counts first), "chunks" (each block ranks all pairs; at most 2048 pairs) or
+            "clusters" (the blocks of a cluster exchange their counts; at most 65536 pairs, on a data-center GPU from
+            Hopper on). "chunks" and "clusters" take at most 512 experts. All variants give the same results.
 
     Returns:
-        expert_offsets int32 [experts + 1]: the first row of each expert, then the number of all rows.
+        expert_offsets int32 [experts + 1]: the first row of each expert, then the end of all rows.
         row_token int32 [tokens * topk]: the token of each row; 0 from row expert_offsets[-1] on.
         inverse int32 [tokens, topk]: the row of each pair; -1 if its expert is not on this rank.
 
     Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
+        TypeError: an unsupported dtype, or mixed libraries.
+        ValueError: unsupported shapes, strides, devices or sizes.
     """
     tokens, topk = check_ids(topk_ids)
     num_experts, experts = _check_experts(topk_ids, num_experts, expert_map, num_local_experts)
@@ -130,21 +126,17 @@ def moe_sort_batched(
     out: tuple[AnyArray, AnyArray] | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
-    """Sort the pairs (token, slot) by expert (stably) into batches, in which every expert has `max_tokens` rows.
+    """Sort the pairs (token, slot) by expert (stably). Each expert gets a batch of `max_tokens` rows.
 
     Args:
-        topk_ids, num_experts, expert_map, num_local_experts, variant: as in `moe_sort`.
-        max_tokens: the number of rows of each expert. If an expert has more pairs, its last pairs do not get a row.
+        topk_ids, num_experts, expert_map, num_local_experts, variant: as in `moe_sort`. The errors are the same.
+        max_tokens: rows per expert. If an expert has more pairs, its last pairs do not get a row.
         out: a pair to write into and return.
 
     Returns:
-        expert_num_tokens int32 [experts]: for each expert, the number of rows that have a pair.
-        positions int32 [tokens, topk]: the row of each pair in [0, experts * max_tokens), or -1 if it does not have
-            one. Pass the array to `permute_rows` as `inverse`, and to `moe_unpermute` as `inv_permuted_idx`.
-
-    Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
+        expert_num_tokens int32 [experts]: the number of rows that have a pair.
+        positions int32 [tokens, topk]: the row of each pair in [0, experts * max_tokens); -1 if it has no row. This is
+            `inverse` of `permute_rows` and `inv_permuted_idx` of `moe_unpermute`.
     """
     check_ids(topk_ids)
     num_experts, experts = _check_experts(topk_ids, num_experts, expert_map, num_local_experts)
@@ -185,10 +177,8 @@ def moe_align_block_size(
     """Sort the pairs (token, slot) by expert (stably), and pad the pairs of each expert to whole blocks of rows.
 
     Args:
-        topk_ids: int32, int64 or uint32 [tokens, topk], contiguous. An id outside of [0, num_experts), such as -1, has
-            no expert and is left out.
+        topk_ids, num_experts, variant: as in `moe_sort`. The errors are the same.
         block_size: rows per block, at most 32768.
-        num_experts: the number of experts that the ids name, at most 4096.
         expert_map: int32 [num_experts]: maps each expert to the number that is written to expert_ids, such as -1 for an
             expert that is not on this rank.
         pad_sorted_ids: round the size of sorted_token_ids up to a multiple of block_size.
@@ -196,21 +186,16 @@ def moe_align_block_size(
             [0, num_experts), and order the blocks by the mapped number. If False, these pairs get blocks, too.
         out: a triple of arrays to write into and return. The first two may be longer than the results; they are filled
             to their ends. The second may also have rows // block_size elements, as in SGLang.
-        variant: as in `moe_sort`. All variants give the same results.
 
     Returns:
-        sorted_token_ids int32 [rows]: the pair token * topk + slot of each row; tokens * topk for padding.
-            rows is tokens * topk + num_experts * (block_size - 1), which is enough for any ids. If there are fewer
-            pairs than experts, rows is the smaller of this number and tokens * topk * block_size.
-        expert_ids int32 [ceil(rows / block_size)]: the expert of each block; -1 after the last used block.
-        num_tokens_post_pad int32 [1]: the number of rows in all used blocks.
+        sorted_token_ids int32 [rows]: the pair token * topk + slot of each row; tokens * topk for padding. rows is
+            tokens * topk + num_experts * (block_size - 1); with fewer pairs than experts at most tokens * topk *
+            block_size.
+        expert_ids int32 [ceil(rows / block_size)]: the expert of each block; -1 for unused blocks.
+        num_tokens_post_pad int32 [1]: the rows of all used blocks.
 
-    Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
-
-    The function is vLLM's `moe_align_block_size`, with two differences: unused blocks have the expert -1, and the sort
-    is stable.
+    The interface is vLLM's `moe_align_block_size`. Unlike in vLLM, unused blocks have the expert -1, and the sort is
+    stable.
     """
     tokens, topk = check_ids(topk_ids)
     num_experts = check.integer("num_experts", num_experts, 1, MAX_EXPERTS)
@@ -223,7 +208,7 @@ def moe_align_block_size(
     if out is None:
         found = outputs(None, topk_ids, "topk_ids", *results)
     else:
-        # `rows // block_size` elements are enough for expert_ids, because only whole blocks are used.
+        # `rows // block_size` is enough, because only complete blocks are used.
         fewest = Result((rows // block_size,), "int32")
         found = kernels.aligned_outputs(out, topk_ids, [results[0], fewest, results[2]])
     (rows,), (groups,), _ = (array.shape for array in found)
