@@ -32,18 +32,18 @@ __all__ = [
 ]
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: "vector" handles 16 bytes at a time, "scalar" handles one element at a time.
+#: "vector" handles 16 bytes at a time, "scalar" one element.
 VARIANTS = ("auto", "vector", "scalar")
-#: Activations without a gate. The template has their names in capitals.
+#: Activations without a gate. The CUDA template has the same names in capitals.
 WITH_BIAS = ("gelu", "gelu_tanh", "silu", "relu", "gelu_quick")
-#: The values of `approximate` in `torch.nn.functional.gelu`.
+#: The values of the argument `approximate` of `torch.nn.functional.gelu`.
 _APPROXIMATE = {"none": "gelu", "tanh": "gelu_tanh"}
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _kernel = Kernel("moe_activation/moe_activation", "moe_activation")
 _bias_kernel = Kernel("moe_activation/add_bias_act", "add_bias_act")
 _ITEMS = 2
-_ROWS = 2  # rows per thread; a thread loads the bias once for both rows
+_ROWS = 2  # rows per thread, which share the bias
 
 
 def _variant(
@@ -51,12 +51,11 @@ def _variant(
 ) -> Variant:
     arguments = arrays.CUDA_TYPE[dtype], activation, width, _ITEMS
     flags = gate_last, interleaved, bounded
-    # Flags at the end of the template arguments that are not set are left out: the template has defaults for them.
+    # False flags at the end are left out, because the template has defaults for them.
     given = flags[: max((i + 1 for i, flag in enumerate(flags) if flag), default=0)]
     return _kernel.variant(*arguments, *("true" if flag else "false" for flag in given))
 
 
-# Other activations and dtypes, and unaligned rows, are compiled at their first use.
 _kernel.at_import = [_variant("bfloat16", activations.number("silu"), 16).instance]
 _kernel.specialized = [
     _variant(dtype, activations.number(name), 16).instance for name in activations.ACTIVATIONS for dtype in DTYPES
@@ -72,7 +71,7 @@ _bias_kernel.specialized = [_bias_variant(dtype, name, 16).instance for name in 
 
 
 def check_halves(name: str, array: Array) -> int:
-    """Return the size of each half of the rows of `array`. Raises ValueError for rows of an odd size."""
+    """Return the size of half a row. Raises ValueError for an odd size."""
     if not array.shape or int(array.shape[-1]) % 2:
         check.fail(name, "of shape [..., 2 * inter]", list(array.shape))
     return int(array.shape[-1]) // 2
@@ -96,8 +95,7 @@ def moe_activation(
 ) -> AnyArray:
     """Activate the gate of each token and multiply it with the up projection: activate(gate) * up.
 
-    The first half of a row of `x` is the gate, the second half the up projection. If `interleaved`, the even columns
-    are the gate:
+    The first half of a row of `x` is the gate, the second half the up projection:
 
         silu        gate * sigmoid(gate) * up
         gelu        gate * (1 + erf(gate / sqrt(2))) / 2 * up
@@ -106,25 +104,23 @@ def moe_activation(
         relu2       max(gate, 0)**2 * up
 
     Args:
-        x: [..., 2 * inter], float32, float16 or bfloat16; rows may be strided, with one stride for all.
+        x: [..., 2 * inter], float32, float16 or bfloat16; rows at a constant stride.
         activation: one of the names above.
         alpha, limit: the constants of swigluoai.
-        interleaved: columns 2 j and 2 j + 1 of a row are gate j and up j, as in gpt-oss.
-        expert_num_tokens: int32 [experts], for x of [experts, max_tokens, 2 * inter]: the number of tokens of each
-            expert, in its first rows. Rows after them are neither read nor written.
+        interleaved: whether columns 2 j and 2 j + 1 of a row are gate j and up j, as in gpt-oss.
+        expert_num_tokens: int32 [experts], for x of [experts, max_tokens, 2 * inter]: the tokens of each expert. Rows
+            past them are neither read nor written.
         out: an array to write into and return.
-        variant: "auto", or a kernel by name: "vector" (16 bytes at a time; needs aligned rows) or "scalar". Both give
-            the same bits.
+        variant: "auto", "vector" (16 bytes at a time; needs aligned rows) or "scalar". All give the same bits.
 
     Returns:
-        [..., inter], in the dtype and library and on the device of `x`, computed in float32 and rounded once. Arrays in
-        host memory go through the NumPy reference.
+        [..., inter], in the dtype and library and on the device of `x`, computed in float32 and rounded once.
 
     Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
+        TypeError: an unsupported dtype, or mixed libraries.
+        ValueError: unsupported shapes, strides, devices or sizes.
     """
-    return _gated(x, activation, expert_num_tokens, out, variant, form=(alpha, limit, interleaved))
+    return _gated(x, activation, expert_num_tokens, out, variant, options=(alpha, limit, interleaved))
 
 
 def _gated(
@@ -134,15 +130,15 @@ def _gated(
     out: Any,
     variant: str = "auto",
     gate_last: bool = False,
-    form: tuple[float, float, bool] = (activations.ALPHA, activations.LIMIT, False),
+    options: tuple[float, float, bool] = (activations.ALPHA, activations.LIMIT, False),
 ) -> Any:
-    """Check and launch `moe_activation`. With `gate_last` the second half of a row is the gate.
+    """Compute a gated activation. With `gate_last` the second half of a row is the gate.
 
-    `form` is the tuple (alpha, limit, interleaved).
+    `options` is (alpha, limit, interleaved).
     """
     number = activations.number(activation)
-    alpha, limit = activations.check_bounds(*form[:2])
-    interleaved = check.one_of("interleaved", form[2], (False, True))
+    alpha, limit = activations.check_bounds(*options[:2])
+    interleaved = check.one_of("interleaved", options[2], (False, True))
     bounded = activation == "swigluoai" and (alpha, limit) != (activations.ALPHA, activations.LIMIT)
     expect_array("x", x, DTYPES)
     inter = check_halves("x", x)
@@ -179,25 +175,24 @@ def _gated(
 
 
 def _alias(name: str) -> Callable[[_F], _F]:
-    """Declare a public function that computes a single gated activation."""
     return op(getattr(twin, name), "activated", _activated)
 
 
 @_alias("silu_and_mul")
 def silu_and_mul(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
-    """`moe_activation` with "silu". vLLM's operator of the same name takes `out` first."""
+    """Run `moe_activation` with "silu". vLLM's operator takes `out` first."""
     return moe_activation(x, "silu", out=out)
 
 
 @_alias("gelu_and_mul")
 def gelu_and_mul(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
-    """`moe_activation` with "gelu". vLLM's operator of the same name takes `out` first."""
+    """Run `moe_activation` with "gelu". vLLM's operator takes `out` first."""
     return moe_activation(x, "gelu", out=out)
 
 
 @_alias("gelu_tanh_and_mul")
 def gelu_tanh_and_mul(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
-    """`moe_activation` with "gelu_tanh". vLLM's operator of the same name takes `out` first."""
+    """Run `moe_activation` with "gelu_tanh". vLLM's operator takes `out` first."""
     return moe_activation(x, "gelu_tanh", out=out)
 
 
@@ -210,25 +205,25 @@ def swigluoai_and_mul(
     interleaved: bool = False,
     out: AnyArray | None = None,
 ) -> AnyArray:
-    """`moe_activation` with "swigluoai", the activation of gpt-oss.
+    """Run `moe_activation` with "swigluoai", the activation of gpt-oss.
 
-    Without `interleaved` the gate and the up projection are the two halves of a row. vLLM's operator of the same name
-    takes `out` first, and its projections are always interleaved.
+    `alpha`, `limit` and `interleaved` are as in `moe_activation`. vLLM's operator takes `out` first, and is always
+    interleaved.
     """
     return moe_activation(x, "swigluoai", alpha=alpha, limit=limit, interleaved=interleaved, out=out)
 
 
 @_alias("relu2_and_mul")
 def relu2_and_mul(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
-    """`moe_activation` with "relu2"."""
+    """Run `moe_activation` with "relu2"."""
     return moe_activation(x, "relu2", out=out)
 
 
 @_alias("mul_and_silu")
 def mul_and_silu(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
-    """`silu_and_mul` with the halves of a row exchanged: x[..., :inter] * silu(x[..., inter:]).
+    """Run `silu_and_mul` with the halves of a row exchanged: x[..., :inter] * silu(x[..., inter:]).
 
-    Arguments, results and errors are as in `moe_activation`. vLLM's operator of the same name takes `out` first.
+    All else is as in `moe_activation`. vLLM's operator takes `out` first.
     """
     return _gated(x, "silu", None, out, gate_last=True)
 
@@ -252,24 +247,16 @@ def add_bias_act(
         relu        max(z, 0)
         gelu_quick  z * sigmoid(1.702 * z)
 
-    These are the activations of encoders and of decoders without a gate: BERT has gelu, GPT-2 gelu_tanh, Marian silu.
-
     Args:
-        x: [..., inter], float32, float16 or bfloat16; rows may be strided, with one stride for all.
+        x: [..., inter], float32, float16 or bfloat16; rows at a constant stride.
         bias: [inter], in the dtype of `x`; None: 0.
         activation: one of the names above.
         out: an array to write into and return; may be `x` itself.
-        variant: "auto", or a kernel by name: "vector" (16 bytes at a time; needs aligned rows) or "scalar". Both give
-            the same bits.
+        variant: as in `moe_activation`. The errors are the same.
 
     Returns:
-        [..., inter], in the dtype and library and on the device of `x`, computed in float32 and rounded once. In
-        float32, gelu is accurate to a few units in the last place, also near 0. NaN stays NaN. Arrays in host memory go
-        through the NumPy reference.
-
-    Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
+        [..., inter], in the dtype and library and on the device of `x`, computed in float32 and rounded once. NaN stays
+        NaN.
 
     FasterTransformer's kernel has the same name.
     """
@@ -309,38 +296,31 @@ def add_bias_act(
 def bias_gelu(
     x: AnyArray, bias: AnyArray | None, *, approximate: str = "none", out: AnyArray | None = None
 ) -> AnyArray:
-    """`add_bias_act` with "gelu", or with "gelu_tanh" if `approximate` is "tanh".
-
-    `approximate` has the values and the meaning of `torch.nn.functional.gelu`.
-    """
+    """Run `add_bias_act` with "gelu", or with "gelu_tanh" if `approximate` is "tanh" (`torch.nn.functional.gelu`)."""
     check.one_of("approximate", approximate, _APPROXIMATE)
     return add_bias_act(x, bias, _APPROXIMATE[approximate], out=out)
 
 
 def _without_bias(name: str) -> Callable[[_F], _F]:
-    """Declare a public function that computes a single activation without a gate."""
     return op(getattr(twin, name), "activated", _as_given)
 
 
 @_without_bias("gelu_new")
 def gelu_new(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
-    """`add_bias_act` with "gelu_tanh" and no bias. vLLM's operator of the same name takes `out` first.
+    """Run `add_bias_act` with "gelu_tanh" and no bias. vLLM's operator takes `out` first.
 
-    vLLM rounds the cube, the tanh and the sum to the dtype of `x`. Here only the result is rounded.
+    Only the result is rounded to the dtype of `x`. vLLM also rounds the cube, the tanh and the sum.
     """
     return add_bias_act(x, None, "gelu_tanh", out=out)
 
 
 @_without_bias("gelu_fast")
 def gelu_fast(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
-    """`gelu_new` under another name, for tanh(sqrt(2 / pi) * x * (1 + 0.044715 * x**2)), which is the same formula.
-
-    vLLM's operator of the same name takes `out` first.
-    """
+    """Run `gelu_new` under another name: the formulas are equal. vLLM's operator takes `out` first."""
     return add_bias_act(x, None, "gelu_tanh", out=out)
 
 
 @_without_bias("gelu_quick")
 def gelu_quick(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
-    """`add_bias_act` with "gelu_quick" and no bias (CLIP). vLLM's operator of the same name takes `out` first."""
+    """Run `add_bias_act` with "gelu_quick" and no bias (CLIP). vLLM's operator takes `out` first."""
     return add_bias_act(x, None, "gelu_quick", out=out)

@@ -1,7 +1,4 @@
-"""The activations of a feed-forward layer, with a gate or with a bias, in NumPy.
-
-`cukern.ops.moe_activation` has checked the arguments.
-"""
+"""Gated and biased activations of a feed-forward layer, in NumPy."""
 
 from __future__ import annotations
 
@@ -14,28 +11,25 @@ from numpy.typing import NDArray
 from cukern.runtime.activation import ALPHA, LIMIT, is_gated
 from cukern.runtime.tolerance import Tolerance
 
-#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
-    # The kernel approximates exp2, the reciprocal and erf. The total relative error is about 2**-21. The rounding of
-    # exp2's argument adds an error that grows with the argument. Where erf is near -1, the reference loses bits in
-    # `1 + erf`: the reference has an error of 2**-26 times `gate * up`, which is at most 60 in the tests, and the
-    # kernel's polynomial has an error of at most 2**-24 times `up`. A value near a rounding boundary of float16 or
-    # bfloat16 may round the other way.
+    # The kernel approximates exp2, the reciprocal and erf; their total relative error is about 2**-21. Rounding exp2's
+    # argument adds an error that grows with the argument. Where erf is near -1, the reference's `1 + erf` has an error
+    # of 2**-26 times `gate * up`, which is at most 60 in the tests. The kernel's polynomial then has an error of at
+    # most 2**-24 times `up`.
     "out": {
         "float32": Tolerance(relative=2e-5, absolute=5e-6),
         "float16": Tolerance(relative=2**-10, absolute=5e-6),
         "bfloat16": Tolerance(relative=2**-7, absolute=5e-6),
     },
-    # For float32 arrays the kernel uses CUDA's accurate functions. The argument of exp is at most 88, and is rounded a
-    # few times. For 16-bit arrays the kernel uses the same fast approximations as the gated activations; the error of
-    # gelu for a negative argument is at most 2.3e-8. A float16 or bfloat16 value near a rounding boundary, also a
-    # subnormal value, may round the other way.
+    # For float32 the kernel uses CUDA's accurate functions; exp's argument is at most 88 and rounded a few times. For
+    # 16 bits it uses the approximations of the gated activations; gelu's error for a negative argument is at most
+    # 2.3e-8. A subnormal 16-bit value near a rounding boundary may round the other way.
     "biased": {
         "float32": Tolerance(relative=3e-5, absolute=1e-37),
         "float16": Tolerance(relative=2**-10, absolute=9e-8),
         "bfloat16": Tolerance(relative=2**-7, absolute=3e-8),
     },
-    # The kernel multiplies by CUDA's normcdff, which is accurate to five units in the last place.
+    # CUDA's normcdff is accurate to five units in the last place.
     "gelu": {"float32": Tolerance(relative=1e-6, absolute=1e-37)},
 }
 
@@ -48,8 +42,7 @@ _erfc = np.vectorize(math.erfc, otypes=[np.float64])
 def sides(x: Array, interleaved: bool) -> tuple[Array, Array]:
     """Split rows [..., 2 * inter] into gates and ups, [..., inter] each.
 
-    The gates are the first half of a row, and the ups the second half. With `interleaved` the gates are the even
-    columns, and the ups the odd columns.
+    The gates are the first half of a row, or the even columns if `interleaved`.
     """
     if interleaved:
         return x[..., ::2], x[..., 1::2]
@@ -58,7 +51,7 @@ def sides(x: Array, interleaved: bool) -> tuple[Array, Array]:
 
 
 def activate_sums(name: str | None, sums: Array, alpha: float, limit: float, interleaved: bool) -> Array:
-    """Apply the activation `name`, or none for None, to float32 sums. A gated activation halves the columns."""
+    """Apply an activation (None: none) to float32 sums. A gated activation halves the columns."""
     if name is None:
         return sums
     if not is_gated(name):
@@ -67,7 +60,6 @@ def activate_sums(name: str | None, sums: Array, alpha: float, limit: float, int
 
 
 def activate(name: str, gate: Array, up: Array, alpha: float = ALPHA, limit: float = LIMIT) -> Array:
-    """Apply the gated activation `name` to float32 gates and ups, in float32. Raises KeyError for an unknown name."""
     one, half = np.float32(1), np.float32(0.5)
     gate, up = gate.astype(np.float32), up.astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -77,7 +69,7 @@ def activate(name: str, gate: Array, up: Array, alpha: float = ALPHA, limit: flo
             return half * gate * (one + _erf(gate * np.float32(math.sqrt(0.5)))) * up
         if name == "gelu_tanh":
             inner = np.float32(math.sqrt(2 / math.pi)) * (gate + np.float32(0.044715) * gate * gate * gate)
-            # 1 / (1 + exp(-2 z)) equals (1 + tanh(z)) / 2, but does not lose bits where tanh is near -1.
+            # Equal to (1 + tanh(z)) / 2, without losing bits where tanh is near -1.
             return gate / (one + np.exp(-2 * inner)) * up
         if name == "swigluoai":
             gate, up = np.minimum(gate, np.float32(limit)), np.clip(up, np.float32(-limit), np.float32(limit))
@@ -89,10 +81,7 @@ def activate(name: str, gate: Array, up: Array, alpha: float = ALPHA, limit: flo
 
 
 def valid_rows(shape: tuple[int, ...], expert_num_tokens: Array | None) -> Array:
-    """Return which rows of an array of `shape` contain tokens, as a bool array.
-
-    These are all rows, or with `expert_num_tokens` the first `expert_num_tokens[e]` rows of each expert e.
-    """
+    """Return which rows contain tokens: the first `expert_num_tokens[e]` of each expert, or all rows if it is None."""
     if expert_num_tokens is None:
         return np.ones(shape[:-1], bool)
     return np.arange(shape[1]) < expert_num_tokens[:, None]
@@ -108,7 +97,6 @@ def moe_activation(
     expert_num_tokens: Array | None = None,
     out: Array | None = None,
 ) -> Array:
-    """See `cukern.moe_activation`."""
     inter = x.shape[-1] // 2
     if out is None:
         out = np.zeros((*x.shape[:-1], inter), x.dtype)
@@ -119,46 +107,40 @@ def moe_activation(
 
 
 def silu_and_mul(x: Array, *, out: Array | None = None) -> Array:
-    """See `cukern.silu_and_mul`."""
     return moe_activation(x, "silu", out=out)
 
 
 def gelu_and_mul(x: Array, *, out: Array | None = None) -> Array:
-    """See `cukern.gelu_and_mul`."""
     return moe_activation(x, "gelu", out=out)
 
 
 def gelu_tanh_and_mul(x: Array, *, out: Array | None = None) -> Array:
-    """See `cukern.gelu_tanh_and_mul`."""
     return moe_activation(x, "gelu_tanh", out=out)
 
 
 def swigluoai_and_mul(
     x: Array, alpha: float = ALPHA, limit: float = LIMIT, *, interleaved: bool = False, out: Array | None = None
 ) -> Array:
-    """See `cukern.swigluoai_and_mul`."""
     return moe_activation(x, "swigluoai", alpha=alpha, limit=limit, interleaved=interleaved, out=out)
 
 
 def relu2_and_mul(x: Array, *, out: Array | None = None) -> Array:
-    """See `cukern.relu2_and_mul`."""
     return moe_activation(x, "relu2", out=out)
 
 
 def mul_and_silu(x: Array, *, out: Array | None = None) -> Array:
-    """See `cukern.mul_and_silu`."""
     return moe_activation(np.roll(x, x.shape[-1] // 2, axis=-1), "silu", out=out)
 
 
 def add_bias_act(x: Array, bias: Array | None, activation: str = "gelu") -> Array:
-    """See `cukern.add_bias_act`. Sums are in float32, and the activation is computed in float64."""
+    """Add in float32, activate in float64."""
     with np.errstate(over="ignore", invalid="ignore"):
         z = x.astype(np.float32)
         if bias is not None:
             z = z + bias.astype(np.float32)
         wide = z.astype(np.float64)
         if activation == "gelu":
-            # Unlike 1 + erf, erfc does not lose bits where erf is near -1.
+            # Unlike 1 + erf, erfc keeps its bits where erf is near -1.
             y = 0.5 * wide * _erfc(wide * -math.sqrt(0.5))
         elif activation == "gelu_tanh":
             y = wide / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))
@@ -172,20 +154,16 @@ def add_bias_act(x: Array, bias: Array | None, activation: str = "gelu") -> Arra
 
 
 def bias_gelu(x: Array, bias: Array | None, *, approximate: str = "none") -> Array:
-    """See `cukern.bias_gelu`."""
     return add_bias_act(x, bias, "gelu_tanh" if approximate == "tanh" else "gelu")
 
 
 def gelu_new(x: Array) -> Array:
-    """See `cukern.gelu_new`."""
     return add_bias_act(x, None, "gelu_tanh")
 
 
 def gelu_fast(x: Array) -> Array:
-    """See `cukern.gelu_fast`."""
     return add_bias_act(x, None, "gelu_tanh")
 
 
 def gelu_quick(x: Array) -> Array:
-    """See `cukern.gelu_quick`."""
     return add_bias_act(x, None, "gelu_quick")
