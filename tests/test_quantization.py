@@ -372,7 +372,7 @@ def test_the_rows_decide_no_kernel(way: str) -> None:
         found = steps(rows)
         assert [step.variant for step in found] == first
         for fields in (step.fields for step in found):
-            assert fields["units"] == rows * k // 4 if "units" in fields else fields["in"][3] == rows
+            assert fields["vectors"] == rows * k // 4 if "vectors" in fields else fields["in"][3] == rows
 
 
 @pytest.mark.parametrize("shape", [(768,), (1, 768), (5, 768), (2, 5, 768), (0, 768), (3, 0)])
@@ -396,7 +396,7 @@ def test_what_is_given_is_written(pretended: PretendedGPU) -> None:  # noqa: F81
         assert found[0] is q and found[1] is s
         fields = pretended.launches[-1].fields
         assert [fields["in"]["x"], fields["in"]["counts"], fields["q"]] == [y.data_ptr() for y in (x, counts, q)]
-        assert (fields["scales"]["to"], fields["scales"]["expert_stride"]) == (s.data_ptr(), 2 * tokens)
+        assert (fields["scales"]["out"], fields["scales"]["expert_stride"]) == (s.data_ptr(), 2 * tokens)
         assert fields["in"]["max_tokens"] == tokens
         cukern.scaled_fp8_quant(x, None, None, scale, expert_num_tokens=counts)
         first, second = pretended.launches[-2:]

@@ -1,9 +1,8 @@
-// Compute the offset of the scale of a row, or of a group within a row.
 #pragma once
 #include "quantization/load.cuh"
 
 struct Scales {
-    float* to; // [experts, max_tokens, groups], with any strides
+    float* out; // [experts, max_tokens, groups], with any strides
     long long expert_stride;
     long long row_stride;
     long long group_stride;

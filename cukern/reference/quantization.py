@@ -1,7 +1,7 @@
-"""Quantization to 8 and 4 bits, in NumPy. `cukern.ops.quantization` has checked the arguments.
+"""Quantization to 8 and 4 bits, in NumPy.
 
-All arithmetic is IEEE float32, so the kernels give the same bits. Only results with a fused activation may differ,
-because the kernels approximate the activation.
+All arithmetic is float32. The results have the same bits as in the kernels, except after a fused activation, which the
+kernels approximate.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from cukern.formats.quantized import MXFP4_GROUP, NVFP4_GROUP, SMALLEST, SMALLES
 from cukern.reference.moe_activation import activate, valid_rows
 from cukern.runtime.tolerance import Tolerance
 
-#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
-    # The kernels and the reference do the same IEEE operations in the same order. All NaN compare equal.
+    # The kernels do the same operations in the same order. All NaN compare equal.
     "quantized": {"float8_e4m3fn": Tolerance(relative=0, absolute=0)},
     "scales": {"float32": Tolerance(relative=0, absolute=0)},
     "numbers": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=0, absolute=0)),
-    # The error of a fused activation changes the scale of its group, and may move a quotient over a rounding boundary.
-    # The result is then the neighbouring FP8 value. It differs by at most 2**-3 of the value, as FP8 has three mantissa
-    # bits, or by 2**-9 for subnormal values.
+    # The error of a fused activation changes its group's scale, and may move a quotient to the neighbouring FP8 value:
+    # by at most 2**-3 of the value (three mantissa bits), or 2**-9 for subnormal values.
     "activated": {"float8_e4m3fn": Tolerance(relative=2**-3, absolute=2**-9)},
     "activated_scales": {"float32": Tolerance(relative=2e-5, absolute=0)},
 }
@@ -33,9 +31,9 @@ Array = NDArray[Any]
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 INT8 = np.dtype(np.int8)
-#: The largest value of each format. The scale of a row or group maps the largest magnitude to this value.
+#: The scale of a row or group maps its largest magnitude to this value.
 LARGEST = {E4M3: np.float32(448), INT8: np.float32(127)}
-#: The e2m1 values, indexed by code. Codes from 8 on are negative.
+#: e2m1 values by code. Codes from 8 on are negative.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
@@ -44,14 +42,14 @@ def _number(scale: Any) -> np.float32:
 
 
 def _largest(x: Array) -> Array:
-    """Return the largest magnitude along the last axis, which is kept with size 1. NaN is ignored."""
+    """Return the largest magnitude along the last axis, kept with size 1. NaN is ignored."""
     return np.fmax.reduce(np.abs(x), axis=-1, keepdims=True, initial=0)
 
 
 def _quantized(x: Array, scale: Any, dtype: np.dtype[Any], azp: Any = None, truncate: bool = False) -> Array:
-    """Return round(x / scale) + azp, saturated. Ties round to even.
+    """Return round(x / scale) + azp, saturated. Ties round to even; with `truncate`, int8 values round toward zero.
 
-    NaN becomes 0x7f in FP8, and azp in int8. With `truncate`, int8 rounds toward zero instead.
+    NaN becomes 0x7f in FP8, and azp in int8.
     """
     with np.errstate(all="ignore"):
         quotient = x.astype(np.float32) / scale
@@ -73,7 +71,7 @@ def _power_of_two(scale: Array) -> Array:
 def _by_groups(
     x: Array, group_size: int, eps: float | np.float32, use_ue8m0: bool, dtype: np.dtype[Any], truncate: bool = False
 ) -> tuple[Array, Array]:
-    """Return the quantized rows [rows, k] and the scale of each group, [rows, k / group_size]."""
+    """Return the quantized rows [rows, k] and group scales [rows, k / group_size]."""
     groups = x.astype(np.float32).reshape(len(x), x.shape[1] // group_size, group_size)
     scales = np.maximum(_largest(groups), np.float32(eps)) / LARGEST[dtype]
     if use_ue8m0:
@@ -84,7 +82,7 @@ def _by_groups(
 def _results(
     shape: tuple[int, ...], scales: tuple[int, ...], dtype: np.dtype[Any], out_q: Array | None, out_s: Array | None
 ) -> tuple[Array, Array]:
-    """Return the output arrays: `out_q` and `out_s` if given, else new arrays. A uint8 `out_q` gets the FP8 bytes."""
+    """Return `out_q` (float8 or its bytes) and `out_s`. Replace an array that is None by a new array."""
     q = np.zeros(shape, dtype) if out_q is None else out_q
     return q, np.zeros(scales, np.float32) if out_s is None else out_s
 
@@ -99,7 +97,6 @@ def scaled_fp8_quant(
     *,
     expert_num_tokens: Array | None = None,
 ) -> tuple[Array, Array]:
-    """See `cukern.scaled_fp8_quant`."""
     rows = max(num_token_padding or 0, len(input))
     if output is None:
         output = np.zeros((rows, *input.shape[1:]), E4M3)
@@ -161,7 +158,6 @@ def per_token_group_quant_fp8(
     out_q: Array | None = None,
     out_s: Array | None = None,
 ) -> tuple[Array, Array]:
-    """See `cukern.per_token_group_quant_fp8`."""
     options = column_major_scales, use_ue8m0, expert_num_tokens, out_q, out_s
     return _per_token_group_quant(x, group_size, eps, *options, E4M3)
 
@@ -177,7 +173,6 @@ def per_token_group_quant_int8(
     out_q: Array | None = None,
     out_s: Array | None = None,
 ) -> tuple[Array, Array]:
-    """See `cukern.per_token_group_quant_int8`."""
     options = column_major_scales, False, expert_num_tokens, out_q, out_s
     return _per_token_group_quant(x, group_size, eps, *options, INT8, truncate)
 
@@ -185,7 +180,6 @@ def per_token_group_quant_int8(
 def scaled_int8_quant(
     input: Array, scale: Any = None, azp: Any = None, symmetric: bool = True
 ) -> tuple[Array, Array, Array | None]:
-    """See `cukern.scaled_int8_quant`."""
     x = input.astype(np.float32)
     if scale is not None:
         zero = None if azp is None else np.full(1, np.asarray(azp).reshape(()), np.int32)
@@ -198,9 +192,8 @@ def scaled_int8_quant(
         low = np.fmin.reduce(x, axis=-1, keepdims=True, initial=np.inf)
         high = np.fmax.reduce(x, axis=-1, keepdims=True, initial=-np.inf)
         low, high = np.where(low > high, np.float32(0), low), np.where(low > high, np.float32(0), high)
-        # If the elements of a row are nearly equal, the range is tiny. The scale is therefore at least
-        # `largest * 2**-22`, so that |x / scale| <= 2**22, where float32 can represent all integers. Half the range is
-        # computed, because `high - low` may overflow float32.
+        # A row of nearly equal elements has a tiny range. A scale of at least `largest * 2**-22` keeps |x / scale| <=
+        # 2**22, where float32 represents all integers. `high - low` may overflow, so half the range is computed.
         half_range = high * np.float32(0.5) - low * np.float32(0.5)
         scales = np.maximum(half_range / np.float32(127.5), largest * np.float32(2**-22))
         zeros = np.rint(np.float32(-128) - low / scales)
@@ -219,7 +212,6 @@ def silu_and_mul_quant(
     out_q: Array | None = None,
     out_s: Array | None = None,
 ) -> tuple[Array, Array]:
-    """See `cukern.silu_and_mul_quant`."""
     inter = x.shape[-1] // 2
     groups = 1 if group_size is None else inter // group_size
     q, s = _results((*x.shape[:-1], inter), (1,) if scale is not None else (*x.shape[:-1], groups), E4M3, out_q, out_s)
@@ -239,14 +231,14 @@ def silu_and_mul_quant(
 
 
 def _packed(x: Array, factor: Array) -> Array:
-    """Round x * factor to e2m1, and pack two codes into a byte, the first code into the low half.
+    """Round x * factor to e2m1 (ties to the even code), and pack two codes per byte, the first in the low half.
 
-    Values round to the nearest e2m1 value; ties round to the even code. Magnitudes above 6 become 6, and NaN becomes 0.
+    Magnitudes above 6 become 6, and NaN becomes 0.
     """
     with np.errstate(all="ignore"):
         magnitude = np.abs(x * factor)
     magnitude = np.minimum(np.nan_to_num(magnitude, nan=0, posinf=6), 6)
-    # e2m1 values are 0.5 apart up to 2, 1 apart from 2 to 4, and 2 apart from 4 on.
+    # e2m1 values are 0.5 apart up to 2, 1 apart up to 4, then 2 apart.
     high = np.where(magnitude < 4, np.rint(magnitude) + 2, np.rint(magnitude / 2) + 4)
     code = np.where(magnitude < 2, np.rint(magnitude * 2), high).astype(np.uint8)
     code |= np.signbit(x).astype(np.uint8) << 3
@@ -254,9 +246,8 @@ def _packed(x: Array, factor: Array) -> Array:
 
 
 def quantize_mxfp4(x: Array) -> tuple[Array, Array]:
-    """See `cukern.quantize_mxfp4`."""
     groups = np.ascontiguousarray(x.astype(np.float32)).reshape(*x.shape[:-1], x.shape[-1] // MXFP4_GROUP, MXFP4_GROUP)
-    # Without the sign bit, the bit patterns of float32 values sort like the values, with infinity and NaN last.
+    # Without the sign bit, float32 bit patterns sort like the values, with infinity and NaN last.
     largest = (groups.view(np.uint32) & np.uint32(0x7FFFFFFF)).max(axis=-1, keepdims=True)
     number = largest < 0x7F800000
     exponent = np.clip((largest >> 23).astype(np.int32) - 2, 0, 254)
@@ -266,13 +257,11 @@ def quantize_mxfp4(x: Array) -> tuple[Array, Array]:
 
 
 def dequantize_mxfp4(packed: Array, scale: Array, dtype: str = "bfloat16") -> Array:
-    """See `cukern.dequantize_mxfp4`."""
     factor = scale.view(np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
     return _unpacked(packed, factor, MXFP4_GROUP, dtype)
 
 
 def scaled_fp4_quant(input: Array, input_global_scale: Any) -> tuple[Array, Array]:
-    """See `cukern.scaled_fp4_quant`."""
     groups = input.astype(np.float32).reshape(*input.shape[:-1], input.shape[-1] // NVFP4_GROUP, NVFP4_GROUP)
     global_scale = _number(input_global_scale)
     with np.errstate(all="ignore"):
@@ -283,14 +272,13 @@ def scaled_fp4_quant(input: Array, input_global_scale: Any) -> tuple[Array, Arra
 
 
 def dequantize_nvfp4(packed: Array, scale: Array, global_scale: Any, dtype: str = "bfloat16") -> Array:
-    """See `cukern.dequantize_nvfp4`."""
     with np.errstate(all="ignore"):
         factor = scale.view(np.uint8).view(E4M3).astype(np.float32) / _number(global_scale)
     return _unpacked(packed, factor, NVFP4_GROUP, dtype)
 
 
 def _unpacked(packed: Array, factor: Array, group_size: int, dtype: str) -> Array:
-    """Unpack the e2m1 values, multiply each value by the factor of its group, and round once."""
+    """Unpack e2m1 values, multiply by their group's factor, and round once."""
     numbers = E2M1[np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], packed.shape[-1] * 2)]
     with np.errstate(all="ignore"):
         product = numbers * factor.repeat(group_size, axis=-1)

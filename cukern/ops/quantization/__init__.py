@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 FP8 = "float8_e4m3fn"
-#: The smallest allowed `eps`, the lower limit of max |x|. If a scale were smaller, x / scale might be rounded wrongly.
+#: The smallest `eps`: with smaller scales, x / scale might be rounded wrongly.
 MIN_EPS = 1e-20
 _ONE = "a number or a float32 array of one element"
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -70,33 +70,30 @@ def scaled_fp8_quant(
 ) -> tuple[AnyArray, AnyArray]:
     """Quantize to FP8 (e4m3) with one given scale, one computed scale, or a computed scale for each token.
 
-        largest = min(max |input|, scale_ub), over the whole input or over a token; NaN is left out
+        largest = min(max |input|, scale_ub); max |input| is over the whole input or over a token, without NaN
         scale   = max(largest, 1 / 512) / 448
         out     = e4m3(input / scale), rounded to nearest (ties to even), saturated to +-448; NaN stays NaN
 
     Args:
-        input: [tokens, ..., hidden], float32, float16 or bfloat16; rows may be strided, with one stride for all.
-        scale: a number, or a float32 array of one element on the device of `input`. It replaces the computed scale.
-        num_token_padding: the minimum number of rows of `out`, and of the scales if each token has one. Rows past the
-            tokens are undefined.
+        input: [tokens, ..., hidden], float32, float16 or bfloat16; rows at a constant stride.
+        scale: a number, or a float32 array of one element, instead of a computed scale.
+        num_token_padding: the minimum number of rows of the results. Rows past the tokens are undefined.
         scale_ub: a number, or a float32 array of one element: an upper bound for `largest`.
         use_per_token_if_dynamic: without a scale, compute one for each token.
-        output: an array to write into and return, float8_e4m3fn, or uint8 for its bytes.
+        output: an array to write into and return, float8_e4m3fn or uint8.
         expert_num_tokens: int32 [experts], for input of [experts, max_tokens, hidden]: the tokens of each expert. Rows
-            past them are neither read nor written, and do not affect the scale.
-        variant: "auto", or a kernel by name: "vector" (8 elements at a time; needs aligned rows) or "scalar". Both give
-            the same bits.
+            past them are neither read nor written.
+        variant: "auto", "vector" (8 elements at a time; needs aligned rows) or "scalar". All give the same bits.
 
     Returns:
-        out [tokens, ..., hidden] in float8_e4m3fn (uint8 in CuPy), and the scale, float32 [1] or [tokens, ..., 1]. A
-        scale that the caller gives is returned as a new array. `out * scale` approximates the input. Arrays in host
-        memory go through the NumPy reference.
+        out [tokens, ..., hidden] in float8_e4m3fn (uint8 in CuPy), and the scale, float32 [1] or [tokens, ..., 1], as a
+        new array. `out * scale` approximates the input.
 
     Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
+        TypeError: an unsupported dtype, or mixed libraries.
+        ValueError: unsupported shapes, strides, devices or sizes.
 
-    The function, its arguments and their order are vLLM's `scaled_fp8_quant`.
+    The interface is vLLM's `scaled_fp8_quant`.
     """
     expect_array("input", input, DTYPES)
     rows = rows_of("input", input, expert_num_tokens)
@@ -116,11 +113,11 @@ def scaled_fp8_quant(
     q, s = outputs((output, None), input, "input", *results, names=("output", ""))
     if input.on_host:
         return run_twin(variant, VARIANTS)
-    of = Input("input", input, rows, variant)
+    source = Input("input", input, rows, variant)
     if given is None and use_per_token_if_dynamic:
-        launches.quantize_groups(of, "E4M3", 0, q, s, float(SMALLEST_FP8), upper=upper)
+        launches.quantize_groups(source, "E4M3", 0, q, s, float(SMALLEST_FP8), upper=upper)
     else:
-        launches.quantize_tensor(of, "E4M3", q, s, given, upper=upper)
+        launches.quantize_tensor(source, "E4M3", q, s, given, upper=upper)
     return q, s
 
 
@@ -137,7 +134,6 @@ def _group_results(dtype: str) -> Any:
 
 
 def _group_op(function: Any, dtype: str) -> Callable[[_F], _F]:
-    """Declare a function that quantizes groups."""
     return op(function, "x_q, x_s", _group_results(dtype))
 
 
@@ -150,9 +146,9 @@ def _group_size(group_size: Any, k: int) -> int:
 
 def _per_token_group_quant(
     x: Any, group_size: int, eps: float, column_major_scales: bool, use_ue8m0: bool, expert_num_tokens: Any,
-    out_q: Any, out_s: Any, variant: str, form: str,
+    out_q: Any, out_s: Any, variant: str, fmt: str,
 ) -> tuple[Any, Any]:  # fmt: skip
-    dtype = FP8 if form == "E4M3" else "int8"
+    dtype = FP8 if fmt == "E4M3" else "int8"
     expect_array("x", x, DTYPES)
     rows = rows_of("x", x, expert_num_tokens)
     group_size = _group_size(group_size, rows.size)
@@ -164,8 +160,10 @@ def _per_token_group_quant(
     q, s = outputs((out_q, out_s), x, "x", *results, names=("out_q", "out_s"))
     if x.on_host:
         return run_twin(variant, VARIANTS)
-    of = Input("x", x, rows, variant)
-    launches.quantize_groups(of, form, group_size, q, s, eps, power_of_two=use_ue8m0, column_major=column_major_scales)
+    source = Input("x", x, rows, variant)
+    launches.quantize_groups(
+        source, fmt, group_size, q, s, eps, power_of_two=use_ue8m0, column_major=column_major_scales
+    )
     return q, s
 
 
@@ -184,32 +182,25 @@ def per_token_group_quant_fp8(
 ) -> tuple[AnyArray, AnyArray]:
     """Quantize to FP8 (e4m3) with a scale for each group of neighbouring elements of a token.
 
-        scale = max(max |x|, eps) / 448, over a group; NaN is left out
+        scale = max(max |x|, eps) / 448; max |x| is over a group, without NaN
         x_q   = e4m3(x / scale), rounded to nearest (ties to even), saturated to +-448; NaN stays NaN
 
     Args:
-        x: [..., k], float32, float16 or bfloat16; rows may be strided, with one stride for all.
+        x: [..., k], float32, float16 or bfloat16; rows at a constant stride.
         group_size: divides k; powers of two from 8 to 256 are fast.
-        eps: the smallest number that is used as max |x| of a group, at least 1e-20.
-        column_major_scales: store the scales of neighbouring tokens side by side: x_s is a transposed view of an array
-            [..., k / group_size, tokens].
+        eps: lower limit of max |x|, at least 1e-20.
+        column_major_scales: make x_s a transposed view of an array [..., k / group_size, tokens].
         use_ue8m0: round the scales up to powers of two.
         expert_num_tokens: int32 [experts], for x of [experts, max_tokens, k]: the tokens of each expert. Rows past
             them are neither read nor written.
-        out_q, out_s: arrays to write into and return; out_q float8_e4m3fn, or uint8 for its bytes.
-        variant: "auto", or a kernel by name: "vector" (8 elements at a time; needs aligned rows) or "scalar". Both give
-            the same bits.
+        out_q, out_s: arrays to write into and return; out_q float8_e4m3fn or uint8.
+        variant: as in `scaled_fp8_quant`. The errors are the same.
 
     Returns:
-        x_q [..., k] in float8_e4m3fn (uint8 in CuPy), and x_s float32 [..., k / group_size]. Arrays in host memory go
-        through the NumPy reference.
+        x_q [..., k] in float8_e4m3fn (uint8 in CuPy), and x_s float32 [..., k / group_size].
 
-    Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
-
-    The function, its arguments and their order are vLLM's `per_token_group_quant_fp8`. One scale for each group of
-    1 x 128 elements is from the DeepSeek-V3 technical report (arXiv:2412.19437, section 3.3).
+    The interface is vLLM's `per_token_group_quant_fp8`. Groups of 1 x 128 elements are from the DeepSeek-V3 technical
+    report (arXiv:2412.19437, section 3.3).
     """
     options = column_major_scales, use_ue8m0, expert_num_tokens, out_q, out_s, variant
     return _per_token_group_quant(x, group_size, eps, *options, "E4M3")
@@ -230,15 +221,14 @@ def per_token_group_quant_int8(
 ) -> tuple[AnyArray, AnyArray]:
     """Quantize to int8 with a scale for each group of neighbouring elements of a token: max(max |x|, eps) / 127.
 
-    Arguments, results and errors are as in `per_token_group_quant_fp8`, with two differences: x_q is int8, rounded to
-    nearest (ties to even), and NaN becomes 0.
+    Arguments, results and errors are as in `per_token_group_quant_fp8`, but x_q is int8, and NaN becomes 0.
 
     Args:
-        truncate: round x_q towards zero, as the functions of vLLM and SGLang do. The error is then at most one scale.
-            With rounding to nearest it is at most half a scale.
+        truncate: round x_q towards zero, as vLLM and SGLang do. The error is then up to one scale instead of half a
+            scale.
     """
     options = column_major_scales, False, expert_num_tokens, out_q, out_s, variant
-    return _per_token_group_quant(x, group_size, eps, *options, "INT8_CUT" if truncate else "INT8")
+    return _per_token_group_quant(x, group_size, eps, *options, "INT8_TRUNCATE" if truncate else "INT8")
 
 
 def _scaled_int8_results(
@@ -269,29 +259,22 @@ def scaled_int8_quant(
         otherwise   scale = max((max input - min input) / 255, max(max |input|, 1e-10) / 2**22),
                     azp = round(-128 - min input / scale)
 
-    In the asymmetric scale, the term with 2**22 matters if all elements of a token are nearly equal. It keeps
-    input / scale small enough that float32 represents the rounded quotient exactly. The scale of finite elements is
-    finite, even if max - min exceeds the largest float32. Rounding is to nearest, ties to even. NaN does not affect the
-    scale, and is quantized like 0.
+    Because of the term with 2**22, input / scale is so small that float32 represents the rounded quotient exactly. The
+    scale of finite elements is finite. Rounding is to nearest, ties to even. NaN does not affect the scale, and is
+    quantized like 0.
 
     Args:
-        input: [..., hidden], float32, float16 or bfloat16; rows may be strided, with one stride for all.
-        scale: a number, or a float32 array of one element on the device of `input`.
+        input: [..., hidden], float32, float16 or bfloat16; rows at a constant stride.
+        scale: a number, or a float32 array of one element.
         azp: the zero point, an int32 array of one element; only with a given scale and symmetric=False.
-        symmetric: True uses no zero point; False uses one.
-        variant: "auto", or a kernel by name: "vector" (8 elements at a time; needs aligned rows) or "scalar". Both give
-            the same bits.
+        symmetric: True: without a zero point.
+        variant: as in `scaled_fp8_quant`. The errors are the same.
 
     Returns:
         out int8 [..., hidden], the scale, float32 [1] or [..., 1], and the zero point, int32 in the same shape, or
-        None. A scale or zero point that the caller gives is returned as a new array. `(out - azp) * scale` approximates
-        the input. Arrays in host memory go through the NumPy reference.
+        None. Scale and zero point are new arrays. `(out - azp) * scale` approximates the input.
 
-    Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
-
-    The function, its arguments and their order are vLLM's `scaled_int8_quant`.
+    The interface is vLLM's `scaled_int8_quant`.
     """
     expect_array("input", input, DTYPES)
     rows = rows_of("input", input)
@@ -308,11 +291,11 @@ def scaled_int8_quant(
     q, s, zero = outputs(None, input, "input", *_scaled_int8_results(input, scale, azp, symmetric))
     if input.on_host:
         return run_twin(variant, VARIANTS)
-    of, form = Input("input", input, rows, variant), "INT8" if symmetric else "INT8_AZP"
+    source, fmt = Input("input", input, rows, variant), "INT8" if symmetric else "INT8_AZP"
     if given is not None:
-        launches.quantize_tensor(of, form, q, s, given, azp=azp, azp_out=zero)
+        launches.quantize_tensor(source, fmt, q, s, given, azp=azp, azp_out=zero)
     else:
-        launches.quantize_groups(of, form, 0, q, s, float(SMALLEST), azp=zero)
+        launches.quantize_groups(source, fmt, 0, q, s, float(SMALLEST), azp=zero)
     return q, s, zero
 
 
@@ -345,31 +328,21 @@ def silu_and_mul_quant(
     out_s: WrittenArray | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:
-    """Compute a gated activation in float32 and quantize it to FP8 (e4m3), without rounding it to the dtype first.
+    """Compute a gated activation in float32, and quantize it to FP8 (e4m3) without rounding it to another dtype first.
 
-    The activation is activate(gate, up) as in `cukern.moe_activation`. Scales for groups are computed as in
-    `cukern.per_token_group_quant_fp8`. A scale for each token, or one scale, is as in `cukern.scaled_fp8_quant`.
+    The activation is as in `cukern.moe_activation`. Scales of groups are as in `cukern.per_token_group_quant_fp8`.
+    Other scales are as in `cukern.scaled_fp8_quant`.
 
     Args:
-        x: [..., 2 * inter], float32, float16 or bfloat16. The first half of a row is the gate. Rows may be strided,
-            with one stride for all.
+        x: [..., 2 * inter], float32, float16 or bfloat16; the first half of a row is the gate; rows at a
+            constant stride.
         activation: "silu", "gelu", "gelu_tanh", "swigluoai" or "relu2".
-        group_size: divides inter; powers of two from 8 to 256 are fast. None: one scale for each token.
-        scale: one given scale for all values: a number, or a float32 array of one element on the device of `x`. Only
-            with group_size None.
-        expert_num_tokens: int32 [experts], for x of [experts, max_tokens, 2 * inter]: the tokens of each expert. Rows
-            past them are neither read nor written.
-        out_q, out_s: arrays to write into and return; out_q float8_e4m3fn, or uint8 for its bytes.
-        variant: "auto", or a kernel by name: "vector" (8 elements at a time; needs aligned rows) or "scalar". Both give
-            the same bits.
+        group_size: divides inter; None: one scale for each token.
+        scale: one scale for all elements: a number, or a float32 array of one element; only with group_size None.
+        expert_num_tokens, out_q, out_s, variant: as in `per_token_group_quant_fp8`. The errors are the same.
 
     Returns:
         q [..., inter] in float8_e4m3fn (uint8 in CuPy), and scales float32 [..., inter / group_size], [..., 1] or [1].
-        Arrays in host memory go through the NumPy reference.
-
-    Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
     """
     number = activations.number(activation)
     expect_array("x", x, DTYPES)
@@ -382,12 +355,12 @@ def silu_and_mul_quant(
     q, s = outputs((out_q, out_s), x, "x", *results, names=("out_q", "out_s"))
     if x.on_host:
         return run_twin(variant, VARIANTS)
-    of = Input("x", x, rows, variant, number)
+    source = Input("x", x, rows, variant, number)
     if given is not None:
-        launches.quantize_tensor(of, "E4M3", q, s, given)
+        launches.quantize_tensor(source, "E4M3", q, s, given)
     else:
         smallest = SMALLEST_FP8 if group_size is None else SMALLEST
-        launches.quantize_groups(of, "E4M3", group_size or 0, q, s, float(smallest))
+        launches.quantize_groups(source, "E4M3", group_size or 0, q, s, float(smallest))
     return q, s
 
 
@@ -401,7 +374,7 @@ def _fp4_results(group: int) -> Any:
     return results
 
 
-def _quantize_fp4(name: str, x: Any, form: str, group: int, global_scale: Any = None) -> Any:
+def _quantize_fp4(name: str, x: Any, fmt: str, group: int, global_scale: Any = None) -> Any:
     expect_array(name, x, DTYPES)
     rows = rows_of(name, x)
     if rows.size % group:
@@ -410,7 +383,7 @@ def _quantize_fp4(name: str, x: Any, form: str, group: int, global_scale: Any = 
     packed, scales = outputs(None, x, name, *_fp4_results(group)(x))
     if x.on_host:
         return run_twin()
-    launches.quantize_fp4(Input(name, x, rows, "auto"), form, group, packed, scales, given)
+    launches.quantize_fp4(Input(name, x, rows, "auto"), fmt, group, packed, scales, given)
     return packed, scales
 
 
@@ -418,22 +391,21 @@ def _quantize_fp4(name: str, x: Any, form: str, group: int, global_scale: Any = 
 def quantize_mxfp4(x: AnyArray) -> tuple[AnyArray, AnyArray]:
     """Quantize to MXFP4: 4-bit floats (e2m1), with a power of two as the scale of each 32 neighbouring elements.
 
-        scale = 2**(floor(log2(max |x|)) - 2), between 2**-127 and 2**125, over a group
+        scale = 2**(floor(log2(max |x|)) - 2), between 2**-127 and 2**125; the maximum is over a group
         value = e2m1(x / scale): the nearest of +-0, 0.5, 1, 1.5, 2, 3, 4 and 6, ties to the even code
 
     Args:
-        x: [..., k], float32, float16 or bfloat16, k a multiple of 32; rows may be strided, with one stride for all.
+        x: [..., k], float32, float16 or bfloat16, k a multiple of 32; rows at a constant stride.
 
     Returns:
-        packed uint8 [..., k / 2], two elements per byte with the first one in the low 4 bits, and scale uint8
-        [..., k / 32] in E8M0: byte b means 2**(b - 127), and 255 means NaN. A group with an infinity or NaN has the
-        scale 255. Arrays in host memory go through the NumPy reference.
+        packed uint8 [..., k / 2], two elements per byte, the first in the low 4 bits, and scale uint8 [..., k / 32] in
+        E8M0: byte b means 2**(b - 127); 255 means NaN, for a group with an infinity or NaN.
 
     Raises:
         TypeError: an unsupported dtype.
-        ValueError: shapes, strides or sizes that do not fit; the message names the argument.
+        ValueError: unsupported shapes, strides or sizes.
 
-    The format and the computation of its scales are from the OCP Microscaling Formats specification 1.0 (section 6.3).
+    The format and its scales are from the OCP Microscaling Formats specification 1.0 (section 6.3).
     """
     return _quantize_fp4("x", x, "MXFP4", MXFP4_GROUP)
 
@@ -446,27 +418,20 @@ def quantize_mxfp4(x: AnyArray) -> tuple[AnyArray, AnyArray]:
 def scaled_fp4_quant(input: AnyArray, input_global_scale: AnyArray) -> tuple[AnyArray, AnyArray]:
     """Quantize to NVFP4: 4-bit floats (e2m1), with an FP8 scale for each 16 neighbours and one global scale.
 
-        scale = e4m3(input_global_scale * (max |input| / 6)), over a group; NaN is left out
+        scale = e4m3(input_global_scale * (max |input| / 6)); the maximum is over a group, without NaN
         value = e2m1(input * (input_global_scale / scale)): the nearest of +-0, 0.5, 1, 1.5, 2, 3, 4 and 6, ties to the
                 even code; 0 if the scale is 0; NaN becomes 0
 
     Args:
-        input: [..., k], float32, float16 or bfloat16, k a multiple of 16; rows may be strided, with one stride for all.
-        input_global_scale: a number, or a float32 array of one element on the device of `input`. With the value
-            448 * 6 / max |input| (the maximum of the whole input), the largest group scale is 448, so the whole range
-            of the FP8 scales is used.
+        input: [..., k], float32, float16 or bfloat16, k a multiple of 16; rows at a constant stride.
+        input_global_scale: a number, or a float32 array of one element. 448 * 6 / max |input| uses the full range of
+            the FP8 scales.
 
     Returns:
-        packed uint8 [..., k / 2], two elements per byte with the first one in the low 4 bits, and scale uint8
-        [..., k / 16], e4m3 scales row by row. (vLLM's function stores the scales in the swizzled order of Blackwell's
-        tensor cores.) value * scale / input_global_scale approximates the input. Arrays in host memory go through the
-        NumPy reference.
+        packed uint8 [..., k / 2], as from `quantize_mxfp4`, and scale uint8 [..., k / 16], e4m3, row by row (vLLM: in
+        the swizzled order of Blackwell's tensor cores). value * scale / input_global_scale approximates the input.
 
-    Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
-
-    The function, its arguments and their order are vLLM's `scaled_fp4_quant`.
+    The errors are as in `quantize_mxfp4`. The interface is vLLM's `scaled_fp4_quant`.
     """
     if input_global_scale is None:
         check.fail("input_global_scale", _ONE, "None", TypeError)
@@ -479,7 +444,7 @@ def _read_results(packed: Any, *rest: Any, dtype: str = "bfloat16") -> Result:
 
 
 def _dequantize_fp4(
-    packed: Any, scale: Any, dtype: str, form: str, group: int, scale_dtypes: tuple[str, ...], global_scale: Any = None
+    packed: Any, scale: Any, dtype: str, fmt: str, group: int, scale_dtypes: tuple[str, ...], global_scale: Any = None
 ) -> Any:
     expect_array("packed", packed, ("uint8",))
     check.one_of("dtype", dtype, DTYPES)
@@ -492,7 +457,7 @@ def _dequantize_fp4(
     out = outputs(None, packed, "packed", _read_results(packed, dtype=dtype))
     if packed.on_host:
         return run_twin()
-    launches.dequantize_fp4(packed, scale, form, out, given)
+    launches.dequantize_fp4(packed, scale, fmt, out, given)
     return out
 
 
@@ -501,16 +466,16 @@ def dequantize_mxfp4(packed: AnyArray, scale: AnyArray, dtype: str = "bfloat16")
     """Unpack the result of `cukern.quantize_mxfp4`: value * 2**(scale - 127), rounded once.
 
     Args:
-        packed: uint8 [..., k / 2], two elements per byte with the first one in the low 4 bits; contiguous.
+        packed: uint8 [..., k / 2], two elements per byte, the first in the low 4 bits; contiguous.
         scale: uint8 or float8_e8m0fnu [..., k / 32]; contiguous.
         dtype: "float32", "float16" or "bfloat16".
 
     Returns:
-        [..., k]. Arrays in host memory go through the NumPy reference.
+        [..., k].
 
     Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
+        TypeError: an unsupported dtype, or mixed libraries.
+        ValueError: unsupported shapes, strides, devices or sizes.
     """
     return _dequantize_fp4(packed, scale, dtype, "MXFP4", MXFP4_GROUP, ("uint8", "float8_e8m0fnu"))
 
@@ -520,18 +485,13 @@ def dequantize_nvfp4(packed: AnyArray, scale: AnyArray, global_scale: AnyArray, 
     """Unpack the result of `cukern.scaled_fp4_quant`: value * (scale / global_scale), rounded once.
 
     Args:
-        packed: uint8 [..., k / 2], two elements per byte with the first one in the low 4 bits; contiguous.
-        scale: float8_e4m3fn, or uint8 for its bytes, [..., k / 16]; contiguous.
-        global_scale: the input_global_scale of the quantization, a number or a float32 array of one element. It is a
-            divisor. The b_global_scale of `cukern.moe_gemm` is a factor: the inverse of global_scale.
-        dtype: "float32", "float16" or "bfloat16".
+        packed, dtype: as in `dequantize_mxfp4`. The errors are the same.
+        scale: float8_e4m3fn or uint8 [..., k / 16]; contiguous.
+        global_scale: the input_global_scale of the quantization, a number or a float32 array of one element. Its
+            inverse is the b_global_scale of `cukern.moe_gemm`.
 
     Returns:
-        [..., k]. Arrays in host memory go through the NumPy reference.
-
-    Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
+        [..., k].
     """
     if global_scale is None:
         check.fail("global_scale", _ONE, "None", TypeError)
