@@ -1205,7 +1205,7 @@ def test_the_kernels_are_given_the_places_of_the_buffer(pretended: PretendedGPU)
         ranks = fields["ranks"]
         assert ranks["windows"] == [*link.windows, *[0] * (layouts.MAX_RANKS - 4)]
         assert (ranks["progress"], ranks["failure"], ranks["rank_of"]) == (64, 128, 0)
-        assert (ranks["rank"], ranks["ranks"], ranks["patience"]) == (2, 4, 2_500_000_000)
+        assert (ranks["rank"], ranks["ranks"], ranks["timeout_ns"]) == (2, 4, 2_500_000_000)
         assert (ranks["experts"], ranks["experts_per_rank"]) == (64, 16)
 
 
@@ -1237,7 +1237,7 @@ def test_all_blocks_are_resident_beside_those_of_the_ranks_that_share_the_gpu(
 
 def test_some_blocks_send_on_the_smallest_part_of_a_gpu() -> None:
     values, made = a_combine(5, a_link(8, 8)), OPS["_combine"]
-    trace, _, _ = made.say(made.kind_of(values, {}), values, on=H200._replace(multiprocessors=1))
+    trace, _, _ = made.record(made.kind_of(values, {}), values, on=H200._replace(multiprocessors=1))
     (step,) = trace.steps
     assert step.fields["senders"] == 1
 
@@ -1249,7 +1249,7 @@ def test_the_reasons_for_a_launch() -> None:
     assert sent.why.startswith("send and receive in one launch, ") and "a block for each of 5 tokens" in sent.why
     assert "(that run at once, shared by the 2 ranks of the GPU)" in sent.why
     assert f"; {summed.fields['senders']} blocks send and " in summed.why
-    assert f"units a thread ({layouts.MANY_UNITS} from {layouts.MANY_TOKENS + 1} tokens on)" in summed.why
+    assert f"units a thread ({layouts.MANY_VECTORS} from {layouts.MANY_TOKENS + 1} tokens on)" in summed.why
 
 
 def test_a_launch_has_the_tokens_of_its_call() -> None:

@@ -1,7 +1,7 @@
 """The exchange of tokens between ranks, in NumPy.
 
-Each rank is a thread, or several ranks run in one thread, one after the other. Each rank has host memory that the other
-ranks write to. `cukern.ops.all_to_all` has checked the arguments.
+A rank is a thread, or several ranks take turns in one thread. Each rank has receive buffers in host memory that the
+other ranks write.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ PAST_DEADLINE, ABORTED, OVER_CAPACITY, OTHER_CALL = 1, 2, 3, 4
 
 
 class Failure(NamedTuple):
-    """The first failed wait of a rank.
+    """A rank's first failed wait.
 
-    The fields are the error code, the rank whose data did not arrive, the phase (dispatch or combine), and the index of
-    the call.
+    `rank` is the rank whose data did not arrive, `phase` is dispatch or combine, and `step` is the index of the call.
     """
 
     code: int
@@ -40,30 +39,29 @@ class HostRanks:
     """The receive buffers and signals of all ranks, in host memory.
 
     Args:
-        ranks, max_tokens, hidden, topk: the number of ranks, the maximum tokens of a call on a rank, the hidden size,
-            and the number of experts of a token.
-        owner: int [experts], the rank that has each expert.
-        deadline_s: the number of seconds after which a wait fails.
+        max_tokens: the largest number of tokens of a rank in a call.
+        topk: the number of experts per token.
+        owner: int [experts], the rank of each expert.
+        deadline_s: seconds until a wait fails.
     """
 
     def __init__(self, ranks: int, max_tokens: int, hidden: int, topk: int, owner: Array, deadline_s: float) -> None:
         self.ranks, self.max_tokens, self.hidden, self.topk = ranks, max_tokens, hidden, topk
         self.owner, self.deadline_s = owner, deadline_s
         rows = ranks * max_tokens
-        # Received data, indexed by receiving rank and buffer (0 or 1). A token of rank `source` is in row
+        # The received data, by [receiving rank, buffer]. Token `token` of rank `source` is in row
         # `source * max_tokens + token`.
         self.rows = np.zeros((ranks, 2, rows * hidden * 2), np.uint8)
         self.scales = np.zeros((ranks, 2, rows * max(1, -(-hidden // GROUP))), np.float32)
         self.ids = np.full((ranks, 2, rows, topk), -1, np.int32)
         self.weights = np.zeros((ranks, 2, rows, topk), np.float32)
-        #: Results that return to each source rank. The key is (token, rank of the experts), or (token, slot) if
-        #: `apart`. The value is (index of the combine, result row).
+        #: The results that each source rank gets back. Keys are (token, expert rank), or (token, slot) if `apart`.
+        #: Values are (combine index, result row).
         self.partial: list[dict[tuple[int, int], tuple[int, Array]]] = [{} for _ in range(ranks)]
-        # Signals and sizes, indexed by receiving rank and source rank.
+        # The signals and sizes, by [receiving rank, source rank].
         self.dispatched = np.zeros((ranks, ranks), np.int64)
         self.entered = np.zeros((ranks, ranks), np.int64)
         self.batches = np.zeros((ranks, 2, ranks, 2), np.int64)  # [rank, step % 2, source]: (tokens, buffer)
-        # State of each rank.
         self.dispatches = np.zeros(ranks, np.int64)
         self.combines = np.zeros(ranks, np.int64)
         self.buffer = np.zeros(ranks, np.int64)
@@ -72,20 +70,19 @@ class HostRanks:
         self.changed = threading.Condition()
 
     def fail(self, rank: int, code: int, other: int, phase: int, step: int) -> None:
-        """Record the first failure of a rank, and wake all other ranks."""
         if self.failures[rank] is None:
             self.failures[rank] = Failure(code, other, phase, step)
             self.abort(rank)
 
     def abort(self, rank: int) -> None:
-        """Make the waits of all ranks fail. The error names `rank` as the cause."""
+        """Make the waits of all ranks fail. The error blames `rank`."""
         with self.changed:
             if self.aborted is None:
                 self.aborted = rank
             self.changed.notify_all()
 
     def wait(self, rank: int, phase: int, step: int, arrived: Callable[[int], bool]) -> bool:
-        """Wait until `arrived(source)` for all source ranks. Return False if the deadline or an abort comes first."""
+        """Wait until `arrived(source)` is true for all source ranks. Return False after the deadline or an abort."""
         if self.failures[rank] is not None:
             return False
 
@@ -104,13 +101,12 @@ class HostRanks:
         return False
 
     def add(self, signal: Array, place: Any, value: int) -> None:
-        """Set `signal[place]`, and wake all waiting ranks."""
         with self.changed:
             signal[place] = value
             self.changed.notify_all()
 
     def owners(self, ids: Array) -> Array:
-        """Return the rank of each expert in `ids`. Return -1 where an id is not the id of an expert."""
+        """Return the rank of each expert in `ids`; -1 for an invalid id."""
         valid = (ids >= 0) & (ids < len(self.owner))
         return np.where(valid, self.owner[np.where(valid, ids, 0)], -1)
 
@@ -119,7 +115,7 @@ def send(
     host: HostRanks, rank: int, buffer: int, hidden_states: Array, scales: Array | None, weights: Array, ids: Array,
     quantize: bool,
 ) -> None:  # fmt: skip
-    """Store the tokens of rank `rank` into the receive buffers of their experts' ranks."""
+    """Store a rank's tokens in the receive buffers of the ranks that have the tokens' experts."""
     step = int(host.dispatches[rank])
     if step and host.buffer[rank] == buffer:
         for other in range(host.ranks):
@@ -153,7 +149,7 @@ def send(
 
 
 def receive(host: HostRanks, rank: int, buffer: int, expert_load: Array | None) -> tuple[Array, Array]:
-    """Wait for the tokens of all source ranks. Return the weights and ids of the received tokens."""
+    """Wait for tokens of all source ranks. Return their weights and ids."""
     step = int(host.dispatches[rank])
     host.dispatches[rank], host.buffer[rank] = step + 1, buffer
     there = host.wait(rank, DISPATCH, step, lambda source: host.dispatched[rank, source] > step)
@@ -174,7 +170,7 @@ def receive(host: HostRanks, rank: int, buffer: int, expert_load: Array | None) 
 def send_back(
     host: HostRanks, rank: int, buffer: int, expert_output: Array, inverse: Array | None, weighted: bool, apart: bool
 ) -> None:
-    """Store the results for the tokens that `rank` has received into the buffers of the tokens' source ranks."""
+    """Store results for the received tokens in the buffers of the source ranks."""
     step, dispatch = int(host.combines[rank]), int(host.dispatches[rank]) - 1
     if host.failures[rank] is not None:
         return
@@ -206,11 +202,11 @@ def send_back(
 def receive_back(
     host: HostRanks, rank: int, weights: Array | None, ids: Array, apart: bool, dtype: np.dtype[Any]
 ) -> Array:
-    """Wait for all results for the tokens of this rank. Return their sum for each token."""
+    """Wait for the results of this rank's tokens. Return each token's sum."""
     step = int(host.combines[rank])
     host.combines[rank] = step + 1
     owners, own = host.owners(ids), host.partial[rank]
-    # List the partial results of each token in the order of the sum: one per slot if `apart`, else one per rank.
+    # A token's partial results in summation order: one per slot if `apart`, else one per rank.
     parts = [np.flatnonzero(x >= 0).tolist() if apart else sorted({*x[x >= 0].tolist()}) for x in owners]
     needed: dict[int, list[tuple[int, int]]] = {}
     for token, part in ((token, part) for token, of_token in enumerate(parts) for part in of_token):
@@ -241,7 +237,6 @@ def all_to_all_dispatch(
     expert_load: Array | None = None,
     return_receiver: bool = False,
 ) -> Any:
-    """See `cukern.all_to_all_dispatch`."""
     host, rank, buffer = state.host, state.rank, state.begin_dispatch()
     send(host, rank, buffer, hidden_states, scales, topk_weights, topk_ids, quantize)
     columns = scales.shape[1] if scales is not None else hidden_states.shape[1] // GROUP if quantize else 0
@@ -266,7 +261,6 @@ def all_to_all_combine(
     out: Array | None = None,
     return_receiver: bool = False,
 ) -> Any:
-    """See `cukern.all_to_all_combine`."""
     host, rank, buffer = state.host, state.rank, state.begin_combine(topk_ids)
     send_back(host, rank, buffer, expert_output, inverse, topk_weights is not None, apart)
 

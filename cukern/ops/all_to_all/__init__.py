@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from cukern.ops.all_to_all.layout import FEW_UNITS, GROUP, MANY_TOKENS, MANY_UNITS, RECEIVE, SEND
+from cukern.ops.all_to_all.layout import FEW_VECTORS, GROUP, MANY_TOKENS, MANY_VECTORS, RECEIVE, SEND
 from cukern.ops.all_to_all.memory import AllToAllError, AllToAllState, Dispatched, Link
 from cukern.reference import all_to_all as twin
 from cukern.runtime import arrays, check, template
@@ -26,8 +26,8 @@ _ID_TYPE = {"int32": "unsigned", "int64": "unsigned long long"}
 _BOTH = SEND | RECEIVE
 _DISPATCH, _COMBINE = (template.constants(f"all_to_all/{name}") for name in ("dispatch", "combine"))
 _THREADS = _DISPATCH["THREADS"]
-#: The fraction of a combine's blocks that send: (for few tokens, for many tokens). The other blocks receive. More
-#: blocks receive than send, because the receiving blocks also read this rank's own contribution.
+#: The fraction of a combine's blocks that send, for few and for many tokens. More blocks receive than send, because
+#: receiving blocks also compute this rank's partial sums.
 _SENDERS = {"SUMMED": (0.34, 0.34), "BY_SLOT": (0.34, 0.42), "APART": (0.42, 0.42)}
 _MODES = {
     "SUMMED": "rows that are added up already",
@@ -45,18 +45,18 @@ def _flag(value: Any) -> str:
 
 
 def _dispatch_variant(dtype: str, id_dtype: str, quantize: bool, phases: int) -> Variant:
-    # Rows that are not quantized are copied as bytes, so all dtypes use the same instance.
+    # Rows that are not quantized are copied as bytes.
     own = CUDA_TYPE[dtype] if quantize else "unsigned char"
     return _dispatch_kernel.variant(own, _ID_TYPE[id_dtype], _flag(quantize), phases)
 
 
-def _combine_variant(dtype: str, id_dtype: str, mode: str, units: int, phases: int) -> Variant:
-    return _combine_kernel.variant(CUDA_TYPE[dtype], _ID_TYPE[id_dtype], mode, units, phases)
+def _combine_variant(dtype: str, id_dtype: str, mode: str, vectors: int, phases: int) -> Variant:
+    return _combine_kernel.variant(CUDA_TYPE[dtype], _ID_TYPE[id_dtype], mode, vectors, phases)
 
 
-def resident(mode: str, units: int) -> int:
-    """Return how many blocks of a combine are resident per multiprocessor."""
-    return _COMBINE["RESIDENT_LARGE" if mode == "BY_SLOT" or units > FEW_UNITS else "RESIDENT"]
+def resident(mode: str, vectors: int) -> int:
+    """Return how many blocks of a combine are resident on a multiprocessor."""
+    return _COMBINE["RESIDENT_LARGE" if mode == "BY_SLOT" or vectors > FEW_VECTORS else "RESIDENT"]
 
 
 _dispatch_kernel.specialized = [
@@ -67,30 +67,28 @@ _dispatch_kernel.specialized = [
     for phases in (_BOTH, SEND, RECEIVE)
 ]
 _combine_kernel.specialized = [
-    _combine_variant(dtype, id_dtype, mode, units, phases).instance
+    _combine_variant(dtype, id_dtype, mode, vectors, phases).instance
     for dtype in DTYPES
     for id_dtype in ID_DTYPES
     for mode in _MODES
-    for units in (FEW_UNITS, MANY_UNITS)
+    for vectors in (FEW_VECTORS, MANY_VECTORS)
     for phases in (_BOTH, SEND, RECEIVE)
 ]
-# The most used instances are compiled at import. `AllToAllState.local` and `connect` compile all others they may need.
+# These instances are compiled at import. `AllToAllState.local` and `connect` compile all others.
 _dispatch_kernel.at_import = [_dispatch_variant(DTYPES[0], ID_DTYPES[0], x, _BOTH).instance for x in (False, True)]
-_combine_kernel.at_import = [_combine_variant(DTYPES[0], ID_DTYPES[0], "BY_SLOT", FEW_UNITS, _BOTH).instance]
+_combine_kernel.at_import = [_combine_variant(DTYPES[0], ID_DTYPES[0], "BY_SLOT", FEW_VECTORS, _BOTH).instance]
 
 
 # --- the plans ----------------------------------------------------------------------------------------
 
 
 def _expect_rank(name: str, array: Array, link: Link) -> None:
-    """Check that an array is in the memory of the state's rank."""
     if array.place.device != link.device:
         place = "in host memory" if link.device is None else f"on CUDA device {link.device}"
         check.fail(name, f"{place}, as the state is", f"one on {array.place}")
 
 
 def _expect_routing(weights: Any, ids: Any, first: Array, name: str, tokens: Any, link: Link) -> None:
-    """Check that the top-k ids and weights fit the state. The weights may be None."""
     shape, symbols = (tokens, link.sizes.topk), "[tokens, topk]"
     expect("topk_ids", ids, first, name, ID_DTYPES, shape, symbols)
     if weights is not None:
@@ -123,7 +121,7 @@ def _dispatch(
     scales: Any = None,
     expert_load: Any = None,
 ) -> Any:
-    """Launch a dispatch, or only its sending or receiving phase. Return the received weights and ids."""
+    """Launch a dispatch, or one of its phases. Return the received weights and ids."""
     name = "hidden_states"
     x = expect_array(name, hidden_states, (*DTYPES, *FP8), ("tokens", "hidden"))
     _expect_rank(name, x, link)
@@ -139,9 +137,9 @@ def _dispatch(
     if scales is not None:
         if x.dtype not in FP8:
             check.fail("scales", "None unless hidden_states are in FP8", f"scales of {x.dtype}")
-        columns, most = scales.shape[1] if len(scales.shape) == 2 else 0, max(1, -(-hidden // GROUP))
-        if not 0 < columns <= most:
-            check.fail("scales", f"of shape [tokens, columns], of at most {most} columns", list(scales.shape))
+        columns, max_columns = scales.shape[1] if len(scales.shape) == 2 else 0, max(1, -(-hidden // GROUP))
+        if not 0 < columns <= max_columns:
+            check.fail("scales", f"of shape [tokens, columns], of at most {max_columns} columns", list(scales.shape))
         expect("scales", scales, x, name, ("float32",), (tokens, columns), "[tokens, columns]")
     _expect_routing(topk_weights, topk_ids, x, name, tokens, link)
     if expert_load is not None:
@@ -155,12 +153,12 @@ def _dispatch(
             None, x, name,
             Result((places, sizes.topk), "float32"), Result((places, sizes.topk), "int32"),
         )  # fmt: skip
-    most = _DISPATCH["RESIDENT"] * x.gpu.multiprocessors // link.sharing
-    least = ceil_div(places * sizes.topk, 8 * _THREADS) if phases & RECEIVE else 1
-    blocks = _between(tokens, least, most)
+    max_blocks = _DISPATCH["RESIDENT"] * x.gpu.multiprocessors // link.sharing
+    min_blocks = ceil_div(places * sizes.topk, 8 * _THREADS) if phases & RECEIVE else 1
+    blocks = _clamp(tokens, min_blocks, max_blocks)
     sent = "rows in FP8 with a scale" if quantize else "rows sent unchanged"
-    why = f"{_PHASE_WORDS[phases]}, {sent}: a block for each of {tokens} tokens, at least {least} (for what"
-    why += f" arrives), at most {most} (that run at once, shared by the {link.sharing} ranks of the GPU)"
+    why = f"{_PHASE_WORDS[phases]}, {sent}: a block for each of {tokens} tokens, at least {min_blocks} (for what"
+    why += f" arrives), at most {max_blocks} (that run at once, shared by the {link.sharing} ranks of the GPU)"
     launch(
         _dispatch_variant(x.dtype if quantize else DTYPES[0], topk_ids.dtype, quantize, phases),
         blocks, _THREADS, why=why,
@@ -173,8 +171,8 @@ def _dispatch(
     return None if weights_out is None else (weights_out, ids_out)
 
 
-def _between(number: int, least: int, most: int) -> int:
-    return max(1, min(max(number, least), most))
+def _clamp(number: int, min_blocks: int, max_blocks: int) -> int:
+    return max(1, min(max(number, min_blocks), max_blocks))
 
 
 def _combine_on_host(
@@ -202,7 +200,7 @@ def _combine(
     inverse: Any = None,
     out: Any = None,
 ) -> Any:
-    """Launch a combine, or only its sending or receiving phase. Return the result of the receiving phase."""
+    """Launch a combine, or one of its phases. Return the result of the receiving phase."""
     name, sizes = "expert_output", link.sizes
     x = expect_array(name, expert_output, DTYPES)
     _expect_rank(name, x, link)
@@ -226,7 +224,7 @@ def _combine(
     _at_most(tokens, link)
     _expect_routing(topk_weights, topk_ids, x, name, tokens, link)
     result = Result((tokens, sizes.hidden), x.dtype, "[tokens, hidden]")
-    if out is not None:  # checked in the sending phase, too: an error must be raised before anything is sent
+    if out is not None:  # in the sending phase, too: an error comes before anything is sent
         expect("out", out, x, name, result.dtypes, result.shape, result.symbols)
     if not phases & RECEIVE:
         out = None
@@ -235,28 +233,28 @@ def _combine(
     if x.on_host:
         return run_twin()
     mode = "SUMMED" if inverse is None else "APART" if apart else "BY_SLOT"
-    units = MANY_UNITS if tokens > MANY_TOKENS else FEW_UNITS
-    chunks = sizes.chunks(units)
+    vectors = MANY_VECTORS if tokens > MANY_TOKENS else FEW_VECTORS
+    chunks = sizes.chunks(vectors)
     # All blocks must be resident, because they wait for each other.
-    most = max(2, resident(mode, units) * x.gpu.multiprocessors // link.sharing)
-    share = max(1, int(most * _SENDERS[mode][units == MANY_UNITS]))
+    max_blocks = max(2, resident(mode, vectors) * x.gpu.multiprocessors // link.sharing)
+    share = max(1, int(max_blocks * _SENDERS[mode][vectors == MANY_VECTORS]))
     senders = min(share, (link.ranks - 1) * sizes.max_tokens * chunks) if phases & SEND else 0
-    receivers = _between(tokens * chunks, 1, most - share) if phases & RECEIVE else 0
+    receivers = _clamp(tokens * chunks, 1, max_blocks - share) if phases & RECEIVE else 0
     blocks = senders + receivers
     if not blocks:
         return out
     layout = link.layout
-    why = f"{_PHASE_WORDS[phases]}, {_MODES[mode]}: {units} units a thread"
-    why += f" ({MANY_UNITS} from {MANY_TOKENS + 1} tokens on)"
-    why += f"; {senders} blocks send and {receivers} receive, at most {most} (that run at once, shared by the"
+    why = f"{_PHASE_WORDS[phases]}, {_MODES[mode]}: {vectors} units a thread"
+    why += f" ({MANY_VECTORS} from {MANY_TOKENS + 1} tokens on)"
+    why += f"; {senders} blocks send and {receivers} receive, at most {max_blocks} (that run at once, shared by the"
     why += f" {link.sharing} ranks of the GPU)"
     launch(
-        _combine_variant(x.dtype, topk_ids.dtype, mode, units, phases),
+        _combine_variant(x.dtype, topk_ids.dtype, mode, vectors, phases),
         blocks, _THREADS, why=why,
         ranks=link.fields, src=x, inverse=inverse, topk_ids=topk_ids, weights=topk_weights, out=out,
         ids_at=layout.ids[buffer], weights_at=layout.weights[buffer], partial_at=layout.partial,
         flags_at=layout.flags, lines_at=layout.lines, weighted=topk_weights is not None, rows=rows, tokens=tokens,
-        units=sizes.units, chunks=chunks, flags=sizes.flags, lines=sizes.lines, topk=sizes.topk,
+        vectors=sizes.vectors, chunks=chunks, flags=sizes.flags, lines=sizes.lines, topk=sizes.topk,
         max_tokens=sizes.max_tokens, senders=senders, buffer=buffer, line_tokens=sizes.line_tokens,
     )  # fmt: skip
     return out
@@ -272,12 +270,12 @@ def _expect_state(state: Any) -> AllToAllState:
 
 
 def _entered(**given: Any) -> dict[str, Any]:
-    """Return the arguments that are not None. Arrays of other libraries (DLPack) become arrays of a known library."""
+    """Return the arguments that are not None, as arrays of a known library."""
     return {name: arrays.enter(name, value) for name, value in given.items() if value is not None}
 
 
 def _receiver(state: AllToAllState, receive: Callable[[], Any]) -> Callable[[], Any]:
-    """Wrap `receive` so that it can be called only once, and only while the state is open."""
+    """Wrap `receive` so that it can be called only once."""
     pending = [receive]
 
     def receiver() -> Any:
@@ -303,37 +301,32 @@ def all_to_all_dispatch(
     """Send each token to the ranks of its experts, and receive the tokens of the other ranks.
 
     Every rank calls the function, with any number of tokens up to max_tokens. A token is sent once to each rank that
-    has at least one of its experts, with its ids and weights. Its row on the receiving rank is
-    `source_rank * max_tokens + token`, so the ranks need not exchange counts first. The call is one launch, which ends
-    when the rows of all source ranks have arrived. The host does not wait, and a CUDA graph can capture the call.
+    has one of its experts, to the row `source_rank * max_tokens + token`, so the ranks need not exchange counts first.
+    The call is one launch, which a CUDA graph can capture. It ends when the rows of all ranks have arrived.
 
     Args:
         state: the `AllToAllState` of this rank.
         hidden_states: [tokens, hidden], float16, bfloat16 or FP8 (e4m3), on the device of the state.
         topk_weights: float32 [tokens, topk].
         topk_ids: int32 or int64 [tokens, topk]; ids out of range are skipped.
-        scales: float32 [tokens, columns], the scales of FP8 rows, at most one for 128 elements. They are sent with the
-            rows.
-        quantize: convert 16-bit rows to FP8 with a scale for each 128 elements, as `per_token_group_quant_fp8` does,
-            and send the FP8 rows with their scales.
-        expert_load: int32 [num_experts]. For each expert of this rank, the number of received (token, slot) pairs with
-            this expert is added to the element of the expert.
-        return_receiver: only send, and return a function (the receiver). Call the receiver to receive the rows and get
-            the result. Kernels that this rank launches between the two calls overlap with the arrival of rows.
+        scales: float32 [tokens, columns], the scales of FP8 rows, at most one per 128 elements.
+        quantize: send 16-bit rows in FP8 with a scale per 128 elements, as `per_token_group_quant_fp8` computes them.
+        expert_load: int32 [num_experts]. For each expert of this rank, the number of received (token, slot) pairs is
+            added to its entry.
+        return_receiver: only send, and return a function that receives the rows and returns the result. Kernels that
+            this rank launches between the two calls overlap with the arrival of rows.
 
     Returns:
-        A named tuple (hidden_states, scales, topk_weights, topk_ids), of ranks * max_tokens rows each; see
-        `AllToAllState`. The rows are in the state's window (memory that other ranks write). They are valid until the
-        next dispatch of this state begins, because other ranks may overwrite them from then on. Rows of tokens without
-        an expert of this rank are undefined. scales is None if the rows do not have scales.
+        A named tuple (hidden_states, scales, topk_weights, topk_ids), of ranks * max_tokens rows each. The rows are in
+        the state's window (memory that other ranks write), and valid until its next dispatch begins. Rows of tokens
+        without an expert of this rank are undefined. scales is None if the rows do not have scales.
 
     Raises:
         AllToAllError: an earlier call of this state failed. A failed call itself returns ids of -1.
-        RuntimeError: an earlier call has not been received, or this call has been received before.
-        TypeError, ValueError: arguments that do not fit; the message names the argument.
+        RuntimeError: an earlier call has not been received, or this call is received twice.
+        TypeError, ValueError: unsupported arguments.
 
-    Storing tokens at rows given by source and token, without counting first, is the method of DeepEP's low-latency
-    kernels and of Perplexity's pplx-kernels.
+    DeepEP's low-latency kernels and Perplexity's pplx-kernels also derive a token's row from its source rank and index.
     """
     state = _expect_state(state)
     first = hidden_states
@@ -377,25 +370,23 @@ def all_to_all_combine(
 ) -> Any:
     """Send the experts' results back to the ranks of their tokens, and add them up.
 
-    Every rank calls the function once after each `all_to_all_dispatch`. Each rank adds up the rows that its experts
-    computed for a token, in float32 and in the order of the slots, and sends the sum as one row of the dtype of
-    `expert_output`. The token's own rank adds these rows in the order of the ranks, so the bits do not depend on the
-    order of arrival. The call is one launch, which a CUDA graph can capture.
+    Every rank calls the function once after each `all_to_all_dispatch`. It adds up its experts' rows for each token, in
+    float32 and in the order of the slots, and sends the sum in the dtype of `expert_output`. The token's rank adds
+    these rows in the order of the ranks, so the bits do not depend on the order of arrival. The call is one launch,
+    which a CUDA graph can capture.
 
     Args:
-        state: the `AllToAllState` of this rank.
         expert_output: the rows of this rank's experts, float16 or bfloat16 [rows, hidden], or [experts, rows, hidden].
-            Without `inverse`: one sum for each token, [ranks * max_tokens, hidden], in the rows of the dispatch.
-        topk_weights: float32 [tokens, topk], the weights that were dispatched. The rows are multiplied by them. None
-            stands for weights of 1.
+            Without `inverse`: the sum for each received token, [ranks * max_tokens, hidden], in the rows of the
+            dispatch.
+        topk_weights: float32 [tokens, topk], the dispatched weights, which multiply the rows. None: 1.
         topk_ids: int32 or int64 [tokens, topk], the dispatched ids.
-        inverse: int32 [ranks * max_tokens, topk], the row of `expert_output` for each slot of each received token, as
-            `moe_sort` and `moe_sort_batched` return it. A slot whose expert is on this rank must have a row.
-        apart: send the row of each slot separately, and add the rows on the token's own rank in the order of the slots.
-            The result then has the same bits for any number of ranks. This sends up to topk times as many bytes.
+        inverse: int32 [ranks * max_tokens, topk], from `moe_sort` or `moe_sort_batched`: the row of each received slot
+            in `expert_output`. A slot whose expert is on this rank must have a row.
+        apart: send the row of each slot separately, and add the rows on the token's rank in the order of the slots. The
+            result then has the same bits for any number of ranks, but up to topk times as many bytes are sent.
         out: [tokens, hidden], written and returned.
-        return_receiver: only send, and return a function (the receiver). Call the receiver to receive the rows and get
-            the result. Do not change any argument before that, because the receiver reads this rank's own contribution.
+        state, return_receiver: as in `all_to_all_dispatch`. Do not change any argument before the receiver returns.
 
     Returns:
         [tokens, hidden], in the dtype of `expert_output`. The row of a token without experts is 0. If the call failed,
@@ -403,8 +394,8 @@ def all_to_all_combine(
 
     Raises:
         AllToAllError: an earlier call of this state failed.
-        RuntimeError: no dispatch was received since the last combine, or this call has been received before.
-        TypeError, ValueError: arguments that do not fit; the message names the argument.
+        RuntimeError: no dispatch was received since the last combine, or this call is received twice.
+        TypeError, ValueError: unsupported arguments.
     """
     state = _expect_state(state)
     first = expert_output
@@ -434,7 +425,7 @@ def all_to_all_combine(
 
 
 def _link_on(state: Any, on: Any) -> Link:
-    """Return the link of a state. If `on` is a GPU, the link of a rank in host memory becomes one rank per GPU."""
+    """Return the link of a state. If `on` is a GPU, a rank in host memory gets the link of a rank with a GPU."""
     link = _expect_state(state).link
     return link if on is None or link.device is not None else replace(link, device=0, host=None, sharing=1)
 

@@ -1,6 +1,6 @@
 """The sizes of an exchange between ranks, and the memory layout of the windows.
 
-A window is a region of a rank's memory into which all other ranks write. A unit is 16 bytes.
+A window is a region of a rank's memory into which all other ranks write. A vector is 16 bytes.
 """
 
 from __future__ import annotations
@@ -11,24 +11,23 @@ import numpy as np
 
 from cukern.runtime import check, compile, template
 
-# Constants of the kernels' templates.
 _CONSTANTS = {**template.constants("all_to_all/dispatch"), **template.constants("all_to_all/combine")}
 MAX_RANKS: int = _CONSTANTS["MAX_RANKS"]
 GROUP: int = _CONSTANTS["GROUP"]
-UNITS_OF_LINE, UNITS_AT_ONCE, FLAG_UNITS = (_CONSTANTS[x] for x in ("UNITS_OF_LINE", "UNITS_AT_ONCE", "FLAG_UNITS"))
+LINE_VECTORS, BLOCK_VECTORS, FLAG_VECTORS = (_CONSTANTS[x] for x in ("LINE_VECTORS", "BLOCK_VECTORS", "FLAG_VECTORS"))
 LINE_BYTES: int = _CONSTANTS["LINE_BYTES"]
-FEW_UNITS, MANY_UNITS = FLAG_UNITS, 2 * FLAG_UNITS  # 16-byte units that a thread of a combine handles at a time
-#: With more tokens than MANY_TOKENS, a thread of a combine handles MANY_UNITS units at a time, otherwise FEW_UNITS.
+FEW_VECTORS, MANY_VECTORS = FLAG_VECTORS, 2 * FLAG_VECTORS  # vectors per thread of a combine
+#: Above this many tokens a thread of a combine handles MANY_VECTORS vectors instead of FEW_VECTORS.
 MANY_TOKENS = 512
 SEND, RECEIVE = _CONSTANTS["SEND"], _CONSTANTS["RECEIVE"]
 MAX_TOPK = 32
 MAX_TOKENS = 2**24
 MAX_EXPERTS = 2**24
 MAX_DEADLINE_S = 10**9
-ALIGNMENT = 256  # alignment of each buffer in a window, in bytes
+ALIGNMENT = 256  # of each buffer in a window, in bytes
 #: If a source rank sent at most this many tokens, the sums are sent back to it as lines of 128 bytes. A line has 7
-#: units of 16 bytes of data, and one unit with the number of the call (the epoch). The receiver polls the epoch, so it
-#: needs no separate flags. The epochs take an eighth of the bytes.
+#: vectors of data and one vector with the number of the call (the epoch). The receiver polls the epochs instead of
+#: flags. Epochs take an eighth of the bytes.
 _LINE_TOKENS = 256
 STRUCTS = "all_to_all/dispatch"
 
@@ -49,7 +48,6 @@ class Sizes(NamedTuple):
         cls, ranks: int, max_tokens: Any, hidden: Any, topk: Any, num_experts: Any, apart: Any, deadline_s: Any,
         expert_rank: Any,
     ) -> Sizes:  # fmt: skip
-        """Check the sizes, and return them. Raises TypeError and ValueError, which name the argument."""
         check.integer("the number of ranks", ranks, 1, MAX_RANKS)
         max_tokens = check.integer("max_tokens", max_tokens, 1, MAX_TOKENS)
         hidden = check.integer("hidden", hidden, 16)
@@ -74,35 +72,35 @@ class Sizes(NamedTuple):
         return cls(max_tokens, hidden, topk, num_experts, bool(apart), deadline_s, expert_rank)
 
     @property
-    def units(self) -> int:
-        """16-byte units of a row of 16-bit elements."""
+    def vectors(self) -> int:
+        """The number of vectors in a row of 16-bit elements."""
         return self.hidden // 8
 
-    def chunks(self, units: int) -> int:
-        """Return into how many chunks a combine divides a row, if a thread handles `units` units of a chunk."""
-        return -(-self.units // (units * UNITS_AT_ONCE))
+    def chunks(self, vectors: int) -> int:
+        """Return into how many chunks a combine divides a row if a thread handles `vectors` vectors."""
+        return -(-self.vectors // (vectors * BLOCK_VECTORS))
 
     @property
     def flags(self) -> int:
-        """The number of flags per row: one per chunk, rounded up to an even number, because a thread may write two."""
-        return -(-self.chunks(FLAG_UNITS) // 2) * 2
+        """Flags per row: one per chunk, rounded up to an even number, because a thread may write two flags at once."""
+        return -(-self.chunks(FLAG_VECTORS) // 2) * 2
 
     @property
     def lines(self) -> int:
-        """The number of 128-byte lines per row, for sums that are sent as lines (see `_LINE_TOKENS`)."""
-        return -(-self.units // UNITS_OF_LINE)
+        """128-byte lines per row."""
+        return -(-self.vectors // LINE_VECTORS)
 
     @property
     def line_tokens(self) -> int:
-        """The largest number of tokens that a source may have if its sums are sent as lines."""
+        """The largest number of tokens of a source rank to which the sums are sent back as lines."""
         return min(self.max_tokens, _LINE_TOKENS)
 
     def takes(self, instance: compile.Instance) -> bool:
-        """Return whether calls of these sizes may launch an instance of the kernels."""
+        """Return whether calls of these sizes may launch an instance."""
         if instance.function != "combine_tokens":
             return True
-        mode, units = instance.arguments[2:4]
-        return (mode != "APART" or self.apart) and (units == FEW_UNITS or self.max_tokens > MANY_TOKENS)
+        mode, vectors = instance.arguments[2:4]
+        return (mode != "APART" or self.apart) and (vectors == FEW_VECTORS or self.max_tokens > MANY_TOKENS)
 
     def owner(self, ranks: int) -> np.ndarray[Any, Any]:
         """Return the rank of each expert, int32 [num_experts]."""
@@ -112,7 +110,7 @@ class Sizes(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Byte offsets of the buffers in a window. A pair holds one offset for each of the two receive buffers."""
+    """Byte offsets in a window. A field that is a pair has the offsets of the two receive buffers."""
 
     rows: tuple[int, int]
     scales: tuple[int, int]
@@ -126,20 +124,20 @@ class Layout(NamedTuple):
     @classmethod
     def of(cls, sizes: Sizes, ranks: int) -> Layout:
         places = ranks * sizes.max_tokens
-        back = sizes.max_tokens * (max(ranks, sizes.topk) if sizes.apart else ranks)
+        rows_returned = sizes.max_tokens * (max(ranks, sizes.topk) if sizes.apart else ranks)
         end = template.struct_named(STRUCTS, "Signals").size
 
-        def part(size: int) -> int:
+        def reserve(size: int) -> int:
             nonlocal end
             start = -(-end // ALIGNMENT) * ALIGNMENT
             end = start + size
             return start
 
-        def two(size: int) -> tuple[int, int]:
-            return part(size), part(size)
+        def pair(size: int) -> tuple[int, int]:
+            return reserve(size), reserve(size)
 
-        rows, scales = two(places * sizes.hidden * 2), two(places * max(1, -(-sizes.hidden // GROUP)) * 4)
-        ids, weights = two(places * sizes.topk * 4), two(places * sizes.topk * 4)
-        partial, flags = part(back * sizes.hidden * 2), part(back * sizes.flags * 4)
-        lines = part(ranks * sizes.line_tokens * sizes.lines * LINE_BYTES)
+        rows, scales = pair(places * sizes.hidden * 2), pair(places * max(1, -(-sizes.hidden // GROUP)) * 4)
+        ids, weights = pair(places * sizes.topk * 4), pair(places * sizes.topk * 4)
+        partial, flags = reserve(rows_returned * sizes.hidden * 2), reserve(rows_returned * sizes.flags * 4)
+        lines = reserve(ranks * sizes.line_tokens * sizes.lines * LINE_BYTES)
         return cls(rows, scales, ids, weights, partial, flags, lines, end)

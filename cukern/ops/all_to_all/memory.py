@@ -1,7 +1,7 @@
-"""The state of a rank in an exchange between ranks: its window, its mappings of other windows, and its progress.
+"""The state of a rank in an exchange between ranks.
 
-Each rank owns one window: a region of its memory into which all other ranks write. Every rank maps the windows of all
-other ranks. The progress of a rank counts its completed dispatches and combines.
+Each rank owns one window: a region of its memory that all ranks map, and into which all other ranks write. The progress
+of a rank counts its completed dispatches and combines.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class AllToAllError(RuntimeError):
-    """The error of an exchange between ranks that failed. All further calls with the state fail, too.
+    """An exchange between ranks failed. All further calls with the state fail, too.
 
     Attributes:
         rank: the rank that did not send in time, or that gave up.
         phase: "dispatch" or "combine".
-        step: the index of the failed call among all calls of its phase, from 0 on.
+        step: the index of the failed call among the calls of its phase, from 0 on.
     """
 
     def __init__(self, message: str, rank: int, phase: str, step: int) -> None:
@@ -48,9 +48,9 @@ class Dispatched(NamedTuple):
     """The tokens that a rank received. Token t of source rank s is in row s * max_tokens + t of each array.
 
     Attributes:
-        hidden_states: [ranks * max_tokens, hidden], in the window of the rank: valid until its next dispatch begins.
-            Rows of tokens without an expert on this rank are undefined.
-        scales: float32 [ranks * max_tokens, columns], in the window too; None if the rows have no scales.
+        hidden_states: [ranks * max_tokens, hidden], in the rank's window, valid until its next dispatch begins. Rows of
+            tokens without an expert on this rank are undefined.
+        scales: float32 [ranks * max_tokens, columns], in the window too, or None.
         topk_weights: float32 [ranks * max_tokens, topk]; 0 past the tokens of a source.
         topk_ids: int32 [ranks * max_tokens, topk], ids among all experts; -1 past the tokens of a source.
     """
@@ -63,7 +63,7 @@ class Dispatched(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Link:
-    """The attributes of an exchange state on which a plan depends. A Link is hashed by identity, which is fast."""
+    """The attributes of a state that a plan depends on. A Link is hashed by identity, which is fast."""
 
     device: int | None
     rank: int
@@ -85,7 +85,7 @@ class Link:
             "progress": self.progress,
             "failure": self.failure,
             "rank_of": self.rank_of or None,
-            "patience": int(self.sizes.deadline_s * 1e9),
+            "timeout_ns": int(self.sizes.deadline_s * 1e9),
             "rank": self.rank,
             "ranks": self.ranks,
             "experts": self.sizes.num_experts,
@@ -94,11 +94,11 @@ class Link:
 
 
 class _Memory:
-    """The memory of one rank: its window (into which other ranks write), its private memory, and its mappings.
+    """The window of one rank, its private memory, and its mappings of other windows.
 
-    `release` frees the memory. Garbage collection also frees it, once neither a state nor an array in the window refers
-    to it. But if another rank of this process has memory at that time, the next constructor or `release` frees it
-    instead. While a constructor or `release` runs, no kernel of this process may wait for another rank.
+    `release` frees the memory. Garbage collection frees it, too, unless another rank of this process has memory. In
+    that case the next call of the constructor or of `release` frees it. At that time no kernel of this process may wait
+    for another rank.
     """
 
     def __init__(self, device: int, sizes: Sizes, layout: Layout, ranks: int) -> None:
@@ -111,8 +111,8 @@ class _Memory:
         try:
             self.failure = windows.allocate_on_host(_FAILURE_BYTES + _WORD_BYTES)
             self._taken.callback(windows.free_on_host, self.failure)
-            # `abort` needs a stream and pinned memory. They are created here, because creating them later would wait
-            # for the running kernels.
+            # The stream is for `abort`. If `abort` itself created a stream or pinned memory, it would wait for the
+            # running kernels.
             self.stream = windows.make_stream(device)
             self._taken.callback(windows.destroy_stream, device, self.stream)
             self.window = self._allocate(layout.size)
@@ -129,7 +129,6 @@ class _Memory:
             raise
 
     def release(self) -> None:
-        """Free the memory now. A second call does nothing."""
         if self._collected.detach():
             _in_use.discard(self._taken)
             _abandoned.append(self._taken)
@@ -141,19 +140,19 @@ class _Memory:
         return address
 
     def map(self, handle: bytes) -> int:
-        """Map the window of another process, and return its address in this process."""
+        """Map the window of another process."""
         address = windows.map_handle(self.device, handle)
         self._taken.callback(windows.unmap, self.device, address)
         return address
 
     def write_word(self, addresses: Sequence[int], value: int) -> None:
-        """Write an int32 to each of `addresses`, which lie in the windows of ranks, without waiting for kernels."""
+        """Write `value` as an int32 to addresses in windows, without waiting for running kernels."""
         windows.write_word(self.device, self.stream, self.failure + _FAILURE_BYTES, addresses, value)
 
 
 @contextlib.contextmanager
 def _in_any_capture() -> Iterator[None]:
-    """Allow this thread to free memory while a CUDA graph is captured. Otherwise the free would break the capture."""
+    """Let this thread free memory during a CUDA graph capture. Otherwise cudaFree would break the capture."""
     mode = ctypes.c_int(_RELAXED)
     libcuda().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     try:
@@ -162,17 +161,17 @@ def _in_any_capture() -> Iterator[None]:
         libcuda().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
-#: The resources of all `_Memory` objects of this process, and those of garbage-collected objects that wait to be freed.
+#: `_in_use` has the resources of all live `_Memory` objects of this process. `_abandoned` has the resources of
+#: garbage-collected `_Memory` objects that are not yet freed.
 _in_use: set[contextlib.ExitStack] = set()
 _abandoned: list[contextlib.ExitStack] = []
 
 
 def _abandon(taken: contextlib.ExitStack) -> None:
-    """Free the resources of a garbage-collected `_Memory`, or later if another rank of this process has memory.
+    """Free the resources of a garbage-collected `_Memory`, unless another rank of this process has memory.
 
-    The garbage collector may run at any time, even between the launches of two ranks. cudaFree waits for all running
-    kernels of its device. The kernel of the first rank may be waiting for the second rank. Then a cudaFree in the
-    thread that is about to launch the second rank would never return.
+    Garbage may be collected between the launches of two ranks. cudaFree waits for all running kernels of its device, so
+    it would never return while the kernel of the first rank waits for the second rank.
     """
     _in_use.discard(taken)
     _abandoned.append(taken)
@@ -184,35 +183,33 @@ def _free_abandoned() -> None:
     with contextlib.suppress(IndexError):  # another thread may free the last one
         while _abandoned:
             taken = _abandoned.pop()
-            # After a kernel has failed, every CUDA call fails. CUDA then frees the memory with the process.
+            # After a kernel has failed, every CUDA call fails, so errors are ignored.
             with _in_any_capture(), contextlib.suppress(runtime.CUDARuntimeError, RuntimeError):
                 taken.close()
 
 
 class AllToAllState:
-    """The state of one rank in an exchange between ranks: the windows that it maps, and its progress.
+    """The state of one rank in an exchange between ranks, created by `local` or `connect`.
 
-    `local` and `connect` create states. A window is a region of a rank's memory into which all other ranks write. A
-    window has two buffers for received tokens, each with room for `max_tokens` tokens of each rank, and one buffer for
-    the results of a combine. Successive dispatches alternate between the two buffers. A replayed CUDA graph uses the
-    buffers that its capture used. All ranks must make the same calls and replays in the same order.
+    A window is a region of a rank's memory into which all other ranks write. It has two buffers for received tokens,
+    between which dispatches alternate, and one buffer for the results of a combine. A replayed CUDA graph uses the
+    buffers of its capture. All ranks must make the same calls and replays in the same order.
 
     Attributes:
         rank, ranks: the index of this rank, and the number of ranks.
         device: the CUDA device; None for ranks in host memory, which the NumPy reference simulates.
-        max_tokens, hidden, topk, num_experts: the largest number of tokens of a rank in a call, the elements of a row,
-            the experts of a token, and the experts of all ranks.
+        max_tokens, hidden, topk, num_experts: as for `local`.
     """
 
     def __init__(self, link: Link, memory: _Memory | None) -> None:
-        """Create a state; `local` and `connect` call this. `memory` is this rank's memory, None in host memory."""
+        """`memory` is None in host memory."""
         self.link = link
         self.rank, self.ranks, self.device, self.host = link.rank, link.ranks, link.device, link.host
         self.max_tokens, self.hidden, self.topk, self.num_experts = link.sizes[:4]
         self._failure = None if memory is None else (ctypes.c_int * 4).from_address(memory.failure)
         self._memory = memory
-        self._buffer = 1  # the index of the buffer of the latest dispatch
-        self._open: str | None = None  # the phase that has been sent and not received
+        self._buffer = 1  # of the latest dispatch
+        self._open: str | None = None  # the phase that is sent and not received
         self._dispatched: int | None = None  # tokens of the latest dispatch; None after its combine
         self._closed = self._gave_up = False
         self._views: dict[tuple[Any, ...], tuple[Any, Any]] = {}
@@ -233,24 +230,22 @@ class AllToAllState:
     ) -> list[AllToAllState]:
         """Create the states of all ranks in this process.
 
-        If several ranks share a stream (or in host memory a thread), all of them must send (with `return_receiver`)
-        before one of them receives. Otherwise the first rank would wait until its deadline for the other ranks, whose
-        launches come after it.
+        If several ranks share a stream, all of them must send (with `return_receiver`) before one of them receives.
+        Otherwise the first rank waits for later launches until its deadline. The same holds for ranks in host memory
+        that share a thread.
 
         Args:
-            devices: the CUDA device of each rank. Several ranks may share a device. If all are None, the ranks are in
-                host memory.
+            devices: the CUDA device of each rank, which ranks may share; all None: the ranks are in host memory.
             max_tokens: the largest number of tokens of a rank in a call.
             hidden: the elements of a row, a multiple of 16.
             topk: the experts of a token, at most 32.
             num_experts: the experts of all ranks.
-            expert_rank: the rank of each expert, [num_experts]. None: each rank has the same number of consecutive
-                experts.
+            expert_rank: the rank of each expert, [num_experts]; None: the same number of consecutive experts per rank.
             apart: reserve the additional memory that a combine with `apart` needs.
-            deadline_s: the time in seconds after which a wait for another rank fails.
+            deadline_s: seconds until a wait for another rank fails.
 
         Raises:
-            ValueError: sizes that do not fit each other; devices that cannot map each other's memory.
+            ValueError: unsupported sizes; devices that cannot map each other's memory.
         """
         ranks = len(devices)
         sizes = Sizes.checked(ranks, max_tokens, hidden, topk, num_experts, apart, deadline_s, expert_rank)
@@ -291,18 +286,18 @@ class AllToAllState:
         apart: bool = False,
         deadline_s: float = 30.0,
     ) -> AllToAllState:
-        """Create the state of this process's rank. Each rank is a process on the same host, and calls this function.
+        """Create the state of this process's rank. Each rank is a process on the same host that calls this function.
 
         Args:
             rank, ranks: the index of this rank, and the number of ranks.
             device: the CUDA device of this rank.
             all_gather: a function that takes an object of this rank and returns the objects of all ranks in order, such
-                as one that calls `torch.distributed.all_gather_object`.
+                as a wrapper of `torch.distributed.all_gather_object`.
             max_tokens, hidden, topk, num_experts, expert_rank, apart, deadline_s: as for `local`.
 
         Raises:
-            ValueError: sizes that do not fit, or that differ between the ranks; ranks on several hosts; devices that
-                cannot map each other's memory. If one rank raises an exception, all ranks do.
+            ValueError: unsupported sizes; sizes that differ between ranks; ranks on several hosts; devices that cannot
+                map each other's memory. If one rank raises an exception, all ranks do.
         """
 
         def own() -> tuple[Any, ...]:
@@ -336,7 +331,7 @@ class AllToAllState:
 
         try:
             handles = _gather(all_gather, window)
-            # A rank may begin only after all ranks have mapped its window. If one rank cannot, all ranks raise.
+            # A rank may begin only after all ranks have mapped its window.
             mapped = _gather(all_gather, addresses)[rank]
         except Exception:
             if memory is not None:
@@ -351,10 +346,10 @@ class AllToAllState:
     def check(self) -> None:
         """Raise an error if an earlier call has failed.
 
-        A call returns before the GPU has finished it, so a later call must report its failure. Every dispatch and
-        combine calls `check` first. A replayed CUDA graph does not, so call `check` now and then in a loop of replays.
+        A call returns before the GPU has finished it, so the next dispatch or combine reports its failure. Replays of a
+        CUDA graph do not report failures, so call `check` now and then in a loop of replays.
 
-        Raises AllToAllError, which names the rank, the phase and the step; ValueError if the state is closed.
+        Raises AllToAllError if a call has failed, and ValueError if the state is closed.
         """
         self.expect_open()
         found = self._failed_wait()
@@ -374,13 +369,11 @@ class AllToAllState:
         raise AllToAllError(f"{name} {step} of rank {self.rank} failed: {why}", rank, name, step)
 
     def _failed_wait(self) -> twin.Failure | None:
-        """Return a description of the first wait that failed, or None."""
         if self._failure is None:
             return self.host.failures[self.rank]
         return twin.Failure(*self._failure) if self._failure[0] else None
 
     def expect_open(self) -> None:
-        """Raise ValueError if the state is closed."""
         if self._closed:
             check.fail("state", "open", "a closed one")
 
@@ -399,9 +392,10 @@ class AllToAllState:
         self._open, self._dispatched = None, tokens
 
     def begin_combine(self, topk_ids: Any) -> int:
-        """Begin a combine, and return the buffer index of its dispatch.
+        """Begin a combine, and return the buffer index of the dispatch before it.
 
-        Raises RuntimeError if no dispatch has been received, ValueError if the dispatch had another number of tokens.
+        Raises RuntimeError if no dispatch has been received, and ValueError if the number of tokens differs from the
+        dispatch.
         """
         self.check()
         if self._open is not None or self._dispatched is None:
@@ -424,10 +418,9 @@ class AllToAllState:
     # --- arrays ---------------------------------------------------------------------------------------
 
     def received(self, like: Any, buffer: int, dtype: str, columns: int, weights: Any, ids: Any) -> Dispatched:
-        """Return the result of a dispatch into `buffer`, with the received `weights` and `ids`.
+        """Return the result of a dispatch into `buffer`: views of this rank's window, in the library of `like`.
 
-        The rows (of dtype `dtype`) and their scales (`columns` per row) are in the window of this rank. Their arrays
-        belong to the library of `like`.
+        A row has elements of `dtype` and `columns` scales. `weights` and `ids` are the received weights and ids.
         """
         library = arrays.library_of(like)
         key = library, buffer, dtype, columns
@@ -450,7 +443,7 @@ class AllToAllState:
         return library.from_bytes(windows.array_at(self.device, address, size, self._memory), shape, dtype)
 
     def expert_map(self, like: Any) -> Any:
-        """Return int32 [num_experts] on the device of `like`: an expert's index on this rank; -1 on another rank."""
+        """Return int32 [num_experts] on the device of `like`: the index of each expert on this rank, or -1."""
         library = arrays.library_of(like)
         if library is None:
             check.fail("like", "an array", type(like).__name__, TypeError)
@@ -463,13 +456,13 @@ class AllToAllState:
 
     @property
     def num_local_experts(self) -> int:
-        """The number of experts of this rank."""
+        """The number of experts on this rank."""
         return int((self.link.sizes.owner(self.ranks) == self.rank).sum())
 
     # --- the end --------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """Abort the exchange: all waits of all ranks fail at once, and the next calls raise AllToAllError."""
+        """Make all waits of all ranks fail at once, and make their next calls raise AllToAllError."""
         self._gave_up = True
         if self.host is not None:
             self.host.abort(self.rank)
@@ -492,10 +485,7 @@ def _checked_device(name: str, device: Any) -> int:
 
 
 def _gather(all_gather: Callable[[Any], Sequence[Any]], make: Callable[[], Any]) -> list[Any]:
-    """Call `make` on every rank, and return the results of all ranks.
-
-    If `make` raises an exception on one rank, the other ranks raise ValueError.
-    """
+    """Return the results of `make` on all ranks. If it raises an exception on one rank, the others raise ValueError."""
     own: Any = None
     problem: Exception | None = None
     try:
@@ -519,7 +509,7 @@ def _link(memory: _Memory, rank: int, addresses: tuple[int, ...], sharing: int, 
 
 
 def _check_offers(offers: Sequence[Any]) -> None:
-    """Raise ValueError if ranks differ in their host or sizes. All ranks compare the same data, so all raise."""
+    """Raise ValueError if ranks differ in host or sizes. All ranks compare the same data, so all raise the error."""
     _, ranks, host, sizes = offers[0]
     for other, (its_rank, its_ranks, its_host, its_sizes) in enumerate(offers):
         names = ("ranks", *sizes._fields)
