@@ -773,7 +773,7 @@ def launches_of(x: Sizes, on: gpu.Gpu = H200) -> Launches:
         parts = twin.parts_of(rows, x.kv_heads, on.multiprocessors)
         arguments |= {"tile_scheduler_metadata": _int32(parts, 8), "num_splits": _int32(sequences + 1)}
     declared = OPS["flash_mla_with_kvcache"]
-    trace, returned, _ = declared.say(declared.kind_of((), arguments), (*arguments.values(),), on)
+    trace, returned, _ = declared.record(declared.kind_of((), arguments), (*arguments.values(),), on)
     return Launches(trace, returned)
 
 
@@ -835,7 +835,7 @@ def test_every_gpu_has_the_shared_memory() -> None:
                 assert op.best_mma_config("bfloat16", is_fp8, rows, (576, 512), most).shared_bytes <= most
     kinds = {"bfloat16": "__nv_bfloat16"}
     lines = [
-        f"static_assert(Form<{kinds[f.dtype]}, {', '.join(str(x).lower() for x in f[1:])}>::BYTES "
+        f"static_assert(MmaConfig<{kinds[f.dtype]}, {', '.join(str(x).lower() for x in f[1:])}>::BYTES "
         f'== {f.shared_bytes}, "");'
         for f in sorted(forms())
     ]

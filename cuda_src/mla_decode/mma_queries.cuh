@@ -1,29 +1,28 @@
-// Loading of queries and probabilities as A fragments for the MMAs of attend_mma.
+// Load the query and probability fragments (operand A) of attend_mma.
 #pragma once
 #include "mla_decode/mma_form.cuh"
 #include "mla_decode/rows.cuh"
 
-// The addresses of the queries of a thread's rows in global memory; null for rows that do not exist.
+// A thread's query rows in global memory; null for rows that do not exist.
 template <typename F> struct QueryRows {
     using T = typename F::T;
     const T* from[F::M][2];
 
-    __device__ __forceinline__ QueryRows(const Params& p, const Visit& visit, const Thread<F>& thread) {
+    __device__ __forceinline__ QueryRows(const Params& p, const Split& split, const Thread<F>& thread) {
 #pragma unroll
         for (int m = 0; m < F::M; ++m)
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                const Row row(p, visit, thread.kv_head, thread.first_row() + thread.row_of(m, j));
-                from[m][j] = row.valid ? static_cast<const T*>(p.q) + visit.batch * p.q_strides[0] +
+                const Row row(p, split, thread.kv_head, thread.first_row() + thread.row_of(m, j));
+                from[m][j] = row.valid ? static_cast<const T*>(p.q) + split.batch * p.q_strides[0] +
                                              row.token * p.q_strides[1] + row.head * p.q_strides[2]
                                        : nullptr;
             }
     }
 
-    // Load query fragment m of a step of 16 dimensions.
     __device__ __forceinline__ void load(const Params& p, const Thread<F>& thread, int step, int m,
                                          unsigned (&a)[4]) const {
-        const int dim = F::chunk_of_step(thread.depth, step) * 8 + thread.pair * 2;
+        const int dim = F::chunk_of_step(thread.dim_range, step) * 8 + thread.pair * 2;
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             a[i] = from[m][i % 2] && (F::DIM || dim < p.head_dim)
@@ -32,30 +31,29 @@ template <typename F> struct QueryRows {
     }
 };
 
-// The query fragments of a warp. The first KEPT_STEPS steps are in registers, the other steps in shared memory.
 template <typename F> struct QueryFragments {
-    static constexpr int M = F::M, SHARED_STEPS = F::STEPS - F::KEPT_STEPS;
-    uint4* const rest;
-    unsigned kept[F::KEPT_STEPS ? F::KEPT_STEPS : 1][M][4];
+    static constexpr int M = F::M, SHARED_STEPS = F::STEPS - F::REGISTER_STEPS;
+    uint4* const in_shared;
+    unsigned in_registers[F::REGISTER_STEPS ? F::REGISTER_STEPS : 1][M][4];
 
     __device__ __forceinline__ QueryFragments(const Thread<F>& thread, char* shared)
-        : rest(reinterpret_cast<uint4*>(shared + F::QUERIES) +
-               (thread.group * M * F::DEPTHS + thread.depth) * SHARED_STEPS * 32 + thread.lane) {}
+        : in_shared(reinterpret_cast<uint4*>(shared + F::QUERIES) +
+                    (thread.group * M * F::DIM_RANGES + thread.dim_range) * SHARED_STEPS * 32 + thread.lane) {}
 
     __device__ __forceinline__ uint4& shared_fragment(int step, int m) const {
-        return rest[m * F::DEPTHS * SHARED_STEPS * 32 + (step - F::KEPT_STEPS) * 32];
+        return in_shared[m * F::DIM_RANGES * SHARED_STEPS * 32 + (step - F::REGISTER_STEPS) * 32];
     }
 
-    // Fill all fragments. `load_step(step, m, a)` loads fragment m of MMA step `step` into `a`.
+    // `load_step(step, m, a)` loads fragment m of MMA step `step` into `a`.
     template <typename LOAD> __device__ __forceinline__ void fill(const Thread<F>& thread, const LOAD& load_step) {
 #pragma unroll
         for (int m = 0; m < M; ++m) {
 #pragma unroll
-            for (int step = 0; step < F::KEPT_STEPS; ++step) load_step(step, m, kept[step][m]);
-            // If HALVES is 2, two warps of the group need the same queries: they have the same `depth`, and differ in
-            // `half`. Each of the two warps stores every second step.
+            for (int step = 0; step < F::REGISTER_STEPS; ++step) load_step(step, m, in_registers[step][m]);
+            // With TOKEN_RANGES == 2, two warps need the same queries. Each warp stores the fragments of every second
+            // MMA step.
 #pragma unroll 2
-            for (int step = F::KEPT_STEPS + thread.half; step < F::STEPS; step += F::HALVES) {
+            for (int step = F::REGISTER_STEPS + thread.token_range; step < F::STEPS; step += F::TOKEN_RANGES) {
                 unsigned a[4];
                 load_step(step, m, a);
                 shared_fragment(step, m) = make_uint4(a[0], a[1], a[2], a[3]);
@@ -66,9 +64,9 @@ template <typename F> struct QueryFragments {
     __device__ __forceinline__ void load(int step, unsigned (&a)[M][4]) const {
 #pragma unroll
         for (int m = 0; m < M; ++m) {
-            if (step < F::KEPT_STEPS) {
+            if (step < F::REGISTER_STEPS) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) a[m][i] = kept[max(min(step, F::KEPT_STEPS - 1), 0)][m][i];
+                for (int i = 0; i < 4; ++i) a[m][i] = in_registers[max(min(step, F::REGISTER_STEPS - 1), 0)][m][i];
             } else {
                 const uint4 four = shared_fragment(step, m);
                 a[m][0] = four.x, a[m][1] = four.y, a[m][2] = four.z, a[m][3] = four.w;
@@ -77,7 +75,6 @@ template <typename F> struct QueryFragments {
     }
 };
 
-// Load the probabilities of 16 tokens of a tile as A fragments, for all rows of a group.
 template <typename F>
 __device__ __forceinline__ void load_probabilities(unsigned (&a)[F::M][4], const char* probabilities, int step) {
 #pragma unroll

@@ -1,5 +1,4 @@
-// Tiles of a 16-bit cache in attend_mma: copies to shared memory, the MMAs for the scores and for the output, and the
-// store of the output.
+// Copy and multiply the tiles of a 16-bit cache in attend_mma.
 #pragma once
 #include "common/fp8.cuh"
 #include "mla_decode/mma_form.cuh"
@@ -7,65 +6,66 @@
 #include "mla_decode/mma_ring.cuh"
 #include "mla_decode/rows.cuh"
 
-// A lane's ldmatrix addresses, as byte offsets in a tile. The tile is swizzled. To move by 16 dimensions within a line
-// of 128 bytes, bits of the offset are flipped (XOR).
+// A lane's ldmatrix addresses, as byte offsets in a swizzled tile. An XOR moves an offset by 16 dimensions within a
+// line of 128 bytes.
 template <typename F> struct Tile16 {
     using T = typename F::T;
     static constexpr int M = F::M, N = F::N, V = F::V;
-    int of_tokens[N / 2]; // for token fragments 2 j and 2 j + 1 of a warp; the fragments that it owns come first
-    int of_columns;       // for two column fragments of a warp
-    int rest_of_step, flip_of_step; // for the last line: offset to add to `of_tokens`, and bits to flip
+    int of_tokens[N / 2];                // for fragments 2 j and 2 j + 1; those that the warp owns come first
+    int of_columns;                      // for two column fragments
+    int last_line_offset, last_line_xor; // for the last line: a sum, then an XOR with `of_tokens`
 
     __device__ __forceinline__ explicit Tile16(const Thread<F>& thread) {
-        const int lane = thread.lane, depth = thread.depth;
+        const int lane = thread.lane, dim_range = thread.dim_range;
 #pragma unroll
         for (int j = 0; j < N / 2; ++j)
-            of_tokens[j] = (thread.half * N + (2 * j + lane / 16 + depth * F::OWN) % N) * 8 * F::PITCH +
-                           F::chunk_at(lane % 8, F::chunk_of_step(depth, 0) + lane / 8 % 2);
-        of_columns = F::chunk_at(lane % 16, F::column_of(thread.member, 0) / 8 + lane / 16);
-        rest_of_step = (F::LINES - 1) * 128 - depth * F::LINE_STEPS * 32;
-        flip_of_step = depth * F::REST_STEPS * 32;
+            of_tokens[j] =
+                (thread.token_range * N + (2 * j + lane / 16 + dim_range * F::OWNED_FRAGMENTS) % N) * 8 * F::PITCH +
+                F::chunk_at(lane % 8, F::chunk_of_step(dim_range, 0) + lane / 8 % 2);
+        of_columns = F::chunk_at(lane % 16, F::column_of(thread.group_warp, 0) / 8 + lane / 16);
+        last_line_offset = (F::LINES - 1) * 128 - dim_range * F::LINE_STEPS * 32;
+        last_line_xor = dim_range * F::LAST_LINE_STEPS * 32;
     }
 
-    // Issue the copies of a warp's tokens. Eight lanes copy one token, line by line.
-    static __device__ __forceinline__ void copy(const Params& p, const Thread<F>& thread, const Sources& sources,
-                                                int copier, unsigned tile_at, unsigned) {
+    // Eight lanes copy one token, 128 bytes at a time.
+    static __device__ __forceinline__ void copy(const Params& p, const Thread<F>& thread,
+                                                const TokenAddresses& addresses, int copy_warp, unsigned tile_at,
+                                                unsigned) {
         if constexpr (F::CONVERTS) {
-            convert(thread, sources, copier, tile_at);
+            convert(thread, addresses, copy_warp, tile_at);
             return;
         }
         const int lane = thread.lane, chunk = lane % 8;
 #pragma unroll
-        for (int i = 0; i < F::COPIED; i += 4) {
-            const int mine = i + lane / 8, t = copier * F::COPIED + mine;
-            const char* const source = sources.of(mine) + chunk * 16;
+        for (int i = 0; i < F::COPIED_TOKENS; i += 4) {
+            const int mine = i + lane / 8, t = copy_warp * F::COPIED_TOKENS + mine;
+            const char* const source = addresses.of(mine) + chunk * 16;
             const unsigned to = tile_at + F::chunk_at(t, chunk);
-            const bool there = sources.lanes >> mine & 1;
+            const bool exists = addresses.valid_lanes >> mine & 1;
 #pragma unroll
             for (int line = 0; line < F::DIMS / 64; ++line)
                 if (F::DIM || line * 64 + chunk * 8 < p.head_dim)
-                    copy_async_or_zero(to + line * 128, source + line * 128, there);
+                    copy_async_or_zero(to + line * 128, source + line * 128, exists);
         }
     }
 
-    // Copy and convert tokens of an 8-bit cache of 512 dimensions. A line is 64 elements with one scale, or the rotary
-    // part. Missing tokens are replaced by zeros.
-    static __device__ __forceinline__ void convert(const Thread<F>& thread, const Sources& sources, int copier,
-                                                   unsigned tile_at) {
+    // A line has 64 elements. They share one scale, or are the rotary part.
+    static __device__ __forceinline__ void convert(const Thread<F>& thread, const TokenAddresses& addresses,
+                                                   int copy_warp, unsigned tile_at) {
         constexpr int LATENT_LINES = PAGED_LATENT / 64;
         const int lane = thread.lane, chunk = lane % 8;
 #pragma unroll 1
-        for (int i = 0; i < F::COPIED; i += 4) {
-            const int mine = i + lane / 8, t = copier * F::COPIED + mine;
-            const char *const source = sources.of(mine), *const scales = sources.scales_of(mine);
+        for (int i = 0; i < F::COPIED_TOKENS; i += 4) {
+            const int mine = i + lane / 8, t = copy_warp * F::COPIED_TOKENS + mine;
+            const char *const source = addresses.of(mine), *const scales = addresses.scales_of(mine);
             const unsigned to = tile_at + F::chunk_at(t, chunk);
-            const bool there = sources.lanes >> mine & 1;
-            // Four lines are loaded at once. With 64 rows there are not enough registers for more.
+            const bool exists = addresses.valid_lanes >> mine & 1;
+            // With 64 rows, loading more than four lines at once would spill registers.
 #pragma unroll
             for (int first = 0; first < LATENT_LINES; first += 4) {
                 uint2 latent[4] = {};
                 unsigned exponents = 0;
-                if (there) {
+                if (exists) {
                     exponents = *reinterpret_cast<const unsigned*>(scales + first);
 #pragma unroll
                     for (int line = first; line < min(first + 4, LATENT_LINES); ++line)
@@ -80,7 +80,7 @@ template <typename F> struct Tile16 {
                 }
             }
             uint4 rotary = {};
-            if (there) rotary = *reinterpret_cast<const uint4*>(source + PAGED_LATENT + chunk * 16);
+            if (exists) rotary = *reinterpret_cast<const uint4*>(source + PAGED_LATENT + chunk * 16);
             if constexpr (!IS_BFLOAT16<T>)
                 rotary = make_uint4(of_bfloat16(rotary.x), of_bfloat16(rotary.y), of_bfloat16(rotary.z),
                                     of_bfloat16(rotary.w));
@@ -88,7 +88,6 @@ template <typename F> struct Tile16 {
         }
     }
 
-    // Return four e4m3 elements, converted and multiplied by their scale.
     static __device__ __forceinline__ uint2 scaled(unsigned four, float scale) {
         unsigned halves[2], made[2];
         to_halves<__nv_fp8_e4m3>(halves, four);
@@ -107,8 +106,8 @@ template <typename F> struct Tile16 {
     struct Queries : QueryFragments<F> {
         using QueryFragments<F>::QueryFragments;
 
-        __device__ __forceinline__ void load_visit(const Params& p, const Visit& visit, const Thread<F>& thread) {
-            const QueryRows<F> rows(p, visit, thread);
+        __device__ __forceinline__ void load_split(const Params& p, const Split& split, const Thread<F>& thread) {
+            const QueryRows<F> rows(p, split, thread);
             this->fill(thread, [&](int step, int m, unsigned (&a)[4]) { rows.load(p, thread, step, m, a); });
         }
     };
@@ -117,7 +116,7 @@ template <typename F> struct Tile16 {
                                                const Queries& queries, const char*, unsigned tile_at) const {
 #pragma unroll
         for (int step = 0; step < F::STEPS; ++step) {
-            if (!F::DIM && F::chunk_of_step(thread.depth, step) * 8 >= p.head_dim) continue;
+            if (!F::DIM && F::chunk_of_step(thread.dim_range, step) * 8 >= p.head_dim) continue;
             unsigned a[M][4], b[4];
             queries.load(step, a);
 #pragma unroll
@@ -126,7 +125,7 @@ template <typename F> struct Tile16 {
                 if (step < F::LINE_STEPS)
                     ldmatrix(b, (from ^ step % 4 * 32) + step / 4 * 128);
                 else
-                    ldmatrix(b, ((from + rest_of_step) ^ flip_of_step ^ (step - F::LINE_STEPS) * 32));
+                    ldmatrix(b, ((from + last_line_offset) ^ last_line_xor ^ (step - F::LINE_STEPS) * 32));
 #pragma unroll
                 for (int m = 0; m < M; ++m) {
                     mma_m16n8k16<T>(scores[2 * j][m], a[m], b[0], b[1]);
@@ -136,7 +135,6 @@ template <typename F> struct Tile16 {
         }
     }
 
-    // A 16-bit cache has no scales.
     struct Scales {
         __device__ __forceinline__ void load(const Thread<F>&, const char*) {}
         __device__ __forceinline__ float exponent(int, int) const { return 0.f; }
@@ -145,10 +143,9 @@ template <typename F> struct Tile16 {
         }
     };
 
-    // Add the MMA of probabilities and values to `out`, for the columns of this warp.
     __device__ __forceinline__ void add_values(const Params& p, const Thread<F>& thread, float (&out)[M][V][4],
                                                const char* probabilities, unsigned tile_at) const {
-        // With 64 rows, unrolling all steps would spill registers on GPUs where the kernel is short of registers.
+        // With 64 rows, unrolling all steps would spill registers.
         constexpr bool IS_TIGHT = __CUDA_ARCH__ < 900 || (F::CONVERTS && __CUDA_ARCH__ >= 1000);
         constexpr int STEPS_AT_ONCE = M > 1 && IS_TIGHT ? 1 : F::TILE / 16;
 #pragma unroll STEPS_AT_ONCE
@@ -158,7 +155,7 @@ template <typename F> struct Tile16 {
             const unsigned tokens_at = tile_at + step * 16 * F::PITCH;
 #pragma unroll
             for (int n = 0; n < V; n += 2) {
-                const int column = F::column_of(thread.member, n);
+                const int column = F::column_of(thread.group_warp, n);
                 if (!F::DIM_V && column >= p.head_dim_v) continue;
                 unsigned b[4];
                 if (n < F::LINE_V)
@@ -174,11 +171,11 @@ template <typename F> struct Tile16 {
         }
     }
 
-    // Store row `lane / 4 + 8 * j` of the output fragments.
     static __device__ __forceinline__ void store(const Params& p, const Thread<F>& thread, const Destination<T>& to,
                                                  const float (&out)[V][4], int j) {
-        to.template store<F::LINE_V, F::DIM_V>(p, out, j, F::column_of(thread.member, 0));
-        if constexpr (F::REST_V)
-            to.template store<F::REST_V, F::DIM_V>(p, out + F::LINE_V, j, F::column_of(thread.member, F::LINE_V));
+        to.template store<F::LINE_V, F::DIM_V>(p, out, j, F::column_of(thread.group_warp, 0));
+        if constexpr (F::LAST_LINE_V)
+            to.template store<F::LAST_LINE_V, F::DIM_V>(p, out + F::LINE_V, j,
+                                                        F::column_of(thread.group_warp, F::LINE_V));
     }
 };

@@ -1,5 +1,4 @@
-// Tiles of an 8-bit cache in attend_mma: copies to shared memory, the MMAs for the scores and for the output, and the
-// store of the output.
+// Copy and multiply the tiles of an 8-bit cache in attend_mma.
 #pragma once
 #include "common/fp8.cuh"
 #include "mla_decode/mma_form.cuh"
@@ -7,8 +6,7 @@
 #include "mla_decode/mma_ring.cuh"
 #include "mla_decode/rows.cuh"
 
-// Return the binary exponent of the largest of a token's four scales. The result is at least -80, so that 2^-exponent
-// does not overflow.
+// Return the binary exponent of the largest scale. It is at least -80, so that 2^-exponent does not overflow.
 __device__ __forceinline__ float exponent_of(float4 scales) {
     const float largest = fmaxf(fmaxf(fabsf(scales.x), fabsf(scales.y)), fmaxf(fabsf(scales.z), fabsf(scales.w)));
     return float(max(int(__float_as_uint(largest) >> 23) - 127, -80));
@@ -22,72 +20,73 @@ __device__ __forceinline__ float component(float4 four, int i) {
 template <typename F> struct Tile8 {
     using T = typename F::T;
     static constexpr int M = F::M, N = F::N, V = F::V;
-    int of_tokens[N]; // per token fragment of a warp; the fragments that it owns come first
-    int of_columns;   // for 16 tokens and 32 columns of the values
-    // Offsets that are added to `of_tokens`: `to_rotary` gives the address of the rotary part, and `to_scale` the
-    // address of a scale. The scale belongs to the first of a lane's two tokens in a C fragment.
+    int of_tokens[N]; // per token fragment; those that the warp owns come first
+    int of_columns;   // for 16 tokens and 32 columns
+    // Distances in bytes from `of_tokens` to the scale and to the rotary part. The scale belongs to the first of a
+    // lane's two tokens in a C fragment.
     int to_scale, to_rotary;
 
     __device__ __forceinline__ explicit Tile8(const Thread<F>& thread) {
-        const int lane = thread.lane, depth = thread.depth;
+        const int lane = thread.lane, dim_range = thread.dim_range;
 #pragma unroll
         for (int j = 0; j < N; ++j)
-            of_tokens[j] = ((j + depth * F::OWN) % N * 8 + lane % 8) * F::PITCH + depth * F::SCALE_DIMS + lane / 8 * 16;
-        of_columns = lane % 16 * F::PITCH + thread.member * F::SCALE_DIMS + lane / 16 * 16;
+            of_tokens[j] = ((j + dim_range * F::OWNED_FRAGMENTS) % N * 8 + lane % 8) * F::PITCH +
+                           dim_range * F::SCALE_DIMS + lane / 8 * 16;
+        of_columns = lane % 16 * F::PITCH + thread.group_warp * F::SCALE_DIMS + lane / 16 * 16;
         to_scale =
-            (thread.pair * 2 - lane % 8) * F::PITCH + F::LATENT_DIMS + depth * (4 - F::SCALE_DIMS) - lane / 8 * 16;
-        to_rotary = F::ROTARY_OFFSET + depth * (32 - F::SCALE_DIMS) - lane / 16 * 32;
+            (thread.pair * 2 - lane % 8) * F::PITCH + F::LATENT_DIMS + dim_range * (4 - F::SCALE_DIMS) - lane / 8 * 16;
+        to_rotary = F::ROTARY_OFFSET + dim_range * (32 - F::SCALE_DIMS) - lane / 16 * 32;
     }
 
-    // Issue the copies of a warp's tokens. `full` is the full barrier of the tile.
-    static __device__ __forceinline__ void copy(const Params& p, const Thread<F>& thread, const Sources& sources,
-                                                int copier, unsigned tile_at, unsigned full) {
+    static __device__ __forceinline__ void copy(const Params& p, const Thread<F>& thread,
+                                                const TokenAddresses& addresses, int copy_warp, unsigned tile_at,
+                                                unsigned full) {
         if constexpr (F::ROW_COPIES)
-            copy_rows(p, thread, sources, tile_at + (copier * F::COPIED + thread.lane) * F::PITCH, full);
+            copy_rows(p, thread, addresses, tile_at + (copy_warp * F::COPIED_TOKENS + thread.lane) * F::PITCH, full);
         else
-            copy_chunks(thread, sources, tile_at + copier * F::COPIED * F::PITCH + thread.lane * 16);
+            copy_chunks(thread, addresses, tile_at + copy_warp * F::COPIED_TOKENS * F::PITCH + thread.lane * 16);
     }
 
-    // Copy the tokens by cp.async.bulk, one token per lane.
-    static __device__ __forceinline__ void copy_rows(const Params& p, const Thread<F>& thread, const Sources& sources,
-                                                     unsigned to, unsigned full) {
-        constexpr unsigned ALL = (1u << F::COPIED) - 1;
-        if (!p.indices && p.cache_strides[1] == F::PITCH && (sources.lanes & ALL) == ALL) {
+    static __device__ __forceinline__ void copy_rows(const Params& p, const Thread<F>& thread,
+                                                     const TokenAddresses& addresses, unsigned to, unsigned full) {
+        constexpr unsigned ALL = (1u << F::COPIED_TOKENS) - 1;
+        if (!p.indices && p.cache_strides[1] == F::PITCH && (addresses.valid_lanes & ALL) == ALL) {
             // The tokens are contiguous in one page, because page sizes are multiples of 16.
-            if (thread.lane == 0) copy_row(to, sources.from, F::COPIED * F::PITCH, full);
-        } else if (thread.lane < F::COPIED && sources.known) {
-            copy_row(to, sources.from, F::PITCH, full);
-        } else if (thread.lane < F::COPIED) {
+            if (thread.lane == 0) copy_row(to, addresses.from, F::COPIED_TOKENS * F::PITCH, full);
+        } else if (thread.lane < F::COPIED_TOKENS && addresses.valid) {
+            copy_row(to, addresses.from, F::PITCH, full);
+        } else if (thread.lane < F::COPIED_TOKENS) {
             for (int i = 0; i < F::PITCH; i += 16) store_shared(to + i, make_uint4(0, 0, 0, 0));
             fence_proxy_async();
         }
     }
 
-    // Copy the tokens by cp.async. Consecutive lanes copy consecutive chunks, because copies are much slower if a
-    // 128-byte line of the cache goes to several lines of shared memory.
-    static __device__ __forceinline__ void copy_chunks(const Thread<F>& thread, const Sources& sources, unsigned to) {
-        constexpr int CHUNKS = F::PITCH / 16, ALL = F::COPIED * CHUNKS;
+    // Consecutive lanes copy consecutive chunks, because copies are much slower if 128 contiguous bytes of the cache
+    // are scattered over shared memory.
+    static __device__ __forceinline__ void copy_chunks(const Thread<F>& thread, const TokenAddresses& addresses,
+                                                       unsigned to) {
+        constexpr int CHUNKS = F::PITCH / 16, ALL = F::COPIED_TOKENS * CHUNKS;
 #pragma unroll 4
         for (int start = 0; start < ALL; start += 32) {
-            const int chunk = start + thread.lane, t = min(chunk / CHUNKS, F::COPIED - 1);
-            const char* const source = sources.of(t);
+            const int chunk = start + thread.lane, t = min(chunk / CHUNKS, F::COPIED_TOKENS - 1);
+            const char* const source = addresses.of(t);
             if (start + 32 <= ALL || chunk < ALL)
-                copy_async_or_zero(to + start * 16, source + (chunk - t * CHUNKS) * 16, sources.lanes >> t & 1);
+                copy_async_or_zero(to + start * 16, source + (chunk - t * CHUNKS) * 16, addresses.valid_lanes >> t & 1);
         }
     }
 
-    // The queries for an 8-bit cache. The MMAs use float16, which has a narrower range than bfloat16. A bfloat16 query
-    // row is therefore divided by a power of two, so that its largest magnitude is in [1, 2). Float16 then represents
-    // every number down to 2^-17 exactly, and rounds smaller numbers by at most 2^-25. A lane holds four neighbouring
-    // dimensions of each step of 16 dimensions, because a lane also holds four neighbouring bytes of a token.
+    // The queries in float16. To fit the range of float16, a row of bfloat16 is divided by a power of two. This brings
+    // the row's largest magnitude into [1, 2). float16 then represents every number down to 2^-17 exactly, and rounds
+    // smaller numbers by at most 2^-25. A lane holds four neighbouring dimensions of each MMA step, because ldmatrix
+    // gives it four neighbouring bytes of a token.
     struct Queries : QueryFragments<F> {
         static constexpr bool RESCALED = IS_BFLOAT16<T>;
-        float factor[M][2]; // the divisor of each row, if RESCALED
+        float factor[M][2]; // the divisors, if RESCALED
 
         using QueryFragments<F>::QueryFragments;
 
-        __device__ __forceinline__ void load_visit(const Params& p, const Visit& visit, const Thread<F>& thread) {
-            const QueryRows<F> rows(p, visit, thread);
+        __device__ __forceinline__ void load_split(const Params& p, const Split& split, const Thread<F>& thread) {
+            const QueryRows<F> rows(p, split, thread);
             if constexpr (RESCALED) find_factors(thread, rows);
             this->fill(thread, [&](int step, int m, unsigned (&a)[4]) {
                 if (step < F::LINE_STEPS)
@@ -99,7 +98,7 @@ template <typename F> struct Tile8 {
 
         static __device__ __forceinline__ uint2 four_of(const Thread<F>& thread, const QueryRows<F>& rows, int step,
                                                         int m, int j) {
-            const int dim = thread.depth * F::SCALE_DIMS + step * 16 + thread.pair * 4;
+            const int dim = thread.dim_range * F::SCALE_DIMS + step * 16 + thread.pair * 4;
             return rows.from[m][j] ? *reinterpret_cast<const uint2*>(rows.from[m][j] + dim) : make_uint2(0, 0);
         }
 
@@ -138,8 +137,6 @@ template <typename F> struct Tile8 {
         }
     };
 
-    // Compute the partial scores over a warp's dimensions: the 128 dimensions that share a scale, then 16 dimensions of
-    // the rotary part.
     __device__ __forceinline__ void add_scores(const Params&, const Thread<F>& thread, float (&scores)[N][M][4],
                                                const Queries& queries, const char* tile, unsigned tile_at) const {
         add_latent(scores, queries, tile_at);
@@ -149,25 +146,25 @@ template <typename F> struct Tile8 {
 
     __device__ __forceinline__ void add_latent(float (&scores)[N][M][4], const Queries& queries,
                                                unsigned tile_at) const {
-        // JOINT: token fragments that a warp processes at once. QUADS: unrolled groups of four MMA steps. With 64 rows,
-        // larger values would spill registers.
-        constexpr int JOINT = M > 1 && __CUDA_ARCH__ < 900 ? 1 : N < 4 || M > 1 ? 2 : 4;
+        // INTERLEAVED: token fragments that a warp processes at once. QUADS: unrolled groups of four MMA steps. With 64
+        // rows, higher numbers would spill registers.
+        constexpr int INTERLEAVED = M > 1 && __CUDA_ARCH__ < 900 ? 1 : N < 4 || M > 1 ? 2 : 4;
         constexpr int QUADS = M > 1 && __CUDA_ARCH__ >= 1000 ? 1 : F::LINE_STEPS / 4;
 #pragma unroll QUADS
         for (int quad = 0; quad < F::LINE_STEPS; quad += 4)
 #pragma unroll
-            for (int first = 0; first < N; first += JOINT) {
-                unsigned words[JOINT][4];
+            for (int first = 0; first < N; first += INTERLEAVED) {
+                unsigned packed[INTERLEAVED][4];
 #pragma unroll
-                for (int n = 0; n < JOINT; ++n) ldmatrix(words[n], tile_at + of_tokens[first + n] + quad * 16);
+                for (int n = 0; n < INTERLEAVED; ++n) ldmatrix(packed[n], tile_at + of_tokens[first + n] + quad * 16);
 #pragma unroll
                 for (int step = 0; step < 4; ++step) {
                     unsigned a[M][4];
                     queries.load(quad + step, a);
 #pragma unroll
-                    for (int n = 0; n < JOINT; ++n) {
+                    for (int n = 0; n < INTERLEAVED; ++n) {
                         unsigned b[2];
-                        to_halves<__nv_fp8_e4m3>(b, words[n][step]);
+                        to_halves<__nv_fp8_e4m3>(b, packed[n][step]);
 #pragma unroll
                         for (int m = 0; m < M; ++m) mma_m16n8k16<__half>(scores[first + n][m], a[m], b[0], b[1]);
                     }
@@ -214,19 +211,19 @@ template <typename F> struct Tile8 {
         }
     }
 
-    // The scales of the tokens that a warp owns. The probabilities are multiplied by the scales before they are rounded
-    // to float16. To keep the scaled probabilities in the range of float16, a row's maximum is taken over each score
-    // plus the exponent of the token's largest scale.
+    // The scales of the warp's own tokens multiply the probabilities before these are rounded to float16. To keep the
+    // products in the range of float16, tile_max is the maximum of the sums `score + exponent`, with the exponent of
+    // the token's largest scale.
     struct Scales {
-        float4 scales[F::OWN][2];
-        float exponents[F::OWN][2]; // of the largest scale of a token
+        float4 scales[F::OWNED_FRAGMENTS][2];
+        float exponents[F::OWNED_FRAGMENTS][2]; // of a token's largest scale
 
         __device__ __forceinline__ void load(const Thread<F>& thread, const char* tile) {
 #pragma unroll
-            for (int n = 0; n < F::OWN; ++n)
+            for (int n = 0; n < F::OWNED_FRAGMENTS; ++n)
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    const int t = (thread.depth * F::OWN + n) * 8 + thread.pair * 2 + i;
+                    const int t = (thread.dim_range * F::OWNED_FRAGMENTS + n) * 8 + thread.pair * 2 + i;
                     scales[n][i] = *reinterpret_cast<const float4*>(tile + t * F::PITCH + F::LATENT_DIMS);
                     exponents[n][i] = exponent_of(scales[n][i]);
                 }
@@ -234,34 +231,30 @@ template <typename F> struct Tile8 {
 
         __device__ __forceinline__ float exponent(int n, int i) const { return exponents[n][i]; }
 
-        // Return the probabilities of a lane's two tokens in fragment n, each multiplied by the token's scale with
-        // index `scale`.
+        // Return the probabilities of two tokens, each multiplied by scale number `scale` of its token.
         __device__ __forceinline__ unsigned pack_scaled(int n, int scale, float low, float high) const {
             return pack<__half>(low * component(scales[n][0], scale), high * component(scales[n][1], scale));
         }
     };
 
-    // Add the MMA of probabilities and values to `out`. All columns of a warp share one scale per token, which the
-    // probabilities already contain.
     __device__ __forceinline__ void add_values(const Params&, const Thread<F>& thread, float (&out)[M][V][4],
                                                const char* probabilities, unsigned tile_at) const {
 #pragma unroll
         for (int step = 0; step < F::TILE / 16; ++step) {
             unsigned a[M][4];
-            load_probabilities<F>(a, probabilities + thread.member * F::PROBABILITY_BYTES, step);
+            load_probabilities<F>(a, probabilities + thread.group_warp * F::PROBABILITY_BYTES, step);
             const unsigned tokens_at = tile_at + step * 16 * F::PITCH;
 #pragma unroll
             for (int n = 0; n < V; n += 4) {
-                unsigned words[4];
-                ldmatrix_trans(words, tokens_at + of_columns + n * 8);
+                unsigned packed[4];
+                ldmatrix_trans(packed, tokens_at + of_columns + n * 8);
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    // A register of `words` holds two neighbouring columns of two tokens. `low` gets the first 8 of the
-                    // 16 tokens, and `high` the other 8. Element 0 of both is the even column, and element 1 the odd
-                    // column.
+                    // A register of `packed` holds an even and an odd column of two tokens. `low` gets the first 8 of
+                    // the 16 tokens, and `high` the other 8.
                     unsigned low[2], high[2];
-                    to_halves<__nv_fp8_e4m3>(low, __byte_perm(words[2 * i], 0, 0x3120));
-                    to_halves<__nv_fp8_e4m3>(high, __byte_perm(words[2 * i + 1], 0, 0x3120));
+                    to_halves<__nv_fp8_e4m3>(low, __byte_perm(packed[2 * i], 0, 0x3120));
+                    to_halves<__nv_fp8_e4m3>(high, __byte_perm(packed[2 * i + 1], 0, 0x3120));
 #pragma unroll
                     for (int odd = 0; odd < 2; ++odd)
 #pragma unroll
@@ -272,9 +265,8 @@ template <typename F> struct Tile8 {
         }
     }
 
-    // Store row `lane / 4 + 8 * j` of the output fragments.
     static __device__ __forceinline__ void store(const Params&, const Thread<F>& thread, const Destination<T>& to,
                                                  const float (&out)[V][4], int j) {
-        to.template store_interleaved<V>(out, j, F::column_of(thread.member, 0));
+        to.template store_interleaved<V>(out, j, F::column_of(thread.group_warp, 0));
     }
 };

@@ -1,17 +1,12 @@
-// The producer warpgroups of attend_two_loaders for an 8-bit cache of 656 bytes per token, addressed by block table or
-// by `indices`. They convert the tokens to bfloat16.
+// Convert the tokens of an 8-bit cache to bfloat16, in the producer warpgroups of attend_two_loaders.
 //
-// A warp converts eight tokens of each tile: first one half of their value columns, then the other half. In each half a
-// lane converts 16 elements of every second token. Four lanes write the 64 columns of one row of a tile in shared
-// memory. The next four lanes write the row of the next token, whose chunks are in other banks. Registers hold the
-// bytes of a whole tile. As soon as a half is converted, loads for the next tile are issued into its registers, and are
-// in flight while the other half is converted. The rotary part is copied unchanged, because it is bfloat16 already. The
-// lanes look up the addresses of four tiles at once, four to seven tiles before the tiles are converted.
+// A warp converts eight tokens of each tile. A lane converts 16 elements of every second token in one half of the value
+// columns, then in the other half. Neighbouring groups of four lanes write rows in different banks. As soon as a half
+// is converted, its registers are refilled from the next tile. The lanes look up the addresses of four tiles at once,
+// four to seven tiles ahead.
 //
-// No warp waits for data that it does not need yet. The producers execute no proxy fence before they arrive at a full
-// barrier, because the fence would also wait for the loads of the next tile. The consumers execute the fence instead
-// (Seesaw::wait_for_keys). For the rotary part and the queries, cp.async.mbarrier.arrive arrives at the barrier when
-// the copies complete.
+// The producers execute no proxy fence, because it would wait for the loads of the next tile. The consumers execute it
+// instead (Consumer::wait_for_keys).
 #pragma once
 #include "common/fp8.cuh"
 #include "mla_decode/two_loaders_shared.cuh"
@@ -19,7 +14,7 @@
 // Bit of an address that marks a missing token.
 constexpr unsigned long long MISSING = 1ull << 63;
 
-// Load 16 bytes of a token. Return zeros if the token is missing. The load is not ld.global.nc, because ptxas may move
+// Load 16 bytes of a token, or return zeros for a missing token. The load is not ld.global.nc, because ptxas may move
 // read-only loads past later barriers to the first use of their bytes.
 __device__ __forceinline__ uint4 load_token(unsigned long long from) {
     uint4 value;
@@ -36,7 +31,6 @@ __device__ __forceinline__ uint4 load_token(unsigned long long from) {
     return value;
 }
 
-// Issue a cp.async of 16 bytes of a token. Write zeros if the token is missing.
 __device__ __forceinline__ void copy_token_async(unsigned to, unsigned long long from) {
     asm volatile("{ .reg .pred missing;\n"
                  "  setp.lt.s64 missing, %1, 0;\n"
@@ -45,33 +39,33 @@ __device__ __forceinline__ void copy_token_async(unsigned to, unsigned long long
                  : "memory");
 }
 
-// The record that a converting warp keeps for a tile. It says whether a sequence begins with the tile, and which of the
-// warp's eight tokens exist.
-struct TileNote {
+// The state that a warp keeps for its tokens of a tile.
+struct TileRecord {
     static constexpr int NONE = -1, END = -2;
 
-    int start;            // the sequence that begins with this tile; NONE: no sequence begins; END: after the last tile
-    unsigned short there; // a bit per token, set if the token exists
-    unsigned short bad;   // not 0 if an entry is outside the cache
+    int start; // the sequence that begins with this tile; NONE: no sequence begins; END: after the last tile
+    unsigned short valid_lanes;
+    unsigned short bad;
 };
 
-// The state of the converting warps. Each warp uses its own entries. The state is in shared memory, so that it occupies
-// no registers in the mainloop.
+// The converters keep this state in shared memory, so that it occupies no registers in the mainloop.
 struct ConverterShared : WgmmaShared {
-    static constexpr int FOUND = 8, AHEAD = FOUND / 2; // tiles with an address; tiles from lookup to conversion
+    static constexpr int ADDRESS_TILES = 8,
+                         LOOKUP_DISTANCE = ADDRESS_TILES / 2; // tiles with stored addresses; distance in tiles
 
-    alignas(16) float scales[2][BLOCK_TOKENS][4];      // [tile % 2][token]: the scales of this tile and the next one
-    unsigned long long addresses[FOUND][BLOCK_TOKENS]; // first an Entry, then the address of a token or MISSING
-    TileNote notes[FOUND][LOADING_WARPS];
-    TilePlace places[AHEAD][LOADING_WARPS]; // the next tiles to look up
+    alignas(16) float scales[2][BLOCK_TOKENS][4];              // [tile % 2][token]
+    unsigned long long addresses[ADDRESS_TILES][BLOCK_TOKENS]; // first an Entry, then the address of a token or MISSING
+    TileRecord records[ADDRESS_TILES][PRODUCER_WARPS];
+    TilePosition positions[LOOKUP_DISTANCE][PRODUCER_WARPS]; // the next tiles to look up
 };
 static_assert(sizeof(Entry) == sizeof(unsigned long long), "");
 
 struct Converter {
-    static constexpr int TOKENS = BLOCK_TOKENS / LOADING_WARPS; // tokens of a warp in a tile
-    static constexpr int EACH = TOKENS / 2;                     // tokens of a lane in a tile
-    static constexpr int TOGETHER = 32 / TOKENS;                // tiles that the lanes look up at once
-    static constexpr int FOUND = ConverterShared::FOUND, AHEAD = ConverterShared::AHEAD;
+    static constexpr int WARP_TOKENS = BLOCK_TOKENS / PRODUCER_WARPS; // per warp and tile
+    static constexpr int LANE_TOKENS = WARP_TOKENS / 2;               // per lane and tile
+    static constexpr int TILES_PER_LOOKUP = 32 / WARP_TOKENS;
+    static constexpr int ADDRESS_TILES = ConverterShared::ADDRESS_TILES,
+                         LOOKUP_DISTANCE = ConverterShared::LOOKUP_DISTANCE;
     static constexpr int LATENT_DIMS = 512, ROTARY_OFFSET = LATENT_DIMS + 4 * 4;
     static constexpr int ROW_BYTES = COLUMNS * 2;
 
@@ -80,25 +74,26 @@ struct Converter {
     const unsigned queries;
     const unsigned warp;
 
-    // Return the lane index. It is read each time, so that values derived from it occupy no registers in the mainloop.
+    // Return the lane index. Each call reads it again, so that values derived from it occupy no registers in the
+    // mainloop.
     static __device__ __forceinline__ unsigned lane() {
         unsigned lane;
         asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
         return lane;
     }
 
-    // Return the row of the warp's first token in a tile.
-    __device__ __forceinline__ unsigned first() const { return warp * TOKENS; }
+    __device__ __forceinline__ unsigned first() const { return warp * WARP_TOKENS; }
     __device__ __forceinline__ unsigned long long& address(unsigned tile, unsigned i) const {
-        return shared.addresses[tile % FOUND][first() + i];
+        return shared.addresses[tile % ADDRESS_TILES][first() + i];
     }
-    __device__ __forceinline__ TileNote& note(unsigned tile) const { return shared.notes[tile % FOUND][warp]; }
+    __device__ __forceinline__ TileRecord& record(unsigned tile) const {
+        return shared.records[tile % ADDRESS_TILES][warp];
+    }
 
-    // Issue the copies of the table entries of TOGETHER tiles, from `tile` on. TOKENS lanes look up one tile, and
-    // `cursor` is at the lane's tile. The entry of a token is copied to the location where `find` will store the
-    // address of the token.
+    // Issue the copies of the table entries of TILES_PER_LOOKUP tiles. WARP_TOKENS lanes look up one tile, and `cursor`
+    // is at the tile that this lane looks up.
     template <typename Cursor> __device__ __forceinline__ void look_up(Cursor cursor, unsigned tile) const {
-        const unsigned lane = Converter::lane(), which = lane / TOKENS, i = lane % TOKENS;
+        const unsigned lane = Converter::lane(), which = lane / WARP_TOKENS, i = lane % WARP_TOKENS;
         Entry& entry = reinterpret_cast<Entry&>(address(tile + which, i));
         const int at = cursor.token + int(first() + i);
         int slot = -1;
@@ -106,63 +101,61 @@ struct Converter {
         entry.slot = slot;
         if (i == 0) {
             const bool starts = cursor.token == 0 || tile + which == 0;
-            note(tile + which).start = cursor.end == 0 ? TileNote::END : starts ? cursor.sequence : TileNote::NONE;
+            record(tile + which).start = cursor.end == 0 ? TileRecord::END
+                                         : starts        ? cursor.sequence
+                                                         : TileRecord::NONE;
         }
 #pragma unroll 1
-        for (int n = 0; n < TOGETHER; ++n) cursor.advance();
-        __syncwarp(); // all lanes have read `places`
-        if (i == 0) shared.places[which][warp] = cursor;
+        for (int n = 0; n < TILES_PER_LOOKUP; ++n) cursor.advance();
+        __syncwarp(); // all lanes have read `positions`
+        if (i == 0) shared.positions[which][warp] = cursor;
     }
 
-    // Replace the table entries of TOGETHER tiles, from `tile` on, by the addresses of the tokens.
+    // Replace the table entries of TILES_PER_LOOKUP tiles by the addresses of the tokens.
     template <bool GATHER> __device__ __forceinline__ void find(unsigned tile) const {
-        const unsigned lane = Converter::lane(), which = lane / TOKENS, i = lane % TOKENS;
+        const unsigned lane = Converter::lane(), which = lane / WARP_TOKENS, i = lane % WARP_TOKENS;
         unsigned long long& to = address(tile + which, i);
         const Entry entry = reinterpret_cast<const Entry&>(to);
-        Found found;
-        found.template find<true, GATHER>(p, entry);
-        const bool there = found.there >> lane & 1, wanted = entry.slot >= 0 && (!GATHER || entry.id >= 0);
-        const unsigned bad = __ballot_sync(FULL_WARP, wanted && !there);
-        to = reinterpret_cast<unsigned long long>(found.from) | (there ? 0 : MISSING);
-        constexpr unsigned ALL = (1u << TOKENS) - 1;
+        TokenAddresses token;
+        token.template find<true, GATHER>(p, entry);
+        const bool exists = token.valid_lanes >> lane & 1, wanted = entry.slot >= 0 && (!GATHER || entry.id >= 0);
+        const unsigned bad = __ballot_sync(FULL_WARP, wanted && !exists);
+        to = reinterpret_cast<unsigned long long>(token.from) | (exists ? 0 : MISSING);
+        constexpr unsigned ALL = (1u << WARP_TOKENS) - 1;
         if (i == 0) {
-            note(tile + which).there = found.there >> which * TOKENS & ALL;
-            note(tile + which).bad = bad >> which * TOKENS & ALL;
+            record(tile + which).valid_lanes = token.valid_lanes >> which * WARP_TOKENS & ALL;
+            record(tile + which).bad = bad >> which * WARP_TOKENS & ALL;
         }
         __syncwarp();
     }
 
-    // Issue the copies of the scales of a tile, as one commit group.
     __device__ __forceinline__ void copy_scales(unsigned tile) const {
         const unsigned lane = Converter::lane();
-        if (lane < TOKENS)
+        if (lane < WARP_TOKENS)
             copy_token_async(shared_address(&shared.scales[tile & 1][first() + lane]),
                              address(tile, lane) + LATENT_DIMS);
         cp_async_commit_group();
     }
 
-    // Issue the copies of a tile's rotary part, as one commit group. On completion the copies arrive at the full
-    // barrier of the rotary part.
     __device__ __forceinline__ void copy_rotary(unsigned tile) const {
         const unsigned lane = Converter::lane();
         const unsigned long long* const from = &address(tile, lane / 8);
         const unsigned to =
             key_tile(queries, tile & 1, ROTARY_TILE) + (first() + lane / 8) * ROW_BYTES + ((lane ^ lane / 8) & 7) * 16;
 #pragma unroll
-        for (int i = 0; i < TOKENS / 4; ++i)
+        for (int i = 0; i < WARP_TOKENS / 4; ++i)
             copy_token_async((to ^ (4 * i % 8 * 16)) + 4 * i * ROW_BYTES, from[4 * i] + ROTARY_OFFSET + lane % 8 * 16);
         cp_async_mbarrier_arrive(shared_address(&shared.full[tile & 1][ROTARY_FULL]));
         cp_async_commit_group();
     }
 
-    // Issue the copies of the warp's query rows of a sequence. On completion the copies arrive at queries_full. The
-    // rows are copied one at a time, which takes fewer registers than load_queries.
-    template <typename T> __device__ __forceinline__ void copy_queries(const Visit& visit) const {
+    // Copying one row at a time takes fewer registers than load_queries takes.
+    template <typename T> __device__ __forceinline__ void copy_queries(const Split& split) const {
         const unsigned lane = Converter::lane();
 #pragma unroll 1
-        for (unsigned r = warp; r < WGMMA_ROWS; r += LOADING_WARPS) {
-            const Row row(p, visit, blockIdx.y, blockIdx.x * WGMMA_ROWS + r);
-            const T* const from = static_cast<const T*>(p.q) + visit.batch * p.q_strides[0] +
+        for (unsigned r = warp; r < WGMMA_ROWS; r += PRODUCER_WARPS) {
+            const Row row(p, split, blockIdx.y, blockIdx.x * WGMMA_ROWS + r);
+            const T* const from = static_cast<const T*>(p.q) + split.batch * p.q_strides[0] +
                                   row.token * p.q_strides[1] + row.head * p.q_strides[2] + lane * 8;
             const unsigned to = queries + lane / 8 * TILE_BYTES + r * ROW_BYTES + ((lane ^ r) & 7) * 16;
             copy_async_or_zero(to, from, row.valid);
@@ -172,20 +165,19 @@ struct Converter {
         cp_async_mbarrier_arrive(shared_address(&shared.queries_full));
     }
 
-    // Publish which tokens of a tile exist, and whether an entry is outside the cache.
     template <bool GATHER>
-    __device__ __forceinline__ void tell(const TileNote& note, unsigned tile, int visited) const {
-        if (GATHER && lane() == 0) reinterpret_cast<unsigned char*>(&shared.valid[tile & 1])[warp] = note.there;
-        if (note.bad) shared.bad[visited % VISITS] = visited;
+    __device__ __forceinline__ void publish_valid_tokens(const TileRecord& record, unsigned tile,
+                                                         int split_count) const {
+        if (GATHER && lane() == 0) reinterpret_cast<unsigned char*>(&shared.valid[tile & 1])[warp] = record.valid_lanes;
+        if (record.bad) shared.bad[split_count % BAD_FLAGS] = split_count;
     }
 
-    // Issue the loads of this lane's share of half `half` of a tile.
-    __device__ __forceinline__ void load(uint4 (&raw)[EACH], unsigned tile, unsigned half) const {
+    __device__ __forceinline__ void load(uint4 (&raw)[LANE_TOKENS], unsigned tile, unsigned half) const {
         const unsigned lane = Converter::lane(), odd = lane / 4 % 2;
         const unsigned offset = half * 256 + lane / 8 * 64 + lane % 4 * 16;
         const unsigned long long* const from = &address(tile, odd);
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) raw[i] = load_token(from[2 * i] + offset);
+        for (int i = 0; i < LANE_TOKENS; ++i) raw[i] = load_token(from[2 * i] + offset);
     }
 
     // Convert eight e4m3 elements to bfloat16, multiplied by their scale.
@@ -205,15 +197,14 @@ struct Converter {
         return make_uint4(to[0], to[1], to[2], to[3]);
     }
 
-    // Convert and store this lane's share of half `half` of a tile, then arrive once for the whole warp at the full
-    // barrier of this half.
-    __device__ __forceinline__ void convert(const uint4 (&raw)[EACH], unsigned tile, unsigned half) const {
+    // Convert and store this lane's share of half of a tile. Then one lane of the warp arrives at the full barrier.
+    __device__ __forceinline__ void convert(const uint4 (&raw)[LANE_TOKENS], unsigned tile, unsigned half) const {
         const unsigned lane = Converter::lane(), odd = lane / 4 % 2, buffer = tile & 1;
         const unsigned to = key_tile(queries, buffer, half * 4) + lane / 8 * TILE_BYTES + (first() + odd) * ROW_BYTES +
                             ((lane % 4 * 2) ^ odd) * 16;
         const float* const scales = &shared.scales[buffer][first() + odd][half * 2 + lane / 16];
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) {
+        for (int i = 0; i < LANE_TOKENS; ++i) {
             const unsigned at = (to ^ (2 * i % 8 * 16)) + 2 * i * ROW_BYTES;
             const float scale = scales[2 * i * 4];
             store_shared(at, widen(raw[i].x, raw[i].y, scale));
@@ -230,42 +221,44 @@ __device__ __forceinline__ void convert_by_two(const Params& p, WgmmaShared& all
     using C = Converter;
     using Cursor = TileCursor<GATHER, false, true>;
     ConverterShared& shared = static_cast<ConverterShared&>(all);
-    const C c{p, shared, queries, unsigned(loading_warp())};
-    const Part part(p, blockIdx.z);
-    Cursor cursor(p, part);
+    const C c{p, shared, queries, unsigned(producer_warp())};
+    const SmPart sm_part(p, blockIdx.z);
+    Cursor cursor(p, sm_part);
 #pragma unroll 1
-    for (unsigned i = c.lane() / C::TOKENS; i > 0; --i) cursor.advance();
+    for (unsigned i = c.lane() / C::WARP_TOKENS; i > 0; --i) cursor.advance();
     c.look_up(cursor, 0);
     cp_async_commit_group();
     cp_async_wait_group<0>();
     __syncwarp();
     c.template find<GATHER>(0);
     c.copy_scales(0);
-    cp_async_commit_group(); // an empty group, because the loop expects one per rotary part
-    uint4 raw[2][C::EACH];   // bytes of the half that is converted first, and of the other half
+    cp_async_commit_group();      // empty, because the loop expects one group per rotary part
+    uint4 raw[2][C::LANE_TOKENS]; // the half that is converted first, and the other half
     c.load(raw[0], 0, 0), c.load(raw[1], 0, 1);
-    int visited = 0; // sequences with tiles so far
+    int split_count = 0;
 #pragma unroll 1
     for (unsigned tile = 0;; ++tile) {
-        const TileNote note = c.note(tile);
-        if (note.start == TileNote::END) break;
-        if (note.start != TileNote::NONE) {
-            mbarrier_wait(shared_address(&shared.queries_empty), ++visited);
-            c.template copy_queries<T>(Visit(p, note.start));
+        const TileRecord record = c.record(tile);
+        if (record.start == TileRecord::END) break;
+        if (record.start != TileRecord::NONE) {
+            mbarrier_wait(shared_address(&shared.queries_empty), ++split_count);
+            c.template copy_queries<T>(Split(p, record.start));
         }
-        // Wait for all copies except the latest rotary part. The scales of this tile are then in shared memory.
+        // Wait for all copies except the copy of the latest rotary part. After this wait the scales of this tile have
+        // arrived.
         cp_async_wait_group<1>();
         __syncwarp();
         c.copy_scales(tile + 1);
-        // Convert the half that the buffer's own consumer reads as values first, because this half is freed first.
+        // First convert the half that the buffer's own consumer reads as values, because that half is freed first.
         const unsigned buffer = tile & 1, phase = tile / 2 + 1;
         mbarrier_wait(shared_address(&shared.empty[buffer][buffer]), phase);
-        c.template tell<GATHER>(note, tile, visited);
+        c.template publish_valid_tokens<GATHER>(record, tile, split_count);
         c.convert(raw[0], tile, buffer);
-        // The lookups are done at this point, because most registers are free here.
-        if (tile % C::TOGETHER == 0)
-            c.look_up(Cursor(p, part, shared.places[c.lane() / C::TOKENS][c.warp]), tile + C::AHEAD);
-        if ((tile + 2) % C::TOGETHER == 0) c.template find<GATHER>(tile + 2);
+        // Look up tiles here, where most registers are free.
+        if (tile % C::TILES_PER_LOOKUP == 0)
+            c.look_up(Cursor(p, sm_part, shared.positions[c.lane() / C::WARP_TOKENS][c.warp]),
+                      tile + C::LOOKUP_DISTANCE);
+        if ((tile + 2) % C::TILES_PER_LOOKUP == 0) c.template find<GATHER>(tile + 2);
         c.load(raw[0], tile + 1, 1 - buffer);
 
         mbarrier_wait(shared_address(&shared.empty[buffer][1 - buffer]), phase);

@@ -1,84 +1,83 @@
-// The addresses of tokens in the cache, for the producers that cannot use TMA.
+// Find the addresses of tokens in the cache, for the producers that cannot use TMA.
 #pragma once
 #include "mla_decode/wgmma_shared.cuh"
 
-// The entry of a token in the block table or in `indices`.
 struct Entry {
-    int id;   // page of the token, or its slot in the cache
-    int slot; // slot in the page; -1: the token does not exist
+    int id;   // page, or slot in the cache
+    int slot; // slot in the page; -1: no token
 
-    // Return an entry that needs only one register, for EXTRA: `id` is the slot, and the sign bit of `id` marks the
-    // second cache. -1 means no token.
-    static __device__ __forceinline__ Entry in_one(int slot, bool second) {
+    // With EXTRA an entry fits in one register: `id` is the slot, its sign bit marks the second cache, and -1 means no
+    // token.
+    static __device__ __forceinline__ Entry packed(int slot, bool second) {
         return {slot < 0 ? -1 : int(min(slot, LAST) | unsigned(second) << 31), 0};
     }
     __device__ __forceinline__ bool second() const { return id < -1; }
-    __device__ __forceinline__ int slot_of_one() const { return id & 0x7fffffff; }
+    __device__ __forceinline__ int packed_slot() const { return id & 0x7fffffff; }
     static constexpr int LAST = 0x7ffffffe; // larger than any valid slot
 };
 
-// Return the part (the work) of this thread block. With AGAIN the part is read from memory again, so that it does not
-// occupy registers in the mainloop.
-template <bool AGAIN> __device__ __forceinline__ Part part_again(const Params& p, const Part& part) {
-    if constexpr (AGAIN)
-        return Part(p, blockIdx.z);
+// With RELOAD, read the SmPart from memory again, so that it occupies no registers in the mainloop.
+template <bool RELOAD> __device__ __forceinline__ SmPart reload_sm_part(const Params& p, const SmPart& sm_part) {
+    if constexpr (RELOAD)
+        return SmPart(p, blockIdx.z);
     else
-        return part;
+        return sm_part;
 }
 
-// The position of a tile of 64 tokens: the sequence, the first token, and the end (exclusive) of the part's tokens in
-// this sequence. `token` and `end` are 0 after the last tile of the part.
-struct TilePlace {
+// A tile of 64 tokens. `token`: the tile's first token. `end`: the end of the split's tokens. `token` and `end` are 0
+// after the last tile.
+struct TilePosition {
     int sequence, token, end;
 };
 
-// A cursor over all tiles of a part, sequence by sequence.
-template <bool GATHER, bool EXTRA, bool AGAIN = EXTRA> struct TileCursor : TilePlace {
+// A cursor over all tiles of an SM part (the block's range of the work).
+template <bool GATHER, bool EXTRA, bool RELOAD = EXTRA> struct TileCursor : TilePosition {
     const Params& p;
-    const Part& part;
+    const SmPart& sm_part;
 
-    __device__ __forceinline__ TileCursor(const Params& p, const Part& part) : p(p), part(part) { enter(part.first); }
-    __device__ __forceinline__ TileCursor(const Params& p, const Part& part, const TilePlace& place)
-        : TilePlace(place), p(p), part(part) {}
+    __device__ __forceinline__ TileCursor(const Params& p, const SmPart& sm_part) : p(p), sm_part(sm_part) {
+        enter(sm_part.first_sequence);
+    }
+    __device__ __forceinline__ TileCursor(const Params& p, const SmPart& sm_part, const TilePosition& view)
+        : TilePosition(view), p(p), sm_part(sm_part) {}
 
-    // Move to the first tile of sequence `first`. If this part has no tokens of `first`, move to the next sequence that
-    // has some.
+    // Move to the first tile of sequence `first`, or of the first later sequence with tokens in the block's range of
+    // the work.
     __device__ __forceinline__ void enter(int first) {
-        for (sequence = first; sequence <= part.last; ++sequence) {
-            const VisitOf<EXTRA> visit(p, part_again<AGAIN>(p, part), sequence);
-            token = visit.begin, end = visit.end;
+        for (sequence = first; sequence <= sm_part.last_sequence; ++sequence) {
+            const SplitOf<EXTRA> split(p, reload_sm_part<RELOAD>(p, sm_part), sequence);
+            token = split.begin, end = split.end;
             if (token < end) return;
         }
         token = end = 0;
     }
 
     __device__ __forceinline__ void advance() {
-        if (sequence > part.last) return;
+        if (sequence > sm_part.last_sequence) return;
         token += BLOCK_TOKENS;
         if (token >= end) enter(sequence + 1);
     }
 
-    // Return the entry of the i-th token of the tile.
     __device__ __forceinline__ Entry entry(int i) const {
         const int at = token + i;
         Entry entry{0, -1};
-        if (at >= end) return EXTRA ? Entry::in_one(-1, false) : entry;
+        if (at >= end) return EXTRA ? Entry::packed(-1, false) : entry;
         if constexpr (EXTRA) {
             const Index index(p, sequence, at);
-            return Entry::in_one(index.slot, index.second);
+            return Entry::packed(index.slot, index.second);
         } else {
             entry.id = *id_of(at, entry.slot);
         }
         return entry;
     }
 
-    // Return the address of the entry for token `at` in the block table or in `indices`. Set `slot` to the token's slot
-    // in its page (0 with `indices`). Not for EXTRA.
+    // Return the address of token `at`'s entry in the block table (GATHER: in `indices`). Set `slot` to the token's
+    // slot in its page (GATHER: to 0). EXTRA must be false.
     __device__ __forceinline__ const int* id_of(int at, int& slot) const {
         if constexpr (GATHER) {
-            const Visit which(p, sequence);
+            const Split query(p, sequence);
             slot = 0;
-            return p.indices + (which.batch * p.indices_strides[0] + which.token * p.indices_strides[1] + at);
+            return p.indices + (query.batch * p.indices_strides[0] + query.token * p.indices_strides[1] + at);
         } else {
             const int page = unsigned(at) / unsigned(p.page_size);
             slot = at - page * p.page_size;
@@ -87,60 +86,59 @@ template <bool GATHER, bool EXTRA, bool AGAIN = EXTRA> struct TileCursor : TileP
     }
 };
 
-// The addresses of a warp's tokens in the cache, one per lane.
-struct Found {
-    const char* from;   // address of this lane's token
-    unsigned there;     // mask of the lanes whose token exists
-    bool bad;           // whether an entry of one of the lanes is outside the cache
-    const char* scales; // address of this token's scales, if they are stored apart from it
+// The addresses of a warp's tokens, one per lane.
+struct TokenAddresses {
+    const char* from;
+    unsigned valid_lanes;
+    bool bad;           // an entry of one of the lanes is outside the cache
+    const char* scales; // if they are not part of the token
 
-    // Find the addresses with EXTRA. BYTES: bytes per token of an 8-bit cache.
     template <bool FP8, int BYTES> __device__ __forceinline__ void find_extra(const Params& p, const Entry& entry) {
-        const int slot = entry.slot_of_one();
+        const int slot = entry.packed_slot();
         const bool wanted = entry.id != -1;
-        const Place place(p, entry.second());
-        const bool known = wanted && place.has(slot);
-        bad = __any_sync(FULL_WARP, wanted && !known);
-        from = place.cache, scales = nullptr;
+        const CacheView view(p, entry.second());
+        const bool exists = wanted && view.has(slot);
+        bad = __any_sync(FULL_WARP, wanted && !exists);
+        from = view.cache, scales = nullptr;
         if constexpr (FP8 && BYTES == BYTES_OF_512) {
-            if (known) from = place.in_two_parts(slot, scales);
+            if (exists) from = view.at_paged(slot, scales);
         } else {
-            if (known) from = place.at<FP8 ? 1 : 2>(slot, blockIdx.y);
+            if (exists) from = view.at<FP8 ? 1 : 2>(slot, blockIdx.y);
         }
-        there = __ballot_sync(FULL_WARP, known);
+        valid_lanes = __ballot_sync(FULL_WARP, exists);
     }
 
     template <bool FP8, bool GATHER> __device__ __forceinline__ void find(const Params& p, const Entry& entry) {
         const bool wanted = entry.slot >= 0;
-        bool known;
+        bool exists;
         int page = entry.id, slot = entry.slot;
         if constexpr (GATHER) {
-            known = wanted && entry.id >= 0 && entry.id < (long long)p.pages * p.page_size;
-            bad = __any_sync(FULL_WARP, wanted && entry.id >= 0 && !known);
+            exists = wanted && entry.id >= 0 && entry.id < (long long)p.pages * p.page_size;
+            bad = __any_sync(FULL_WARP, wanted && entry.id >= 0 && !exists);
             page = unsigned(entry.id) / unsigned(p.page_size), slot = entry.id - page * p.page_size;
         } else {
-            known = wanted && unsigned(entry.id) < unsigned(p.pages);
-            bad = __any_sync(FULL_WARP, wanted && !known);
+            exists = wanted && unsigned(entry.id) < unsigned(p.pages);
+            bad = __any_sync(FULL_WARP, wanted && !exists);
         }
         from = static_cast<const char*>(p.cache);
-        if (known)
+        if (exists)
             from += (page * p.cache_strides[0] + slot * p.cache_strides[1] + blockIdx.y * p.cache_strides[2]) *
                     (FP8 ? 1 : 2);
-        there = __ballot_sync(FULL_WARP, known);
+        valid_lanes = __ballot_sync(FULL_WARP, exists);
     }
 
     __device__ __forceinline__ const char* of(int i) const {
         return reinterpret_cast<const char*>(__shfl_sync(FULL_WARP, reinterpret_cast<unsigned long long>(from), i));
     }
 
-    // Prefetch the tokens of the first TOKENS lanes, BYTES each, into L2.
+    // For each of the first TOKENS lanes, prefetch BYTES bytes of the lane's token into L2.
     template <int TOKENS, int BYTES> __device__ __forceinline__ void prefetch() const {
-        constexpr int PIECE = 64, PIECES = (BYTES + PIECE - 1) / PIECE, ALL = TOKENS * PIECES;
+        constexpr int STRIDE = 64, PREFETCHES = (BYTES + STRIDE - 1) / STRIDE, ALL = TOKENS * PREFETCHES;
 #pragma unroll 1
         for (int start = 0; start < ALL; start += 32) {
-            const int i = start + threadIdx.x % 32, t = min(i / PIECES, TOKENS - 1);
-            const char* const piece = of(t) + (i - t * PIECES) * PIECE;
-            if (i < ALL && there >> t & 1) prefetch_l2(piece);
+            const int i = start + threadIdx.x % 32, t = min(i / PREFETCHES, TOKENS - 1);
+            const char* const address = of(t) + (i - t * PREFETCHES) * STRIDE;
+            if (i < ALL && valid_lanes >> t & 1) prefetch_l2(address);
         }
     }
 };

@@ -1,7 +1,7 @@
-"""Attention over a paged cache of latents in NumPy, computed as the formulas say.
+"""Attention over a paged cache of latents, in NumPy.
 
-`plan` splits the work into parts of nearly equal load. A part is the work of one thread block: a range of cache blocks,
-which may span several sequences. `cukern.ops.mla_decode` has checked the arguments.
+`plan` splits the work evenly into parts. A part is the range of cache blocks that one thread block reads. It may span
+several sequences.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from numpy.typing import NDArray
 
 from cukern.runtime.tolerance import Tolerance
 
-#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
-    # The tolerances of FlashMLA's tests, for latents of magnitude 0.1. The softmax weights are rounded to the query's
-    # dtype before they are multiplied by the values, and the result is rounded again. The tests also limit the cosine
+    # These are the tolerances of FlashMLA's tests, for latents of magnitude 0.1. Softmax weights are rounded to the
+    # query's dtype before the multiplication by values, and results are rounded again. The tests also limit the cosine
     # distance of all results.
     "out": dict.fromkeys(("float16", "bfloat16"), Tolerance(relative=2.01 / 128, absolute=8e-4)),
-    # The lse is the logarithm of a sum of softmax weights that are not rounded. If the lse is near 0, its absolute
-    # error is the error of the largest score. A score is a sum of 576 products, multiplied by 1 / 24; the sums have
-    # magnitude 100. The tensor core adds 16 products at a time, and drops the bits of a product below 2^-23 of the sum.
+    # The softmax weights in the sum are not rounded. An lse near 0 has the absolute error of the largest score. A score
+    # is a sum of 576 products, times 1 / 24, and the sums have magnitude 100. The tensor core adds 16 products at a
+    # time, and drops the bits of a product below 2^-23 of the sum.
     "lse": {"float32": Tolerance(relative=1e-5, absolute=4e-5)},
 }
 
@@ -32,18 +31,18 @@ Array = NDArray[Any]
 #: The number of multiprocessors of an H200. Without a GPU, the work is split as for an H200.
 MULTIPROCESSORS = 132
 BLOCK_TOKENS = 64
-#: Maximum query rows of a thread block.
+#: The largest number of query rows per thread block.
 ROWS = 64
-#: The load of a part is the number of its cache blocks, plus this many blocks for each sequence in the part.
+#: The load of a sequence in a part is FIXED plus the number of its cache blocks in the part.
 FIXED = 5
 
-#: A slot holds one token of an 8-bit cache: LATENT_DIMS elements of one byte, a float32 scale for each SCALE_DIMS of
-#: these elements, and ROTARY_DIMS bfloat16 elements, the rotary part of the key.
+#: In an 8-bit cache of slots, a slot holds a token: LATENT_DIMS e4m3 elements, a float32 scale per SCALE_DIMS of them,
+#: and ROTARY_DIMS bfloat16 elements, the rotary part of the key.
 LATENT_DIMS, SCALE_DIMS, ROTARY_DIMS = 512, 128, 64
 SLOT_BYTES = LATENT_DIMS + LATENT_DIMS // SCALE_DIMS * 4 + ROTARY_DIMS * 2
-#: The other 8-bit cache has PAGED_DIMS elements per token. A page first contains, for each of its tokens, the one-byte
-#: elements and the bfloat16 rotary elements. Then it contains, for each token, the scales and an unused byte. A scale
-#: is a power of two, stored in one byte, for PAGED_SCALE_DIMS elements.
+#: A paged 8-bit cache has PAGED_DIMS elements per token. A page first holds the one-byte elements and the bfloat16
+#: rotary elements of all its tokens. Then it holds each token's scales and an unused byte. A scale is a power of two in
+#: one byte, for PAGED_SCALE_DIMS elements.
 PAGED_DIMS, PAGED_SCALE_DIMS = 512, 64
 PAGED_LATENT_DIMS = PAGED_DIMS - ROTARY_DIMS
 PAGED_NUMBER_BYTES = PAGED_LATENT_DIMS + ROTARY_DIMS * 2
@@ -51,12 +50,12 @@ PAGED_SLOT_BYTES = PAGED_NUMBER_BYTES + PAGED_LATENT_DIMS // PAGED_SCALE_DIMS + 
 
 
 def parts_of(rows: int, num_heads_k: int, multiprocessors: int) -> int:
-    """Return the number of parts that fills a GPU. Each part needs one thread block per kv head and ROWS query rows."""
+    """Return the number of parts that fill a GPU. A part takes one thread block per kv head and ROWS query rows."""
     return max(1, multiprocessors // (num_heads_k * max(1, -(-rows // ROWS))))
 
 
 class Part(NamedTuple):
-    """The cache blocks from block `begin` of sequence `first` up to, not including, block `end` of sequence `last`."""
+    """The cache blocks from block `begin` of sequence `first` to the block before block `end` of sequence `last`."""
 
     first: int
     begin: int
@@ -65,10 +64,11 @@ class Part(NamedTuple):
 
 
 def deal(blocks: Array, ends: Array, load: int) -> list[Part]:
-    """Split the sequences into parts whose load is at most `load`.
+    """Split sequences into parts whose load is at most `load`.
 
-    `blocks` contains the number of cache blocks of each sequence. `ends` contains the cumulative sums of the loads of
-    the sequences.
+    Args:
+        blocks: the number of cache blocks of each sequence.
+        ends: cumulative sum of the sequences' loads.
     """
     parts = []
     sequence = done = 0
@@ -87,9 +87,9 @@ def deal(blocks: Array, ends: Array, load: int) -> list[Part]:
 
 
 def plan(blocks: Any, parts: int) -> tuple[Array, Array]:
-    """Split sequences with these numbers of cache blocks into parts.
+    """Split sequences into parts. `blocks` is the number of cache blocks of each sequence.
 
-    Return the metadata of the parts, and the cumulative number of splits of the sequences.
+    Return the metadata of the parts, and the cumulative sums of the number of parts of each sequence.
     """
     blocks = np.asarray(blocks, np.int64)
     count, ends = len(blocks), np.cumsum(blocks + FIXED)
@@ -103,7 +103,7 @@ def plan(blocks: Any, parts: int) -> tuple[Array, Array]:
     changes = np.zeros(count + 1, np.int64)  # parts of sequence i minus parts of sequence i - 1
     earlier = 0
     for i, part in enumerate(dealt):
-        # `earlier` is the number of earlier parts that contain blocks of this part's first sequence.
+        # `earlier` counts the earlier parts that have blocks of sequence `part.first`.
         is_same = i > 0 and dealt[i - 1].first == part.first
         earlier = 0 if part.begin == 0 else earlier + 1 if is_same else 1
         metadata[i, :5] = *part, earlier
@@ -124,7 +124,6 @@ def get_mla_metadata(
     extra_topk: int = 0,
     extra_topk_length: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Split the cache blocks of all sequences into parts of nearly equal load."""
     lengths, rows = cache_seqlens.astype(np.int64), num_heads_per_head_k
     if topk is not None:
         assert num_heads_q is not None
@@ -140,10 +139,7 @@ def counted(topk_length: Array | None, topk: int, batch: int) -> Array:
 
 
 def dequantize(slots: Array, dtype: Any) -> Array:
-    """Dequantize slots [..., 656] of an 8-bit cache to float64 [..., 576].
-
-    The rotary elements are first rounded to `dtype`.
-    """
+    """Dequantize slots [..., 656] to float64 [..., 576]. Rotary elements are rounded to `dtype` first."""
     slots = np.ascontiguousarray(slots).view(np.uint8)
     scales_end = SLOT_BYTES - ROTARY_DIMS * 2
     latent = slots[..., :LATENT_DIMS].view(ml_dtypes.float8_e4m3fn).astype(np.float64)
@@ -153,7 +149,7 @@ def dequantize(slots: Array, dtype: Any) -> Array:
 
 
 def dequantize_paged(pages: Array, dtype: Any) -> Array:
-    """Dequantize an 8-bit cache [pages, page_size, 1, 584] to [pages, page_size, 1, 512], like `dequantize`."""
+    """Dequantize pages [pages, page_size, 1, 584] to [pages, page_size, 1, 512], like `dequantize`."""
     count, page_size = pages.shape[:2]
     flat = np.ascontiguousarray(pages).view(np.uint8).reshape(count, page_size * PAGED_SLOT_BYTES)
     numbers, exponents = np.split(flat, [page_size * PAGED_NUMBER_BYTES], -1)
@@ -167,7 +163,7 @@ def dequantize_paged(pages: Array, dtype: Any) -> Array:
 
 
 def _tokens(cache: Array, slots: Array, dtype: Any, is_fp8: bool) -> Array:
-    """Return the latents in the cache slots `slots`, float64 [slots, kv_heads, head_dim]."""
+    """Return the latents in cache slots, float64 [slots, kv_heads, head_dim]."""
     page_size = cache.shape[1]
     if is_fp8 and cache.shape[3] == PAGED_SLOT_BYTES:
         used, which = np.unique(slots // page_size, return_inverse=True)
@@ -176,12 +172,12 @@ def _tokens(cache: Array, slots: Array, dtype: Any, is_fp8: bool) -> Array:
     return dequantize(latents, dtype) if is_fp8 else latents.astype(np.float64)
 
 
-def _named(indices: Array, topk_length: Array | None, at: tuple[int, int], cache: Array) -> Array | None:
-    """Return the cache slots that `indices` lists for query token `at`. Return None if a slot is outside the cache."""
+def _listed_slots(indices: Array, topk_length: Array | None, at: tuple[int, int], cache: Array) -> Array | None:
+    """Return the cache slots that `indices` lists for query token `at`, or None if one is outside the cache."""
     count = counted(topk_length, indices.shape[2], len(indices))[at[0]]
-    named = indices[at][:count].astype(np.int64)
-    named = named[named >= 0]
-    return None if (named >= cache.shape[0] * cache.shape[1]).any() else named
+    listed = indices[at][:count].astype(np.int64)
+    listed = listed[listed >= 0]
+    return None if (listed >= cache.shape[0] * cache.shape[1]).any() else listed
 
 
 def _slots(
@@ -192,7 +188,7 @@ def _slots(
     cache_seqlens: Array | None,
     causal: bool,
 ) -> Iterator[tuple[tuple[int, int], Array | None]]:
-    """Yield each query token with the slots that it attends to, or None if a slot is outside the cache."""
+    """Yield each query token with its slots, or with None if a slot is outside the cache."""
     assert block_table is not None and cache_seqlens is not None
     for s, length in enumerate(cache_seqlens.tolist()):
         length = max(length, 0)
@@ -223,20 +219,19 @@ def flash_mla_with_kvcache(
     topk_length: Array | None = None,
     extra_topk_length: Array | None = None,
 ) -> tuple[Array, Array]:
-    """See `cukern.flash_mla_with_kvcache`. The split of the work into parts does not affect this reference."""
 
     def seen() -> Iterator[tuple[tuple[int, int], Array | None]]:
-        """Yield each query token with the latents that it attends to, or None if a slot is outside the cache."""
+        """Yield each query token with its latents, or with None if a slot is outside the cache."""
         if indices is None:
             found = _slots(query_tokens, pages, page_size, block_table, cache_seqlens, causal)
             for at, slots in found:
                 yield at, None if slots is None else _tokens(k_cache, slots, q.dtype, is_fp8_kvcache)
             return
         for at in np.ndindex(indices.shape[:2]):
-            both = [(k_cache, _named(indices, topk_length, at, k_cache))]
+            both = [(k_cache, _listed_slots(indices, topk_length, at, k_cache))]
             if extra_k_cache is not None and extra_indices_in_kvcache is not None:
-                named = _named(extra_indices_in_kvcache, extra_topk_length, at, extra_k_cache)
-                both.append((extra_k_cache, named))
+                listed = _listed_slots(extra_indices_in_kvcache, extra_topk_length, at, extra_k_cache)
+                both.append((extra_k_cache, listed))
             tokens = [_tokens(cache, slots, q.dtype, is_fp8_kvcache) for cache, slots in both if slots is not None]
             yield at, np.concatenate(tokens) if len(tokens) == len(both) else None
 

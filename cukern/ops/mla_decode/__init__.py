@@ -37,10 +37,10 @@ from cukern.runtime.plan import empty, outputs, run_twin
 __all__ = ["flash_mla_with_kvcache", "get_mla_metadata"]
 
 DTYPES = ("bfloat16", "float16")
-#: The dtypes that an 8-bit cache may have. The kernels read the cache as bytes.
+#: The dtypes of 8-bit caches. The kernels read the elements as bytes.
 FP8_DTYPES = ("uint8", "int8", "float8_e4m3fn")
 MAX_PAGE_SIZE = 2**16
-#: The largest number of rows, sequences or slots: kernels round signed 32-bit indices up to whole tiles.
+#: The limit for rows, sequences and slots. It is below 2^31, because kernels round 32-bit indices up to whole tiles.
 MAX_COUNT = 2**31 - 2**12
 MAX_GRID = 2**16 - 1  # blocks along y or z
 _LARGEST_SCALE = 1e30
@@ -50,17 +50,13 @@ _LARGEST_SCALE = 1e30
 
 
 def _strides(name: str, array: Array) -> tuple[int, ...]:
-    """Return the strides of all dimensions except the last, in elements. The stride of a dimension of size 1 is 0.
-
-    Raises ValueError unless the last dimension is contiguous.
-    """
+    """Return the strides except the last, in elements; 0 for a dimension of size 1."""
     if array.strides[-1] != 1 and 0 not in array.shape:
         check.fail(name, "contiguous along its last dimension", f"strides {array.strides} (in elements)")
     return tuple(stride if size > 1 else 0 for size, stride in zip(array.shape[:-1], array.strides, strict=False))
 
 
 def _check_alignment(name: str, array: Array, strides: tuple[int, ...] = ()) -> None:
-    """Check that the address of an array and its rows at these strides are multiples of 16 bytes."""
     if array.alignment < 16 or any(stride * array.item_size % 16 for stride in strides):
         wanted, got = "at a multiple of 16 bytes", f"address at a multiple of {array.alignment}"
         if strides:
@@ -69,7 +65,6 @@ def _check_alignment(name: str, array: Array, strides: tuple[int, ...] = ()) -> 
 
 
 def _check_head(q: Array, head_dim_v: int, is_fp8: bool, is_sparse: bool) -> None:
-    """Check the sizes of a head."""
     head_dim = q.shape[3]
     if head_dim % 16 or not 16 <= head_dim <= MAX_DIM:
         check.fail("q", f"of a head_dim that is a multiple of 16 in [16, {MAX_DIM}]", head_dim)
@@ -84,7 +79,7 @@ def _check_head(q: Array, head_dim_v: int, is_fp8: bool, is_sparse: bool) -> Non
 
 
 def _check_pages(name: str, cache: Array, q: Array, is_fp8: bool, is_sparse: bool) -> tuple[int, ...]:
-    """Check the dtype and the sizes of a cache, and return its strides."""
+    """Check a cache, and return its strides."""
     check.dtype(name, cache.dtype, FP8_DTYPES if is_fp8 else (q.dtype,))
     symbols = "pages", "page_size", "kv_heads", "slot_bytes" if is_fp8 else "head_dim"
     check.dimensions(name, cache.shape, symbols)
@@ -111,7 +106,7 @@ def _check_pages(name: str, cache: Array, q: Array, is_fp8: bool, is_sparse: boo
 
 
 def _check_cache(q: Array, k_cache: Array, head_dim_v: int, is_fp8: bool, is_sparse: bool) -> tuple[int, ...]:
-    """Check q, k_cache and head_dim_v against each other, and return the strides of k_cache."""
+    """Check k_cache, and return its strides."""
     batch, query_tokens, heads, _ = q.shape
     check.dtype("k_cache", k_cache.dtype, FP8_DTYPES if is_fp8 else (q.dtype,))
     _check_head(q, head_dim_v, is_fp8, is_sparse)
@@ -125,7 +120,7 @@ def _check_cache(q: Array, k_cache: Array, head_dim_v: int, is_fp8: bool, is_spa
 
 
 def _check_indices(name: str, indices: Any, q: Array) -> int:
-    """Check indices, and return the number of slots for each query token."""
+    """Return topk."""
     expect_place(name, indices, q, "q")
     check.dtype(name, indices.dtype, ("int32",))
     check.dimensions(name, indices.shape, ("batch", "query_tokens", "topk"))
@@ -137,8 +132,6 @@ def _check_indices(name: str, indices: Any, q: Array) -> int:
 
 
 class _Extra(NamedTuple):
-    """The second cache of a call (extra_k_cache) and its indices."""
-
     cache: Array
     strides: tuple[int, ...]
     indices: Array
@@ -148,8 +141,7 @@ class _Extra(NamedTuple):
 def _check_alignments(
     q: Array, q_strides: tuple[int, ...], cache: Array, strides: tuple[int, ...], extra: _Extra | None, is_paged: bool
 ) -> None:
-    """Check that the inputs on a GPU and their rows begin at multiples of 16 bytes."""
-    aligned = slice(0, 1 if is_paged else 3)  # pages with slots of 584 bytes are contiguous: check only the page stride
+    aligned = slice(0, 1 if is_paged else 3)  # pages with slots of 584 bytes are contiguous
     _check_alignment("q", q, q_strides)
     _check_alignment("k_cache", cache, strides[aligned])
     if extra is not None:
@@ -157,8 +149,6 @@ def _check_alignments(
 
 
 class _Tokens(NamedTuple):
-    """The arrays that say which cache slots hold the tokens of each query."""
-
     block_table: Array | None  # None with indices
     lengths: Array | None
     indices: Array | None
@@ -170,7 +160,6 @@ class _Tokens(NamedTuple):
 
 
 def _check_extra(cache: Any, indices: Any, length: Any, q: Array, k_cache: Array, is_fp8: bool) -> _Extra | None:
-    """Check the second cache and its indices against each other and the first cache. Return None if there is none."""
     if cache is None:
         for name, array in (("extra_indices_in_kvcache", indices), ("extra_topk_length", length)):
             if array is not None:
@@ -186,10 +175,10 @@ def _check_extra(cache: Any, indices: Any, length: Any, q: Array, k_cache: Array
     return _Extra(cache, strides, indices, _strides("extra_indices_in_kvcache", indices))
 
 
-def _check_chosen(
+def _check_sparse(
     q: Array, k_cache: Array, is_fp8: bool, indices: Any, topk_length: Any, extra: tuple[Any, Any, Any]
 ) -> _Tokens | None:
-    """Check indices, and the arguments that are only valid with indices: topk_length and the second cache."""
+    """Check topk_length and the second cache, which are only valid with indices."""
     named = {"topk_length": topk_length, "extra_k_cache": extra[0]}
     named |= {"extra_indices_in_kvcache": extra[1], "extra_topk_length": extra[2]}
     if indices is None:
@@ -211,25 +200,24 @@ def _check_chosen(
 
 
 def _check_tokens(
-    block_table: Any, cache_seqlens: Any, chosen: _Tokens | None, causal: bool, q: Array, pages: int
+    block_table: Any, cache_seqlens: Any, sparse: _Tokens | None, causal: bool, q: Array, pages: int
 ) -> _Tokens:
-    """Check block_table and cache_seqlens. If there are indices, return `chosen`, which is checked already."""
-    if chosen is not None:
+    """`sparse`: result of `_check_sparse`."""
+    if sparse is not None:
         if causal:
             check.fail("causal", "False with indices", True)
-        return chosen
+        return sparse
     for name, array in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
         if array is None:
             check.fail(name, "an array, unless there are indices", None, TypeError)
     batch = q.shape[0]
     max_pages, stride = expect_table("block_table", block_table, q, "q", batch, ("batch", "max_pages"))
     expect("cache_seqlens", cache_seqlens, q, "q", ("int32",), (batch,), "[batch]")
-    # A cache without pages does not hold any token.
+    # A cache without pages holds no tokens.
     return _Tokens(block_table, cache_seqlens, None, max_pages if pages else 0, stride, Counts(1, 0), (0, 0))
 
 
 def _check_scale(softmax_scale: Any, head_dim: int) -> float:
-    """Check the scale, and return it; head_dim ** -0.5 by default."""
     scale = head_dim**-0.5 if softmax_scale is None else check.number("softmax_scale", softmax_scale)
     if abs(scale) > _LARGEST_SCALE:
         check.fail("softmax_scale", f"of at most {_LARGEST_SCALE:g}", scale)
@@ -237,7 +225,7 @@ def _check_scale(softmax_scale: Any, head_dim: int) -> float:
 
 
 def _check_plan(metadata: Any, num_splits: Any, sequences: int, q: Array) -> int:
-    """Check the caller's plan, and return its number of parts (`get_mla_metadata` explains parts)."""
+    """Return the number of parts of the caller's plan."""
     if metadata is None or num_splits is None:
         given, missing = ("num_splits", "tile_scheduler_metadata")[:: 1 if metadata is None else -1]
         check.fail(missing, f"given, like {given} (or neither)", None, TypeError)
@@ -251,8 +239,8 @@ def _check_plan(metadata: Any, num_splits: Any, sequences: int, q: Array) -> int
     return parts
 
 
-def _outputs(out: Any, q: Array, results: list[Result]) -> tuple[Array, Array]:
-    """Return the arrays for out and lse. The caller's `out` may be a pair, or the array for out alone."""
+def _result_arrays(out: Any, q: Array, results: list[Result]) -> tuple[Array, Array]:
+    """Return the arrays for out and lse. `out` may be a pair, or the array for out alone."""
     is_single = not (out is None or isinstance(out, (tuple, list)))
     if is_single:
         out = expect("out", out, q, "q", (q.dtype,), results[0].shape, results[0].symbols), None
@@ -267,7 +255,7 @@ def _outputs(out: Any, q: Array, results: list[Result]) -> tuple[Array, Array]:
 
 
 def _multiprocessors(array: Any) -> int:
-    """Return the number of multiprocessors of an array's GPU. For host memory, return the NumPy reference's default."""
+    """Return the multiprocessors of an array's GPU; for host memory, the NumPy reference's default."""
     if isinstance(array, Array):
         return twin.MULTIPROCESSORS if array.on_host else array.gpu.multiprocessors
     return gpu.of_device(array.get_device()).multiprocessors if array.is_cuda else twin.MULTIPROCESSORS
@@ -314,47 +302,44 @@ def get_mla_metadata(
 ) -> tuple[AnyArray, AnyArray]:
     """Divide the tokens of all sequences among the multiprocessors, for `flash_mla_with_kvcache`.
 
-    The tokens of a sequence are cut into token blocks of 64. A part is the work of one thread block, for one kv head
-    and up to 64 query rows of this head: a range of consecutive token blocks, which may continue from one sequence into
-    the next. Each pair of a part and a sequence in it is a visit. A visit adds a fixed cost, equal to 5 token blocks,
-    to the part. The plan finds the smallest cost limit with which the parts have room for all sequences, and fills the
-    parts in order up to this limit. Sequences without tokens are visited, too, because their results must be written.
+    A part is the work of one thread block, for one kv head and up to 64 query rows: consecutive blocks of 64 tokens,
+    which may continue from one sequence into the next. A split is the range of a sequence's tokens in one part, and
+    costs the part 5 additional token blocks. The plan fills the parts in order, up to the smallest cost limit with
+    which all tokens fit. A sequence without tokens has one split, because its result must be written.
 
-    A kernel makes the plan, and the function does not wait for it. If a CUDA graph has captured the call, each replay
-    makes the plan again, from the current lengths. One plan serves all layers of a decoding step.
+    A kernel makes the plan asynchronously. If a CUDA graph has captured the call, each replay makes the plan again,
+    from the current lengths. One plan serves all layers of a decoding step.
 
-    Without arguments the function returns (FlashMLASchedMeta(), None), a placeholder for a plan that is made later.
-    Pass it to `flash_mla_with_kvcache` as tile_scheduler_metadata, with num_splits None. The first such call makes the
-    plan for its sizes and lengths. Later calls use the plan, and raise an error if their sizes differ. Their lengths
-    are not compared: with other lengths the plan leaves tokens out. A FlashMLASchedMeta is not an array, so
-    torch.compile cannot put it into a graph.
+    Without arguments the function returns (FlashMLASchedMeta(), None). Pass this placeholder to
+    `flash_mla_with_kvcache` as tile_scheduler_metadata, with num_splits None. The first such call makes the plan. Later
+    calls use it, and raise an error if their sizes differ. Their lengths are not compared: with other lengths the plan
+    leaves tokens out. torch.compile cannot put the placeholder into a graph.
 
     Args:
         cache_seqlens: int32 [batch], tokens in the cache; negative numbers count as 0.
         num_heads_per_head_k: query rows that share a kv head: query tokens * query heads // kv heads.
         num_heads_k: kv heads.
         num_heads_q: query heads; needed with `topk`.
-        topk: make a plan for calls with `indices`, with this many slots for each query token. For the plan, each query
-            token is then a sequence of topk tokens, and only the size of cache_seqlens matters.
+        topk: slots per query token, for calls with `indices`. Each query token is then a sequence of topk tokens, and
+            only the size of cache_seqlens matters.
         topk_length: int32 [batch], with `topk`: the number of valid indices, as in `flash_mla_with_kvcache`.
         extra_topk: with `topk`: the number of indices of a second cache.
-        extra_topk_length: int32 [batch], with `topk`: the number of valid indices of the second cache.
+        extra_topk_length: like topk_length, for the second cache.
         out: a pair of arrays like the results to write into.
 
     Returns:
         tile_scheduler_metadata, int32 [parts, 8], with parts = max(1, multiprocessors // (num_heads_k *
-        ceil(num_heads_per_head_k / 64))). Each row describes a part by 8 numbers: the first sequence, the first token
-        block in it, the last sequence, the end of the token blocks in that sequence, the number of earlier parts that
-        visit the first sequence, and three zeros. If a part does not have work, its first sequence is the number of
-        sequences. The second result is num_splits, int32 [sequences + 1]: for each sequence, the total number of visits
-        to all earlier sequences. For arrays in host memory the plan is made as for a GPU with 132 multiprocessors.
+        ceil(num_heads_per_head_k / 64))), and num_splits, int32 [sequences + 1]: the number of splits of all earlier
+        sequences. A row of the metadata has 8 numbers: the first sequence (the number of sequences if the part has no
+        work), its first token block, the last sequence, its end token block, the number of earlier parts with tokens of
+        the first sequence, and three zeros. For arrays in host memory the plan is for 132 multiprocessors.
 
     Raises:
         TypeError: a value that is not an array, or has the wrong dtype or library.
         ValueError: sizes that do not fit each other.
 
     The function and its results are FlashMLA's (DeepSeek, 2025). The call without arguments is from FlashMLA's later
-    releases. FlashMLA computes another cost limit for the parts, and limits the batch size.
+    releases. FlashMLA computes the cost limit differently, and limits the batch size.
     """
     expect_array("cache_seqlens", cache_seqlens, ("int32",), ("batch",))
     expect_contiguous("cache_seqlens", cache_seqlens)
@@ -384,7 +369,6 @@ def get_mla_metadata(
 
 
 def _check_counts(lengths: Array, query_tokens: int, topk: Any, length: Any, extra: Any, extra_length: Any) -> Counts:
-    """Check the arguments of `get_mla_metadata` that say how many indices there are, and return them."""
     extra = check.integer("extra_topk", extra, 0, MAX_COUNT - (topk or 0))
     for name, given, array in (
         ("topk_length", topk is not None, length),
@@ -411,7 +395,7 @@ def _attention_results(
 def _work(
     q: Array, k_cache: Array, head_dim_v: int, is_fp8: bool, tokens: _Tokens, metadata: Any, num_splits: Any
 ) -> Work:
-    """Return the sizes of the call. The number of parts is from the caller's plan, or else enough to occupy the GPU."""
+    """Describe a call. The number of parts is from the caller's plan. Without a plan the parts occupy the whole GPU."""
     batch, query_tokens, heads, head_dim = q.shape
     kv_heads, is_sparse = k_cache.shape[2], tokens.indices is not None
     rows, sequences = heads // kv_heads * query_tokens, batch
@@ -445,7 +429,8 @@ def _fields(q: Array, k_cache: Array, tokens: _Tokens, work: Work) -> dict[str, 
         "cache": k_cache,
         "block_table": tokens.block_table,
         "lengths": tokens.lengths,
-        # Not null even without indices (topk 0), because null tells the kernel to use the block table.
+        # A null pointer tells the kernel to use the block table. If there are indices but topk is 0, the kernel gets
+        # the address of q, which it does not read.
         "indices": tokens.indices if counts.topk else q if work.is_sparse else None,
         "table_stride": tokens.table_stride,
         "indices_strides": tokens.indices_strides,
@@ -464,14 +449,12 @@ def _fields(q: Array, k_cache: Array, tokens: _Tokens, work: Work) -> dict[str, 
 
 
 def _results(work: Work, attended: Array, lse: Array) -> dict[str, Any]:
-    """Return the fields of struct Params for the results, and for the partial results that the parts write."""
     slots = 2 * work.parts, work.kv_heads, work.rows
     partial = empty((*slots, work.dims[1]), "float32"), empty(slots, "float32")
     return {"out": attended, "lse": lse, "partial_out": partial[0], "partial_lse": partial[1]}
 
 
-def _own_plan(work: Work, tokens: _Tokens) -> tuple[Array, Array]:
-    """Make the plan for a call without one."""
+def _make_plan(work: Work, tokens: _Tokens) -> tuple[Array, Array]:
     plan = empty((work.parts, 8), "int32"), empty((work.sequences + 1,), "int32")
     why = "no plan is given (get_mla_metadata makes one for all layers of a step); "
     launch_plan(tokens.lengths, *plan, tokens.counts, why)
@@ -502,69 +485,69 @@ def flash_mla_with_kvcache(
 ) -> tuple[AnyArray, AnyArray]:
     """Attend from the last tokens of each sequence over its latents in a paged cache. A latent is both key and value.
 
-    The value of a token is the first head_dim_v elements of its key. With g = heads / kv_heads,
+    With g = heads / kv_heads, the results for head h of query token i of sequence b, over all tokens t of the sequence:
 
         score[t]  = softmax_scale * q[b, i, h] . key[t, h // g]
         out[i, h] = sum of softmax(score)[t] * key[t, h // g, :head_dim_v]
         lse[h, i] = log of the sum of exp(score[t])
 
-    over all tokens t of the sequence. If `causal`, query token i of s query tokens has position cache_seqlens[b] - s +
-    i and sees the tokens up to this position. Token t is in slot t % page_size of page block_table[b, t // page_size].
+    If `causal`, query token i of s query tokens sees the tokens up to its position, cache_seqlens[b] - s + i. Token t
+    is in slot t % page_size of page block_table[b, t // page_size].
+
     Sums are accumulated in float32. The kernels round the probabilities to the query's dtype before they multiply them
-    by the values. With an 8-bit cache the kernels multiply each probability by the scale of the value, and round the
-    product to float16. Variant "wgmma", and all variants with slots of 584 bytes, instead convert the values to the
-    query's dtype.
+    by the values. With an 8-bit cache they round the product of a probability and the value's scale to float16; variant
+    "wgmma", and all variants with slots of 584 bytes, instead convert the values to the query's dtype.
 
     Args:
         q: [batch, query_tokens, heads, head_dim], bfloat16 or float16, contiguous along the last dimension, which is a
             multiple of 16, at most 576. On a GPU rows begin at multiples of 16 bytes.
         k_cache: [pages, page_size, kv_heads, head_dim], of q's dtype, contiguous along the last dimension. Pages,
             tokens and heads may be strided, on a GPU by multiples of 16 bytes. page_size is a multiple of 16, or with
-            `indices` any number. With `is_fp8_kvcache` [pages, page_size, kv_heads, slot_bytes], of bytes (uint8, int8,
-            or the bytes of float8_e4m3fn), and head_dim_v is 512.
-            For a head_dim of 576 a slot has 656 bytes: 512 elements in float8_e4m3fn, 4 float32 scales (each a factor
-            for 128 elements), and 64 rotary elements in bfloat16, which are rounded to q's dtype.
-            For a head_dim of 512 a slot has 584 bytes, and each page is contiguous. First come, for each slot of the
-            page, 448 elements in float8_e4m3fn and 64 rotary elements in bfloat16. All 512 elements are key and value.
-            Then come, for each slot, 7 scales in float8_e8m0fnu (each for 64 elements) and an unused byte. Such a cache
-            needs `indices` and one kv head.
+            `indices` any number. With `is_fp8_kvcache` [pages, page_size, kv_heads, slot_bytes], of uint8, int8 or
+            float8_e4m3fn, and head_dim_v is 512.
+            For a head_dim of 576 a slot has 656 bytes: 512 elements in float8_e4m3fn, 4 float32 scales (each for 128
+            elements), and 64 rotary elements in bfloat16, which are rounded to q's dtype.
+            For a head_dim of 512, all of it key and value, a slot has 584 bytes, and each page is contiguous. A page
+            holds, for each slot, 448 elements in float8_e4m3fn and 64 rotary elements in bfloat16; then, for each slot,
+            7 scales in float8_e8m0fnu (each for 64 elements) and an unused byte. Such a cache needs `indices` and one
+            kv head.
         block_table: int32 [batch, max_pages]; rows may be strided. Entries beyond the tokens of a sequence are not
             used. May be None with `indices`.
         cache_seqlens: int32 [batch], tokens in the cache, including the tokens of q; negative numbers count as 0. May
             be None with `indices`.
         head_dim_v: a multiple of 16, at most head_dim.
-        tile_scheduler_metadata, num_splits: what `get_mla_metadata` returns for these lengths, or without arguments.
-            None for both: the call makes a plan by itself.
+        tile_scheduler_metadata, num_splits: results of `get_mla_metadata` for these lengths, or without arguments. None
+            for both: the call makes a plan.
         softmax_scale: head_dim ** -0.5 by default; variant "wgmma" needs at least 1e-30.
-        causal: whether a query token sees only the tokens up to its own position. Not allowed with `indices`.
+        causal: not allowed with `indices`.
         indices: int32 [batch, query_tokens, topk]: the slots (page * page_size + position in the page) that a query
             token attends to. Negative numbers are skipped. block_table and cache_seqlens are then not used.
-        attn_sink: float32 [heads], the score of an additional token whose value is 0. lse does not change. out is
-            multiplied by exp(lse) / (exp(lse) + exp(attn_sink)).
-        extra_k_cache: a second cache like k_cache, with its own number of pages and page_size.
-        extra_indices_in_kvcache: int32 [batch, query_tokens, extra_topk], slots of the second cache. The softmax of a
-            query token is over the tokens of both caches. Only with `indices`.
-        topk_length: int32 [batch], clamped to [0, topk]: how many indices of a sequence are used, the first ones. None:
-            all. Only with `indices`.
+        attn_sink: float32 [heads], the score of an additional token whose value is 0: out is multiplied by exp(lse) /
+            (exp(lse) + exp(attn_sink)), and lse does not change.
+        extra_k_cache: a second cache like k_cache, with its own number of pages and page_size. Only with `indices`.
+        extra_indices_in_kvcache: int32 [batch, query_tokens, extra_topk], slots of the second cache. The softmax is
+            over the tokens of both caches.
+        topk_length: int32 [batch], clamped to [0, topk]: the number of leading indices that are used. None: all.
         extra_topk_length: the same for extra_indices_in_kvcache.
-        out: an array like the (contiguous) result to write into, at a multiple of 16 bytes, or a pair of such an array
-            and one for lse (under torch.compile a pair).
-        variant: "auto", "wgmma" (sm_90a, heads of 576 and 512), "mma" (heads of 576 and 512) or "dynamic" (everything).
+        out: an array like the (contiguous) result to write into, at a multiple of 16 bytes, or a pair of arrays for out
+            and lse (under torch.compile always a pair).
+        variant: "auto", "wgmma" (sm_90a, a head_dim of 576 or 512), "mma" (a head_dim of 576 or 512) or "dynamic"
+            (everything).
 
     Returns:
-        out [batch, query_tokens, heads, head_dim_v] of q's dtype and lse float32 [batch, heads, query_tokens]. If a row
-        does not have tokens to attend to, its out is 0 and its lse is +inf, as in FlashMLA. On a GPU lengths, pages and
-        slots cannot be checked before the launch. If one points outside the table or the cache, nothing is read there,
-        and the rows of that sequence (with `indices`: of that query token) are NaN. A token with NaN or infinities may
-        affect all rows that share its kv head, even rows that do not see the token. Unused slots do not affect any row.
+        out [batch, query_tokens, heads, head_dim_v] of q's dtype and lse float32 [batch, heads, query_tokens]. Without
+        tokens out is 0 and lse is +inf, as in FlashMLA. On a GPU lengths, pages and slots cannot be checked before the
+        launch. If one points outside the table or the cache, nothing is read there, and the rows of that sequence (with
+        `indices`: of that query token) are NaN. A token with NaN or infinities may affect all rows that share its kv
+        head, even rows that do not see the token. Unused slots do not affect any row.
 
     Raises:
         TypeError: a value that is not an array, or has the wrong dtype or library.
         ValueError: a shape, stride, device or option that does not fit.
 
     Sources: latent attention is from DeepSeek-V2 (2024), the functions and the cache of 656 bytes from FlashMLA
-    (DeepSeek, 2025), the online softmax from Milakov and Gimelshein (2018), indices from DeepSeek-V3.2 (2025). The
-    second cache, topk_length and slots of 584 bytes are from FlashMLA's later releases (2026).
+    (DeepSeek, 2025), the online softmax from Milakov and Gimelshein (2018), indices from DeepSeek-V3.2 (2025), the
+    second cache, topk_length and slots of 584 bytes from FlashMLA's later releases (2026).
     """
     expect_array("q", q, DTYPES, ("batch", "query_tokens", "heads", "head_dim"))
     expect_place("k_cache", k_cache, q, "q")
@@ -575,12 +558,12 @@ def flash_mla_with_kvcache(
     check.one_of("causal", causal, (False, True))
     scale = _check_scale(softmax_scale, q.shape[3])
     second = extra_k_cache, extra_indices_in_kvcache, extra_topk_length
-    chosen = _check_chosen(q, k_cache, is_fp8, indices, topk_length, second)
-    tokens = _check_tokens(block_table, cache_seqlens, chosen, causal, q, k_cache.shape[0])
+    sparse = _check_sparse(q, k_cache, is_fp8, indices, topk_length, second)
+    tokens = _check_tokens(block_table, cache_seqlens, sparse, causal, q, k_cache.shape[0])
     if attn_sink is not None:
         expect("attn_sink", attn_sink, q, "q", ("float32",), (q.shape[2],), "[heads]")
     work = _work(q, k_cache, head_dim_v, is_fp8, tokens, tile_scheduler_metadata, num_splits)
-    attended, lse = _outputs(out, q, _attention_results(q, k_cache, block_table, cache_seqlens, head_dim_v))
+    attended, lse = _result_arrays(out, q, _attention_results(q, k_cache, block_table, cache_seqlens, head_dim_v))
     if q.on_host:
         return run_twin(variant, VARIANTS)
 
@@ -593,7 +576,7 @@ def flash_mla_with_kvcache(
     fields |= {"sinks": attn_sink, "q_strides": q_strides, "cache_strides": cache_strides}
     fields |= {"causal": bool(causal), "scale_log2": scale * math.log2(math.e)}
     is_given = tile_scheduler_metadata is not None
-    plan = (tile_scheduler_metadata, num_splits) if is_given else _own_plan(work, tokens)
+    plan = (tile_scheduler_metadata, num_splits) if is_given else _make_plan(work, tokens)
     fields |= dict(zip(("metadata", "splits"), plan, strict=True))
     why = f"{why_attend(work, variant, is_wgmma, reason)}; {why_parts(work, is_given, q.gpu.multiprocessors)}"
     launch_attention(work, variant, is_wgmma, k_cache, q.gpu, why, fields)

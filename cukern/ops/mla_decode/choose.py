@@ -1,9 +1,7 @@
-"""Latent attention: the kernels and their configurations, how a call chooses among them, and the launches.
+"""Latent attention: the kernels, the choice among them, and the launches.
 
-A plan divides the tokens of all sequences into parts. A part is a range of tokens. For each part, each kv head and each
-tile of query rows, one thread block processes the tokens. The kernel `plan_parts` makes the plan. It searches for the
-smallest cost limit with which the parts have room for all tokens. To test a limit, the kernel runs a chain of dependent
-steps: one step per sequence, or one step per part.
+A plan divides the tokens of all sequences into parts. A thread block processes a part for one kv head and one tile of
+query rows.
 """
 
 from __future__ import annotations
@@ -19,42 +17,41 @@ from cukern.runtime.plan import asked, launch, tensor_map
 
 VARIANTS = ("auto", "wgmma", "mma", "dynamic")
 MAX_DIM = 576
-THREADS = 256  # threads per block of attend_mma, and of plan_parts with one step per sequence
-_BY_PARTS_THREADS = 384, 768  # threads per block of plan_parts with one step per part
-#: To test a cost limit, plan_parts runs one step per sequence or one step per part. Up to _FEW_SEQUENCES sequences, one
-#: step per sequence is faster. Above _MOST_LINED_UP sequences, the table that one step per part needs does not fit in
-#: shared memory.
-_FEW_SEQUENCES, _MOST_LINED_UP = 48, 4096
-_SPAN = f"from {_FEW_SEQUENCES + 1} to {_MOST_LINED_UP} sequences"
-_PLAN_SHARED_BYTES = 99 << 10  # shared memory that a block can have on every GPU
-_TABLE_BYTES = 24 << 10, 640  # table of plan_parts for one step per part: minimum bytes, and bytes per sequence
+THREADS = 256  # per block of attend_mma, and of plan_parts with one step per sequence
+_BY_PARTS_THREADS = 384, 768  # per block of plan_parts with one step per part
+#: plan_parts tests a cost limit in a chain of dependent steps. The chain has one step per sequence, or one step per
+#: part. One step per sequence is faster up to _FEW_SEQUENCES sequences. It is also used above _MANY_SEQUENCES
+#: sequences, because then the table that one step per part needs does not fit in shared memory.
+_FEW_SEQUENCES, _MANY_SEQUENCES = 48, 4096
+_SPAN = f"from {_FEW_SEQUENCES + 1} to {_MANY_SEQUENCES} sequences"
+_PLAN_SHARED_BYTES = 99 << 10  # available on every GPU
+_TABLE_BYTES = 24 << 10, 640  # minimum, and per sequence, with one step per part
 
-#: Pairs (head_dim, head_dim_v) with specialized variants.
+#: (head_dim, head_dim_v) of specialized variants.
 SPECIALIZED = [
     (576, 512),  # DeepSeek-V2, V3 and R1, Kimi-K2
 ]
-#: The template argument ROWS of `attend_mma`: query rows per block. 64 is for specialized dimensions only.
+#: Query rows per block of `attend_mma`.
 _ROWS = (16, 32, 64)
-_MOST_STAGES = 4
-#: The template argument TILE of `attend_mma`: tokens per tile, the fastest size first. For an 8-bit cache the sizes
-#: depend on ROWS: with 64 rows, tiles of more than 32 tokens would need too many registers.
+_MAX_STAGES = 4
+#: Tokens per tile of `attend_mma`, the fastest size first. With an 8-bit cache and 64 rows, more than 32 tokens would
+#: need too many registers.
 _TILES, _FP8_TILES = (64, 32), {16: (64, 32, 16), 32: (64, 32), 64: (32,)}
 
-#: Up to this many query rows per kv head `attend_mma` is faster than `attend_wgmma` on an H200. The first number is for
-#: a 16-bit cache, the second for an 8-bit cache.
+#: Up to this many query rows per kv head `attend_mma` is faster than `attend_wgmma` on an H200. The second number is
+#: for 8-bit caches.
 _FEW_ROWS, _FEW_ROWS_FP8 = 16, 32
-#: `attend_wgmma` takes the maximum of a row before it multiplies by the scale, so the scale must be positive.
+#: `attend_wgmma` takes the maximum score of a row before it multiplies by the scale, so the scale must be positive.
 _SMALLEST_WGMMA_SCALE = 1e-30
-_LARGEST_STRIDE = 2**40  # the largest stride in a tensor map, in bytes
+_LARGEST_STRIDE = 2**40  # in bytes, of a tensor map
 
-#: The template arguments (TEAM, EACH) of `combine_parts`, which combines the partial results of each query row: with
-#: several blocks per row, one block per row, or one warp per row.
+#: (WARPS_PER_ROW, VECTORS) of `combine_parts`: several blocks per row, one block per row, or one warp per row.
 MANY_BLOCKS, ONE_BLOCK, ONE_WARP = (8, 1), (8, 4), (1, 4)
-#: Up to the first number of query rows, several blocks combine each row, so that all multiprocessors have work. Up to
-#: the second number, one block combines each row. With more rows, one warp combines each row.
+#: Up to 64 query rows there are several blocks per row, so that all multiprocessors have work. From 65 to 512 query
+#: rows there is one block per row.
 _FEW_COMBINED_ROWS = 64, 512
-_COMBINED_COLUMNS = 128  # with several blocks per row, the number of columns that one block combines
-_COMBINING_BLOCKS = 2  # blocks of `combine_parts` that are resident on a multiprocessor
+_COMBINED_COLUMNS = 128  # per block, with several blocks per row
+_COMBINE_BLOCKS = 2  # resident per multiprocessor
 
 plan_kernel = Kernel("mla_decode/plan", "plan_parts")
 attend_mma = Kernel("mla_decode/attend_mma", "attend_mma")
@@ -80,42 +77,39 @@ class MmaConfig(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """The shared memory of a block in bytes. The struct `Form` of the template computes the same number."""
+        """The shared memory of a block, as in the template's struct `MmaConfig`."""
         dims = self.head_dim or MAX_DIM
-        is_fp8 = self.is_fp8 and dims == MAX_DIM  # with another head_dim, tiles are converted to 16 bits first
+        is_fp8 = self.is_fp8 and dims == MAX_DIM  # other tiles are converted to 16 bits
         groups = 2 if is_fp8 or self.rows == 64 else 1
         rings = 2 if is_fp8 and self.rows == 16 else 1
-        group_rows, halves = self.rows // groups * rings, 1 if is_fp8 else 2
-        fragments_of_rows, depths = group_rows // 16, 8 // groups // halves
-        fragments = self.tile // halves // 8  # fragments of 8 tokens that a warp works on
-        own = max(fragments // depths, 1)
-        sent = fragments - own if fragments >= depths else fragments
-        steps = dims // 16 // depths
-        kept_steps = steps if fragments_of_rows == 1 or groups == 1 else 0 if is_fp8 else 4
+        group_rows, token_ranges = self.rows // groups * rings, 1 if is_fp8 else 2
+        row_fragments, dim_ranges = group_rows // 16, 8 // groups // token_ranges
+        fragments = self.tile // token_ranges // 8  # of 8 tokens
+        owned_fragments = max(fragments // dim_ranges, 1)
+        sent = fragments - owned_fragments if fragments >= dim_ranges else fragments
+        steps = dims // 16 // dim_ranges
+        register_steps = steps if row_fragments == 1 or groups == 1 else 0 if is_fp8 else 4
         scales = twin.LATENT_DIMS // twin.SCALE_DIMS if is_fp8 else 1
         tiles = rings * self.stages * (self.tile * (twin.SLOT_BYTES if is_fp8 else dims * 2) + 32)
-        queries = self.rows // 16 * depths * (steps - kept_steps) * 512
-        partial_scores = 8 * sent * fragments_of_rows * 512
+        queries = self.rows // 16 * dim_ranges * (steps - register_steps) * 512
+        partial_scores = 8 * sent * row_fragments * 512
         probabilities = groups * group_rows * self.tile * 2 * scales
         maxima_and_sums = 2 * 8 * group_rows * 4
         return tiles + queries + partial_scores + probabilities + maxima_and_sums
 
 
 def best_mma_config(
-    dtype: str, is_fp8: bool, group_rows: int, dims: tuple[int, int], most_shared_bytes: int, has_extra: bool = False
+    dtype: str, is_fp8: bool, group_rows: int, dims: tuple[int, int], max_shared_bytes: int, has_extra: bool = False
 ) -> MmaConfig:
-    """Return the fastest configuration for `group_rows` query rows per kv head that fits in `most_shared_bytes`.
-
-    `dims` is (head_dim, head_dim_v), or (0, 0) if the dimensions are dynamic.
-    """
+    """Return the fastest configuration for `group_rows` query rows per kv head. For a dynamic one `dims` is (0, 0)."""
     wanted = next((rows for rows in _ROWS if rows >= group_rows), _ROWS[-1])
     most = _ROWS[-1] if dims[0] else _ROWS[-2]
     for rows in (rows for rows in reversed(_ROWS) if rows <= min(wanted, most)):
         for tile in _FP8_TILES[rows] if is_fp8 and dims[0] == MAX_DIM else _TILES:
-            # At least two stages are needed, because one stage is loaded while the other is in use.
-            for stages in range(_MOST_STAGES, 1, -1):
+            # There are at least two stages, because one is loaded while another is in use.
+            for stages in range(_MAX_STAGES, 1, -1):
                 config = MmaConfig(dtype, is_fp8, rows, tile, stages, *dims, has_extra)
-                if config.shared_bytes <= most_shared_bytes:
+                if config.shared_bytes <= max_shared_bytes:
                     return config
     raise AssertionError("the smallest configuration fits every GPU")
 
@@ -127,44 +121,40 @@ def mma_variant(config: MmaConfig) -> Variant:
     return attend_mma.variant(arrays.CUDA_TYPE[config.dtype], *arguments, launched=launched)
 
 
-def _alone(kernel: Kernel, threads: str) -> Launched:
+def _max_shared(kernel: Kernel, threads: str) -> Launched:
     """Return the launch configuration of a block that uses all shared memory of its multiprocessor."""
     return Launched(template.constants(kernel.file)[threads], gpu.BY_ARCH["90a"].shared_per_block)
 
 
 def wgmma_variant(dtype: str, is_fp8: bool, is_sparse: bool, extra_bytes: int = 0) -> Variant:
-    """Return the variant of `attend_wgmma`.
-
-    `extra_bytes` is the number of bytes per token of an 8-bit cache. If it is 0, the template argument EXTRA is false.
-    """
+    """Return the variant for `extra_bytes` bytes per token of an 8-bit cache. With 0 bytes, EXTRA is false."""
     flags: list[str | int] = [str(is_fp8).lower(), str(is_sparse).lower()]
     if extra_bytes:
         flags += ["true"] + [extra_bytes] * (extra_bytes != twin.SLOT_BYTES)
-    return attend_wgmma.variant(arrays.CUDA_TYPE[dtype], *flags, launched=_alone(attend_wgmma, "WGMMA_THREADS"))
+    return attend_wgmma.variant(arrays.CUDA_TYPE[dtype], *flags, launched=_max_shared(attend_wgmma, "WGMMA_THREADS"))
 
 
 def two_loaders_variant(dtype: str, is_fp8: bool, is_sparse: bool) -> Variant:
     arguments = arrays.CUDA_TYPE[dtype], str(is_fp8).lower(), str(is_sparse).lower()
-    return attend_two_loaders.variant(*arguments, launched=_alone(attend_two_loaders, "TWO_LOADERS_THREADS"))
+    return attend_two_loaders.variant(*arguments, launched=_max_shared(attend_two_loaders, "TWO_LOADERS_THREADS"))
 
 
 def plan_threads(sequences: int, parts: int) -> int:
-    """Return the threads of `plan_parts`: 256 for one step per sequence, more for one step per part."""
-    if parts > template.constants(plan_kernel.file)["MOST_PARTS"] or not _FEW_SEQUENCES < sequences <= _MOST_LINED_UP:
+    if parts > template.constants(plan_kernel.file)["MAX_PARTS"] or not _FEW_SEQUENCES < sequences <= _MANY_SEQUENCES:
         return THREADS
     return next(n for n in _BY_PARTS_THREADS if sequences <= n or n == _BY_PARTS_THREADS[-1])
 
 
 def plan_variant(has_extra: bool, threads: int = THREADS) -> Variant:
     flags: list[str | int] = ["true"] if has_extra else []
-    sequences = 1000  # example size for the compiler's check of the shared memory
+    sequences = 1000  # example size
     shared_bytes, table = plan_shared_bytes(sequences, threads)
     launched = Launched(threads, shared_bytes, (sequences, table), _PLAN_SHARED_BYTES)
     return plan_kernel.variant(threads, *flags, launched=launched)
 
 
 def plan_shared_bytes(sequences: int, threads: int) -> tuple[int, int]:
-    """Return the shared memory of `plan_parts` in bytes, and how many of them are its table (0 without a table)."""
+    """Return the bytes of shared memory per block, and the bytes of the table in shared memory."""
     constants = template.constants(plan_kernel.file)
     by_sequences, by_parts = constants["BY_SEQUENCES_BYTES"], constants["BY_PARTS_BYTES"]
     if threads == THREADS:
@@ -175,16 +165,17 @@ def plan_shared_bytes(sequences: int, threads: int) -> tuple[int, int]:
     return max(by_sequences, by_parts + table + starts), table
 
 
-def combine_variant(dtype: str, head_dim_v: int, team_each: tuple[int, int]) -> Variant:
-    """Return the variant of `combine_parts`. `head_dim_v` is 0 if it is dynamic."""
-    team, each = team_each
-    # If one block or one warp combines a whole row, EACH must be large enough for the row. 5 is enough for any row.
-    return combine.variant(arrays.CUDA_TYPE[dtype], head_dim_v, team, each if head_dim_v or each == 1 else 5)
+def combine_variant(dtype: str, head_dim_v: int, combine_config: tuple[int, int]) -> Variant:
+    """Return the variant for `head_dim_v` columns. 0 means any number."""
+    warps_per_row, vectors = combine_config
+    # If the number of columns is not known, 5 vectors per lane suffice for any row.
+    return combine.variant(
+        arrays.CUDA_TYPE[dtype], head_dim_v, warps_per_row, vectors if head_dim_v or vectors == 1 else 5
+    )
 
 
 def mma_shared_bytes(of: gpu.Gpu) -> int:
-    """Return the maximum shared memory of a block of `attend_mma`, in bytes."""
-    # One configuration needs more than 220 KiB. It is excluded on sm_100, because it spills registers there.
+    # On sm_100 the limit is 220 KiB, because the only configuration that takes more would spill registers.
     return min(of.shared_per_block, 220 << 10) if of.arch.startswith("10") else of.shared_per_block
 
 
@@ -212,7 +203,7 @@ attend_two_loaders.specialized = [
     for is_fp8, is_sparse in ((True, False), (True, True), (False, True))
 ]
 combine.specialized = [
-    combine_variant("bfloat16", 512, team_each).instance for team_each in (MANY_BLOCKS, ONE_BLOCK, ONE_WARP)
+    combine_variant("bfloat16", 512, combine_config).instance for combine_config in (MANY_BLOCKS, ONE_BLOCK, ONE_WARP)
 ]
 plan_kernel.specialized = [
     plan_variant(has_extra, threads).instance
@@ -229,26 +220,25 @@ plan_kernel.at_import = plan_kernel.specialized[:1]
 
 
 class Work(NamedTuple):
-    """The sizes of a call that decide how it runs. The lengths do not, because only the device knows them."""
+    """A call, without the lengths of its sequences, which only the device knows."""
 
     dtype: str
     is_fp8: bool
-    is_sparse: bool  # whether there are indices; each query token is then a sequence of its own
+    is_sparse: bool  # each query token is then a sequence
     dims: tuple[int, int]  # (head_dim, head_dim_v)
     kv_heads: int
-    rows: int  # query rows of a sequence that share a kv head
+    rows: int  # per kv head of a sequence
     sequences: int
     parts: int
-    has_extra: bool  # whether there is a second cache, or topk_length
+    has_extra: bool  # a second cache, or topk_length
 
     @property
     def few_rows(self) -> int:
-        """Up to this many query rows per kv head `attend_mma` is faster than `attend_wgmma`."""
         return _FEW_ROWS_FP8 if self.is_fp8 else _FEW_ROWS
 
     @property
     def is_paged(self) -> bool:
-        """Whether the cache has slots of 584 bytes (8 bits, head_dim 512), whose pages have two parts."""
+        """Whether slots have 584 bytes. A page then has two areas, for elements and for scales."""
         return self.is_fp8 and self.dims[0] == twin.PAGED_DIMS
 
 
@@ -268,30 +258,24 @@ def no_wgmma(work: Work, k_cache: Array, strides: tuple[int, ...], scale: float,
 
 
 def takes_two_loaders(work: Work) -> bool:
-    """Return whether `attend_two_loaders` is used instead of `attend_wgmma`, because TMA cannot copy the tokens."""
-    # The kernel copies the bfloat16 rotary elements of an 8-bit cache without a conversion, so q must be bfloat16.
+    # TMA can copy neither the tokens of an 8-bit cache nor tokens that indices choose. With an 8-bit cache the queries
+    # must be bfloat16, because the kernel does not convert the bfloat16 rotary elements.
     return not work.has_extra and (work.dtype == "bfloat16" if work.is_fp8 else work.is_sparse)
 
 
 def takes_wgmma(work: Work, variant: str, reason: str) -> bool:
-    """Return whether `attend_wgmma` computes the call. `reason` says why it cannot, and is empty if it can.
-
-    Raises ValueError if the caller asks for a variant that cannot compute the call.
-    """
     check.one_of("variant", variant, VARIANTS)
     if variant == "wgmma" and reason:
         check.fail("variant", "'auto', 'mma' or 'dynamic' here", f"'wgmma': {reason}")
     if variant == "mma" and work.dims not in SPECIALIZED and not work.is_fp8:
         got = f"'mma': there is none for heads of {work.dims[0]} and {work.dims[1]}"
         check.fail("variant", "'auto' or 'dynamic' here", got)
-    # With few rows, memory bandwidth is the limit and most of the 64 rows of a WGMMA would be unused, so `attend_mma`
-    # is used. With slots of 584 bytes `attend_mma` is limited by the conversion of the tokens, so `attend_wgmma` is
-    # used for any number of rows.
+    # With few query rows, most of the 64 rows of a wgmma would be unused. With slots of 584 bytes wgmma is used for any
+    # number of query rows, because the conversion of elements limits `attend_mma`.
     return variant == "wgmma" or (variant == "auto" and not reason and (work.is_paged or work.rows > work.few_rows))
 
 
 def why_parts(work: Work, is_given: bool, multiprocessors: int) -> str:
-    """Return the reason for the number of parts. `is_given` says that the number is from the caller's plan."""
     if is_given:
         return f"{work.parts} parts of the tokens, by the given plan"
     blocks = f"a part is a block for each kv head ({work.kv_heads}) and each {twin.ROWS} rows"
@@ -299,7 +283,6 @@ def why_parts(work: Work, is_given: bool, multiprocessors: int) -> str:
 
 
 def why_attend(work: Work, variant: str, is_wgmma: bool, reason: str) -> str:
-    """Return the reason for `attend_wgmma` or `attend_mma`. `reason` says why `attend_wgmma` cannot be taken."""
     rows = f"{work.rows} query rows for each kv head of a sequence"
     if asked(variant):
         return asked(variant)
@@ -314,7 +297,7 @@ def why_attend(work: Work, variant: str, is_wgmma: bool, reason: str) -> str:
 
 
 class Counts(NamedTuple):
-    """How many indices each query token has, in both caches."""
+    """How many indices each query token has."""
 
     query_tokens: int
     topk: int
@@ -328,7 +311,6 @@ class Counts(NamedTuple):
 
 
 def launch_plan(lengths: Array | None, metadata: Array, splits: Array, counts: Counts, why: str = "") -> None:
-    """Launch `plan_parts`, which makes a plan from lengths or from numbers of indices. `why` begins the reason."""
     fields: dict[str, Any] = {"lengths": lengths, "metadata": metadata, "splits": splits}
     fields |= {"sequences": splits.shape[0] - 1, "parts": metadata.shape[0]}
     if counts.vary:
@@ -349,7 +331,7 @@ def launch_plan(lengths: Array | None, metadata: Array, splits: Array, counts: C
 def launch_attention(
     work: Work, variant: str, is_wgmma: bool, k_cache: Array, of: gpu.Gpu, why: str, fields: dict[str, Any]
 ) -> None:
-    """Launch the attention kernel, and the kernel that combines the parts. `fields` are the fields of struct Params."""
+    """Launch the attention kernel, and the kernel that combines the parts."""
     is_special = (work.dims in SPECIALIZED or work.is_paged) and variant != "dynamic"
     if is_wgmma:
         _launch_wgmma(work, k_cache, why, fields)
@@ -366,18 +348,17 @@ def launch_attention(
         why += f" (the best that {most} bytes of shared memory hold)"
         launch(mma_variant(config), grid, why=why, **fields)
     if work.parts > 1:
-        team_each, grid, why = _combining(work, of.multiprocessors)
+        combine_config, grid, why = _combine_launch(work, of.multiprocessors)
         head_dim_v = work.dims[1] if is_special else 0
         threads = 32 * template.constants(combine.file)["COMBINE_WARPS"]
-        launch(combine_variant(work.dtype, head_dim_v, team_each), grid, threads, why=why, **fields)
+        launch(combine_variant(work.dtype, head_dim_v, combine_config), grid, threads, why=why, **fields)
 
 
 def _launch_wgmma(work: Work, k_cache: Array, why: str, fields: dict[str, Any]) -> None:
     constants = template.constants(attend_wgmma.file)
     pages, page_size, kv_heads, head_dim = k_cache.shape
     tiles, box_tokens = None, 0
-    # TMA can copy neither tokens that need a conversion nor tokens in arbitrary slots, so for these calls there is no
-    # tensor map.
+    # TMA copies neither tokens that need a conversion nor tokens in arbitrary slots.
     if not (work.is_fp8 or work.is_sparse):
         box_tokens = math.gcd(page_size, twin.BLOCK_TOKENS)
         # A dimension of size 1 may have any stride except 0.
@@ -395,8 +376,8 @@ def _launch_wgmma(work: Work, k_cache: Array, why: str, fields: dict[str, Any]) 
     launch(variant, grid, why=why, map=tiles, p=fields, box_tokens=box_tokens)
 
 
-def _combining(work: Work, multiprocessors: int) -> tuple[tuple[int, int], tuple[int, int, int], str]:
-    """Return the template arguments TEAM and EACH of `combine_parts`, the grid of its launch, and the reason."""
+def _combine_launch(work: Work, multiprocessors: int) -> tuple[tuple[int, int], tuple[int, int, int], str]:
+    """Return the template arguments of `combine_parts`, its grid, and the reason."""
     rows = work.sequences * work.rows
     what = f"what {work.parts} parts found is put together: {rows * work.kv_heads} rows"
     if rows * work.kv_heads <= _FEW_COMBINED_ROWS[0]:
@@ -405,10 +386,10 @@ def _combining(work: Work, multiprocessors: int) -> tuple[tuple[int, int], tuple
         return MANY_BLOCKS, grid, f"{what}, {each}"
     if rows * work.kv_heads <= _FEW_COMBINED_ROWS[1]:
         return ONE_BLOCK, (rows, work.kv_heads, 1), f"{what}, a block for each (up to {_FEW_COMBINED_ROWS[1]} rows)"
-    # If there are about as many sequences as parts, only few sequences are divided among several parts. Most blocks
-    # of a full grid would then have no partial results to combine, so the grid is smaller.
+    # If there are about as many sequences as parts, few sequences have several splits. Then most blocks of a full grid
+    # would be idle, so the grid is smaller.
     most = -(-work.rows // 8)
     if 2 * work.sequences > work.parts:
-        most = min(most, _COMBINING_BLOCKS * multiprocessors // (work.parts * work.kv_heads))
+        most = min(most, _COMBINE_BLOCKS * multiprocessors // (work.parts * work.kv_heads))
     why = f"{what}, a warp for each (from {_FEW_COMBINED_ROWS[1] + 1} rows on)"
     return ONE_WARP, (max(most, 1), work.kv_heads, work.parts), why

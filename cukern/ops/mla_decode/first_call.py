@@ -12,10 +12,9 @@ from cukern.runtime.op import OPS
 
 @dataclasses.dataclass
 class FlashMLASchedMeta:
-    """A plan that the first call of `flash_mla_with_kvcache` makes and later calls use. `get_mla_metadata` returns it.
+    """A plan that the first call of `flash_mla_with_kvcache` makes and later calls use.
 
-    The plan is valid for calls with the sizes of `config` and with equal numbers in cache_seqlens, topk_length and
-    extra_topk_length.
+    It is valid for the sizes in `config` and the lengths of the first call.
     """
 
     have_initialized: bool = False
@@ -24,7 +23,7 @@ class FlashMLASchedMeta:
     num_splits: Any = None
 
 
-#: The sizes in `FlashMLASchedMeta.config`.
+#: The names of the sizes in `FlashMLASchedMeta.config`.
 _CONFIG = (
     *("batch", "query_tokens", "heads", "page_size", "kv_heads", "causal", "is_fp8_kvcache", "topk"),
     *("extra_page_size", "extra_topk"),
@@ -32,18 +31,16 @@ _CONFIG = (
 
 
 def plan_of_the_first_call(*args: Any, **kwargs: Any) -> Any:
-    """Return the result of `get_mla_metadata` without arguments. Return NotImplemented if there are arguments."""
     return NotImplemented if args or kwargs else (FlashMLASchedMeta(), None)
 
 
 def _sizes(given: Mapping[str, Any], name: str, dimensions: int) -> tuple[Any, ...] | None:
-    """Return the shape of an argument; None if it is not an array of `dimensions` dimensions."""
     shape = tuple(getattr(given.get(name), "shape", ()))
     return shape if len(shape) == dimensions else None
 
 
 def _make_plan(given: Mapping[str, Any], config: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Return the plan for a call of these sizes; (None, None) if the checks of the call will raise an error."""
+    """Make a plan. Return (None, None) if the checks of the call will raise an error."""
     batch, query_tokens, heads, _, kv_heads, _, _, topk, _, extra_topk = config
     if not kv_heads or not heads or heads % kv_heads:
         return None, None
