@@ -1030,18 +1030,20 @@ class Sizes(NamedTuple):
     max_blocks: int = 256
 
 
-def plan(x: Sizes) -> parts.Deal:
+def plan(x: Sizes) -> parts.LaunchPlan:
     sizes = checks.Sizes(x.seqs, x.query_tokens, x.heads, x.kv_heads, x.head_dim, 5000, x.block_size, x.max_blocks)
     options = x.extras, x.split, False, x.aligned, x.variant
-    return parts.deal(gpu.of_arch("90a"), parts.Request(x.dtype, x.cache, x.layout, sizes, *options))
+    return parts.plan_launch(gpu.of_arch("90a"), parts.Request(x.dtype, x.cache, x.layout, sizes, *options))
 
 
 def test_every_gpu_has_the_shared_memory() -> None:
     # The least that a block may have since sm_80 are 99 KiB; clusters run on data-center GPUs only, with 227 KiB.
-    pairs = [parts.Dealt(2, dealing, wide, 100 << wide) for dealing in ("CLUSTERS", "EITHER") for wide in (False, True)]
-    few = *parts._FEW.values(), *parts._FEW_IN_FP8.values(), *parts._FEW_OF_LARGE_HEADS.values()
-    for dealt in (parts.Dealt(), *pairs, *few, parts._ALONE_IN_FP8):
-        most = 99 if dealt == parts.Dealt() else 227
+    pairs = [
+        parts.Schedule(2, dealing, wide, 100 << wide) for dealing in ("CLUSTERS", "EITHER") for wide in (False, True)
+    ]
+    few = *parts._FEW_ITEMS.values(), *parts._FEW_ITEMS_FP8.values(), *parts._FEW_ITEMS_LARGE_HEADS.values()
+    for dealt in (parts.Schedule(), *pairs, *few, parts._BLOCK_PER_ITEM_FP8):
+        most = 99 if dealt == parts.Schedule() else 227
         for head_dim in range(8, 129 if dealt.wide else 257, 8):
             for cache in ("float16", "float8_e4m3fn"):
                 for layout in LAYOUTS:
@@ -1224,7 +1226,7 @@ def test_what_is_compiled_at_import_is_what_is_called() -> None:
     wanted = [plan(Sizes(t, t, layout, seqs=256)) for t in ("float16", "bfloat16") for layout in LAYOUTS]
     alone = [plan(Sizes(t, t, layout, seqs=1)) for t in ("float16", "bfloat16") for layout in LAYOUTS]
     at_import = set(instances("paged_attention"))
-    clearing = {parts._clear_counters.variant(parts._CLEARING).instance}
+    clearing = {parts._clear_counters.variant(parts._CLEAR_THREADS).instance}
     wanted_instances = {p.variant.instance for p in wanted} | clearing
     assert wanted_instances <= at_import <= wanted_instances | {p.variant.instance for p in alone}
 

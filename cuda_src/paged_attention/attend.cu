@@ -1,46 +1,36 @@
-// Attention of the last few tokens of each sequence (the query tokens) over all its keys and values in a paged cache,
-// on tensor cores.
+// Compute the attention of the last few tokens of each sequence (the query tokens) over a paged cache, on tensor cores.
 //
 //   position = length - query_tokens + i                          of query token i
 //   score[t] = scale * key_scale * dot(query[i, head, :], key[t, head / group, :])
 //              then softcap * tanh(score / softcap), then + slope[head] * (t - position)
 //   p        = softmax over the t <= position (and > position - window), with exp(sink[head]) in its denominator
 //   out      = value_scale * sum_t p[t] * value[t, head / group, :]
-//   lse      = log of that denominator, natural
+//   lse      = natural logarithm of the softmax denominator
 //
 // Token t of a sequence is in slot t % block_size of cache block tables[seq, t / block_size].
 //
-// Work. A row is one head of one query token. The rows of a sequence that share a kv head are processed together, so
-// the cache is read once for all of them. A work item is one block of rows of a sequence and a kv head. The block has
-// as many rows as a team of warps holds. A piece is a range of tokens of an item. `Dealing` says how items are
-// distributed over thread blocks:
-//   QUEUE     Blocks take pieces from a queue. An item with more than an equal share of the tokens is cut into several
-//             pieces. Each piece stores a partial result (maximum, sum, output), and the block that finishes last
-//             merges the partial results. If `split` is not 0, it is the size of all pieces, so that a row's summation
-//             order does not depend on the batch.
-//   CLUSTERS  Each item has a cluster of CLUSTER blocks, which merge their results through distributed shared memory.
-//             If there are more items than resident blocks, CLUSTER is 1 and each item has one block.
-//   EITHER    The kernel reads the lengths and decides between CLUSTERS and QUEUE.
+// A work item is a sequence, a kv head and a block of query rows; a row is one head of one query token. A KV split is a
+// range of tokens of an item. SCHEDULING assigns items to thread blocks:
+//   QUEUE     Blocks take splits from a queue. The splits of a long item store partial results (maximum, sum, output),
+//             which the block that finishes last merges. If the caller fixes the size of the splits (`split`), a row's
+//             summation order does not depend on the batch.
+//   CLUSTERS  A cluster of CLUSTER blocks processes an item, and merges through distributed shared memory. With more
+//             items than resident blocks, CLUSTER is 1.
+//   EITHER    The kernel decides between CLUSTERS and QUEUE from the lengths.
 //
 // Grid: as many blocks as are resident at once, or CLUSTER blocks per item. A block has WARPS warps in teams of TEAM
-// warps. The teams take the tiles of a piece in turn, so a team takes every `step()`-th tile. A tile has 16 tokens.
-// Each team has its own pipeline of STAGES stages: cp.async copies a tile into shared memory, and ldmatrix loads
-// fragments from there. With AT_ONCE == 2 a team multiplies two tiles at once, so that the MMAs, conversions and
-// exponentials of one tile overlap with the same steps of the other tile; this helps if few other warps are resident. A
-// warp processes ROWS of the team's rows, 16 or 8. 16 rows are the M side of the MMA. If the kv head has at most 8
-// rows, the rows are the N side, which halves the MMAs and exponentials. For the lanes see paged_attention/rows.cuh.
+// warps. The teams take tiles of 16 tokens in turn. cp.async copies a team's tiles into the team's STAGES stages. A
+// warp processes ROWS of the team's rows. With AT_ONCE == 2 the MMAs, conversions and exponentials of two tiles
+// overlap, which helps if few other warps are resident. 16 rows are the M side of the MMA; 8 rows are the N side, which
+// halves the MMAs and exponentials.
 //
-// The kernel multiplies scores by log2(e) and uses exp2 instead of exp. The stored lse and the values in vLLM's
-// workspace use the natural base.
+// HEAD_DIM == 0, BLOCK_SIZE == 0: the size comes from the arguments. DIMS: dimensions in stages and registers, at least
+// head_dim. EXTRAS: a softcap, ALiBi slopes or a block-sparse pattern. MIN_BLOCKS: resident blocks per multiprocessor.
 //
-// If HEAD_DIM is 0, the head size comes from the arguments. If BLOCK_SIZE is 0, the block size comes from the
-// arguments. DIMS is the padded head size: stages and registers are laid out for DIMS dimensions, and DIMS is at least
-// head_dim. EXTRAS is true if the call uses a softcap, ALiBi slopes or a block-sparse pattern. The compiler limits the
-// registers so that FIT blocks can be resident on a multiprocessor.
+// Scores are multiplied by log2(e), so that exp2 replaces exp. lse and vLLM's workspace use the natural base.
 //
-// Speed of light: the cache is read once, with group * query_tokens flops per byte of a 16-bit cache (4 for one query
-// token of Llama-3-8B). Memory bandwidth is the limit, and the tensor cores wait. Times on an H200 with 32 heads, 8 kv
-// heads and head_dim 128, next to the time of a copy of the same bytes:
+// Speed of light: memory bandwidth, with group * query_tokens flops per byte of a 16-bit cache (4 for one query token
+// of Llama-3-8B). Times on an H200 with 32 heads, 8 kv heads and head_dim 128, next to a copy of the same bytes:
 //   64 sequences of 4096 tokens, bfloat16 cache    251 us, the same as the copy (100%)
 //   64 sequences of 4096 tokens, 8-bit cache       136 us, copy 125 us (92%)
 //   64 sequences of 1024 tokens                    67.8 us, copy 62.7 us (92%)
@@ -49,8 +39,7 @@
 //                                                  copy 31 us (87 to 83%)
 //   1 sequence of 32768 tokens                     36.4 us, copy 31.4 us (86%)
 //   1 sequence of 4096 tokens                      9.6 us, copy 3.9 us (40%)
-// With few tokens the limit is the latency of a chain of dependent steps: load the length, load the block table, load
-// the tiles, merge.
+// With few tokens the limit is a chain of dependent steps: load the length, the block table and the tiles, then merge.
 #include "common/cluster.cuh"
 #include "common/launch.cuh"
 #include "common/mma.cuh"
@@ -63,13 +52,12 @@
 #include "paged_attention/schedule.cuh"
 #include "paged_attention/team.cuh"
 
-// Write the warp's results (maximum, sum and output of each row) to shared memory. The results overwrite the last
-// stage, so the caller must pass a block barrier first. If `bad`, the sum of each row is NaN, which makes the stored
-// result NaN.
+// Store a warp's results in shared memory. The results overwrite the last stage of tiles, so the caller must
+// synchronize the block first. `bad`: make the results NaN.
 template <typename F>
-__device__ __forceinline__ void leave_results(const Params& p, typename F::Softmax& softmax,
-                                              const float (&out)[F::OUT_FRAGMENTS][4], const Row (&rows)[2], bool bad,
-                                              const typename F::Results& found) {
+__device__ __forceinline__ void store_in_shared(const Params& p, typename F::Softmax& softmax,
+                                                const float (&out)[F::OUT_FRAGMENTS][4], const Row (&rows)[2], bool bad,
+                                                const typename F::Results& results) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int team = warp / F::TEAM, member = warp % F::TEAM;
     softmax.finish();
@@ -78,52 +66,51 @@ __device__ __forceinline__ void leave_results(const Params& p, typename F::Softm
         const int row = member * F::Rows::ROWS + F::Rows::row(lane, j), at = team * F::ROWS + row;
         const float correction = softmax.final_correction(j);
         const float total = bad ? CUDART_NAN_F : softmax.sum[j] * correction;
-        if (F::Rows::column(lane, 0) == 0) found.maxima[at] = softmax.maximum[j], found.sums[at] = total;
+        if (F::Rows::column(lane, 0) == 0) results.maxima[at] = softmax.maximum[j], results.sums[at] = total;
         if (!rows[j].valid) continue;
 #pragma unroll
         for (int n = 0; n < F::OUT_FRAGMENTS; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 if (F::Rows::row_index(i) == j)
-                    found.outputs[(team * p.rows + row) * F::Results::STRIDE + F::dim(n, i, lane)] =
+                    results.outputs[(team * p.rows + row) * F::Results::STRIDE + F::dim(n, i, lane)] =
                         out[n][i] * correction;
     }
 }
 
-// The two rows whose scores a lane holds, and the terms that scale and mask these scores.
+// The two rows whose scores a lane holds, and their masks.
 template <typename F> struct WarpRows {
     Row rows[2];
     ScoreTerms terms;
     int all_from, all_to; // every row attends to the tokens [all_from, all_to)
 
-    __device__ __forceinline__ WarpRows(const Params& p, const Team<F>& team, const Segment& segment, float scale)
-        : rows{team.row_of(p, segment, 0), team.row_of(p, segment, 1)},
-          terms{{rows[0].position(p, segment), rows[1].position(p, segment)}, {scale, scale}},
-          all_from(p.window ? segment.length - p.window : 0), all_to(segment.length - p.query_tokens + 1) {}
+    __device__ __forceinline__ WarpRows(const Params& p, const Team<F>& team, const KvSplit& kv_split, float scale)
+        : rows{team.row_of(p, kv_split, 0), team.row_of(p, kv_split, 1)},
+          terms{{rows[0].position(p, kv_split), rows[1].position(p, kv_split)}, {scale, scale}},
+          all_from(p.window ? kv_split.length - p.window : 0), all_to(kv_split.length - p.query_tokens + 1) {}
 };
 
-// Process N tiles of the team, from its k-th tile on: compute the scores, mask them, update the online softmax, and add
-// to the output.
+// Process the team's tiles k ... k + N - 1.
 template <typename F, int N>
-__device__ __forceinline__ void attend_tiles(const Params& p, const Team<F>& team, const Segment& segment,
+__device__ __forceinline__ void attend_tiles(const Params& p, const Team<F>& team, const KvSplit& kv_split,
                                              const WarpRows<F>& warp, const typename F::Query& query, int k,
                                              typename F::Softmax& softmax, float (&out)[F::OUT_FRAGMENTS][4]) {
     unsigned keys_at[N], values_at[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-        const int token = team.token(segment, k + i);
+        const int token = team.token(kv_split, k + i);
         char* const stage = team.stage(k + i);
         keys_at[i] = shared_address(stage), values_at[i] = keys_at[i] + F::Tile::BYTES;
-        if (token < segment.low || token + TILE > segment.length) team.clear_values(segment, token, stage);
+        if (token < kv_split.low || token + TILE > kv_split.length) team.clear_values(kv_split, token, stage);
     }
     float chains[F::CHAINS][N][F::Rows::FRAGMENTS][4] = {};
     F::Products::template multiply_keys<F::KEY_STEPS>(chains, query, keys_at, team.lane);
     auto& scores = chains[0];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-        const int token = team.token(segment, k + i);
+        const int token = team.token(kv_split, k + i);
         if constexpr (F::CHAINS == 2) add_scores(scores[i], chains[1][i]);
-        scale_scores<F>(scores[i], p, segment, warp.rows, warp.terms, token, team.lane);
+        scale_scores<F>(scores[i], p, kv_split, warp.rows, warp.terms, token, team.lane);
         if (token < warp.all_from || token + TILE > warp.all_to)
             mask_scores<F>(scores[i], p, warp.terms, token, team.lane);
     }
@@ -132,61 +119,60 @@ __device__ __forceinline__ void attend_tiles(const Params& p, const Team<F>& tea
     F::Products::multiply_values(out, weights, values_at, team.lane);
 }
 
-// Return the launch configuration for pieces with `rows` rows.
 template <typename T, typename CACHE, Layout LAYOUT, int HEAD_DIM, int DIMS, int BLOCK_SIZE, int TEAM, bool EXTRAS,
-          int STAGES, int CLUSTER, int WARPS, Dealing DEALING, int AT_ONCE, int ROWS, int>
+          int STAGES, int CLUSTER, int WARPS, Scheduling SCHEDULING, int AT_ONCE, int ROWS, int>
 constexpr Launch attend_launch(int rows) {
-    using F = Form<T, CACHE, LAYOUT, HEAD_DIM, DIMS, BLOCK_SIZE, TEAM, EXTRAS, STAGES, CLUSTER, WARPS, DEALING, AT_ONCE,
-                   ROWS>;
+    using F = AttendConfig<T, CACHE, LAYOUT, HEAD_DIM, DIMS, BLOCK_SIZE, TEAM, EXTRAS, STAGES, CLUSTER, WARPS,
+                           SCHEDULING, AT_ONCE, ROWS>;
     return {32 * WARPS, F::shared_bytes(rows)};
 }
 
 template <typename T, typename CACHE, Layout LAYOUT, int HEAD_DIM, int DIMS, int BLOCK_SIZE, int TEAM, bool EXTRAS,
-          int STAGES, int CLUSTER, int WARPS, Dealing DEALING, int AT_ONCE, int ROWS, int FIT>
-__global__ __launch_bounds__(32 * WARPS, FIT) CLUSTER_OF(CLUSTER) void attend(const __grid_constant__ Params p) {
+          int STAGES, int CLUSTER, int WARPS, Scheduling SCHEDULING, int AT_ONCE, int ROWS, int MIN_BLOCKS>
+__global__ __launch_bounds__(32 * WARPS, MIN_BLOCKS) CLUSTER_OF(CLUSTER) void attend(const __grid_constant__ Params p) {
     wait_for_earlier_kernels();
-    using F = Form<T, CACHE, LAYOUT, HEAD_DIM, DIMS, BLOCK_SIZE, TEAM, EXTRAS, STAGES, CLUSTER, WARPS, DEALING, AT_ONCE,
-                   ROWS>;
+    using F = AttendConfig<T, CACHE, LAYOUT, HEAD_DIM, DIMS, BLOCK_SIZE, TEAM, EXTRAS, STAGES, CLUSTER, WARPS,
+                           SCHEDULING, AT_ONCE, ROWS>;
     using Tile = typename F::Tile;
-    using Schedule = typename ScheduleOf<F, DEALING, CLUSTER == 1>::type;
+    using Schedule = typename ScheduleOf<F, SCHEDULING, CLUSTER == 1>::type;
     __shared__ float maxima[F::TEAMS * F::ROWS], sums[F::TEAMS * F::ROWS];
     __shared__ uint4 queries[F::QUERY_IN_SHARED ? F::KEY_STEPS * 32 * F::WARPS : 1];
     __shared__ int next;
     __shared__ bool last;
-    __shared__ Segment previous;
-    __shared__ unsigned long long inbox;
+    __shared__ KvSplit previous;
+    __shared__ unsigned long long receive_barrier;
     Team<F> team(p);
-    const typename F::Results found = {maxima, sums, reinterpret_cast<float*>(shared + (STAGES - 1) * F::STAGE_BYTES)};
+    const typename F::Results results = {maxima, sums,
+                                         reinterpret_cast<float*>(shared + (STAGES - 1) * F::STAGE_BYTES)};
     const float scale = (p.key_scale ? *p.key_scale : 1.f) * p.scale * LOG2_E;
 
-    Schedule schedule(p, {next, previous, last, shared_address(&inbox)});
+    Schedule schedule(p, {next, previous, last, shared_address(&receive_barrier)});
     Pipeline<F> pipeline;
     typename F::Query query;
-    // EARLY: issue the loads of the query before the copies of the first tiles. Otherwise the query would arrive after
-    // the copies of all stages and delay the first MMA. QUEUE does not need EARLY, because other resident blocks hide
-    // the latency. EARLY is impossible with QUERY_IN_SHARED, because large heads leave no registers for the query.
-    // HAS_ITEM: the item depends only on the block index, so the query is loaded even before the lengths arrive.
-    constexpr bool EARLY = DEALING != QUEUE && !F::QUERY_IN_SHARED, HAS_ITEM = DEALING == CLUSTERS && CLUSTER > 1;
+    // EARLY: load the query before the first tiles; a load after the copies of the tiles would delay the first MMA.
+    // With QUEUE other resident blocks hide this latency, and with QUERY_IN_SHARED no registers are free. HAS_ITEM: the
+    // item depends only on the block index, so the query is loaded even before the lengths arrive.
+    constexpr bool EARLY = SCHEDULING != QUEUE && !F::QUERY_IN_SHARED, HAS_ITEM = SCHEDULING == CLUSTERS && CLUSTER > 1;
     bool has_query = EARLY;
     if constexpr (EARLY && HAS_ITEM) {
-        schedule.locate(p, pipeline.segment);
-        load_query<F>(p, team, pipeline.segment, query.fragments);
+        schedule.locate(p, pipeline.kv_split);
+        load_query<F>(p, team, pipeline.kv_split, query.fragments);
     }
     bool more = schedule.first(p, team, pipeline);
-    if (EARLY && !HAS_ITEM && more) load_query<F>(p, team, pipeline.segment, query.fragments);
+    if (EARLY && !HAS_ITEM && more) load_query<F>(p, team, pipeline.kv_split, query.fragments);
     if (more) pipeline.start(p, team);
     __syncthreads();
     while (more) {
-        const Segment& segment = pipeline.segment;
-        WarpRows<F> warp(p, team, segment, scale);
+        const KvSplit& kv_split = pipeline.kv_split;
+        WarpRows<F> warp(p, team, kv_split, scale);
         team.clear_padding();
         if constexpr (AT_ONCE > 1) pipeline.start_copies(p, team, STAGES - 1);
-        if (!has_query) load_query<F>(p, team, segment, query.fragments);
+        if (!has_query) load_query<F>(p, team, kv_split, query.fragments);
         has_query = false;
         find_factors<F>(scale, team.lane, query.fragments, warp.terms.factors);
         query.keep(queries);
         int taken;
-        schedule.draw(p, pipeline.tiles <= AHEAD, taken);
+        schedule.request_next(p, pipeline.tiles <= AHEAD, taken);
         if constexpr (EXTRAS) warp.terms.load_slopes(p, warp.rows);
         float out[F::OUT_FRAGMENTS][4] = {};
         typename F::Softmax softmax;
@@ -196,37 +182,37 @@ __global__ __launch_bounds__(32 * WARPS, FIT) CLUSTER_OF(CLUSTER) void attend(co
             team.barrier();
             if constexpr (AT_ONCE == 1) {
                 pipeline.start_copies(p, team, k + STAGES - 1);
-                schedule.draw(p, k == pipeline.tiles - 1 - AHEAD, taken);
-                if (pipeline.wanted(p, team, k)) attend_tiles<F, 1>(p, team, segment, warp, query, k, softmax, out);
+                schedule.request_next(p, k == pipeline.tiles - 1 - AHEAD, taken);
+                if (pipeline.wanted(p, team, k)) attend_tiles<F, 1>(p, team, kv_split, warp, query, k, softmax, out);
             } else {
-                schedule.draw(p, k == pipeline.tiles - 1 - AHEAD || k + 1 == pipeline.tiles - 1 - AHEAD, taken);
+                schedule.request_next(p, k == pipeline.tiles - 1 - AHEAD || k + 1 == pipeline.tiles - 1 - AHEAD, taken);
                 const bool first = pipeline.wanted(p, team, k), second = pipeline.wanted(p, team, k + 1);
                 if (first && second)
-                    attend_tiles<F, 2>(p, team, segment, warp, query, k, softmax, out);
+                    attend_tiles<F, 2>(p, team, kv_split, warp, query, k, softmax, out);
                 else if (first || second)
-                    attend_tiles<F, 1>(p, team, segment, warp, query, first ? k : k + 1, softmax, out);
+                    attend_tiles<F, 1>(p, team, kv_split, warp, query, first ? k : k + 1, softmax, out);
                 if (k + AT_ONCE >= pipeline.tiles) break;
-                // Tiles k and k + 1 are done, so their stages can be refilled. The copies of the next STAGES - 2 tiles
-                // are already in flight.
+                // Refill the stages of tiles k and k + 1. The next STAGES - 2 tiles are already in flight.
                 team.barrier();
                 pipeline.start_copies(p, team, k + STAGES);
                 pipeline.start_copies(p, team, k + STAGES + 1);
             }
         }
 
-        // When all warps of the team have read their last stage, the copies of the next piece may overwrite the stages.
+        // After this barrier the team has read its last stage, so the copies of the next split may overwrite the
+        // stages.
         team.barrier();
-        Pipeline<F> following;
-        more = schedule.go_on(p, team, taken, following);
-        // A cluster kernel does not start the next grid early, because the clusters of the next kernel would be placed
-        // on multiprocessors that are still in use while other multiprocessors are free.
+        Pipeline<F> next_pipeline;
+        more = schedule.advance(p, team, taken, next_pipeline);
+        // Clusters do not trigger the next kernel early, because its clusters would be placed on multiprocessors that
+        // are still in use while others are free.
         if (CLUSTER == 1 && !more) let_later_kernels_begin();
         __syncthreads();
-        schedule.look_back();
-        leave_results<F>(p, softmax, out, warp.rows, __any_sync(FULL_WARP, pipeline.bad), found);
+        schedule.check_previous();
+        store_in_shared<F>(p, softmax, out, warp.rows, __any_sync(FULL_WARP, pipeline.bad), results);
         __syncthreads();
-        schedule.store(p, segment, found);
-        pipeline = following;
+        schedule.store(p, kv_split, results);
+        pipeline = next_pipeline;
     }
     schedule.finish(p);
 }

@@ -1,20 +1,18 @@
-// The two matrix multiplications of attention, for N tiles of 16 tokens and a warp's rows: `scores = query * keys^T`
-// and `out += weights * values`. There is one struct for 16-bit and one for 8-bit caches. `keys_at` and `values_at` are
-// shared addresses. Different tiles use separate accumulators, and so do the CHAINS partial sums of a tile. Their MMAs
-// therefore do not wait for each other.
+// Compute `scores = query * keys^T` and `out += weights * values`, for N tiles of 16 tokens and a warp's rows. Each
+// tile, and each of the CHAINS partial sums of a tile, has its own accumulators, so that their MMAs do not wait for
+// each other.
 #pragma once
 #include "common/fp8.cuh"
 #include "common/mma.cuh"
 #include "paged_attention/rows.cuh"
 #include "paged_attention/tile.cuh"
 
-// The matrix multiplications with a cache in the query's type T. The fragments are used as ldmatrix loads them.
+// Products with a cache in the query's type T.
 template <typename T, typename CACHE, typename Tile, typename Rows> struct Products16 {
-    using Math = T;                         // type of the MMA operands
+    using Math = T;                         // of the MMA operands
     static constexpr bool RESCALED = false; // whether the query is rescaled to the range of Math
 
-    // Return the first of the lane's two dimensions in half `half` of a step's query fragment. `pair`: the lane's
-    // column pair.
+    // Return the first of the lane's two dimensions in a half of a query fragment. `pair`: the lane's column pair.
     static __device__ __forceinline__ int query_dim(int step, int half, int pair) {
         return step * 16 + pair * 2 + half * 8;
     }
@@ -50,8 +48,7 @@ template <typename T, typename CACHE, typename Tile, typename Rows> struct Produ
     }
 };
 
-// The matrix multiplications with an 8-bit cache. float16 represents every 8-bit value exactly, so all MMA operands are
-// float16.
+// Products with an 8-bit cache. The MMA operands are float16, which represents every 8-bit value exactly.
 template <typename T, typename CACHE, typename Tile, typename Rows> struct Products8 {
     using Math = __half;
     static constexpr bool RESCALED = IS_BFLOAT16<T>;
@@ -90,8 +87,7 @@ template <typename T, typename CACHE, typename Tile, typename Rows> struct Produ
             }
     }
 
-    // Convert a tile to float16 and add the product of `rows` and the tile to the k-th group of Rows::FRAGMENTS
-    // fragments. A register of `bytes` has four neighbouring elements.
+    // Convert a tile to float16, and multiply it by `rows`. A register of `bytes` has four neighbouring elements.
     template <int FRAGMENTS>
     static __device__ __forceinline__ void multiply_bytes(float (&to)[FRAGMENTS][4], int k,
                                                           const unsigned (&rows)[Rows::OPERAND],

@@ -1,5 +1,5 @@
-// The query of a warp's rows, as the MMA operand for the scores. A lane holds QUERY_ROWS rows. Register `half *
-// QUERY_ROWS + j` of an MMA step (16 dimensions) holds two dimensions of row j.
+// Load the query of a warp's rows as an MMA operand. Register `half * QUERY_ROWS + j` of a step of 16 dimensions holds
+// two dimensions of the lane's row j.
 #pragma once
 #include "common/mma.cuh"
 #include "common/warp.cuh"
@@ -16,8 +16,7 @@ template <int STEPS, int OPERAND> struct QueryInRegisters {
     }
 };
 
-// Query fragments of 16 rows that each thread keeps in shared memory and loads again for every tile. With large heads
-// the output fragments leave no registers for the query.
+// Keeps the query fragments in shared memory, because the output fragments of large heads leave no registers for them.
 template <int STEPS, int THREADS> struct QueryInShared {
     unsigned fragments[STEPS][4]; // valid only until `keep` is called
     uint4* kept;                  // [STEPS, THREADS]
@@ -36,8 +35,8 @@ template <int STEPS, int THREADS> struct QueryInShared {
     }
 };
 
-// Divide row j of a bfloat16 query by a power of two and round it to float16. Return the power of two. The division
-// brings the row's largest magnitude into [1, 2), where float16 has enough range and more mantissa bits than bfloat16.
+// Divide row j of a bfloat16 query by a power of two, and round it to float16. Return the power of two. The row's
+// largest magnitude is then in [1, 2), where float16 has enough range and more mantissa bits than bfloat16.
 template <int STEPS, int OPERAND>
 __device__ __forceinline__ float rescale_row(unsigned (&query)[STEPS][OPERAND], int j) {
     constexpr int QUERY_ROWS = OPERAND / 2;
@@ -62,15 +61,15 @@ __device__ __forceinline__ float rescale_row(unsigned (&query)[STEPS][OPERAND], 
     return __uint_as_float(exponent << 23);
 }
 
-// Load the query of a lane's rows. Groups of four consecutive lanes share a row.
+// Load the query fragments. Groups of four consecutive lanes share a row.
 template <typename F>
-__device__ __forceinline__ void load_query(const Params& p, const Team<F>& team, const Segment& segment,
+__device__ __forceinline__ void load_query(const Params& p, const Team<F>& team, const KvSplit& kv_split,
                                            unsigned (&query)[F::KEY_STEPS][F::Rows::OPERAND]) {
     using T = typename F::T;
 #pragma unroll
     for (int j = 0; j < F::Rows::QUERY_ROWS; ++j) {
-        const Row row = team.query_row_of(p, segment, j);
-        const T* from = static_cast<const T*>(p.query) + segment.seq * p.query_seq + row.token * p.query_token +
+        const Row row = team.query_row_of(p, kv_split, j);
+        const T* from = static_cast<const T*>(p.query) + kv_split.seq * p.query_seq + row.token * p.query_token +
                         row.head * p.query_head;
 #pragma unroll
         for (int step = 0; step < F::KEY_STEPS; ++step)
@@ -83,8 +82,7 @@ __device__ __forceinline__ void load_query(const Params& p, const Team<F>& team,
     }
 }
 
-// Set the score factors of a lane's two rows to `scale`. If the MMAs need a rescaled query, divide each row of the
-// query by a power of two and multiply the row's factor by the same power.
+// Set the factor of each row to `scale`. If the query is rescaled, multiply the factor by the row's divisor.
 template <typename F>
 __device__ __forceinline__ void find_factors(float scale, int lane, unsigned (&query)[F::KEY_STEPS][F::Rows::OPERAND],
                                              float (&factors)[2]) {

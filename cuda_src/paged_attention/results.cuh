@@ -1,9 +1,8 @@
-// Merge and store the results of pieces. The teams (groups of warps) of a block merge their results first. The block
-// then stores the merged result, or merges it with the results of the other pieces of the work item.
+// Merge and store the results of KV splits. The teams of a block merge their results first.
 //
 // The result of a row over a set of tokens is a triple: the maximum of the scores (times log2(e)), the sum of the
-// weights exp(score - maximum), and the weighted sum of the values. To merge the triples over two sets of tokens, both
-// are rescaled to the larger maximum and added.
+// weights exp(score - maximum), and the weighted sum of the values. To merge triples, rescale them to the largest
+// maximum and add.
 #pragma once
 #include "common/mma.cuh"
 #include "common/numeric.cuh"
@@ -11,7 +10,7 @@
 
 constexpr float LN_2 = 0.693147180559945309f;
 
-// Add a row's sink to its maximum and sum. The caller must multiply the row's values by `weight`.
+// Add a head's attention sink to a row's maximum and sum. The caller must multiply the row's values by `weight`.
 __device__ __forceinline__ void add_sink(const Params& p, int head, float& maximum, float& sum, float& weight) {
     weight = 1.f;
     if (!p.sinks) return;
@@ -35,27 +34,25 @@ template <typename T> __device__ __forceinline__ void store_four(T* to, const fl
     }
 }
 
-// The triple (maximum, sum, values) of a row for four neighbouring dimensions. `values` are not yet divided by `sum`.
+// A row's triple (maximum, sum, weighted values) for four neighbouring dimensions.
 struct Quad {
     float maximum, sum, values[4];
 
-    // Add another triple: `other` (maximum), `other_sum` and `part` (values). `larger` is the maximum over all triples.
-    // A triple over no tokens has maximum -inf and zeros; its sum is NaN after a bad block id.
-    __device__ __forceinline__ void add(float other, float other_sum, const float4& part, float larger) {
-        const float weight = other == -CUDART_INF_F ? 1.f : fast_exp2(other - larger);
+    // `larger`: the maximum over all triples. A triple (maximum, sum, values) over no tokens has maximum -inf, and its
+    // other numbers are 0. If a block id was invalid, the sum is NaN.
+    __device__ __forceinline__ void add(float other_max, float other_sum, const float4& other_values, float larger) {
+        const float weight = other_max == -CUDART_INF_F ? 1.f : fast_exp2(other_max - larger);
         sum += other_sum * weight;
-        values[0] += part.x * weight, values[1] += part.y * weight;
-        values[2] += part.z * weight, values[3] += part.w * weight;
+        values[0] += other_values.x * weight, values[1] += other_values.y * weight;
+        values[2] += other_values.z * weight, values[3] += other_values.w * weight;
     }
 };
 
-// The results of a block's teams in shared memory.
 template <int TEAMS, int ROWS, int STRIDE_> struct TeamResults {
     static constexpr int STRIDE = STRIDE_;
     float *maxima, *sums; // [TEAMS, ROWS]
     float* outputs;       // [TEAMS, p.rows, STRIDE]
 
-    // Merge the teams' triples of row r for dimensions dim ... dim + 3.
     __device__ __forceinline__ Quad merge(const Params& p, int r, int dim) const {
         Quad quad = {-CUDART_INF_F, 0.f, {}};
 #pragma unroll
@@ -70,17 +67,16 @@ template <int TEAMS, int ROWS, int STRIDE_> struct TeamResults {
     }
 };
 
-// The slots of a row's partial results, where a slot is a row index in `Params::partial`. `first` is the slot for the
-// item's first piece, and `step` is the distance from one piece's slot to the next piece's slot.
+// Indices of a row's partial results: `first` for the item's first split, then `step` apart.
 struct Slots {
     long long first, step;
 
-    __device__ __forceinline__ Slots(const Params& p, const Segment& segment, const Row& row, int r) {
+    __device__ __forceinline__ Slots(const Params& p, const KvSplit& kv_split, const Row& row, int r) {
         if (p.vllm_workspace) {
-            first = row.index(p, segment) * p.max_splits, step = 1;
+            first = row.index(p, kv_split) * p.max_splits, step = 1;
         } else {
             step = p.kv_heads * p.row_blocks * p.rows;
-            first = (long long)segment.index * p.rows + r - segment.piece * step;
+            first = (long long)kv_split.batch_index * p.rows + r - kv_split.split_index * step;
         }
     }
 };
@@ -89,11 +85,10 @@ __device__ __forceinline__ float value_scale(const Params& p) {
     return p.value_scale ? *p.value_scale * p.out_scale : p.out_scale;
 }
 
-// Store four dimensions of a row's result.
 template <typename T>
-__device__ __forceinline__ void store_result(const Params& p, const Segment& segment, const Row& row, int dim,
+__device__ __forceinline__ void store_result(const Params& p, const KvSplit& kv_split, const Row& row, int dim,
                                              Quad quad, float out_scale) {
-    const long long index = row.index(p, segment);
+    const long long index = row.index(p, kv_split);
     float weight;
     add_sink(p, row.head, quad.maximum, quad.sum, weight);
     const float factor = quad.sum == 0.f ? 0.f : weight * out_scale / quad.sum;
@@ -103,13 +98,13 @@ __device__ __forceinline__ void store_result(const Params& p, const Segment& seg
     if (p.lse && dim == 0) p.lse[index] = log_sum(quad.maximum, quad.sum);
 }
 
-// Store four dimensions of a row's partial result. In vLLM's workspace a partial result is the attention over the
-// tokens of the piece only: it is divided by the sum and multiplied by the value scale.
+// vLLM's workspace holds the finished attention over the tokens of the split: divided by the sum, and multiplied by the
+// value scale.
 template <typename T>
-__device__ __forceinline__ void store_partial(const Params& p, const Segment& segment, const Row& row, int r, int dim,
+__device__ __forceinline__ void store_partial(const Params& p, const KvSplit& kv_split, const Row& row, int r, int dim,
                                               Quad quad) {
-    const Slots slots(p, segment, row, r);
-    const long long slot = slots.first + segment.piece * slots.step;
+    const Slots slots(p, kv_split, row, r);
+    const long long slot = slots.first + kv_split.split_index * slots.step;
     if (dim == 0) p.maxima[slot] = p.vllm_workspace ? quad.maximum * LN_2 : quad.maximum, p.sums[slot] = quad.sum;
     if (!p.vllm_workspace) {
         store_four(&static_cast<float*>(p.partial)[slot * p.head_dim + dim], quad.values);
@@ -121,7 +116,7 @@ __device__ __forceinline__ void store_partial(const Params& p, const Segment& se
     store_four(&static_cast<T*>(p.partial)[slot * p.head_dim + dim], quad.values);
 }
 
-// Load four dimensions of a partial result from L2, because L1 may not contain the stores of other multiprocessors.
+// Load from L2, because L1 may not contain the stores of other multiprocessors.
 template <typename T> __device__ __forceinline__ float4 load_partial(const Params& p, long long at) {
     if (!p.vllm_workspace) return __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(p.partial) + at));
     if constexpr (sizeof(T) == 4) {
@@ -133,54 +128,54 @@ template <typename T> __device__ __forceinline__ float4 load_partial(const Param
     }
 }
 
-// Merge the partial results of all pieces of an item and store the results. The pieces are added in a fixed order, so
-// the result does not depend on which block finishes last.
-template <int ROWS, typename T> __device__ void merge_pieces(const Params& p, const Segment& segment) {
+// Merge in a fixed order, so that the result does not depend on which block finishes last.
+template <int ROWS, typename T> __device__ void merge_splits(const Params& p, const KvSplit& kv_split) {
     const int quads = p.head_dim / 4;
     for (int i = threadIdx.x; i < ROWS * quads; i += blockDim.x) {
         const int r = i / quads, dim = i % quads * 4;
-        const Row row(p, segment, segment.row_block * ROWS + r);
+        const Row row(p, kv_split, kv_split.row_block * ROWS + r);
         if (!row.valid) break;
-        const Slots slots(p, segment, row, r);
+        const Slots slots(p, kv_split, row, r);
         const float unit = p.vllm_workspace ? LOG2_E : 1.f;
         Quad quad = {-CUDART_INF_F, 0.f, {}};
 #pragma unroll 8
-        for (int piece = 0; piece < segment.pieces; ++piece)
-            quad.maximum = fmaxf(quad.maximum, __ldcg(&p.maxima[slots.first + piece * slots.step]));
+        for (int split_index = 0; split_index < kv_split.num_splits; ++split_index)
+            quad.maximum = fmaxf(quad.maximum, __ldcg(&p.maxima[slots.first + split_index * slots.step]));
         quad.maximum *= unit;
 #pragma unroll 8
-        for (int piece = 0; piece < segment.pieces; ++piece) {
-            const long long slot = slots.first + piece * slots.step;
+        for (int split_index = 0; split_index < kv_split.num_splits; ++split_index) {
+            const long long slot = slots.first + split_index * slots.step;
             const float maximum = __ldcg(&p.maxima[slot]) * unit, sum = __ldcg(&p.sums[slot]);
-            float4 part = load_partial<T>(p, slot * p.head_dim + dim);
-            if (p.vllm_workspace) part = make_float4(part.x * sum, part.y * sum, part.z * sum, part.w * sum);
-            quad.add(maximum, sum, part, quad.maximum);
+            float4 other_values = load_partial<T>(p, slot * p.head_dim + dim);
+            if (p.vllm_workspace)
+                other_values =
+                    make_float4(other_values.x * sum, other_values.y * sum, other_values.z * sum, other_values.w * sum);
+            quad.add(maximum, sum, other_values, quad.maximum);
         }
         // Partial results in vLLM's workspace include the value scale already.
-        store_result<T>(p, segment, row, dim, quad, p.vllm_workspace ? 1.f : value_scale(p));
+        store_result<T>(p, kv_split, row, dim, quad, p.vllm_workspace ? 1.f : value_scale(p));
     }
 }
 
-// Merge the teams' results for the rows of a piece, and store them as final or partial results.
 template <typename T, int TEAMS, int ROWS, int STRIDE>
-__device__ void store_piece(const Params& p, const Segment& segment, const TeamResults<TEAMS, ROWS, STRIDE>& found) {
+__device__ void store_split(const Params& p, const KvSplit& kv_split, const TeamResults<TEAMS, ROWS, STRIDE>& results) {
     const int quads = p.head_dim / 4;
-    const bool partial = segment.partial(p);
+    const bool partial = kv_split.partial(p);
     for (int i = threadIdx.x; i < ROWS * quads; i += blockDim.x) {
         const int r = i / quads, dim = i % quads * 4;
-        const Row row(p, segment, segment.row_block * ROWS + r);
+        const Row row(p, kv_split, kv_split.row_block * ROWS + r);
         if (!row.valid) break;
-        const Quad quad = found.merge(p, r, dim);
+        const Quad quad = results.merge(p, r, dim);
         if (partial)
-            store_partial<T>(p, segment, row, r, dim, quad);
+            store_partial<T>(p, kv_split, row, r, dim, quad);
         else
-            store_result<T>(p, segment, row, dim, quad, value_scale(p));
+            store_result<T>(p, kv_split, row, dim, quad, value_scale(p));
     }
 }
 
-// Count a finished piece of an item, and return the number of pieces of the item that finished earlier. One thread
-// calls this after the block has stored the piece and passed a barrier.
-__device__ __forceinline__ int arrive(const Params& p, const Segment& segment) {
+// Return the number of the item's splits that finished earlier. One thread calls this after the block has stored the
+// split and synchronized.
+__device__ __forceinline__ int arrive(const Params& p, const KvSplit& kv_split) {
     __threadfence();
-    return atomicAdd(&p.arrived[(segment.seq * p.kv_heads + segment.kv_head) * p.row_blocks + segment.row_block], 1);
+    return atomicAdd(&p.arrived[(kv_split.seq * p.kv_heads + kv_split.kv_head) * p.row_blocks + kv_split.row_block], 1);
 }

@@ -1,15 +1,12 @@
-// Tiles of 16 tokens in shared memory, by cache layout: the location of a tile's chunks, the copies, and the loads of
-// fragments.
+// Store tiles of 16 tokens in shared memory, for each cache layout.
 //
-// A chunk is 16 contiguous bytes of the cache. It belongs to one token (keys, and values of layout FLASH) or to one
-// dimension (values of layout VLLM). The 32 banks of shared memory hold 8 chunks side by side, so chunks whose indices
-// agree modulo 8 share banks. The eight chunks that ldmatrix loads together must be in different banks, and so must the
-// eight chunks that lanes copy together. The swizzles of `key_chunk` and `value_chunk` achieve both.
+// A chunk is 16 contiguous bytes of the cache. It belongs to one token, or for values of layout VLLM to one dimension.
+// Chunks whose indices agree modulo 8 share banks. The swizzles of `key_chunk` and `value_chunk` put eight chunks that
+// ldmatrix loads together, or that lanes copy together, into different banks.
 //
-// ldmatrix gives a lane 32 bits. With a 16-bit cache these are two neighbouring elements, which are one register of a
-// fragment. With an 8-bit cache these are four neighbouring elements, which are converted to two registers. The
-// fragment columns of an 8-bit cache therefore stand for tokens or dimensions in another order, given by `token` and
-// `dim`. Both operands of an MMA use the same order.
+// ldmatrix gives a lane 32 bits: one register of a fragment, or with an 8-bit cache four neighbouring elements, which
+// are converted to two registers. The fragment columns of an 8-bit cache therefore stand for tokens or dimensions in
+// another order, given by `token` and `dim`. Both operands of an MMA use the same order.
 #pragma once
 #include "common/mma.cuh"
 #include "paged_attention/team.cuh"
@@ -17,35 +14,33 @@
 template <typename CACHE, int DIMS> struct TileSizes {
     static constexpr bool FP8 = sizeof(CACHE) == 1;
     static constexpr int CHUNK = 16 / sizeof(CACHE); // elements
-    static constexpr int CHUNKS = DIMS / CHUNK;      // chunks per token
+    static constexpr int CHUNKS = DIMS / CHUNK;      // per token
 };
 
-// Layout VLLM. The keys are stored chunk by chunk: chunk c of all 16 tokens comes before chunk c + 1 of all 16 tokens.
-// The values are stored dimension by dimension. A dimension has two chunks of 8 tokens with a 16-bit cache, or one
-// chunk of 16 tokens with an 8-bit cache.
+// Layout VLLM. The keys are stored chunk by chunk: chunk c of all tokens, then chunk c + 1. The values are stored
+// dimension by dimension: two chunks of 8 tokens with a 16-bit cache, or one chunk of 16 tokens with an 8-bit cache.
 template <typename CACHE, int DIMS> struct VllmTile : TileSizes<CACHE, DIMS> {
     using Sizes = TileSizes<CACHE, DIMS>;
     using Sizes::CHUNK, Sizes::CHUNKS, Sizes::FP8;
-    static constexpr int BYTES = TILE * 16 * CHUNKS; // of a tile's keys, and also of its values
+    static constexpr int BYTES = TILE * 16 * CHUNKS; // of the keys, and of the values
 
-    // Return the token in column `column` of fragment `half` of the scores. With an 8-bit cache a lane holds four
+    // Return the token that a column of score fragment `half` stands for. With an 8-bit cache a lane holds four
     // neighbouring tokens.
     static __device__ __forceinline__ int token(int half, int column) {
         return FP8 ? column / 2 * 4 + half * 2 + column % 2 : half * 8 + column;
     }
 
-    // Return the dimension in column `column` of fragment n of the output.
     static __device__ __forceinline__ int dim(int n, int column) { return n * 8 + column; }
 
-    // Return the index of a key chunk. With 8-bit keys ldmatrix loads tokens 0, 1, 4, 5, 8, 9, 12, 13 together. Tokens
-    // 8 to 15 are rotated by two, which puts these eight chunks in different banks.
+    // Return the index of a key chunk. With 8-bit keys ldmatrix loads tokens 0, 1, 4, 5, 8, 9, 12, 13 together.
+    // Rotating tokens 8 to 15 by two puts these eight chunks in different banks.
     static __device__ __forceinline__ int key_chunk(int chunk, int token) {
         return chunk * TILE + (FP8 ? (token & 8) | ((token + token / 8 * 2) & 7) : token);
     }
 
-    // Return the index of a value chunk. A chunk has 8 tokens of a dimension with a 16-bit cache, or 16 tokens with an
-    // 8-bit cache. With 16-bit values ldmatrix loads every second chunk. For half of the dimensions the two chunks are
-    // swapped, which puts the eight chunks that ldmatrix loads together in different banks.
+    // Return the index of a value chunk. With 16-bit values, a dimension has two chunks, and ldmatrix loads one of them
+    // for each of eight dimensions. Half of the dimensions swap their two chunks, which puts the eight loaded chunks in
+    // different banks.
     static __device__ __forceinline__ int value_chunk(int dim, int half) {
         return FP8 ? dim : dim * 2 + (half ^ (dim >> 2 & 1));
     }
@@ -55,8 +50,7 @@ template <typename CACHE, int DIMS> struct VllmTile : TileSizes<CACHE, DIMS> {
         return value_chunk(dim, token / CHUNK) * CHUNK + token % CHUNK;
     }
 
-    // Start to copy the team's k-th tile, which begins at token `token`, from cache block `id`. The offsets that depend
-    // on the lane are added before the loops, so the loops add only offsets that are the same in all lanes.
+    // The address offsets that depend on the lane are added before the loops.
     template <typename F>
     static __device__ __forceinline__ void start_copies(const Params& p, const Team<F>& team, long long id, int kv_head,
                                                         int token, int k) {
@@ -80,8 +74,7 @@ template <typename CACHE, int DIMS> struct VllmTile : TileSizes<CACHE, DIMS> {
             if (dim + i < team.head_dim) cp_async(value_to + i * HALVES * 16, values + i * team.block_size * ITEM);
     }
 
-    // Load the values for output fragments n and n + 1. A fragment takes two registers with a 16-bit cache, and one
-    // register of four values with an 8-bit cache.
+    // Load the values for output fragments n and n + 1.
     static __device__ __forceinline__ void load_values(unsigned (&to)[4], unsigned values_at, int n, int lane) {
         const int half = lane / 8 % 2;
         ldmatrix(to, values_at + value_chunk((n + lane / 16) * 8 + lane % 8, half) * 16);
@@ -93,24 +86,24 @@ template <typename CACHE, int DIMS> struct VllmTile : TileSizes<CACHE, DIMS> {
 };
 
 // Layout FLASH. The keys and the values are stored token by token. If a token fills whole lines of 128 bytes, its
-// chunks are permuted only within these lines, because copies are much slower if the chunks of one line go to different
-// lines. Otherwise the distance between tokens is an odd number of chunks. In both cases, the chunks with the same
-// index of eight consecutive tokens are in different banks. The methods have the same meaning as in VllmTile.
+// chunks are permuted only within these lines, because copies are much slower if a line of the cache is scattered over
+// shared memory. Otherwise tokens are an odd number of chunks apart. In both cases the chunks with the same index of
+// eight consecutive tokens are in different banks.
 template <typename CACHE, int DIMS> struct FlashTile : TileSizes<CACHE, DIMS> {
     using Sizes = TileSizes<CACHE, DIMS>;
     using Sizes::CHUNK, Sizes::CHUNKS, Sizes::FP8;
     static constexpr bool LINES = CHUNKS % 8 == 0;
-    static constexpr int PITCH = LINES ? CHUNKS : CHUNKS | 1; // chunks from one token to the next
-    static constexpr int BYTES = TILE * 16 * PITCH;           // of a tile's keys, and also of its values
+    static constexpr int PITCH = LINES ? CHUNKS : CHUNKS | 1; // chunks per token, with padding
+    static constexpr int BYTES = TILE * 16 * PITCH;           // of the keys, and of the values
 
     static __device__ __forceinline__ int token(int half, int column) { return half * 8 + column; }
 
-    // With an 8-bit cache a lane holds two neighbouring dimensions.
+    // Return the dimension that a column of output fragment n stands for. With an 8-bit cache a lane holds two
+    // neighbouring dimensions.
     static __device__ __forceinline__ int dim(int n, int column) {
         return FP8 ? n / 2 * 16 + column * 2 + n % 2 : n * 8 + column;
     }
 
-    // Return the index of a chunk of a token's key or value.
     static __device__ __forceinline__ int key_chunk(int chunk, int token) {
         return token * PITCH + (LINES ? chunk ^ (token & 7) : chunk);
     }
@@ -126,14 +119,14 @@ template <typename CACHE, int DIMS> struct FlashTile : TileSizes<CACHE, DIMS> {
         const unsigned keys_to = shared_address(team.stage(k)), values_to = keys_to + BYTES;
         const char* keys = p.keys + id * p.key_block + kv_head * p.key_head;
         const char* values = p.values + id * p.value_block + kv_head * p.value_head;
-        // Lanes per token: a power of two, so that no division is needed.
-        constexpr int ACROSS = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : 4;
-        const int chunk = team.lane_of_team % ACROSS;
+        // A power of two, so that no division is needed.
+        constexpr int LANES_PER_TOKEN = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : 4;
+        const int chunk = team.lane_of_team % LANES_PER_TOKEN;
         keys += slot * p.key_token + chunk * 16;
         values += slot * p.value_token + chunk * 16;
 #pragma unroll
-        for (int i = 0; i < TILE; i += Team<F>::LANES / ACROSS) {
-            const int t = i + team.lane_of_team / ACROSS;
+        for (int i = 0; i < TILE; i += Team<F>::LANES / LANES_PER_TOKEN) {
+            const int t = i + team.lane_of_team / LANES_PER_TOKEN;
             if (chunk < team.chunks && t < TILE) {
                 cp_async(keys_to + key_chunk(chunk, t) * 16, keys + t * p.key_token);
                 cp_async(values_to + key_chunk(chunk, t) * 16, values + t * p.value_token);
@@ -147,7 +140,7 @@ template <typename CACHE, int DIMS> struct FlashTile : TileSizes<CACHE, DIMS> {
     }
 
     static __device__ __forceinline__ void load_values(unsigned (&to)[2], unsigned values_at, int n, int lane) {
-        // A register of `both` holds two dimensions of two tokens. A register of `to` holds one dimension of four
+        // A register of `both` holds two dimensions of two tokens, and a register of `to` holds one dimension of four
         // tokens.
         unsigned both[2];
         ldmatrix_trans(both, values_at + key_chunk(n / 2, lane % 16) * 16);

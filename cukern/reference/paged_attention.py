@@ -1,7 +1,4 @@
-"""Attention over a paged KV cache in NumPy, computed as the formulas say.
-
-`cukern.ops.paged_attention` has checked the arguments.
-"""
+"""Attention over a paged KV cache, in NumPy."""
 
 from __future__ import annotations
 
@@ -14,24 +11,21 @@ from numpy.typing import NDArray
 
 from cukern.runtime.tolerance import Tolerance
 
-#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
-    # The softmax weights are rounded to float16 or bfloat16 before they are multiplied by the values. This changes a
-    # result by up to half a unit in the last place of the largest value, which is 1 in the tests. A result near a
-    # rounding boundary may round the other way. In float32 the error comes from the scores.
+    # Softmax weights are rounded to 16 bits before the multiplication by values. That changes a result by up to half a
+    # unit in the last place of the largest value. The largest value in the tests is 1. In float32 the error comes from
+    # the scores.
     "out": {
         "float32": Tolerance(relative=2e-5, absolute=2e-5),
         "float16": Tolerance(relative=2**-10, absolute=2**-11),
         "bfloat16": Tolerance(relative=2**-7, absolute=2**-8),
     },
-    # The lse is the logarithm of a sum of softmax weights that are not rounded. Its error comes from the scores, which
-    # are float32 sums of head_dim products, and from exp2. The tolerance is small enough to detect a single missing
-    # token among some thousand.
+    # The softmax weights in the sum are not rounded. The error comes from exp2 and from the scores, which are float32
+    # sums of head_dim products. The tolerance detects a single missing token among a few thousand.
     "lse": {"float32": Tolerance(relative=2e-6, absolute=3e-5)},
-    # exp_sums are sums of exp(score - largest score). The error of the largest score counts twice.
+    # A term is exp(score - largest score), so the error of the largest score counts twice.
     "exp_sums": {"float32": Tolerance(relative=6e-5, absolute=0)},
-    # A merged result is the sum of two terms in float32, rounded once at the end. Nearly equal terms with opposite
-    # signs cancel.
+    # A result is a float32 sum of two terms, rounded once. Nearly equal terms of opposite sign cancel.
     "merged": {
         "float32": Tolerance(relative=2e-6, absolute=2e-6),
         "float16": Tolerance(relative=2**-10, absolute=2e-6),
@@ -46,7 +40,7 @@ PARTITION = 512
 
 
 class _Row(NamedTuple):
-    """The tokens that one head of one query token attends to, in float64."""
+    """The tokens that one head of a query token attends to, in float64."""
 
     at: tuple[int, int, int]  # sequence, query token, head
     tokens: Array  # [seen], positions
@@ -55,12 +49,12 @@ class _Row(NamedTuple):
 
 
 def _number(scale: Any) -> float:
-    """Convert a scale to a float: None becomes 1, and an array becomes its only element."""
+    """Convert a scale to a float; None is 1."""
     return 1.0 if scale is None else float(np.asarray(scale).reshape(()))
 
 
 def _tokens(cache: Array, ids: Array, layout: str, kv_cache_dtype: str) -> Array:
-    """Return the keys or values in the cache blocks `ids`, float64 [kv_heads, slots, head_dim]."""
+    """Return the keys or values in cache blocks, float64 [kv_heads, slots, head_dim]."""
     if cache.dtype == np.uint8:
         cache = cache.view(ml_dtypes.float8_e5m2 if kv_cache_dtype == "fp8_e5m2" else ml_dtypes.float8_e4m3fn)
     blocks = cache[ids].astype(np.float64)
@@ -88,11 +82,10 @@ def _rows(
     kv_cache_dtype: str,
     is_seen: Callable[[int, int, Array], Array] | None = None,
 ) -> Iterator[_Row | int]:
-    """Yield a `_Row` for each sequence, query token and head of the query [seqs, query_tokens, heads, head_dim].
+    """Yield a `_Row` for each sequence, query token and head of query [seqs, query_tokens, heads, head_dim].
 
-    Yield nothing for a sequence without tokens. Yield only the index of a sequence if one of its blocks is outside the
-    cache, or if it has more tokens than its block table can hold. `is_seen(length, head, tokens)` returns which of the
-    tokens a head attends to.
+    Skip sequences without tokens. If a sequence has a block outside the cache, or more tokens than its block table
+    holds, yield only its index. `is_seen(length, head, tokens)` selects the tokens that a head attends to.
     """
     _, query_tokens, heads, _ = query.shape
     blocks, block_size = len(key_cache), key_cache.shape[3 if layout == "vllm" else 1]
@@ -115,7 +108,7 @@ def _rows(
                 if is_seen is not None:
                     tokens = tokens[is_seen(length, h, tokens)]
                 kv_head = h // (heads // kv_heads)
-                # A query token before the start of the sequence attends to nothing.
+                # A query token before the sequence's start attends to nothing.
                 whole = slice(low - first, low - first + len(tokens))
                 seen = whole if is_seen is None else tokens - first
                 scores = scale * (keys[kv_head, seen] @ query[s, i, h].astype(np.float64))
@@ -129,7 +122,7 @@ def _rows(
 def _softmax(scores: Array, values: Array) -> tuple[Array, float, float]:
     """Return the weighted mean of the values, the largest score, and the sum of exp(score - largest score).
 
-    Without scores, or if all scores are -inf, the three results are zeros, -inf and 0.
+    Without a finite score the results are 0, -inf and 0.
     """
     largest = scores.max(initial=-np.inf)
     weights = np.exp(scores - (0 if largest == -np.inf else largest))
@@ -156,7 +149,7 @@ def paged_attention(
     return_lse: bool = False,
     split: int | None = None,
 ) -> Any:
-    """See `cukern.paged_attention`. `split` is ignored, because it only affects the order of a kernel's sums."""
+    """Ignore `split`, which only affects the order of a kernel's sums."""
     rows = query[:, None] if query.ndim == 3 else query
     if scale is None:
         scale = query.shape[-1] ** -0.5
@@ -191,10 +184,7 @@ def _block_sparse(
     block_size: int,
     head_sliding_step: int,
 ) -> Callable[[int, int, Array], Array] | None:
-    """Return a function for vLLM's block-sparse attention, which selects the tokens that a head attends to.
-
-    Return None if a head attends to all tokens.
-    """
+    """Return vLLM's block-sparse selection of the tokens that a head attends to, or None if it selects all."""
     if vert_stride <= 1:
         return None
 
@@ -230,7 +220,7 @@ def paged_attention_v1(
     blocksparse_block_size: int = 64,
     blocksparse_head_sliding_step: int = 0,
 ) -> None:
-    """See `cukern.paged_attention_v1`. The query is the last token of each sequence."""
+    """Attend from the last token of each sequence."""
     sparse = blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step
     is_seen = _block_sparse(query.shape[1], num_kv_heads, tp_rank, *sparse)
     options = "vllm", scale * _number(k_scale), alibi_slopes, None, None, kv_cache_dtype, is_seen
@@ -268,9 +258,9 @@ def paged_attention_v2(
     blocksparse_block_size: int = 64,
     blocksparse_head_sliding_step: int = 0,
 ) -> None:
-    """Run `paged_attention_v1`. Also write the softmax state and the output of each partition of 512 tokens.
+    """Run `paged_attention_v1`, and write each partition's softmax state and output.
 
-    For sequences with NaN results the partitions are not written.
+    The partitions of sequences with NaN results are not written.
     """
     sparse = blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step
     shared = query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len
@@ -291,11 +281,11 @@ def paged_attention_v2(
 def merge_attention_states(
     out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, *, lse_heads_first: bool = False
 ) -> tuple[Array, Array]:
-    """Combine the attention results for two sets of keys into the result for both sets together."""
+    """Combine the attention results for two sets of keys into the result for their union."""
     if lse_heads_first:
         merged, lse = merge_attention_states(out_a, lse_a.swapaxes(-1, -2), out_b, lse_b.swapaxes(-1, -2))
         return merged, np.ascontiguousarray(lse.swapaxes(-1, -2))
-    # An lse of -inf or inf means that the set of keys is empty.
+    # An lse of -inf or inf means an empty set of keys.
     a, b = (np.where(np.isinf(x), -np.inf, x.astype(np.float64)) for x in (lse_a, lse_b))
     with np.errstate(invalid="ignore", divide="ignore"):
         largest = np.maximum(a, b)
@@ -303,7 +293,7 @@ def merge_attention_states(
         weight_b = np.where(b == -np.inf, 0, np.exp(b - largest))
         total = weight_a + weight_b
         lse = np.where(total == 0, -np.inf, largest + np.log(total)).astype(np.float32)
-        # Ignore the result for an empty set of keys, even if it is NaN.
+        # An empty set's result may be NaN.
         sum_a = np.where(a[..., None] == -np.inf, 0, weight_a[..., None] * out_a.astype(np.float64))
         sum_b = np.where(b[..., None] == -np.inf, 0, weight_b[..., None] * out_b.astype(np.float64))
         merged = ((sum_a + sum_b) / np.where(total == 0, 1, total)[..., None]).astype(out_a.dtype)

@@ -53,16 +53,19 @@ def _at_first_use() -> Iterator[Variant]:
     dynamic = op.AttendConfig("bfloat16", "bfloat16", "vllm", 0, 128, 0, 2, True)
     for dims, layout in ((64, "vllm"), (128, "flash"), (256, "vllm")):
         yield dynamic._replace(dims=dims, layout=layout).variant
-    pairs, alone = op.Dealt(2, "EITHER", True, 136), op.Dealt(1, "EITHER", at_once=2)
-    few = [op._FEW[7], op._FEW[15], pairs, alone]
-    for layout, dealt in zip(("flash", "vllm", "flash", "flash", "vllm"), (op.Dealt(), *few), strict=True):
-        yield dynamic._replace(layout=layout, dealt=dealt, extras=False).variant
-    for cache, dealt in (("float8_e4m3fn", op._FEW_IN_FP8[15]), ("bfloat16", op.Dealt(1, "CLUSTERS"))):
-        yield dynamic._replace(cache=cache, dealt=dealt).variant
+    pairs, alone = op.Schedule(2, "EITHER", True, 136), op.Schedule(1, "EITHER", at_once=2)
+    few = [op._FEW_ITEMS[7], op._FEW_ITEMS[15], pairs, alone]
+    for layout, schedule in zip(("flash", "vllm", "flash", "flash", "vllm"), (op.Schedule(), *few), strict=True):
+        yield dynamic._replace(layout=layout, schedule=schedule, extras=False).variant
+    for cache, schedule in (("float8_e4m3fn", op._FEW_ITEMS_FP8[15]), ("bfloat16", op.Schedule(1, "CLUSTERS"))):
+        yield dynamic._replace(cache=cache, schedule=schedule).variant
     # Up to 8 rows, with extras and large heads.
     few_rows = dynamic._replace(team=1, rows=8)
-    for dims, cache, dealt in ((128, "float8_e5m2", op._ALONE_IN_FP8), (256, "bfloat16", op._FEW_OF_LARGE_HEADS[8])):
-        yield few_rows._replace(dims=dims, cache=cache, dealt=dealt).variant
+    for dims, cache, schedule in (
+        (128, "float8_e5m2", op._BLOCK_PER_ITEM_FP8),
+        (256, "bfloat16", op._FEW_ITEMS_LARGE_HEADS[8]),
+    ):
+        yield few_rows._replace(dims=dims, cache=cache, schedule=schedule).variant
     yield op.scalar.variant("float", "float", "VLLM", "true")
     yield op.scalar.variant("__half", "__nv_fp8_e5m2", "FLASH", "false")
     yield paged_attention._merge.variant("float", 4, "false")

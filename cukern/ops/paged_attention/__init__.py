@@ -26,9 +26,9 @@ __all__ = ["merge_attention_states", "paged_attention", "paged_attention_v1", "p
 
 PARTITION = twin.PARTITION
 _merge = Kernel("paged_attention/merge_states", "merge_states")
-#: From this many elements on, a thread of `merge_states` merges two 16-byte vectors. For smaller arrays latency is the
-#: limit, and one vector per thread is faster. With lse_heads_first a thread always merges one vector, because two take
-#: 40% longer on an H200.
+#: From this many elements on, a thread of `merge_states` merges two 16-byte vectors instead of one. With fewer elements
+#: the kernel is bound by latency. With lse_heads_first a thread always merges one vector, because two take 40% longer
+#: on an H200.
 _MANY_MERGED = 2**24
 
 
@@ -64,8 +64,8 @@ def paged_attention(
 ) -> AnyArray:
     """Attend from the last tokens of each sequence over its keys and values in a paged cache.
 
-    Query token i of a sequence has position = seq_len - query_tokens + i and sees the tokens t <= position, including
-    itself. With g = heads / kv_heads, all in float32,
+    Query token i of a sequence has position = seq_len - query_tokens + i and sees the tokens t <= position. With g =
+    heads / kv_heads, the function computes in float32:
 
         score[t] = scale * k_scale * query[i, h] . key[t, h // g]
                    with softcap:      score = softcap * tanh(score / softcap)
@@ -74,9 +74,8 @@ def paged_attention(
         out[i, h] = v_scale * sum over t of exp(score[t]) / denominator * value[t, h // g]
         lse[i, h] = log(denominator)
 
-    The tensor-core variants round the softmax weights to the query's dtype before the sum over values (with an 8-bit
-    cache to float16). Variant "scalar" does not round them. Token t is in slot t % block_size of block
-    block_tables[s, t // block_size]. The cache is read once for all heads and query tokens that share a kv head.
+    Token t is in slot t % block_size of block block_tables[s, t // block_size]. The tensor-core variants round the
+    softmax weights to the query's dtype (with an 8-bit cache to float16) before the sum over values.
 
     Args:
         query: [seqs, heads, head_dim] or [seqs, query_tokens, heads, head_dim], float32, float16 or bfloat16,
@@ -84,37 +83,35 @@ def paged_attention(
             cores.
         key_cache, value_cache: layout "vllm": [blocks, kv_heads, head_dim / x, block_size, x] with x elements in 16
             bytes, and [blocks, kv_heads, head_dim, block_size]; layout "flash": both [blocks, block_size, kv_heads,
-            head_dim]. Of the query's dtype, float8_e4m3fn or float8_e5m2, or bytes (uint8) with a `kv_cache_dtype`.
-            block_size is a multiple of 8. The strides of blocks and heads are free, and in "flash" also the stride of
-            tokens. So the caches may be slices of an array [blocks, 2, ...].
-        block_tables: int32 [seqs, max_blocks]; rows may be strided. Entries for tokens after the end of a sequence, or
-            before its window, are not used.
-        seq_lens: int32 [seqs], the number of tokens in the cache, including the tokens of the query. A number below 0
-            counts as 0.
+            head_dim]. Of the query's dtype, float8_e4m3fn or float8_e5m2, or uint8 with a `kv_cache_dtype`. block_size
+            is a multiple of 8. Blocks and heads, and in "flash" also tokens, may be strided, as in slices of an array
+            [blocks, 2, ...].
+        block_tables: int32 [seqs, max_blocks]; rows may be strided. Entries after the end of a sequence, or before its
+            window, are not used.
+        seq_lens: int32 [seqs], tokens in the cache, including the tokens of the query. A number below 0 counts as 0.
         layout: "vllm" or "flash".
         scale: head_dim ** -0.5 by default.
         alibi_slopes: float32 [heads].
         window: the maximum number of tokens that a query token sees, including itself.
-        softcap: limits the scores to the range from -softcap to softcap, by the formula above.
+        softcap: limits the scores to the range from -softcap to softcap.
         sinks: float32 [heads], the score of an additional token whose value is 0.
-        k_scale, v_scale: the factors for keys and values in the formulas above: a number, or float32 of one element on
-            the device of `query`.
+        k_scale, v_scale: a number, or float32 of one element on the device of `query`.
         kv_cache_dtype: "auto" (the dtype of the arrays), "fp8" or "fp8_e4m3", "fp8_e5m2".
         return_lse: also return lse: float32, of the query's shape without head_dim.
-        split: None: the device divides the tokens evenly among thread blocks, according to the lengths. A multiple of
-            64: each sequence is divided at multiples of this number, so that a row has the same bits in any batch. The
-            workspace then holds head_dim float32 numbers for each pair of a query row and a possible range of tokens.
-            There are about seqs * query_tokens * heads * max_blocks * block_size / split such pairs.
+        split: None: the device divides the tokens evenly among thread blocks. A multiple of 64: each sequence is
+            divided at multiples of this number, so that a row has the same bits in any batch. The workspace then holds
+            head_dim float32 numbers for each of about seqs * query_tokens * heads * max_blocks * block_size / split
+            partial results.
         out: a contiguous array to write the result into, at a multiple of 16 bytes; with `return_lse` a pair.
         variant: "auto", "specialized", "dynamic" (tensor cores, for 16-bit queries and block sizes that are multiples
             of 16) or "scalar" (everything).
 
     Returns:
-        out, like `query`; with `return_lse` (out, lse). If a query token does not see any token, its rows of out are 0,
-        and its lse is the sink, or -inf without sinks. On a GPU the lengths and block ids cannot be checked before the
-        launch. If a length or id points outside the table or the cache, or a length is above 2**30, nothing is read
-        there, and the rows of that sequence are NaN. A NaN or infinite value may affect all rows that share its kv
-        head, even rows that do not see its token.
+        out, like `query`; with `return_lse` (out, lse). If a query token does not see any token, its out is 0, and its
+        lse is the sink, or -inf without sinks. On a GPU the lengths and block ids cannot be checked before the launch.
+        If a length or id points outside the table or the cache, or a length is above 2**30, nothing is read there, and
+        the rows of that sequence are NaN. A NaN or infinite value may affect all rows that share its kv head, even rows
+        that do not see its token.
 
     Raises:
         TypeError: a value that is not an array, or has the wrong dtype or library.
@@ -124,8 +121,8 @@ def paged_attention(
     use it. Therefore allocate nothing from that pool between replays, or capture with torch, whose graphs have their
     own memory pools.
 
-    Sources: paged attention is from vLLM (Kwon et al., 2023), the division of the work into equal shares from Stream-K
-    (Osama et al., 2023), and sinks from Xiao et al. (2023).
+    Sources: paged attention is from vLLM (Kwon et al., 2023), the division into equal shares from Stream-K (Osama et
+    al., 2023), and sinks from Xiao et al. (2023).
     """
     inputs = query, key_cache, value_cache, block_tables, seq_lens
     call = check_call(inputs, (scale, k_scale, v_scale), layout, kv_cache_dtype, True)
@@ -154,7 +151,7 @@ def paged_attention(
 
 
 def _check_length(longest: float, max_seq_len: Any) -> None:
-    """Raise ValueError if max_seq_len exceeds `longest`, the number of tokens in all partitions of exp_sums."""
+    """Check max_seq_len. `longest` is the number of tokens in all partitions of exp_sums."""
     if check.integer("max_seq_len", max_seq_len, 0) > longest:
         least = f"of at least {ceil_div(max_seq_len, PARTITION)} partitions (of {PARTITION} of max_seq_len)"
         check.fail("exp_sums", least, int(longest) // PARTITION)
@@ -170,7 +167,7 @@ def _as_vllm(
     kv_cache_dtype: str,
     sparse: Sparse,
 ) -> None:
-    """Check and launch `paged_attention_v1` or, with `workspaces`, `paged_attention_v2`."""
+    """Launch `paged_attention_v1` or, with `workspaces`, `paged_attention_v2`."""
     query, (num_kv_heads, block_size, max_seq_len) = inputs[0], sizes
     call = check_call(inputs, scales, "vllm", kv_cache_dtype, False)
     shape, kv_heads, of_cache = query.shape, call.sizes.kv_heads, call.sizes.block_size
@@ -232,7 +229,7 @@ def paged_attention_v1(
 ) -> None:
     """Attend from the last token of each sequence, with the arguments of vLLM's operator of the same name.
 
-    The function writes into `out` the result of `paged_attention` in layout "vllm" for one query token.
+    The function writes into `out` the result of `paged_attention` in layout "vllm" for one query token per sequence.
 
     Args:
         out: [seqs, heads, head_dim], like `query`.
@@ -240,7 +237,7 @@ def paged_attention_v1(
         key_cache, value_cache: [blocks, kv_heads, head_dim / x, block_size, x], [blocks, kv_heads, head_dim,
             block_size].
         num_kv_heads, block_size: must equal the sizes of the caches.
-        scale: the factor by which scores are multiplied.
+        scale: factor of the scores.
         block_tables: int32 [seqs, max_blocks].
         seq_lens: int32 [seqs], none above `max_seq_len`.
         max_seq_len: an upper bound of the lengths.
@@ -250,9 +247,8 @@ def paged_attention_v1(
         tp_rank, blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size,
             blocksparse_head_sliding_step: vLLM's block-sparse pattern, which is used if vert_stride is above 1. A head
             then sees a block b of blocksparse_block_size tokens only if b is among the last local_blocks blocks, or if
-            (b + offset) % vert_stride == 0. If head_sliding_step is at least 0, the offset is
-            (tp_rank * heads + head) * step + 1. If it is negative, the offset is
-            (tp_rank * kv_heads + kv_head) * -step + 1. Block ids must be valid even for blocks that no head sees.
+            (b + offset) % vert_stride == 0. The offset is (tp_rank * heads + head) * step + 1, or (tp_rank * kv_heads +
+            kv_head) * -step + 1 if the step is negative. Block ids must be valid even for blocks that no head sees.
 
     Raises:
         TypeError: a value that is not an array, or has the wrong dtype or library.
@@ -298,16 +294,14 @@ def paged_attention_v2(
     Args:
         out: as in `paged_attention_v1`. The same holds for all arguments that are not listed here.
         exp_sums, max_logits: float32 [seqs, heads, max_partitions] with at least ceil(max_seq_len / 512) partitions.
-            For each partition that a sequence has, the function writes the sum of exp(score - maximum) to exp_sums, and
-            the maximum score to max_logits.
+            The function writes the sum of exp(score - maximum) and the maximum score of each partition.
         tmp_out: [seqs, heads, max_partitions, head_dim], like `query`. The function writes the attention result of each
             partition.
 
     Raises:
-        TypeError, ValueError: as `paged_attention_v1`.
+        TypeError, ValueError: the errors of `paged_attention_v1`.
 
-    The sums of a row are computed in the same order in any batch. `paged_attention` is faster, and does not need
-    workspaces.
+    The sums of a row are computed in the same order in any batch. `paged_attention` is faster, and needs no workspaces.
     """
     _as_vllm(
         out, (exp_sums, max_logits, tmp_out), (query, key_cache, value_cache, block_tables, seq_lens),
@@ -330,17 +324,13 @@ def _merge_blocks(rows: int, row_vectors: int, block_vectors: int) -> int:
 
 
 def merge_variant(dtype: str, vector: int, heads_first: bool, each: int = 1, has_power: bool = False) -> Variant:
-    """Return the variant of `merge_states`.
-
-    `each` is the number of vectors that a thread merges. `has_power` says that the number of vectors per row is a power
-    of two, which `each` > 1 requires.
-    """
+    """Return the variant for `each` vectors per thread. `has_power`: a row has 2^n vectors; else `each` must be 1."""
     form: list[str | int] = [each, "true"]
     return _merge.variant(CUDA_TYPE[dtype], vector, str(heads_first).lower(), *form if has_power else [])
 
 
 def _not_read(written: int, *read: int) -> int:
-    """Return the address of a written array. Raise ValueError if it is also the address of a read array."""
+    """Return the address of a written array, which must not be the address of a read array."""
     if written and written in read:
         check.fail("out[1]", "another array than lse_a and lse_b, which are read while it is written", "one of them")
     return written
@@ -368,8 +358,8 @@ def merge_attention_states(
 
     Args:
         out_a, out_b: [..., heads, head_dim], float32, float16 or bfloat16, contiguous.
-        lse_a, lse_b: float32 [..., heads], natural logarithms. -inf or +inf means that the set of tokens is empty
-            (FlashAttention 2 and FlashMLA use +inf). The output for an empty set is ignored, even if it is NaN.
+        lse_a, lse_b: float32 [..., heads], natural logarithms. -inf or +inf (FlashAttention 2, FlashMLA) means that the
+            set of tokens is empty. Its output is ignored, even if it is NaN.
         lse_heads_first: lse_a, lse_b and the returned lse are [..., heads, tokens], as in vLLM and
             `flash_mla_with_kvcache`, and out_a and out_b are [..., tokens, heads, head_dim].
         out: a pair of arrays (out, lse) to write into. The first may be `out_a` or `out_b`. The second must not be

@@ -15,7 +15,7 @@ _LARGEST_SCALE = 1e30
 
 
 class Sizes(NamedTuple):
-    """The sizes of a call. The field names are the names in the kernels' parameters."""
+    """The sizes of a call, by the names of the kernels' parameters."""
 
     seqs: int
     query_tokens: int
@@ -28,7 +28,7 @@ class Sizes(NamedTuple):
 
 
 class Sparse(NamedTuple):
-    """vLLM's block-sparse pattern. The field names are the names in the kernels' parameters."""
+    """vLLM's block-sparse pattern, by the names of the kernels' parameters."""
 
     sparse_local: int = 0
     sparse_stride: int = 0
@@ -38,18 +38,16 @@ class Sparse(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The checked arguments of a call."""
-
     query: Array
-    cache: str  # dtype of the cached elements; for a uint8 cache, the FP8 dtype
+    cache: str  # for a uint8 cache, the FP8 dtype
     layout: str
     sizes: Sizes
-    aligned: bool  # whether all addresses and strides are multiples of 16 bytes
-    fields: dict[str, Any]  # fields of the kernels' parameters
+    aligned: bool  # all addresses and strides are multiples of 16 bytes
+    fields: dict[str, Any]  # of the kernels' parameters
 
 
 def _check_cache_dtype(key_cache: Array, value_cache: Array, query: Array, kv_cache_dtype: str) -> str:
-    """Check the dtypes of the caches. Return the dtype of the elements; for uint8 caches, kv_cache_dtype decides it."""
+    """Return the dtype of the elements of the caches. For uint8 caches kv_cache_dtype gives it."""
     expect_place("key_cache", key_cache, query, "query")
     expect_place("value_cache", value_cache, query, "query")
     found = key_cache.dtype
@@ -68,10 +66,7 @@ def _check_cache_dtype(key_cache: Array, value_cache: Array, query: Array, kv_ca
 def _check_caches(
     key_cache: Array, value_cache: Array, layout: str, cache: str, head_dim: int
 ) -> tuple[int, int, int, dict[str, int]]:
-    """Check the shapes and strides of the caches.
-
-    Return blocks, kv_heads, block_size, and the strides in bytes by the names of the kernels' parameters.
-    """
+    """Return blocks, kv_heads, block_size, and the strides in bytes."""
     shape = key_cache.shape
     axes: dict[str, int | None]
     if layout == "flash":
@@ -110,7 +105,6 @@ def _check_caches(
             last = {1: "dimension", 2: "two dimensions", 3: "three dimensions"}[len(inner)]
             check.fail(f"{name}_cache", f"contiguous along its last {last}", f"strides {strides} (in elements) there")
         for step, axis in axes.items():
-            # The stride of an axis with one element does not matter.
             one = axis is None or array.shape[axis] <= 1
             distances[f"{name}_{step}"] = 0 if one else array.strides[axis] * array.item_size  # type: ignore[index]
     return blocks, kv_heads, block_size, distances
@@ -130,7 +124,7 @@ def check_call(
 ) -> Call:
     """Check the first five arrays, and the scales of scores, keys and values.
 
-    If `several` is true, the query may have several tokens per sequence, and the scale of the scores may be None.
+    If `several`, the query may have several tokens per sequence, and the scale of the scores may be None.
     """
     query, key_cache, value_cache, block_tables, seq_lens = inputs
     scale, k_scale, v_scale = scales
