@@ -335,7 +335,7 @@ def test_what_wgmma_does_not_take(rng: np.random.Generator) -> None:
 
 def test_a_block_fits_into_the_shared_memory_of_any_gpu() -> None:
     for dim in range(1, op.MAX_DIM + 1):
-        assert op._room(dim) >= dim
+        assert op._padded_dim(dim) >= dim
         for form in (op._by_mma("float16", dim), op._by_fma("float32", dim, False)):
             assert form.variant.max_shared_bytes <= min(x.shared_per_block for x in gpu.BY_ARCH.values())
 

@@ -1,14 +1,19 @@
-// This file has the code that all kernels of varlen_attention share: the parameters, the mapping from thread blocks to
-// queries, and the online softmax.
+// Define attention over packed sequences of different lengths.
 //
-// Each sequence begins a new tile of TILE queries. The first tile of sequence s has index cu_seqlens_q[s] / TILE + s. A
-// sequence of n rows thus gets at least the ceil(n / TILE) tile indices that it needs, and at most one more. The block
-// with the extra index exits at once. A grid of `tokens / TILE + sequences + 1` blocks is enough for any lengths. The
-// host therefore does not read the lengths, and a captured CUDA graph is valid for all lengths. Rows after the last
-// sequence are treated as one more sequence without keys, so their results are 0.
+//   score[i, j] = scale * dot(q[i, head, :], k[j, head / group, :])
+//   out[i]      = sum over j of softmax(score[i, :])[j] * v[j, head / group, :]
 //
-// The first tile of queries and the first tile of keys begin where the sequence begins. The bits of a result therefore
-// do not depend on the other sequences.
+// j runs over the keys of the sequence of query i. If causal, the last query attends to all keys, and each earlier
+// query attends to one key less than the query after it. A query without keys gets 0. With 16-bit MMAs, softmax weights
+// are rounded to T. All sums are in float32.
+//
+// Each sequence begins a new tile of TILE queries. The first tile of sequence s has index cu_seqlens_q[s] / TILE + s,
+// so a sequence of n rows gets ceil(n / TILE) tile indices, or one more. The block of the surplus index exits.
+// `tokens / TILE + sequences + 1` blocks are enough for any lengths, so the host does not read the lengths, and a
+// captured CUDA graph is valid for all lengths.
+//
+// The tiles of a sequence begin where the sequence begins, so the bits of its results do not depend on other sequences.
+// Rows after the last sequence form a sequence without keys.
 #pragma once
 #include "common/warp.cuh"
 
@@ -19,30 +24,28 @@ struct Params {
     char* out;               // T [tokens, heads, dim], contiguous
     const int* cu_seqlens_q; // [sequences + 1]
     const int* cu_seqlens_k; // [sequences + 1]
-    long long q_strides[2];  // bytes between tokens, and between heads
+    long long q_strides[2];  // bytes between tokens and between heads
     long long k_strides[2];
     long long v_strides[2];
     int tokens;
     int memory_tokens;
     int sequences;
     int heads;
-    int group; // heads that share a head of keys and values
+    int group; // query heads per head of k and v
     int dim;
     int causal;
     float scale; // softmax scale * log2(e)
 };
 
-// Return the first row of sequence s. The array may contain invalid values, so the row is clamped to the range 0 to
-// `rows`. Sequence 0 always begins at row 0.
+// Return the first row of sequence s. cu_seqlens may hold invalid values, so the row is clamped.
 __device__ __forceinline__ int begin_of(const int* cu_seqlens, int s, int rows) {
     return s == 0 ? 0 : min(max(__ldg(cu_seqlens + s), 0), rows);
 }
 
-// Return the sequence that a tile belongs to: the last sequence whose first tile is not after `tile`. The result is
-// `sequences` for rows after the last sequence. In each iteration the 32 lanes of a warp test 32 equally spaced
+// Return the last sequence whose first tile is not after `tile`. In each iteration a warp tests 32 equally spaced
 // candidates.
 template <int TILE> __device__ __forceinline__ int sequence_of(const Params& p, int tile) {
-    int first = 0, count = p.sequences + 1; // the result is in first ... first + count - 1
+    int first = 0, count = p.sequences + 1;
     while (count > 1) {
         const int step = (count + 31) / 32, place = threadIdx.x % 32 * step;
         const bool before =
@@ -53,62 +56,57 @@ template <int TILE> __device__ __forceinline__ int sequence_of(const Params& p, 
     return first;
 }
 
-// The queries of a block, and the keys that they attend to.
-template <int TILE> struct Part {
-    int first, rows; // first row and number of rows in q; with 0 rows the block exits
-    int keys_begin;  // the first row of k and v
-    int keys;        // keys of the sequence; causal: keys that the tile's last query sees
-    int seen;        // causal: query i of the tile sees `seen + i` keys; else `keys`
+// The queries of a block, and their keys.
+template <int TILE> struct WorkTile {
+    int first_row, rows; // in q; with 0 rows the block exits
+    int keys_begin;      // in k and v
+    int keys;            // keys of the sequence; causal: keys of the tile's last query
+    int first_row_keys;  // causal: query i of the tile attends to the first `first_row_keys + i` keys; else `keys`
 
-    __device__ __forceinline__ explicit Part(const Params& p) {
+    __device__ __forceinline__ explicit WorkTile(const Params& p) {
         const int tile = blockIdx.x, s = sequence_of<TILE>(p, tile);
         const int begin = begin_of(p.cu_seqlens_q, s, p.tokens);
         const int end = s < p.sequences ? begin_of(p.cu_seqlens_q, s + 1, p.tokens) : p.tokens;
         const int position = (tile - (begin / TILE + s)) * TILE;
-        first = begin + position, rows = position < 0 ? 0 : min(end - first, TILE);
+        first_row = begin + position, rows = position < 0 ? 0 : min(end - first_row, TILE);
         keys_begin = 0, keys = 0;
         if (s < p.sequences) {
             keys_begin = begin_of(p.cu_seqlens_k, s, p.memory_tokens);
             keys = max(begin_of(p.cu_seqlens_k, s + 1, p.memory_tokens) - keys_begin, 0);
         }
-        // The last query of a sequence sees all of its keys.
-        seen = p.causal ? keys - (end - begin) + position + 1 : keys;
-        if (p.causal) keys = min(keys, max(seen + rows - 1, 0));
+        first_row_keys = p.causal ? keys - (end - begin) + position + 1 : keys;
+        if (p.causal) keys = min(keys, max(first_row_keys + rows - 1, 0));
     }
 
-    // Return whether query `row` of the tile sees a key of the sequence.
-    __device__ __forceinline__ bool sees(const Params& p, int row, int key) const {
-        return key < keys && (!p.causal || key < seen + row);
+    __device__ __forceinline__ bool attends(const Params& p, int row, int key) const {
+        return key < keys && (!p.causal || key < first_row_keys + row);
     }
 };
 
-// The online softmax of a row (Milakov and Gimelshein, 2018). `largest` is the largest score so far, and a weight is
-// 2^(score - largest). `total` is the sum of the weights. Before the first visible key the largest score is -inf, and
-// the weights are 0.
+// Online softmax of a row (Milakov and Gimelshein, 2018): `row_max` is the running maximum, and `row_sum` sums the
+// weights 2^(score - row_max).
 struct Softmax {
-    float largest = -CUDART_INF_F, total = 0.f;
+    float row_max = -CUDART_INF_F, row_sum = 0.f;
 
-    // Return the offset that is subtracted from the scores: the largest score, or 0 if that is -inf, because
-    // subtracting -inf from -inf gives NaN.
-    __device__ __forceinline__ float base() const { return largest == -CUDART_INF_F ? 0.f : largest; }
+    // Return row_max, or 0 before the first visible key, because -inf - -inf is NaN.
+    __device__ __forceinline__ float offset() const { return row_max == -CUDART_INF_F ? 0.f : row_max; }
 
-    // Raise `largest` to `most`, the maximum of the new scores, if `most` is larger. Return the factor that rescales
-    // the earlier weights and sums.
-    __device__ __forceinline__ float raise_to(float most) {
-        const float before = largest;
-        largest = fmaxf(largest, most);
-        const float factor = fast_exp2(before - base()); // 0 for the first scores
-        total *= factor;
+    // Update the running maximum. Return the factor that rescales the earlier weights and sums.
+    __device__ __forceinline__ float update_max(float tile_max) {
+        const float before = row_max;
+        row_max = fmaxf(row_max, tile_max);
+        const float factor = fast_exp2(before - offset()); // 0 for the first scores
+        row_sum *= factor;
         return factor;
     }
 
-    // Return the weight of a score, and add it to the total.
-    __device__ __forceinline__ float weigh(float score) {
-        const float weight = fast_exp2(score - base());
-        total += weight;
+    // Add a score to the sum. Return its weight.
+    __device__ __forceinline__ float add_score(float score) {
+        const float weight = fast_exp2(score - offset());
+        row_sum += weight;
         return weight;
     }
 };
 
-// Return the factor that normalizes the sums of a row, or 0 for a row without weights.
-__device__ __forceinline__ float inverse_of(float total) { return total == 0.f ? 0.f : 1.f / total; }
+// Return 1 / row_sum, or 0 for a row without weights.
+__device__ __forceinline__ float normalization(float row_sum) { return row_sum == 0.f ? 0.f : 1.f / row_sum; }

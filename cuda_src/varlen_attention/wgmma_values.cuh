@@ -1,5 +1,5 @@
-// wgmma with the weights in registers (operand A) and the values in shared memory (operand B), for 64 or 128 columns.
-// common/hopper.cuh contains the other forms of wgmma, and explains fragments and descriptors.
+// Issue wgmma with operand A (the softmax weights) in registers and operand B (the values) in shared memory, for 64 or
+// 128 columns.
 #pragma once
 #include "common/hopper.cuh"
 
@@ -20,7 +20,7 @@
 #define WGMMA_VALUES_128(types) \
     WGMMA_VALUES("128", types, NAMES_64, "%64, %65, %66, %67", "%68", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48))
 
-// Compute c += a b for 64 rows and 16 elements along K. a: A fragments in registers; b: an MN-major descriptor.
+// Compute c += a b for 64 rows and 16 elements along K. b: an MN-major descriptor.
 template <typename T>
 __device__ __forceinline__ void wgmma_values(float (&c)[32], const unsigned (&a)[4], unsigned long long b) {
     if constexpr (IS_BFLOAT16<T>)

@@ -1,7 +1,4 @@
-"""Attention over a batch of sequences of different lengths in NumPy, computed as the formulas say.
-
-`cukern.ops.varlen_attention` has checked the arguments, but not the values in arrays.
-"""
+"""Attention over a batch of sequences of different lengths, in NumPy."""
 
 from __future__ import annotations
 
@@ -13,11 +10,10 @@ from numpy.typing import NDArray
 from cukern.runtime import check
 from cukern.runtime.tolerance import Tolerance
 
-#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
-    # The softmax weights are rounded to float16 or bfloat16 before they are multiplied by the values. This changes a
-    # result by up to half a unit in the last place of the largest value, which is 1 in the tests. In float32 the error
-    # comes from the scores.
+    # Softmax weights are rounded to 16 bits before the multiplication by values. That changes a result by up to half a
+    # unit in the last place of the largest value. The largest value in the tests is 1. In float32 the error comes from
+    # the scores.
     "out": {
         "float32": Tolerance(relative=2e-5, absolute=2e-5),
         "float16": Tolerance(relative=2**-10, absolute=2**-11),
@@ -29,15 +25,14 @@ Array = NDArray[Any]
 
 
 def _check_sums(name: str, cu_seqlens: Array, tokens: int) -> None:
-    """Raise ValueError unless `cu_seqlens` are cumulative lengths of at most `tokens` rows in total."""
     if cu_seqlens[0] != 0 or (np.diff(cu_seqlens) < 0).any() or cu_seqlens[-1] > tokens:
         check.fail(name, f"0, then sums of lengths up to {tokens} at most", cu_seqlens.tolist())
 
 
 def _attend(query: Array, key: Array, value: Array, scale: float, causal: bool) -> Array:
-    """Compute the attention of one sequence in float64, for query [heads, n, dim] and key and value [heads, m, dim].
+    """Attend within one sequence in float64: query [heads, n, dim], key and value [heads, m, dim].
 
-    The result of a query token is zeros if it attends to nothing, or if all its scores are -inf.
+    The result is 0 for a query token without keys, or with only -inf scores.
     """
     queries, keys = query.shape[1], key.shape[1]
     with np.errstate(invalid="ignore", over="ignore"):
@@ -61,7 +56,6 @@ def varlen_attention(
     scale: float | None = None,
     causal: bool = False,
 ) -> Array:
-    """See `cukern.varlen_attention`."""
     of_keys = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     _check_sums("cu_seqlens_q", cu_seqlens_q, len(q))
     if cu_seqlens_k is not None:
