@@ -476,7 +476,7 @@ def test_a_step_on_the_device_has_the_grid_of_the_most_steps() -> None:
     (attend, *_), (longest, *_) = (
         plan_of("masked_attention", *x._replace(step=step))[0].steps for step in (x.step, 1500)
     )
-    assert attend.variant.instance.arguments == (*longest.variant.instance.arguments, "LATE_STEP")
+    assert attend.variant.instance.arguments == (*longest.variant.instance.arguments, "DEVICE_STEP")
     assert attend.grid == longest.grid and attend.grid[1] > 1
     assert isinstance(attend.fields["step"], Described)
 

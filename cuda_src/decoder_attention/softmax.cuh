@@ -1,12 +1,11 @@
-// Helpers for an online softmax. Before the first cache entry, the largest score is -inf and all sums are 0.
+// Handle the start of an online softmax: before the first cache entry, row_max is -inf and all sums are 0.
 #pragma once
 #include "common/numeric.cuh"
 
-// Return the result of a row, sum / total, or 0 if the weights sum to 0.
-__device__ __forceinline__ float quotient(float sum, float total) {
-    return total == 0.f ? 0.f : __fdividef(sum, total);
+// Return sum / row_sum, or 0 if all weights are 0.
+__device__ __forceinline__ float normalized(float sum, float row_sum) {
+    return row_sum == 0.f ? 0.f : __fdividef(sum, row_sum);
 }
 
-// Return the score that weights are relative to: the largest score, or 0 if it is -inf, because subtracting -inf from
-// -inf gives NaN.
-__device__ __forceinline__ float reference(float largest) { return largest == -CUDART_INF_F ? 0.f : largest; }
+// Return row_max, or 0 if it is -inf, because -inf - -inf is NaN.
+__device__ __forceinline__ float softmax_offset(float row_max) { return row_max == -CUDART_INF_F ? 0.f : row_max; }

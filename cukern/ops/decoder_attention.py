@@ -1,4 +1,4 @@
-"""Attention of one new token per sequence: over the decoder's own cache, and over the encoder's memory."""
+"""Attention of one new token per sequence, over a decoder's cache or an encoder's memory."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ __all__ = ["cross_attention", "masked_attention"]
 
 DTYPES = ("float32", "float16", "bfloat16")
 VARIANTS = ("auto", "specialized", "dynamic")
-#: The values of the template argument MODE. LATE_STEP: the kernel reads the step from device memory. SHARED_MEMORY:
-#: several query rows attend to the same encoder memory (this is not CUDA's shared memory).
-MODES = ("PLAIN", "LATE_STEP", "SHARED_MEMORY")
+#: DEVICE_STEP: the kernel reads the step from device memory. SHARED_KV: several query rows attend to one encoder
+#: memory.
+MODES = ("PLAIN", "DEVICE_STEP", "SHARED_KV")
 MAX_DIM = 256
-#: The largest number of query rows. A query row is one head of one sequence.
+#: A query row is one head of one sequence.
 MAX_ROWS = 2**30
 MAX_ENTRIES = 2**30
 MAX_STEP_ELEMENTS = 2**31 - 1
 _MAX_SPLITS = 256
-#: Resident warps of a multiprocessor, at the 128 registers per thread of the template's launch bounds.
+#: A multiprocessor holds this number of warps at a time, because the kernel uses 128 registers per thread.
 _RESIDENT_WARPS = 16
 _LOG2_E = 1.4426950408889634
 
-#: Head dimensions with variants of their own, and the models that have them.
+#: Head dimensions with their own instances, and models that have them.
 SPECIALIZED = {
     64: "GPT-2, BERT-like decoders, T5, BART, Whisper",
     128: "Llama, Qwen, Mistral",
@@ -52,29 +52,29 @@ _combine = Kernel("decoder_attention/combine", "combine")
 
 
 class _LaneLayout(NamedTuple):
-    """How the lanes of a warp share the elements of a row: template arguments."""
+    """Template arguments: how the lanes of a warp share the elements of a row."""
 
     vector: int  # elements per load
     lanes: int
     chunks: int
-    steps: int  # the number of cache entries (cached tokens) that a warp processes at once
+    steps: int  # cache entries that a warp processes per round
 
 
 def _lane_layout(dtype: str, dim: int, wide: bool) -> _LaneLayout:
-    """Return the layout for heads of `dim` elements. A load reads 16 bytes if `wide`, else one element."""
+    """Return the layout for heads of `dim` elements. `wide`: a load is 16 bytes, otherwise one element."""
     vector = 16 // arrays.ITEM_SIZE[dtype] if wide else 1
     loads = -(-dim // vector)
     if wide:
         lanes = next(n for n in (8, 16, 32) if n >= loads or n == 32)
         chunks = 1 if loads <= lanes else 2
-        # More entries at once would need too many registers.
+        # With more cache entries per round, a warp would need too many registers.
         return _LaneLayout(vector, lanes, chunks, 8 // chunks)
     chunks = next(n for n in (2, 4, 8) if 32 * n >= loads)
     return _LaneLayout(vector, 32, chunks, 16 // chunks)
 
 
 def _variant(dtype: str, fixed_dim: int, layout: _LaneLayout, mode: str = "PLAIN") -> Variant:
-    # PLAIN is the template's default. It is left out of the arguments to keep the names of instances short.
+    # PLAIN is the template's default. It is left out to shorten the names of instances.
     return _kernel.variant(arrays.CUDA_TYPE[dtype], fixed_dim, *layout, *[mode] * (mode != "PLAIN"))
 
 
@@ -92,9 +92,9 @@ _registered = set(SPECIALIZED)
 
 
 def specialize(*, dim: int) -> list[Instance]:
-    """Register variants for this head dimension in this process, and return their instances; see `cukern.specialize`.
+    """Register instances for this head dimension, and return them; see `cukern.specialize`.
 
-    Raises ValueError unless dim is a multiple of 8, so that rows are whole 16-byte loads, and at most 256.
+    Raises ValueError unless dim is a multiple of 8, at most 256.
     """
     check.integer("dim", dim, 8, MAX_DIM)
     if dim % 8:
@@ -105,10 +105,7 @@ def specialize(*, dim: int) -> list[Instance]:
 
 
 def _choose(dtype: str, dim: int, aligned: bool, variant: str, mode: str = "PLAIN") -> tuple[Variant, _LaneLayout, str]:
-    """Return the variant for a head dimension, its layout, and the reason.
-
-    `aligned`: the addresses of keys and values are multiples of 16 bytes.
-    """
+    """Return the instance, its layout and the reason. `aligned`: addresses are multiples of 16 bytes."""
     check.one_of("variant", variant, VARIANTS)
     wide = aligned and dim * arrays.ITEM_SIZE[dtype] % 16 == 0
     layout = _lane_layout(dtype, dim, wide)
@@ -132,65 +129,58 @@ class _Grid(NamedTuple):
     columns: int
     warps: int  # warps per block
     splits: Any
-    most_splits: int  # an upper bound of `splits`; partial results have room for it
+    max_splits: int  # bound for the allocation of partial results
     split_steps: Any
 
 
-def _most_unsplit(warps: int, steps: int, new: int) -> int:
-    """Return the largest number of tokens of a sequence that is not split among blocks.
-
-    A warp processes `steps` cache entries per round. A longer sequence is split among two blocks, because each warp
-    then still has at least two rounds.
-    """
+def _max_unsplit_tokens(warps: int, steps: int, new: int) -> int:
+    """Return the most tokens that one block processes alone. With more tokens, two blocks share a sequence, and each
+    of their warps has at least two rounds."""
     return (4 * warps - 1) * steps + new
 
 
 def _full_warps(columns: int, multiprocessors: int) -> int:
-    """Return the number of warps per block for sequences that are long enough to give every warp work."""
+    """Return the warps per block for long sequences."""
     most = template.constants("decoder_attention/decoder_attention")["MAX_WARPS"]
     return most if columns * most <= _RESIDENT_WARPS * multiprocessors else most // 2
 
 
 def _why_grid(grid: _Grid, tokens: Any, new: int, steps: int, multiprocessors: int) -> str:
-    """Return why the sequence is split, or why not."""
     warps, resident = _full_warps(grid.columns, multiprocessors), _RESIDENT_WARPS * multiprocessors
-    least = _most_unsplit(warps, steps, new) + 1
+    min_split_tokens = _max_unsplit_tokens(warps, steps, new) + 1
     blocks = f"{grid.columns} x {grid.warps} warps for the heads"
-    if grid.most_splits > 1:
-        busy = f"so that {multiprocessors} multiprocessors have work (from {least} tokens on)"
+    if grid.max_splits > 1:
+        busy = f"so that {multiprocessors} multiprocessors have work (from {min_split_tokens} tokens on)"
         return f"{blocks}: {tokens} tokens in {grid.splits} splits, {busy}"
     if resident // (warps * grid.columns) < 2:
         return f"{blocks}: no splits, as two of {warps} warps are too many ({resident} warps run at once)"
-    return f"{blocks}: no splits ({tokens} tokens; from {least} on)"
+    return f"{blocks}: no splits ({tokens} tokens; from {min_split_tokens} on)"
 
 
 def _grid(rows: int, tokens: Any, new: int, lanes: int, steps: int, multiprocessors: int) -> _Grid:
-    """Return the grid for `tokens` tokens per sequence. The last `new` tokens are not in the cache yet.
+    """Return the grid for `tokens` tokens per sequence; the last `new` tokens are not in the cache yet.
 
-    A block has fewer warps if otherwise not all blocks would be resident, or if there are too few tokens to give every
-    warp work. If one block for each column of rows leaves multiprocessors idle, the sequence is split among several
-    blocks, as long as each warp has at least two rounds. In a round a warp processes `steps` entries.
+    A block processes a column of 32 / lanes query rows. It has fewer warps if there are few tokens, or if not all
+    blocks would otherwise be resident at once. If one block per column leaves multiprocessors idle, several blocks
+    share a sequence. Each of their warps has at least two rounds of `steps` entries.
     """
     columns = -(-rows // (32 // lanes))
     resident = _RESIDENT_WARPS * multiprocessors
     warps = _full_warps(columns, multiprocessors)
     while warps > 1 and tokens <= warps // 2 * steps + new:
         warps //= 2
-    most_splits = min(resident // (warps * columns), _MAX_SPLITS)
+    max_splits = min(resident // (warps * columns), _MAX_SPLITS)
     rounds = -(-(tokens - new) // steps)
-    if most_splits < 2 or tokens <= _most_unsplit(warps, steps, new):
+    if max_splits < 2 or tokens <= _max_unsplit_tokens(warps, steps, new):
         return _Grid(columns, warps, 1, 1, max(1, rounds) * steps)
-    # A split has a multiple of `warps` groups of entries, so that each warp gets the same number of rounds.
-    splits = min(most_splits, rounds // (2 * warps))
+    # All warps that share a sequence do the same number of rounds, each of `steps` entries.
+    splits = min(max_splits, rounds // (2 * warps))
     split_rounds = -(-rounds // (splits * warps)) * warps
-    return _Grid(columns, warps, -(-rounds // split_rounds), most_splits, split_rounds * steps)
+    return _Grid(columns, warps, -(-rounds // split_rounds), max_splits, split_rounds * steps)
 
 
 def _check_memories(q: Any, symbols: tuple[str, ...], shared: bool, **memories: Any) -> tuple[int, ...]:
-    """Check `q`, and the keys and values in `memories` (a decoder's caches or an encoder's memory). Return their shape.
-
-    `shared`: `q` may have several rows for each sequence of the memories.
-    """
+    """Check `q`, keys and values, and return the shape of the keys. `shared`: `q` may have more rows than the keys."""
     expect_array("q", q, DTYPES)
     (name, first), *_ = memories.items()
     if not isinstance(first, Array):
@@ -214,7 +204,7 @@ def _check_memories(q: Any, symbols: tuple[str, ...], shared: bool, **memories: 
 
 
 def _row_stride(name: str, array: Any, q: Array) -> int:
-    """Check an array of new rows [batch, heads * dim]. Return the distance between rows, in elements."""
+    """Return the row stride of [batch, heads * dim] in elements."""
     expect_place(name, array, q, "q")
     check.dtype(name, array.dtype, (q.dtype,))
     check.shape(name, array.shape, q.shape, "[batch, heads * dim]")
@@ -222,7 +212,7 @@ def _row_stride(name: str, array: Any, q: Array) -> int:
 
 
 def _is_float(q: Array, biases: dict[str, Any]) -> bool:
-    """Check the biases that are given. Return whether they are float32."""
+    """Check the biases, and return whether they are float32."""
     given = {name: bias for name, bias in biases.items() if bias is not None}
     first = next(iter(given), "")
     for name, bias in given.items():
@@ -244,10 +234,8 @@ def _attend(
     mode: str,
     **fields: Any,
 ) -> Any:
-    """Check and launch either attention function, over `tokens` tokens. The last `new` tokens are not in the cache yet.
-
-    `mode` is one of `MODES`. `fields` are the kernel's parameters that differ between the functions.
-    """
+    """Launch the kernels. `new` is the number of tokens that are not in the cache yet. `fields` are the parameters that
+    the two ops fill differently."""
     heads, dim = keys.shape[2:]
     bias_is_float = _is_float(q, {name: fields[name] for name in ("bias_q", "bias_k", "bias_v")})
     scale = dim**-0.5 if scale is None else check.number("scale", scale)
@@ -260,17 +248,17 @@ def _attend(
         return out
     grid = _grid(rows, tokens, new, layout.lanes, layout.steps, q.gpu.multiprocessors)
     partial = statistics = None
-    if grid.most_splits > 1:
-        partial = empty((grid.most_splits, rows, dim), "float32")
-        statistics = empty((grid.most_splits, rows, 2), "float32")
+    if grid.max_splits > 1:
+        partial = empty((grid.max_splits, rows, dim), "float32")
+        statistics = empty((grid.max_splits, rows, 2), "float32")
     results = {"out": out, "partial": partial, "statistics": statistics, "rows": rows, "dim": dim}
     fields |= {"q": q, "keys": keys, "values": values, "heads": heads, "bias_is_float": bias_is_float}
     fields |= {"split_steps": grid.split_steps, "scale": scale * _LOG2_E}
     why += f"; {_why_grid(grid, tokens, new, layout.steps, q.gpu.multiprocessors)}"
-    if mode == "LATE_STEP":
+    if mode == "DEVICE_STEP":
         why += "; step is an array, so the grid is that of max_steps"
     launch(found, (grid.columns, grid.splits), 32 * grid.warps, 0, why=why, **results, **fields)
-    if grid.most_splits > 1:
+    if grid.max_splits > 1:
         why = f"what {grid.splits} splits found is put together: a block for each of {rows} rows"
         launch(_combiner(q.dtype), rows, -(-dim // 32) * 32, 0, why=why, **results, splits=grid.splits)
     return out
@@ -296,54 +284,50 @@ def masked_attention(
     out: AnyArray | None = None,
     variant: str = "auto",
 ) -> AnyArray:
-    """Compute the decoder's self-attention: append a token to each sequence's keys and values, and attend over them.
+    """Append a token to the cache of each sequence, and attend over the cache (a decoder's self-attention).
 
-    The biases are added in float32. k + bias_k and v + bias_v are rounded to the caches' dtype and written at index
-    `step - 1`. The attention uses the rounded numbers. With the entries s = 0 ... step - 1 of head h of sequence b,
+    k + bias_k and v + bias_v, rounded to the caches' dtype, become the last entry of the caches. The result for head h
+    of sequence b is a sum over the cache entries s < step:
 
         out[b, h] = sum of softmax(scale * (q + bias_q)[b, h] . key_cache[:, b, h])[s] * value_cache[s, b, h]
 
-    in float32, by an online softmax. Entries from `step` on are not read. A score of -inf has weight 0. If all scores
-    are -inf, the result is zeros. A NaN among a head's scores makes its result NaN.
+    If all scores are -inf, the result is zeros. A NaN among a head's scores makes its result NaN.
 
     Args:
-        q, k, v: the new token [batch, heads * dim], float32, float16 or bfloat16, contiguous along the last dimension.
-            Rows may be strided, so q, k and v may be slices of the output of one QKV projection. dim is at most 256.
+        q, k, v: the new token [batch, heads * dim], float32, float16 or bfloat16, dim at most 256. Rows may be strided,
+            as in slices of a QKV projection.
         bias_q, bias_k, bias_v: [heads * dim], float32 or the dtype of `q`, all of one dtype; None adds nothing.
-        key_cache, value_cache: [max_steps, batch, heads, dim], of the dtype of `q`, contiguous, written at step - 1.
-            Their shape sets the number of heads.
-        step: the number of tokens, the new one included, in [1, max_steps]: an int, or an int32 array [1] or [] on the
-            device of `q`. An array in host memory is checked. On a GPU the kernel reads it and clamps it to that range,
-            so that one captured CUDA graph can run every step. With an array, the grid, the split among blocks and the
+        key_cache, value_cache: [max_steps, batch, heads, dim], of the dtype of `q`, contiguous. Written.
+        step: the number of tokens, including the new one, in [1, max_steps]: an int, or an int32 array [1] or []. A GPU
+            array is read and clamped by the kernel, so one captured CUDA graph serves every step; the grid and the
             order of the sums are chosen for max_steps.
         scale: a factor of the scores; 1 / sqrt(dim) if None.
         out: [batch, heads * dim], written and returned.
-        variant: "auto", or a kernel by name: "specialized" (the dim fixed at compile time) or "dynamic".
+        variant: "auto", "specialized" (dim fixed at compile time) or "dynamic".
 
     Returns:
-        [batch, heads * dim] of the dtype of `q`, in the library and on the device of `q`. Arrays in host memory go
-        through the NumPy reference. When few heads leave most of a GPU idle, the sequence is split among blocks, with
-        partial results in memory from the caller's allocator.
+        [batch, heads * dim] of the dtype of `q`. If the sequences are few and long, several blocks share each sequence.
+        Their partial results are in memory from the caller's allocator.
 
     Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
+        TypeError: an unsupported dtype, or mixed libraries.
+        ValueError: an argument that does not fit; the message names it.
 
-    The layout and the count of steps are from FasterTransformer's decoder (v2.1), the online softmax from Milakov and
-    Gimelshein (arXiv:1805.02867), and the split over the sequence from Flash-Decoding.
+    The layout is from FasterTransformer (v2.1). The online softmax is from Milakov and Gimelshein (arXiv:1805.02867).
+    The split over the sequence is from Flash-Decoding.
     """
     symbols = "max_steps", "batch", "heads", "dim"
     max_steps, *_ = _check_memories(q, symbols, False, key_cache=key_cache, value_cache=value_cache)
     fields: dict[str, Any] = {f"{name}_stride": _row_stride(name, x, q) for name, x in (("q", q), ("k", k), ("v", v))}
     fields |= {"k": k, "v": v, "bias_q": bias_q, "bias_k": bias_k, "bias_v": bias_v, "lengths": None}
-    most, is_late = min(max_steps, MAX_ENTRIES), isinstance(step, Array)
-    if is_late:
+    most, step_on_device = min(max_steps, MAX_ENTRIES), isinstance(step, Array)
+    if step_on_device:
         expect_one("step", step, q, "q", "int32")
         check.integer("max_steps of key_cache", max_steps, 1, MAX_ENTRIES)
-    tokens = most if is_late else check.integer("step", step, 1, most, "max_steps")
-    fields |= {"entries": tokens - 1, "step": step if is_late else None, "copies": 1}
+    tokens = most if step_on_device else check.integer("step", step, 1, most, "max_steps")
+    fields |= {"entries": tokens - 1, "step": step if step_on_device else None, "beams": 1}
     fields |= {"batch_stride": q.shape[1], "step_stride": q.shape[0] * q.shape[1]}
-    mode = "LATE_STEP" if is_late else "PLAIN"
+    mode = "DEVICE_STEP" if step_on_device else "PLAIN"
     return _attend(q, key_cache, value_cache, tokens, 1, scale, out, variant, mode, **fields)
 
 
@@ -359,28 +343,24 @@ def cross_attention(
     out: AnyArray | None = None,
     variant: str = "auto",
 ) -> AnyArray:
-    """Attend over the encoder's memory (the decoder's cross-attention). Each sequence of the memory has its own length.
+    """Attend over an encoder's memory (a decoder's cross-attention).
 
-    With the entries s = 0 ... memory_lengths[b] - 1 of head h of sequence b,
+    The result for head h of sequence b is a sum over the entries s < memory_lengths[b]:
 
         out[b, h] = sum of softmax(scale * (q + bias_q)[b, h] . key_memory[b, :, h])[s] * value_memory[b, s, h]
 
-    in float32. Entries from memory_lengths[b] on are not read; a length of 0 gives zeros. `q` may have several rows for
-    each sequence of the memory, such as the beams of a search: row i attends to the memory of sequence i // beams.
+    A length of 0 gives zeros. With beams, row i of `q` attends to the memory of sequence i // beams.
 
     Args:
-        q: [batch, heads * dim], or [batch * beams, heads * dim], float32, float16 or bfloat16, contiguous along the
-            last dimension; rows may be strided.
+        q: [batch, heads * dim] or [batch * beams, heads * dim], float32, float16 or bfloat16, dim at most 256; rows may
+            be strided.
         bias_q: [heads * dim], float32 or the dtype of `q`; None adds nothing.
-        key_memory, value_memory: [batch, memory_len, heads, dim], of the dtype of `q`, contiguous, dim at most 256.
-        memory_lengths: int32 [batch], each in [0, memory_len]. Lengths in host memory are checked; on a GPU the kernel
-            clamps them, because a check would take a synchronization.
-        scale, out, variant: as in `masked_attention`.
+        key_memory, value_memory: [batch, memory_len, heads, dim], of the dtype of `q`, contiguous.
+        memory_lengths: int32 [batch], in [0, memory_len]. Other lengths raise ValueError in host memory, and are
+            clamped on a GPU.
+        scale, out, variant: as in `masked_attention`, and so are results and errors.
 
-    Results and errors are as in `masked_attention`, with ValueError for a length in host memory that is out of range.
-
-    The function is the cross attention of FasterTransformer's decoder (v2.1), over keys and values that are already
-    projected.
+    The function is from FasterTransformer's decoder (v2.1). Keys and values are already projected.
     """
     symbols = "batch", "memory_len", "heads", "dim"
     shape = _check_memories(q, symbols, True, key_memory=key_memory, value_memory=value_memory)
@@ -391,6 +371,6 @@ def cross_attention(
     fields: dict[str, Any] = {"bias_q": bias_q, "lengths": memory_lengths, "entries": entries}
     fields |= {"q_stride": _row_stride("q", q, q), "batch_stride": entries * q.shape[1], "step_stride": q.shape[1]}
     fields |= dict.fromkeys(("k", "v", "bias_k", "bias_v", "k_stride", "v_stride", "step"))
-    copies = fields["copies"] = q.shape[0] // max(shape[0], 1)
-    mode = "SHARED_MEMORY" if copies > 1 else "PLAIN"
+    beams = fields["beams"] = q.shape[0] // max(shape[0], 1)
+    mode = "SHARED_KV" if beams > 1 else "PLAIN"
     return _attend(q, key_memory, value_memory, entries, 0, scale, out, variant, mode, **fields)

@@ -1,7 +1,4 @@
-"""Attention of one new token per sequence in NumPy, computed as the formulas say.
-
-`cukern.ops.decoder_attention` has checked the arguments, but not the values in arrays.
-"""
+"""Attention of one new token per sequence, in NumPy."""
 
 from __future__ import annotations
 
@@ -13,11 +10,9 @@ from numpy.typing import NDArray
 from cukern.runtime import check
 from cukern.runtime.tolerance import Tolerance
 
-#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
-    # A score is a float32 sum of `dim` terms. The absolute error of a score is the relative error of exp(score). exp2
-    # and the division are hardware approximations. A value near a rounding boundary of float16 or bfloat16 may round
-    # the other way.
+    # A score is a float32 sum of `dim` terms. Its absolute error is the relative error of exp(score). The hardware
+    # approximates exp2 and division.
     "out": {
         "float32": Tolerance(relative=2e-5, absolute=2e-5),
         "float16": Tolerance(relative=2**-10, absolute=4e-5),
@@ -29,15 +24,14 @@ Array = NDArray[Any]
 
 
 def _biased(rows: Array, bias: Array | None) -> Array:
-    """Return the rows in float32, with their bias added."""
     x = rows.astype(np.float32)
     return x if bias is None else x + bias.astype(np.float32)
 
 
 def _attend(query: Array, key: Array, value: Array, scale: float | None) -> Array:
-    """Return softmax(scale * key @ query) @ value of one head: query [dim], key and value [entries, dim], float32.
+    """Return softmax(scale * key @ query) @ value of one head: query [dim], key and value [entries, dim].
 
-    Without entries, or if every score is -inf, the result is zeros.
+    The result is 0 without entries, or if every score is -inf.
     """
     if scale is None:
         scale = query.shape[0] ** -0.5
@@ -62,7 +56,7 @@ def masked_attention(
     *,
     scale: float | None = None,
 ) -> Array:
-    """Write the new token to the caches, and attend to all `step` entries. See `cukern.masked_attention`."""
+    """Append the new token to the caches, and attend to all `step` entries."""
     max_steps, batch, heads, dim = key_cache.shape
     step = check.element("step", step, 1, max_steps, "max_steps")
     key_cache[step - 1] = _biased(k, bias_k).reshape(batch, heads, dim).astype(key_cache.dtype)
@@ -84,7 +78,7 @@ def cross_attention(
     *,
     scale: float | None = None,
 ) -> Array:
-    """Attend to the first `memory_lengths[b]` entries of memory b. `beams` consecutive rows of `q` share a memory."""
+    """Attend to the first `memory_lengths[b]` entries of memory b, which `beams` consecutive rows of `q` share."""
     batch, memory_len, heads, dim = key_memory.shape
     if batch and (memory_lengths.min() < 0 or memory_lengths.max() > memory_len):
         check.fail("memory_lengths", f"in [0, {memory_len}] (memory_len)", memory_lengths.tolist())
