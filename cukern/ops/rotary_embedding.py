@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys, in place, alone or fused with norms and the store to the KV cache."""
+"""Rotary position embedding, alone or fused with norms and the store to the KV cache."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from cukern.runtime.vectors import ceil_div, divisor, why_width
 __all__ = ["fused_qk_norm_rope_and_cache", "rotary_embedding"]
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: "wide" loads 16 bytes at a time, "narrow" loads one element at a time.
+#: "wide" loads 16 bytes at a time, "narrow" one element.
 VARIANTS = ("auto", "wide", "narrow")
 MAX_ROWS = 2**31 - 2**12
-#: The largest rotary_dim, because "narrow" has one thread for each pair of elements of a head.
+#: "narrow" has one thread per pair of rotated elements of a head, and a block of 256 threads processes whole heads. So
+#: a head has at most 256 pairs.
 MAX_ROTARY_DIM = 512
 _WIDEST = 16
 
@@ -32,8 +33,8 @@ _kernel = Kernel("rotary_embedding/rotate", "rotary_embedding")
 
 def _variant(dtype: str, angle_dtype: str, wide: bool, layout: str) -> Variant:
     loaded, stored = ("PAIRS" if in_pairs else "HALVES" for in_pairs in LAYOUTS[layout])
-    unit = _WIDEST // arrays.ITEM_SIZE[dtype] if wide else 1
-    return _kernel.variant(arrays.CUDA_TYPE[dtype], arrays.CUDA_TYPE[angle_dtype], unit, loaded, stored)
+    vector = _WIDEST // arrays.ITEM_SIZE[dtype] if wide else 1
+    return _kernel.variant(arrays.CUDA_TYPE[dtype], arrays.CUDA_TYPE[angle_dtype], vector, loaded, stored)
 
 
 _kernel.at_import = [_variant("bfloat16", "bfloat16", True, layout).instance for layout in ("half", "deinterleaved")]
@@ -46,7 +47,7 @@ _kernel.specialized = [
 
 
 def _expect_heads(name: str, array: Array, rotary_dim: int) -> None:
-    """Raise ValueError unless heads have at least `rotary_dim` contiguous elements, and no two heads overlap."""
+    """Require `rotary_dim` contiguous elements per head, and heads that do not overlap."""
     if array.shape[-1] < rotary_dim:
         check.fail(name, f"of a head_dim of at least {rotary_dim} (rotary_dim)", array.shape[-1])
     strides, width = array.strides, array.shape[-1]
@@ -54,15 +55,15 @@ def _expect_heads(name: str, array: Array, rotary_dim: int) -> None:
         return
     if strides[-1] != 1 and width > 1:
         check.fail(name, "contiguous along its last dimension", f"strides {strides} (in elements)")
-    apart = [(abs(x), n) for x, n in zip(strides[:-1], array.shape[:-1], strict=True) if n > 1]
-    for stride, count in sorted(apart, key=operator.itemgetter(0)):
+    outer = [(abs(x), n) for x, n in zip(strides[:-1], array.shape[:-1], strict=True) if n > 1]
+    for stride, count in sorted(outer, key=operator.itemgetter(0)):
         if stride < width:
             check.fail(name, "of heads that do not overlap", f"strides {strides} (in elements)")
         width = stride * (count - 1) + width
 
 
 def _check_angles(cos: Any, sin: Any, query: Array, unsqueeze_dim: int, rotary_dim: int | None) -> tuple[int, int]:
-    """Check cos and sin, whose rows are the tokens of `query`. Return rotary_dim, and the columns of cos."""
+    """Check cos and sin. Return rotary_dim, and the number of columns of cos."""
     lengths = [n for i, n in enumerate(query.shape[:-1]) if i != unsqueeze_dim]
     symbols = "[tokens, rotary_dim]" if len(lengths) == 1 else "[batch or 1, tokens, rotary_dim]"
     for name, array in (("cos", cos), ("sin", sin)):
@@ -88,26 +89,26 @@ def _check_angles(cos: Any, sin: Any, query: Array, unsqueeze_dim: int, rotary_d
 
 
 def _strides(array: Array, unsqueeze_dim: int) -> tuple[Any, Any, Any]:
-    """Return the strides between batch entries, heads and tokens, in bytes."""
+    """Return the strides of batch entries, heads and tokens, in bytes."""
     outer = [x * array.item_size for x in array.strides[:-1]]
     head = outer.pop(unsqueeze_dim)
     return (outer[0] if len(outer) == 2 else 0), head, outer[-1]
 
 
 def _angle_strides(array: Array, batch: Any) -> tuple[Any, Any]:
-    """Return the strides of cos or sin between batch entries and tokens. One entry may serve the whole batch."""
+    """Return the strides of batch entries and tokens of cos or sin, in bytes."""
     if len(array.shape) == 2:
         return 0, array.strides[0] * array.item_size
     shared = array.shape[0] == 1 and batch != 1
     return 0 if shared else array.strides[0] * array.item_size, array.strides[1] * array.item_size
 
 
-def _choose_wide(variant: str, half: int, columns: int, moved: list[tuple[Array, tuple[Any, ...]]]) -> bool:
-    """Return whether all loads can have 16 bytes. Raises ValueError if they cannot and the caller asks for "wide"."""
+def _choose_wide(variant: str, half: int, columns: int, accessed: list[tuple[Array, tuple[Any, ...]]]) -> bool:
+    """Return whether the kernel loads 16 bytes at a time."""
     check.one_of("variant", variant, VARIANTS)
-    unit = _WIDEST // moved[0][0].item_size
-    wide = half % unit == 0 and columns % unit == 0
-    wide = wide and all(x.alignment == _WIDEST and all(y % _WIDEST == 0 for y in of) for x, of in moved)
+    vector = _WIDEST // accessed[0][0].item_size
+    wide = half % vector == 0 and columns % vector == 0
+    wide = wide and all(x.alignment == _WIDEST and all(y % _WIDEST == 0 for y in strides) for x, strides in accessed)
     if variant == "wide" and not wide:
         why = "halves, addresses or strides are no multiples of 16 bytes"
         check.fail("variant", "'auto' or 'narrow' here", f"'wide': {why}")
@@ -128,37 +129,36 @@ def rotary_embedding(
 ) -> tuple[AnyArray, AnyArray]:
     """Rotate the heads of queries and keys by the angles of their positions, in place.
 
-    For j < rotary_dim / 2, with the cosine c and the sine s of the token's angle j,
+    For pair j < rotary_dim / 2 of elements (first, second), with the cosine c and the sine s of the token's angle j,
 
         first', second' = first * c - second * s, second * c + first * s
 
-    `layout` says which two elements of a head are rotated together. "half": x[j] and x[j + rotary_dim / 2] (the
-    `rotate_half` of Llama, Qwen, Mixtral, NeoX). "interleaved": x[2 j] and x[2 j + 1] (GLM, Cohere, GPT-J, and the code
-    that DeepSeek published). "deinterleaved" reads as "interleaved" and writes as "half", as DeepSeek-V3 does in
-    transformers. The elements of a head from rotary_dim on do not change.
+    The result is computed in float32 and rounded once. `layout` sets the elements of pair j. "half": x[j] and
+    x[j + rotary_dim / 2] (Llama, Qwen). "interleaved": x[2 j] and x[2 j + 1] (GLM, GPT-J). "deinterleaved": pairs are
+    read as in "interleaved" and written as in "half" (DeepSeek-V3 in transformers).
 
     Args:
-        query: [tokens, heads, head_dim], or [batch, heads, tokens, head_dim] as transformers has it; float32, float16
-            or bfloat16. The last dimension is contiguous, and heads do not overlap; other strides are free. Written.
-        key: the same, of any number of heads and any head_dim. Written.
-        cos, sin: [tokens, rotary_dim], or [batch or 1, tokens, rotary_dim], in the dtype of `query` or float32. In
-            "half" and "deinterleaved", the second element of pair j uses column j + rotary_dim / 2; models fill both
-            columns with the same angle. "interleaved" reads the first half of the columns only. If rotary_dim is given,
-            the arrays may also have rotary_dim / 2 columns.
+        query: [tokens, heads, head_dim], or [batch, heads, tokens, head_dim] as in transformers; float32, float16 or
+            bfloat16. Written. The last dimension is contiguous, and heads do not overlap.
+        key: the same, with any number of heads and any head_dim. Written.
+        cos, sin: [tokens, rotary_dim], or [batch or 1, tokens, rotary_dim], in the dtype of `query` or float32. In all
+            layouts but "interleaved", the second element of pair j uses column j + rotary_dim / 2. If rotary_dim is
+            given, rotary_dim / 2 columns are enough.
         layout: "half", "interleaved" or "deinterleaved".
-        rotary_dim: an even number of at most 512 and the head_dim; None: the columns of `cos`.
+        rotary_dim: even, at most 512 and at most head_dim; None: the number of columns of `cos`. The other elements of
+            a head do not change.
         unsqueeze_dim: the dimension of the heads in `query` and `key`: 1, or 2 for [batch, tokens, heads, head_dim].
-        variant: "auto", or a kernel by name: "wide" (loads of 16 bytes) or "narrow" (loads of one element).
+        variant: "auto", "wide" (loads of 16 bytes) or "narrow" (one element).
 
     Returns:
-        query and key, computed in float32 and rounded once. transformers rounds each product as well.
+        query and key.
 
     Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or options that do not fit; the message names the argument.
+        TypeError: an unsupported dtype, or mixed libraries.
+        ValueError: an argument that does not fit; the message names it.
 
-    Rotary embedding is from Su et al. (arXiv:2104.09864). The positional arguments are as in transformers'
-    `apply_rotary_pos_emb`, which returns new tensors.
+    The method is by Su et al. (arXiv:2104.09864). The positional arguments are as in transformers'
+    `apply_rotary_pos_emb`, which also rounds each product.
     """
     expect_array("query", query, DTYPES)
     if len(query.shape) not in (3, 4):
@@ -181,9 +181,9 @@ def rotary_embedding(
     batch, tokens = lengths if len(lengths) == 2 else (1, lengths[0])
     strides = {name: _strides(x, unsqueeze_dim) for name, x in (("query", query), ("key", key))}
     angles = {name: _angle_strides(x, batch) for name, x in (("cos", cos), ("sin", sin))}
-    moved = [(query, strides["query"]), (key, strides["key"]), (cos, angles["cos"]), (sin, angles["sin"])]
+    accessed = [(query, strides["query"]), (key, strides["key"]), (cos, angles["cos"]), (sin, angles["sin"])]
     half = rotary_dim // 2
-    wide = _choose_wide(variant, half, columns, moved)
+    wide = _choose_wide(variant, half, columns, accessed)
     heads = query.shape[unsqueeze_dim] + key.shape[unsqueeze_dim]
     rows = batch * tokens * heads
     if rows > MAX_ROWS:
@@ -191,11 +191,11 @@ def rotary_embedding(
     if rows == 0:
         return query, key
     threads = template.constants(_kernel.file)["THREADS"]
-    row_threads = half // (_WIDEST // query.item_size if wide else 1)
+    head_threads = half // (_WIDEST // query.item_size if wide else 1)
     second = half if has_second_half(layout, columns, rotary_dim) else 0
     launch(
         _variant(query.dtype, cos.dtype, wide, layout),
-        ceil_div(rows, threads // row_threads),
+        ceil_div(rows, threads // head_threads),
         threads,
         why=asked(variant) or why_width(_WIDEST if wide else query.item_size, "the halves of heads and of angles"),
         query=(query, *strides["query"]),
@@ -208,12 +208,12 @@ def rotary_embedding(
         sin_token_stride=angles["sin"][1],
         by_heads=divisor(heads),
         by_tokens=divisor(tokens),
-        by_threads=divisor(row_threads),
+        by_threads=divisor(head_threads),
         rows=rows,
         all_heads=heads,
         query_heads=query.shape[unsqueeze_dim],
         tokens=tokens,
-        row_threads=row_threads,
+        head_threads=head_threads,
         half=half,
         second_half=second,
     )
@@ -222,13 +222,13 @@ def rotary_embedding(
 
 # --- norms, rotation and cache --------------------------------------------------------------------------
 
-#: The number of elements of a unit, and the largest head_dim. A warp holds one head, at most two units per lane.
-_EACH, MAX_HEAD_DIM = 8, 512
+#: The elements of a vector. A lane holds two vectors of a head, so the 32 lanes of a warp hold at most 512 elements.
+_VECTOR, MAX_HEAD_DIM = 8, 512
 _fused = Kernel("rotary_embedding/norm_rotate_store", "norm_rotate_store")
 
 
 def _lanes(head_dim: int) -> int:
-    return max(1 << (head_dim // (2 * _EACH) - 1).bit_length(), 2)
+    return max(1 << (head_dim // (2 * _VECTOR) - 1).bit_length(), 2)
 
 
 def _fused_variant(dtype: str, weight_dtype: str, angle_dtype: str, head_dim: int, layout: str, norm: bool) -> Variant:
@@ -249,7 +249,7 @@ _fused.specialized = [
 
 
 def _check_weights(query: Array, weights: dict[str, Any], epsilon: float | None, width: int) -> tuple[str, float]:
-    """Check the weights of the norms. Return their dtype, and epsilon (0 without norms)."""
+    """Return the dtype of the weights, and the epsilon (0 if there are no norms)."""
     given = {name: x for name, x in weights.items() if x is not None}
     for name, array in given.items():
         if epsilon is None:
@@ -264,13 +264,13 @@ def _check_weights(query: Array, weights: dict[str, Any], epsilon: float | None,
 def _check_heads(
     heads: dict[str, Any], caches: dict[str, Any], slot_mapping: Any
 ) -> tuple[dict[str, tuple[Any, ...]], dict[str, Any]]:
-    """Check the heads. Return the strides of queries, keys, values and caches in bytes, and the fields of the slots."""
+    """Check the arrays. Return their strides in bytes, and the kernel parameters that describe the slots."""
     query, key, key_cache = heads["query"], heads["key"], caches["key_cache"]
     symbols = ("tokens", "heads", "head_dim")
     expect_array("query", query, DTYPES, symbols)
     tokens, _, head_dim = query.shape
-    if head_dim % (2 * _EACH) or not 0 < head_dim <= MAX_HEAD_DIM:
-        check.fail("query", f"of a head_dim that is a multiple of {2 * _EACH}, at most {MAX_HEAD_DIM}", head_dim)
+    if head_dim % (2 * _VECTOR) or not 0 < head_dim <= MAX_HEAD_DIM:
+        check.fail("query", f"of a head_dim that is a multiple of {2 * _VECTOR}, at most {MAX_HEAD_DIM}", head_dim)
     for name in ("key", "value"):
         expect_dimensions(name, heads[name], query, "query", (query.dtype,), symbols)
         check.shape(name, heads[name].shape, (tokens, key.shape[1], head_dim), "[tokens, kv_heads, head_dim]")
@@ -288,8 +288,8 @@ def _check_heads(
     return strides, {x: slots.fields[x] for x in ("slot_mapping", "slots", "block_size", "by_block_size")}
 
 
-def _expect_units(given: dict[str, Array | None], strides: dict[str, tuple[Any, ...]]) -> None:
-    """Raise ValueError unless the addresses and strides of all arrays are multiples of 16 bytes."""
+def _expect_aligned(given: dict[str, Array | None], strides: dict[str, tuple[Any, ...]]) -> None:
+    """Require that all addresses and strides are multiples of 16 bytes."""
     for name, array in given.items():
         if array is None:
             continue
@@ -317,34 +317,30 @@ def fused_qk_norm_rope_and_cache(
     layout: str = "half",
     rotary_dim: int | None = None,
 ) -> AnyArray:
-    """Normalize and rotate the heads of queries and keys, and store keys and values in a paged cache, in one launch.
+    """Normalize and rotate queries and keys, and store keys and values in a paged cache.
 
-    The results have the same bits as `rms_norm` of each head of query and key (if `epsilon` is given), followed by
-    `rotary_embedding` and `reshape_and_cache_flash`.
+    The results have the same bits as three calls: `rms_norm` on each head of query and key (if `epsilon` is given),
+    then `rotary_embedding`, then `reshape_and_cache_flash`.
 
     Args:
-        query: [tokens, heads, head_dim], float32, float16 or bfloat16; normalized and rotated in place. Tokens and
-            heads may be strided by multiples of 16 bytes, so query, key and value may be slices of the output of one
-            QKV projection. head_dim is a multiple of 16, at most 512.
-        key, value: [tokens, kv_heads, head_dim], with the same dtype and rules for strides. They are not changed.
+        query: [tokens, heads, head_dim], float32, float16 or bfloat16; head_dim a multiple of 16, at most 512. Written.
+            Tokens and heads may be strided by multiples of 16 bytes.
+        key, value: [tokens, kv_heads, head_dim], of the same dtype, strided like `query`.
         cos, sin: [tokens, rotary_dim] or [tokens, rotary_dim / 2], as in `rotary_embedding`.
-        key_cache, value_cache: [blocks, block_size, kv_heads, head_dim] in the dtype of `query`, as in
-            `reshape_and_cache_flash`. Written.
-        slot_mapping: int64 [tokens]: the slot of each token. A slot outside of the cache, such as -1, is skipped.
-        q_weight, k_weight: [head_dim], the weights of the norms, in the dtype of `query` or float32; None: 1.
+        key_cache, value_cache: [blocks, block_size, kv_heads, head_dim] in the dtype of `query`. Written.
+        slot_mapping: int64 [tokens]. A slot outside of the cache, such as -1, is skipped.
+        q_weight, k_weight: [head_dim], in the dtype of `query` or float32; None: all weights are 1.
         epsilon: the epsilon of the norms; None: do not normalize.
-        weight_offset: 1 for models that store the weights minus 1.
-        layout: "half", "interleaved" or "deinterleaved", as in `rotary_embedding`.
-        rotary_dim: a multiple of 16, at most head_dim; None: the columns of `cos`.
+        weight_offset: added to the weights; 1 for models that store the weights minus 1.
+        layout: as in `rotary_embedding`.
+        rotary_dim: a multiple of 16, at most head_dim; None: the number of columns of `cos`.
 
     Returns:
         query.
 
     Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or numbers that do not fit; the message names the argument.
-
-    vLLM and SGLang fuse norms and rotation as `fused_qk_norm_rope`, over one array of queries, keys and values.
+        TypeError: an unsupported dtype, or mixed libraries.
+        ValueError: an argument that does not fit; the message names it.
     """
     check.one_of("layout", layout, tuple(LAYOUTS))
     heads = {"query": query, "key": key, "value": value}
@@ -352,8 +348,8 @@ def fused_qk_norm_rope_and_cache(
     strides, slots = _check_heads(heads, caches, slot_mapping)
     rotary_dim, columns = _check_angles(cos, sin, query, 1, rotary_dim)
     head_dim = query.shape[2]
-    if rotary_dim > head_dim or rotary_dim % (2 * _EACH):
-        check.fail("rotary_dim", f"a multiple of {2 * _EACH}, at most the head_dim, {head_dim}", rotary_dim)
+    if rotary_dim > head_dim or rotary_dim % (2 * _VECTOR):
+        check.fail("rotary_dim", f"a multiple of {2 * _VECTOR}, at most the head_dim, {head_dim}", rotary_dim)
     weights = {"q_weight": q_weight, "k_weight": k_weight}
     weight_dtype, own_epsilon = _check_weights(query, weights, epsilon, head_dim)
     offset = check.number("weight_offset", weight_offset)
@@ -361,7 +357,7 @@ def fused_qk_norm_rope_and_cache(
         run_twin()
         return query
     angles = {name: (x.strides[0] * x.item_size,) for name, x in (("cos", cos), ("sin", sin))}
-    _expect_units({**heads, **caches, "cos": cos, "sin": sin, **weights}, {**strides, **angles})
+    _expect_aligned({**heads, **caches, "cos": cos, "sin": sin, **weights}, {**strides, **angles})
     all_heads, threads = query.shape[1] + 2 * key.shape[1], template.constants(_fused.file)["THREADS"]
     rows = query.shape[0] * all_heads
     if rows > MAX_ROWS:
@@ -372,7 +368,7 @@ def fused_qk_norm_rope_and_cache(
         _fused_variant(query.dtype, weight_dtype, cos.dtype, head_dim, layout, epsilon is not None),
         ceil_div(rows, threads // _lanes(head_dim)),
         threads,
-        why=f"head_dim {head_dim}: {_lanes(head_dim)} lanes per head, with two units of {_EACH} numbers each at most",
+        why=f"head_dim {head_dim}: {_lanes(head_dim)} lanes per head, with two units of {_VECTOR} numbers each at most",
         **{name: (x, *strides[name]) for name, x in {**heads, **caches}.items()},
         **slots,
         query_weight=q_weight,
@@ -386,10 +382,10 @@ def fused_qk_norm_rope_and_cache(
         all_heads=all_heads,
         query_heads=query.shape[1],
         kv_heads=key.shape[1],
-        units=head_dim // _EACH,
-        pairs=rotary_dim // (2 * _EACH),
+        vectors=head_dim // _VECTOR,
+        pairs=rotary_dim // (2 * _VECTOR),
         second_half=rotary_dim // 2 if has_second_half(layout, columns, rotary_dim) else 0,
-        per_width=1 / head_dim,
+        inverse_head_dim=1 / head_dim,
         epsilon=own_epsilon,
         offset=offset,
     )

@@ -1,7 +1,4 @@
-"""Rotary position embedding in NumPy.
-
-`cukern.ops.rotary_embedding` has checked the arguments.
-"""
+"""Rotary position embedding in NumPy."""
 
 from __future__ import annotations
 
@@ -14,10 +11,8 @@ from cukern.formats.rotary import LAYOUTS, has_second_half
 from cukern.reference import kv_cache, norm
 from cukern.runtime.tolerance import Tolerance
 
-#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
-    # The kernel and the reference do the same IEEE operations: two float32 multiplications, an addition, and one
-    # rounding to the dtype.
+    # The kernel does the same float32 operations: two multiplications, an addition, one rounding.
     "heads": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=0, absolute=0)),
 }
 
@@ -34,7 +29,6 @@ def rotary_embedding(
     rotary_dim: int | None = None,
     unsqueeze_dim: int = 1,
 ) -> tuple[Array, Array]:
-    """See `cukern.rotary_embedding`."""
     rotary_dim = rotary_dim or cos.shape[-1]
     half = rotary_dim // 2
     second = slice(half, rotary_dim) if has_second_half(layout, cos.shape[-1], rotary_dim) else slice(half)
@@ -65,7 +59,6 @@ def fused_qk_norm_rope_and_cache(
     layout: str = "half",
     rotary_dim: int | None = None,
 ) -> Array:
-    """See `cukern.fused_qk_norm_rope_and_cache`."""
     key = key.copy()
     if epsilon is not None:
         for x, weight in ((query, q_weight), (key, k_weight)):
@@ -76,7 +69,7 @@ def fused_qk_norm_rope_and_cache(
 
 
 def _sides(half: int, in_pairs: bool) -> tuple[slice, slice]:
-    """Return the slices of a head that contain the first and the second elements of the rotated pairs."""
+    """Return the slices of a head with the first and the second elements of its pairs."""
     if in_pairs:
         return slice(0, 2 * half, 2), slice(1, 2 * half, 2)
     return slice(half), slice(half, 2 * half)
