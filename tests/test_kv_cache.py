@@ -764,7 +764,7 @@ def test_64_caches_are_copied_by_a_launch(pretended: PretendedGPU) -> None:  # n
     assert [launch.fields["cache"] for launch in launches] == [addresses[:64], [*addresses[64:], *[0] * 58]]
     for launch, caches in zip(launches, (64, 6), strict=True):
         assert launch.grid == (3, caches, 1)
-        rest = {"block_mapping": pairs.data_ptr(), "block_stride": 100, "blocks": 9, "columns": 25, "parts": 1}
+        rest = {"block_mapping": pairs.data_ptr(), "block_stride": 100, "blocks": 9, "columns": 25, "splits": 1}
         assert launch.fields.items() >= rest.items()
 
 

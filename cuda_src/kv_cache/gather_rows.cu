@@ -1,15 +1,14 @@
-// Copy the tokens of sequences from a paged cache to consecutive rows, and convert them from the format of the cache to
-// T.
+// Copy tokens from a paged cache to consecutive rows of type T.
 //
 //   dst[cu_seq_lens[b] + t] = read(src[block_table[b, u / block_size], u % block_size])
 //
-// Here `u = seq_starts[b] + t` (kv_cache/gather.cuh), and read() is the conversion of kv_cache/format.cuh.
+// with u = seq_starts[b] + t, and read() as in kv_cache/format.cuh.
 //
-// Grid: x: tiles of rows of dst; y: column ranges of a row. A block first locates its rows in the cache. Then each
-// thread copies ITEMS units (BYTES bytes of dst each), as in store_rows.cu.
+// Grid: x: tiles of rows of dst; y: column ranges of a row. A block locates its rows in the cache, then each thread
+// copies ITEMS vectors.
 //
-// Speed of light: memory bandwidth; each row is read once and written once. An H200 reaches 81% of the bandwidth of a
-// copy at 8 sequences of 4096 rows of 576 bfloat16, and 73% from an FP8 cache.
+// Speed of light: memory bandwidth. At 8 sequences of 4096 rows of 576 bfloat16, an H200 reaches 81% of the bandwidth
+// of a copy, and 73% from an FP8 cache.
 #include "common/overlap.cuh"
 #include "kv_cache/gather.cuh"
 
@@ -22,7 +21,7 @@ __global__ void __launch_bounds__(THREADS) gather_rows(const __grid_constant__ G
     const int rows = int(min((long long)p.tile_rows, p.tokens - first));
     find_rows<THREADS>(p, first, rows, from);
 
-    Unit<Values::IN_BYTES> unit[ITEMS];
+    Vector<Values::IN_BYTES> vector[ITEMS];
     const float scale = FORMAT == SAME ? 1.f : p.scale.load();
     auto locate = [&](int i, int& row, int& column) {
         const int local = threadIdx.x + i * THREADS;
@@ -35,12 +34,12 @@ __global__ void __launch_bounds__(THREADS) gather_rows(const __grid_constant__ G
     for (int i = 0; i < ITEMS; ++i)
         if (locate(i, row, column)) {
             const char* at = p.src + from[row] + (long long)column * Values::IN_BYTES;
-            unit[i] = __ldg(reinterpret_cast<const Unit<Values::IN_BYTES>*>(at));
+            vector[i] = __ldg(reinterpret_cast<const Vector<Values::IN_BYTES>*>(at));
         }
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i)
         if (locate(i, row, column)) {
             char* at = p.dst + (first + row) * p.dst_stride + (long long)column * BYTES;
-            *reinterpret_cast<Unit<BYTES>*>(at) = Values::convert(unit[i], scale);
+            *reinterpret_cast<Vector<BYTES>*>(at) = Values::convert(vector[i], scale);
         }
 }

@@ -1,7 +1,4 @@
-"""Store keys and values in a paged cache, copy its blocks and gather its tokens, in NumPy.
-
-`cukern.ops.kv_cache` has checked the arguments.
-"""
+"""Store, copy and gather keys and values of a paged cache, in NumPy."""
 
 from __future__ import annotations
 
@@ -14,17 +11,16 @@ from numpy.typing import NDArray
 
 from cukern.runtime.tolerance import Tolerance
 
-#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
-    # An element is copied, or divided by the scale in float32 and rounded once to FP8. The kernel and the reference do
-    # the same IEEE operations. All NaN compare equal.
+    # An element is copied, or divided by the scale in float32 and rounded once to FP8, as in the kernel. All NaN
+    # compare equal.
     "cache": dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), Tolerance(relative=0, absolute=0)),
 }
 
 Array = NDArray[Any]
 
-#: The format of FlashMLA's FP8 cache. A token takes ENTRY bytes: LATENTS float8_e4m3fn elements, a float32 scale for
-#: each GROUP of these elements, and ROTARY bfloat16 elements, which hold the rotary part of the key.
+#: FlashMLA's FP8 cache has ENTRY bytes per token: LATENTS e4m3 elements, a float32 scale per GROUP elements, and the
+#: rotary part of the key, ROTARY bfloat16 elements.
 LATENTS, GROUP, ROTARY = 512, 128, 64
 SCALES_AT = LATENTS
 ROTARY_AT = SCALES_AT + LATENTS // GROUP * 4
@@ -38,7 +34,7 @@ _FP8 = {
 
 
 def _dtype(cache: Array, kv_cache_dtype: str) -> np.dtype[Any]:
-    """Return the dtype of the elements of a cache. The cache array itself may have dtype uint8."""
+    """Return the element dtype of a cache, which may be an array of bytes."""
     return _FP8[kv_cache_dtype] if kv_cache_dtype != "auto" and cache.dtype.itemsize == 1 else cache.dtype
 
 
@@ -47,7 +43,7 @@ def _factor(scale: Any) -> np.float32:
 
 
 def _stored(x: Array, cache: Array, kv_cache_dtype: str, scale: Any) -> Array:
-    """Convert `x` to the dtype of the cache. An FP8 cache stores x / scale, in float32, saturated, rounded once."""
+    """Convert `x` for the cache. An FP8 cache stores the float32 quotient x / scale, saturated and rounded once."""
     dtype = _dtype(cache, kv_cache_dtype)
     if dtype == x.dtype:
         return x
@@ -58,7 +54,7 @@ def _stored(x: Array, cache: Array, kv_cache_dtype: str, scale: Any) -> Array:
 
 
 def _scaled(latents: Array, rotary: Array) -> Array:
-    """Convert tokens to the format of FlashMLA's FP8 cache, uint8 [tokens, ENTRY]. Missing rotary elements become 0."""
+    """Convert tokens to FlashMLA's FP8 format, uint8 [tokens, ENTRY]. Missing rotary elements become 0."""
     if not rotary.shape[1]:
         rotary = np.zeros((len(rotary), ROTARY), rotary.dtype)
     groups = latents.astype(np.float32).reshape(-1, LATENTS // GROUP, GROUP)
@@ -77,7 +73,7 @@ def _scaled(latents: Array, rotary: Array) -> Array:
 
 
 def _unscaled(row: Array, dtype: np.dtype[Any]) -> Array:
-    """Dequantize a token of FlashMLA's FP8 cache: convert its ENTRY bytes to [LATENTS + ROTARY] elements of `dtype`."""
+    """Dequantize the ENTRY bytes of a token to [LATENTS + ROTARY] elements of `dtype`."""
     row = np.ascontiguousarray(row).view(np.uint8)
     stored, rotary = row[:SCALES_AT].view(ml_dtypes.float8_e4m3fn), row[ROTARY_AT:].view(ml_dtypes.bfloat16)
     scales = row[SCALES_AT:ROTARY_AT].view(np.float32).repeat(GROUP)
@@ -101,7 +97,6 @@ def reshape_and_cache(
     k_scale: Any,
     v_scale: Any,
 ) -> None:
-    """See `cukern.reshape_and_cache`."""
     blocks, heads, chunks, block_size, x = key_cache.shape
     keys = _stored(key, key_cache, kv_cache_dtype, k_scale)
     values = _stored(value, value_cache, kv_cache_dtype, v_scale)
@@ -120,7 +115,6 @@ def reshape_and_cache_flash(
     k_scale: Any,
     v_scale: Any,
 ) -> None:
-    """See `cukern.reshape_and_cache_flash`."""
     keys = _stored(key, key_cache, kv_cache_dtype, k_scale)
     values = _stored(value, value_cache, kv_cache_dtype, v_scale)
     for token, block, place in _places(slot_mapping, *key_cache.shape[:2]):
@@ -131,7 +125,6 @@ def reshape_and_cache_flash(
 def concat_and_cache_mla(
     kv_c: Array, k_pe: Array, kv_cache: Array, slot_mapping: Array, kv_cache_dtype: str, scale: Any
 ) -> None:
-    """See `cukern.concat_and_cache_mla`."""
     latents, rotary = kv_c[: len(slot_mapping)], k_pe.reshape(len(k_pe), k_pe.shape[-1])[: len(slot_mapping)]
     if kv_cache_dtype == "fp8_ds_mla":
         row = _scaled(latents, rotary).view(kv_cache.dtype)
@@ -142,7 +135,6 @@ def concat_and_cache_mla(
 
 
 def copy_blocks(key_caches: Sequence[Array], value_caches: Sequence[Array], block_mapping: Array) -> None:
-    """See `cukern.copy_blocks`."""
     for cache in (*key_caches, *value_caches):
         inside = ((block_mapping >= 0) & (block_mapping < len(cache))).all(axis=1)
         source, target = block_mapping[inside].T
@@ -150,7 +142,6 @@ def copy_blocks(key_caches: Sequence[Array], value_caches: Sequence[Array], bloc
 
 
 def swap_blocks(src: Array, dst: Array, block_size_in_bytes: int, block_mapping: Array) -> None:
-    """See `cukern.swap_blocks`."""
     of_src, of_dst = (x.reshape(-1).view(np.uint8).reshape(-1, block_size_in_bytes) for x in (src, dst))
     of_dst[block_mapping[:, 1]] = of_src[block_mapping[:, 0]]
 
@@ -166,7 +157,6 @@ def gather_cache(
     kv_cache_dtype: str = "auto",
     scale: Any = None,
 ) -> None:
-    """See `cukern.gather_cache`."""
     blocks, block_size = src_cache.shape[:2]
     if block_size == 0:
         return

@@ -54,7 +54,7 @@ def _calls() -> list[Call]:
 
 def _at_first_use() -> Iterator[Variant]:
     for dtype, cache_format in itertools.product(DTYPES, ("SAME", "E4M3")):
-        for aligned, parts in itertools.product((True, False), (1, op.PARTS)):
+        for aligned, parts in itertools.product((True, False), (1, op.SPLITS)):
             yield op.blocks_variant(dtype, cache_format, aligned, parts)
         for width in op.WIDTHS if cache_format == "SAME" else widths(dtype):
             yield op.gather_variant(dtype, cache_format, width)
@@ -67,7 +67,7 @@ def _at_first_use() -> Iterator[Variant]:
         yield op.copy_variant(width)
     # E5M2 has other conversions than E4M3, and the same paths.
     yield op.rows_variant("float16", "E5M2", 2, False)
-    yield op.blocks_variant("float32", "E5M2", True, op.PARTS)
+    yield op.blocks_variant("float32", "E5M2", True, op.SPLITS)
     yield op.gather_variant("float32", "E5M2", 4)
 
 

@@ -17,8 +17,8 @@ from cukern.ops.kv_cache.choose import (
     LATENTS_WARPS,
     MAX_COUNT,
     MLA_CACHE_DTYPES,
-    PARTS,
     SAME,
+    SPLITS,
     THREADS_ITEMS,
     WARPS,
     blocks_variant,
@@ -65,36 +65,32 @@ def reshape_and_cache(
     k_scale: AnyArray | float,
     v_scale: AnyArray | float,
 ) -> None:
-    """Store new keys and values in their slots of a paged cache in vLLM's layout.
+    """Store new keys and values in a paged cache in vLLM's layout.
 
-    For slot = slot_mapping[token], block = slot // block_size and place = slot % block_size:
-    key_cache[block, head, d // x, place, d % x] = key[token, head, d] and
-    value_cache[block, head, d, place] = value[token, head, d]. An FP8 cache stores key / k_scale and value / v_scale.
+    For block, offset = divmod(slot_mapping[token], block_size):
+
+        key_cache[block, head, d // x, offset, d % x] = key[token, head, d]
+        value_cache[block, head, d, offset] = value[token, head, d]
+
+    An FP8 cache stores key / k_scale and value / v_scale, computed in float32, rounded to nearest even, and saturated.
 
     Args:
-        key, value: [tokens, kv_heads, head_dim], float32, float16 or bfloat16. Tokens may be strided, so key and value
-            may be slices of the output of one QKV projection. Rows past the end of slot_mapping are ignored.
-        key_cache: [blocks, kv_heads, head_dim / x, block_size, x], where x is the number of elements in 16 bytes.
-            Blocks and heads may be strided. Of the dtype of `key`, or FP8: torch.float8_e4m3fn, torch.float8_e5m2, the
-            dtypes of the same names in ml_dtypes, or uint8.
-        value_cache: [blocks, kv_heads, head_dim, block_size], of the dtype of key_cache; blocks and heads may be
+        key, value: [tokens, kv_heads, head_dim], float32, float16 or bfloat16. Tokens may be strided. Rows past the end
+            of slot_mapping are ignored.
+        key_cache: [blocks, kv_heads, head_dim / x, block_size, x], where x elements are 16 bytes. Blocks and heads may
+            be strided. Of the dtype of `key`, or FP8: float8_e4m3fn or float8_e5m2 (of torch or ml_dtypes), or uint8.
+        value_cache: [blocks, kv_heads, head_dim, block_size], of the dtype of key_cache. Blocks and heads may be
             strided.
-        slot_mapping: int64 [tokens]. A token with a negative slot, or a slot beyond the cache, is ignored. If two
-            tokens have the same slot, the slot may end up with elements of both tokens.
-        kv_cache_dtype: "auto" (the dtype of the cache), "fp8_e4m3" (or "fp8") or "fp8_e5m2". A uint8 cache needs one of
-            the last two.
-        k_scale, v_scale: float32 arrays of one element on the device of `key` (the kernel reads them), or floats, or
-            None for 1. The quotients in an FP8 cache are computed in float32, rounded to nearest (ties to even), and
-            saturated. Other caches do not use the scales.
-
-    Arrays in host memory go through the NumPy reference.
+        slot_mapping: int64 [tokens]. A slot outside of the cache, such as -1, is skipped. If two tokens have the same
+            slot, it may get elements of both.
+        kv_cache_dtype: "auto" (the dtype of the cache), "fp8_e4m3" (or "fp8") or "fp8_e5m2"; not "auto" for uint8.
+        k_scale, v_scale: float32 arrays of one element on the device of `key`, floats, or None for 1.
 
     Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
+        TypeError: an unsupported dtype, or mixed libraries.
+        ValueError: an argument that does not fit; the message names it.
 
-    The function is vLLM's `reshape_and_cache`. vLLM's kernel writes one element at a time. This kernel transposes 8
-    tokens with consecutive slots in registers, and stores vectors of values.
+    The function is from vLLM.
     """
     strides, cache_format = check_keys_and_values(key, value, key_cache, kv_cache_dtype)
     _, heads, head_dim = key.shape
@@ -118,20 +114,21 @@ def reshape_and_cache(
     columns = heads * head_dim
     if slots.is_empty or columns == 0:
         return
-    # Every row is a whole number of 16-byte units, because head_dim is a multiple of x.
+    # Rows are whole 16-byte vectors, because head_dim is a multiple of x, the number of elements in 16 bytes.
     steps = (*strides, *key_steps, *value_steps)
     alignment = min(array.alignment for array in (key, value, key_cache, value_cache))
     aligned = alignment == 16 and not any(step % 16 for step in steps)
-    parts = PARTS if slots.tokens <= FEW_TOKENS else 1
-    # In an FP8 cache x is larger than the number of new elements in 16 bytes, so keys have fewer units than values.
-    units, line = columns * key.item_size // 16, constants("kv_cache/store_blocks")["LINE"]
-    window = constants("kv_cache/store_blocks")["WINDOW"]
+    splits = SPLITS if slots.tokens <= FEW_TOKENS else 1
+    # The grid has enough blocks to copy all vectors of `value`. An FP8 key cache has fewer vectors, because 16 bytes of
+    # it hold more elements.
+    vectors, token_lanes = columns * key.item_size // 16, constants("kv_cache/store_blocks")["TOKEN_LANES"]
+    tile = constants("kv_cache/store_blocks")["TILE"]
     why = why_width(16 if aligned else key.item_size, "the rows of keys, values and caches")
     launch(
-        blocks_variant(key.dtype, cache_format, aligned, parts),
-        (ceil_div(slots.tokens, window) * parts, -(-units // (WARPS * line)), 2),
+        blocks_variant(key.dtype, cache_format, aligned, splits),
+        (ceil_div(slots.tokens, tile) * splits, -(-vectors // (WARPS * token_lanes)), 2),
         WARPS * 32,
-        why=f"{why}; {slots.tokens} tokens: {parts} blocks to {window} tokens ({PARTS} up to {FEW_TOKENS} tokens)",
+        why=f"{why}; {slots.tokens} tokens: {splits} blocks to {tile} tokens ({SPLITS} up to {FEW_TOKENS} tokens)",
         key=(key, key_cache, scales[0], strides[0], *key_steps),
         value=(value, value_cache, scales[1], strides[1], *value_steps),
         columns=columns,
@@ -152,19 +149,16 @@ def reshape_and_cache_flash(
     k_scale: AnyArray | float,
     v_scale: AnyArray | float,
 ) -> None:
-    """Store new keys and values in their slots of a paged cache in FlashAttention's layout.
+    """Store new keys and values in a paged cache in FlashAttention's layout.
 
-    For slot = slot_mapping[token], key_cache[slot // block_size, slot % block_size] = key[token], and the same for
-    values. An FP8 cache stores key / k_scale and value / v_scale.
+        key_cache[slot // block_size, slot % block_size] = key[token], with slot = slot_mapping[token]
 
     Args:
         key_cache, value_cache: [blocks, block_size, kv_heads, head_dim], of one dtype as in `reshape_and_cache`.
-            Blocks, tokens and heads may be strided. So the caches may be slices of one array [blocks, 2, ...], and
-            heads may come before tokens in memory.
-        key, value, slot_mapping, kv_cache_dtype, k_scale, v_scale: as in `reshape_and_cache`, with any head_dim.
-            The errors are also as in that function.
+            Blocks, tokens and heads may be strided, in any order.
+        key, value, slot_mapping, kv_cache_dtype, k_scale, v_scale: as in `reshape_and_cache`, and so are the errors.
 
-    The function is vLLM's `reshape_and_cache_flash`.
+    The function is from vLLM.
     """
     new_strides, cache_format = check_keys_and_values(key, value, key_cache, kv_cache_dtype)
     _, heads, head_dim = key.shape
@@ -218,10 +212,7 @@ def _check_latents(kv_c: Any, k_pe: Any) -> None:
 
 
 def _check_latent_cache(kv_c: Array, k_pe: Array, kv_cache: Any, kv_cache_dtype: str) -> str:
-    """Check a cache of latents and return the template argument FORMAT.
-
-    For FlashMLA's FP8 cache, which has its own kernels, return SAME.
-    """
+    """Check the cache. Return the template argument FORMAT, which is SAME for FlashMLA's FP8 cache."""
     rank, rope_dim = kv_c.shape[1], k_pe.shape[-1]
     expect_place("kv_cache", kv_cache, kv_c, "kv_c")
     check.one_of("kv_cache_dtype", kv_cache_dtype, MLA_CACHE_DTYPES)
@@ -251,30 +242,27 @@ def concat_and_cache_mla(
     kv_cache_dtype: str,
     scale: AnyArray | float | None,
 ) -> None:
-    """Store the latent and the rotary key of each new token, side by side, in the token's slot of an MLA cache.
+    """Store the latent and the rotary key of each new token in an MLA cache.
 
-    For slot = slot_mapping[token]: kv_cache[slot // block_size, slot % block_size] = [kv_c[token], k_pe[token]]. An FP8
-    cache stores these elements divided by `scale`.
+        kv_cache[slot // block_size, slot % block_size] = [kv_c[token], k_pe[token]], with slot = slot_mapping[token]
+
+    An FP8 cache stores these elements divided by `scale`.
 
     Args:
         kv_c: [tokens, kv_lora_rank], float32, float16 or bfloat16; tokens may be strided.
         k_pe: [tokens, rope_dim] or [tokens, 1, rope_dim], of the same dtype; tokens may be strided.
         kv_cache: [blocks, block_size, kv_lora_rank + rope_dim], of a dtype as in `reshape_and_cache`; blocks and tokens
-            may be strided. For "fp8_ds_mla" it is [blocks, block_size, 656] of bytes, uint8 or float8_e4m3fn.
-        slot_mapping, scale: as in `reshape_and_cache`. The errors are also as in that function.
-        kv_cache_dtype: as in `reshape_and_cache`, or "fp8_ds_mla" for FlashMLA's FP8 cache. That cache needs a
-            kv_lora_rank of 512 and a rope_dim of 64 (or 0: zeros are stored). It computes its own scales, and `scale`
-            is not used.
+            may be strided. For "fp8_ds_mla": [blocks, block_size, 656], uint8 or float8_e4m3fn.
+        slot_mapping, scale: as in `reshape_and_cache`, and so are the errors.
+        kv_cache_dtype: as in `reshape_and_cache`, or "fp8_ds_mla" for FlashMLA's FP8 cache, which needs a kv_lora_rank
+            of 512 and a rope_dim of 64 (or 0: zeros are stored), and computes its own scales.
 
-    `flash_mla_with_kvcache` reads FlashMLA's FP8 cache with is_fp8_kvcache=True. In this cache a token takes 656 bytes:
-    512 float8_e4m3fn elements, 4 float32 scales (one for each 128 elements), and 64 bfloat16 elements. For each group x
-    of 128 elements of kv_c, in float32, the scale is the smallest power of two that is at least
-    max(max(abs(x)) / 448, 1e-4). x / scale is stored, rounded to nearest (ties to even). k_pe is rounded to bfloat16.
-    Thus scales are at least 2**-13, and zeros stay zeros. The maximum ignores NaN, and a NaN element is stored as NaN.
-    An infinity makes the scale infinite, and all 128 elements with this scale are read as NaN. FlashMLA's tests, and
-    vLLM from 0.33 on, compute the same scales. The attention kernels also read caches with other scales.
+    A token in FlashMLA's FP8 cache has 656 bytes: 512 float8_e4m3fn elements, one float32 scale per 128 elements, and
+    64 bfloat16 elements. The scale of 128 elements x is the smallest power of two that is at least max(max(abs(x)) /
+    448, 1e-4). The maximum ignores NaN. x / scale is rounded to nearest even. If one of the 128 elements is an
+    infinity, all of them are read as NaN.
 
-    The function is vLLM's `concat_and_cache_mla`.
+    The function is from vLLM.
     """
     _check_latents(kv_c, k_pe)
     cache_format = _check_latent_cache(kv_c, k_pe, kv_cache, kv_cache_dtype)
@@ -331,7 +319,7 @@ _FIRST_CACHE = "key_caches[0]"
 
 
 def _check_caches(key_caches: Sequence[Any], value_caches: Sequence[Any]) -> int:
-    """Check the caches. Return their block stride in bytes, which must be equal in all caches."""
+    """Check the caches. Return the block stride in bytes that all caches have in common."""
     first, like = key_caches[0], _FIRST_CACHE
     expect_array(like, first, CACHE_DTYPES)
     if not first.shape:
@@ -357,27 +345,21 @@ def _check_caches(key_caches: Sequence[Any], value_caches: Sequence[Any]) -> int
 def copy_blocks(
     key_caches: Sequence[WrittenArray], value_caches: Sequence[WrittenArray], block_mapping: AnyArray
 ) -> None:
-    """Copy blocks in the caches of all layers. A pair (i, j) of block_mapping means cache[j] = cache[i].
+    """Copy blocks in the caches of all layers: cache[j] = cache[i] for each pair (i, j) of block_mapping.
 
     Args:
-        key_caches, value_caches: lists of arrays [blocks, ...], one per layer, all of one dtype that a cache may have,
-            with the same number of blocks and the same number of elements in a block, in any layout. A block must be
-            contiguous, and the block stride must be the same in all caches. value_caches is an empty list if there are
-            no separate values, as in MLA caches.
-        block_mapping: int64 [pairs, 2], on the device of the caches. A pair with a block that is not in the cache is
-            skipped. The pairs are copied in no particular order. So the result is undefined for a block that one pair
-            writes and another pair reads or writes.
+        key_caches, value_caches: lists of arrays [blocks, ...], one per layer, with one dtype, block size and block
+            stride, and contiguous blocks. value_caches is empty for MLA caches.
+        block_mapping: int64 [pairs, 2], on the device of the caches. A pair with a block outside of the cache is
+            skipped. The order is undefined, so a block that one pair writes must be in no other pair.
 
-    One launch copies up to 64 caches (the keys and values of 32 layers). The kernel's parameters hold the addresses of
-    the caches, so the call does not copy a list of addresses to the device. Arrays in host memory go through the NumPy
-    reference.
+    One launch copies up to 64 caches, whose addresses are kernel parameters.
 
     Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
+        TypeError: an unsupported dtype, or mixed libraries.
+        ValueError: an argument that does not fit; the message names it.
 
-    The function is vLLM's `copy_blocks`, and with an empty value_caches vLLM's `copy_blocks_mla`. vLLM's functions copy
-    the addresses of the caches to the device, and wait for this copy.
+    The function is vLLM's `copy_blocks`. With an empty value_caches it is vLLM's `copy_blocks_mla`.
     """
     for name, caches in (("key_caches", key_caches), ("value_caches", value_caches)):
         if not isinstance(caches, (tuple, list)):
@@ -405,18 +387,18 @@ def copy_blocks(
     width = vector_bytes(like, block_stride | block_bytes | min(cache.alignment for cache in every), first.item_size)
     threads, items = THREADS_ITEMS["copy_blocks"]
     columns = block_bytes // width
-    parts = -(-columns // (threads * items))
+    splits = -(-columns // (threads * items))
     if columns > MAX_COUNT:
         check.fail(like, f"of blocks of at most {MAX_COUNT * width} bytes", block_bytes)
-    if pairs > MAX_COUNT // parts:
-        check.fail("block_mapping", f"of at most {MAX_COUNT // parts} pairs for blocks of this size", pairs)
+    if pairs > MAX_COUNT // splits:
+        check.fail("block_mapping", f"of at most {MAX_COUNT // splits} pairs for blocks of this size", pairs)
     most = constants("kv_cache/copy_blocks")["CACHES"]
     for i in range(0, len(every), most):
         some = every[i : i + most]
         which = f"caches {i + 1} to {i + len(some)} of {len(every)}, at most {most} to a launch"
         launch(
             copy_variant(width),
-            (pairs if parts == 1 else pairs * parts, len(some)),
+            (pairs if splits == 1 else pairs * splits, len(some)),
             threads,
             why=f"{which}; {why_width(width, 'the blocks')}",
             cache=[*some, *[None] * (most - len(some))],
@@ -424,15 +406,12 @@ def copy_blocks(
             block_stride=block_stride,
             blocks=blocks,
             columns=columns,
-            parts=parts,
+            splits=splits,
         )
 
 
 def _batch(batch_size: Any, rows: int, lengths: int, starts: int | None) -> int:
-    """Check batch_size, and return it.
-
-    `rows` is the number of rows of block_table. `lengths` and `starts` are the sizes of cu_seq_lens and seq_starts.
-    """
+    """Check and return batch_size. `rows`, `lengths`, `starts`: sizes of block_table, cu_seq_lens and seq_starts."""
     batch = check.integer("batch_size", batch_size, 0, rows, "the rows of block_table")
     for name, least, found in (("cu_seq_lens", batch + 1, lengths), ("seq_starts", batch, starts)):
         if found is not None and found < least:
@@ -441,7 +420,7 @@ def _batch(batch_size: Any, rows: int, lengths: int, starts: int | None) -> int:
 
 
 def _check_gathered(src_cache: Any, dst: Any, kv_cache_dtype: str) -> str:
-    """Check the cache and `dst`. Return the template argument FORMAT: SAME if bits are copied without a conversion."""
+    """Check `src_cache` and `dst`. Return the template argument FORMAT."""
     expect_array("src_cache", src_cache, CACHE_DTYPES)
     if len(src_cache.shape) < 2:
         check.dimensions("src_cache", src_cache.shape, ("blocks", "block_size", "..."))
@@ -472,7 +451,7 @@ def _check_gathered(src_cache: Any, dst: Any, kv_cache_dtype: str) -> str:
 
 
 def _check_sequences(src_cache: Array, block_table: Any, cu_seq_lens: Any, batch_size: Any, seq_starts: Any) -> Any:
-    """Check the arrays of the sequences, and return the number of sequences."""
+    """Check the arrays that describe the sequences. Return the number of sequences."""
     expect_dimensions("block_table", block_table, src_cache, "src_cache", ("int32",), ("batch", "max_blocks"))
     vectors = [("cu_seq_lens", cu_seq_lens, "batch + 1")]
     if seq_starts is not None:
@@ -496,34 +475,32 @@ def gather_cache(
     kv_cache_dtype: str = "auto",
     scale: AnyArray | float | None = None,
 ) -> None:
-    """Gather the cached tokens of several sequences into one array, sequence after sequence.
+    """Gather the cached tokens of several sequences into one array.
 
-    Sequence b has cu_seq_lens[b + 1] - cu_seq_lens[b] tokens. Its token t is at position u = seq_starts[b] + t:
+    Token t of sequence b is at position u = seq_starts[b] + t:
 
         dst[cu_seq_lens[b] + t] = src_cache[block_table[b, u // block_size], u % block_size]
 
     Args:
-        src_cache: [blocks, block_size, ...], of any dtype that a cache may have; blocks and tokens may be strided.
-        dst: [tokens, ...], with the last dimensions of src_cache; tokens may be strided. Of the same dtype, or for an
-            FP8 cache float32, float16 or bfloat16: each stored element is then multiplied by `scale` in float32 and
-            rounded once. For FlashMLA's FP8 cache, rows of dst have 576 elements; the last 64 are converted from
-            bfloat16.
+        src_cache: [blocks, block_size, ...], of any cache dtype; blocks and tokens may be strided.
+        dst: [tokens, ...], with the last dimensions of src_cache; tokens may be strided. Of the dtype of src_cache, or
+            for an FP8 cache float32, float16 or bfloat16; elements are then multiplied by `scale` in float32 and
+            rounded once. For FlashMLA's FP8 cache, rows have 576 elements.
         block_table: int32 [batch, max_blocks], with at least batch_size rows; rows may be strided.
-        cu_seq_lens: int32 [batch + 1], the number of tokens before each sequence, then the number of all tokens. The
-            elements must not decrease.
+        cu_seq_lens: int32 [batch + 1], ascending: the number of tokens before each sequence, then the number of all
+            tokens.
         batch_size: the number of sequences to gather.
-        seq_starts: int32 [batch], the number of tokens to skip at the start of each sequence. Not negative.
-        kv_cache_dtype: as in `concat_and_cache_mla`; it matters only if an FP8 cache is converted.
-        scale: as in `reshape_and_cache`. Copies without a conversion, and FlashMLA's FP8 cache, do not use it.
+        seq_starts: int32 [batch], not negative: the tokens to skip in each sequence.
+        kv_cache_dtype: as in `concat_and_cache_mla`. It matters only if the dtypes of src_cache and dst differ.
+        scale: as in `reshape_and_cache`; not for FlashMLA's FP8 cache.
 
-    A row of dst is not written if it belongs to no sequence, if its position is outside of the block table, or if its
-    block is outside of the cache. Arrays in host memory go through the NumPy reference.
+    A row of dst is not written if its sequence, block table entry or block does not exist.
 
     Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
+        TypeError: an unsupported dtype, or mixed libraries.
+        ValueError: an argument that does not fit; the message names it.
 
-    The function is vLLM's `gather_cache` (`cp_gather_cache` in later releases). It also does the conversions of vLLM's
+    The function is vLLM's `gather_cache` (later `cp_gather_cache`), with the conversions of
     `gather_and_maybe_dequant_cache` and `cp_gather_and_upconvert_fp8_kv_cache`.
     """
     cache_format = _check_gathered(src_cache, dst, kv_cache_dtype)

@@ -1,4 +1,4 @@
-"""The kernels of `kv_cache`: their variants and tiles, and the checks that several functions share."""
+"""The kernels of `kv_cache`, and shared checks."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from cukern.runtime.vectors import divisor
 
 DTYPES = ("float32", "float16", "bfloat16")
 CACHE_DTYPES = (*DTYPES, "uint8", *fp8.DTYPES)
-#: The template argument FORMAT: SAME if elements are copied without a conversion, else the FP8 format of the cache.
+#: Template argument FORMAT: SAME for a copy without conversion, else the FP8 format of the cache.
 SAME = "SAME"
 FORMAT = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
-#: The `kv_cache_dtype` of FlashMLA's FP8 cache, which has its own kernels.
+#: FlashMLA's FP8 cache, which has its own kernels.
 DS_MLA = "fp8_ds_mla"
 MLA_CACHE_DTYPES = (*fp8.KV_CACHE_DTYPES, DS_MLA)
 DS_MLA_DTYPES = ("uint8", "float8_e4m3fn")
-#: The template argument T for a copy without conversion. The key is the size of an element in bytes.
+#: Template argument T for a copy without conversion, by element size in bytes.
 _BITS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned"}
 
-#: The largest number of tokens, of slots, and of units (of one load or store) in a row or a block. The kernels use
-#: signed 32-bit indices, and round the numbers up to whole tiles.
+#: The largest number of tokens, of slots, and of vectors per row or block. Kernels round these numbers up to whole
+#: tiles, and have 32-bit indices.
 MAX_COUNT = 2**31 - 2**12
-WIDTHS = (16, 8, 4, 2, 1)  # bytes of a unit (one load or store): a call uses the widest that its alignment allows
+WIDTHS = (16, 8, 4, 2, 1)  # bytes of a vector: the widest that the alignment allows
 
 _store_rows = Kernel("kv_cache/store_rows", "store_rows")
 _store_blocks = Kernel("kv_cache/store_blocks", "store_blocks")
@@ -36,13 +36,13 @@ _gather_rows = Kernel("kv_cache/gather_rows", "gather_rows")
 _store_latents = Kernel("kv_cache/store_latents", "store_latents")
 _gather_latents = Kernel("kv_cache/gather_latents", "gather_latents")
 
-#: For each kernel: threads per block, and units per thread.
+#: For each kernel: threads per block, and vectors per thread.
 THREADS_ITEMS = {"store_rows": (192, 3), "copy_blocks": (256, 4), "gather_rows": (256, 2)}
-WARPS = 2  # warps per block of store_blocks
-LATENTS_WARPS = 4  # warps per block of store_latents
-#: store_blocks divides the tokens of a call into ranges of WINDOW tokens. Up to FEW_TOKENS tokens, PARTS thread blocks
-#: share a range, so that each thread copies one token only. With more tokens one block processes each range.
-FEW_TOKENS, PARTS = 512, 8
+WARPS = 2  # per block of store_blocks
+LATENTS_WARPS = 4  # per block of store_latents
+#: For up to FEW_TOKENS tokens, store_blocks has SPLITS thread blocks per tile of tokens, and each thread copies one
+#: token. For more tokens it has one thread block per tile.
+FEW_TOKENS, SPLITS = 512, 8
 
 
 def rows_variant(dtype: str, cache_format: str, width: int, concat: bool) -> Variant:
@@ -50,9 +50,9 @@ def rows_variant(dtype: str, cache_format: str, width: int, concat: bool) -> Var
     return _store_rows.variant(element, cache_format, width, str(concat).lower(), *THREADS_ITEMS["store_rows"])
 
 
-def blocks_variant(dtype: str, cache_format: str, aligned: bool, parts: int) -> Variant:
+def blocks_variant(dtype: str, cache_format: str, aligned: bool, splits: int) -> Variant:
     element = _BITS[ITEM_SIZE[dtype]] if cache_format == SAME else CUDA_TYPE[dtype]
-    return _store_blocks.variant(element, cache_format, str(aligned).lower(), WARPS, parts)
+    return _store_blocks.variant(element, cache_format, str(aligned).lower(), WARPS, splits)
 
 
 def gather_variant(dtype: str, cache_format: str, width: int) -> Variant:
@@ -72,10 +72,10 @@ def copy_variant(width: int) -> Variant:
     return _copy_blocks.variant(width, *THREADS_ITEMS["copy_blocks"])
 
 
-# FP8 caches, float32 and narrower units are compiled at their first use.
+# Instances for FP8 caches, float32 or narrower vectors are compiled at first use.
 for _kernel, _variants in (
     (_store_rows, [rows_variant("bfloat16", SAME, WIDTHS[0], concat) for concat in (False, True)]),
-    (_store_blocks, [blocks_variant("bfloat16", SAME, True, parts) for parts in (1, PARTS)]),
+    (_store_blocks, [blocks_variant("bfloat16", SAME, True, splits) for splits in (1, SPLITS)]),
     (_copy_blocks, [copy_variant(WIDTHS[0])]),
     (_gather_rows, [gather_variant("bfloat16", SAME, WIDTHS[0])]),
 ):
@@ -86,11 +86,11 @@ for _kernel, _variants in (
 
 
 class Tile(NamedTuple):
-    """The rows that one thread block processes: several whole rows, or one chunk of a long row."""
+    """The rows of a thread block: several whole rows, or one chunk of a long row."""
 
     threads: int
     rows: int
-    chunks: int  # how many chunks a row is divided into; 1 if a tile has whole rows
+    chunks: int  # per row; 1 if a tile has whole rows
     fields: dict[str, Any]  # fields of the kernel's parameters
 
 
@@ -105,7 +105,7 @@ def tile_of(kernel: str, columns: int) -> Tile:
 
 
 def format_of(dtype: str, name: str, cache: Array, kv_cache_dtype: str) -> str:
-    """Return the template argument FORMAT for elements of `dtype` in `cache`. Error messages call the cache `name`."""
+    """Return the template argument FORMAT. Error messages call the cache `name`."""
     if kv_cache_dtype == "auto":
         check.dtype(name, cache.dtype, (dtype, *fp8.DTYPES))
         return SAME if cache.dtype == dtype else FORMAT[cache.dtype]
@@ -119,16 +119,15 @@ def format_of(dtype: str, name: str, cache: Array, kv_cache_dtype: str) -> str:
 def expect_dimensions(
     name: str, array: Any, like: Array, like_name: str, dtypes: Sequence[str], symbols: tuple[str, ...]
 ) -> None:
-    """Check that `array` is on the device of `like`, and has one of these dtypes and the dimensions `symbols`."""
+    """Check device, dtype and dimensions of `array`."""
     expect_place(name, array, like, like_name)
     expect_array(name, array, dtypes, symbols)
 
 
 def distances(name: str, array: Array, outer: int, written: bool = False) -> tuple[int, ...]:
-    """Return the strides of the first `outer` dimensions in bytes; 0 for a dimension with at most one element.
+    """Return the strides of the first `outer` dimensions in bytes; 0 for a dimension of size 0 or 1.
 
-    Raises ValueError if the other dimensions are not contiguous. Also raises it if the kernel writes the array
-    (`written`) and elements of the array overlap in memory.
+    Raises ValueError unless the other dimensions are contiguous and, if `written`, elements do not overlap in memory.
     """
     shape, strides = array.shape, array.strides
     if any(size == 0 for size in shape):
@@ -143,15 +142,13 @@ def distances(name: str, array: Array, outer: int, written: bool = False) -> tup
 
 
 class Slots(NamedTuple):
-    """The slots of the new tokens of a call."""
-
     tokens: Any
     fields: dict[str, Any]  # fields of the kernels' parameters
     is_empty: bool
 
 
 def check_slots(slot_mapping: Any, like: Array, like_name: str, name: str, blocks: int, block_size: int) -> Slots:
-    """Check slot_mapping, the cache slots of the first tokens of `like`. Error messages call the cache `name`."""
+    """Check slot_mapping, which gives slots to the first tokens of `like`. Error messages call the cache `name`."""
     slots = blocks * block_size
     if slots > MAX_COUNT:
         check.fail(name, f"of at most {MAX_COUNT} slots", f"{blocks} blocks of {block_size}")
@@ -167,7 +164,7 @@ def check_slots(slot_mapping: Any, like: Array, like_name: str, name: str, block
 
 
 def check_keys_and_values(key: Any, value: Any, key_cache: Any, kv_cache_dtype: str) -> tuple[tuple[int, ...], str]:
-    """Check keys and values. Return their token strides in bytes, and the template argument FORMAT of the key cache."""
+    """Check keys and values. Return their token strides in bytes, and the template argument FORMAT."""
     symbols = ("tokens", "kv_heads", "head_dim")
     expect_array("key", key, DTYPES, symbols)
     expect_dimensions("value", value, key, "key", (key.dtype,), symbols)

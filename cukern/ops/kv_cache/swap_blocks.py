@@ -1,4 +1,4 @@
-"""`swap_blocks`: copy cache blocks between host and device memory with the driver's copies, without a kernel."""
+"""`swap_blocks`: copies of cache blocks between host and device memory by the driver."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from cukern.runtime.cuda import current_device, runtime
 
 
 class _Memory(NamedTuple):
-    """The memory of a cache."""
-
     array: Any
     library: arrays.Library
     device: int | None  # None: host memory
@@ -60,36 +58,29 @@ def _pairs_of(block_mapping: Any, src: _Memory, dst: _Memory) -> NDArray[np.int6
 def runs_of(pairs: NDArray[np.int64]) -> NDArray[np.int64]:
     """Merge pairs of blocks that are consecutive in both caches.
 
-    Return an array [runs, 3]. A row has the first block in the source, the first block in the destination, and the
-    number of blocks.
+    Return [runs, 3]: first block in the source, first block in the destination, number of blocks.
     """
     first = np.flatnonzero(np.r_[True, (np.diff(pairs, axis=0) != 1).any(axis=1)]) if len(pairs) else np.arange(0)
     return np.column_stack([pairs[first], np.diff(np.r_[first, len(pairs)])])
 
 
 def swap_blocks(src: Array, dst: Array, block_size_in_bytes: int, block_mapping: Array) -> None:
-    """Copy blocks of one cache to another. Each cache is in host memory or on a GPU.
-
-    For each pair (i, j) of block_mapping, block i of src is copied to block j of dst.
+    """Copy blocks between caches in host memory or on a GPU: dst[j] = src[i] for each pair (i, j) of block_mapping.
 
     Args:
-        src, dst: contiguous arrays of any dtype that a cache may have, of blocks one after the other. If both are on
-            GPUs, they must be on the same GPU. They may be of different libraries.
-        block_size_in_bytes: the bytes of a block, a divisor of the bytes of src and of dst.
-        block_mapping: int64 [pairs, 2], in host memory. The result is undefined for a block that one pair writes and
-            another pair reads or writes.
+        src, dst: contiguous arrays of any cache dtype and library, in host memory or on one GPU.
+        block_size_in_bytes: a divisor of the bytes of src and of dst.
+        block_mapping: int64 [pairs, 2], in host memory. A block that one pair writes must be in no other pair.
 
-    The copies run on the current stream of the library that owns the GPU array. Blocks that are consecutive in both
-    caches are copied together. With pinned memory the copies are asynchronous: the host must wait for the stream before
-    it reads dst or changes src. With other host memory some copies end before the call returns, and a CUDA graph cannot
-    capture the call. The function does not launch a kernel, and has no torch operator. If both arrays are in host
-    memory, the NumPy reference runs.
+    The driver copies runs of blocks on the current stream, without a kernel or a torch operator. With pinned memory the
+    copies are asynchronous: the host must wait for the stream before it reads dst or changes src. With other host
+    memory a CUDA graph cannot capture the call.
 
     Raises:
-        TypeError: an unsupported dtype, or a value that is not an array.
-        ValueError: sizes, strides, devices or blocks that do not fit; the message names the argument.
+        TypeError: an unsupported dtype, or mixed libraries.
+        ValueError: an argument that does not fit; the message names it.
 
-    The function is vLLM's `swap_blocks`.
+    The function is from vLLM.
     """
     block_bytes = check.integer("block_size_in_bytes", block_size_in_bytes, 1)
     source, target = _memory_of("src", src, block_bytes), _memory_of("dst", dst, block_bytes)
