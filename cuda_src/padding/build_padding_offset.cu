@@ -1,45 +1,42 @@
-// Compute the offset of each word of a padded batch. A word is the row of a token, as opposed to a row of padding.
+// Compute the offset of each token of a padded batch.
 //
-// A padded batch has `batch * max_seq_len` rows. The first lengths[b] rows of sequence b hold words. Without the
-// padding, the words of all sequences are `words` consecutive rows.
+// The first lengths[b] of the max_seq_len padded rows of sequence b hold tokens.
 //
 //   cu_seqlens[b]     = lengths[0] + ... + lengths[b - 1]
-//   padding_offset[w] = b * max_seq_len - cu_seqlens[b], if word w is in sequence b; its padded row is
-//                       w + padding_offset[w]
+//   padding_offset[t] = b * max_seq_len - cu_seqlens[b], if token t is in sequence b; its padded row is
+//                       t + padding_offset[t]
 //
-// Grid: one block per words_per_block words. There are few lengths, so each block computes their prefix sums itself,
-// one tile of sequences at a time, until it reaches its last word. Therefore blocks do not wait for each other. The
-// last block continues to the last sequence and writes cu_seqlens.
+// Grid: one block per tokens_per_block tokens. Each block computes the prefix sums of the lengths itself, so that no
+// block waits for another. It scans tiles of sequences up to its last token. The last block writes cu_seqlens.
 //
-// Speed of light: the latency of a launch, a load, a scan and a binary search; only 4 bytes are written per word. On an
-// H200, 16384 words of 64 sequences take 2.2 us, four times as long as an empty kernel.
+// Speed of light: latency of a launch, a load, a scan and a binary search. On an H200, 16384 tokens of 64 sequences
+// take 2.2 us, four times as long as an empty kernel.
 #include "common/overlap.cuh"
 #include "common/warp.cuh"
 
 struct BuildParams {
     const int* lengths;  // [batch], clamped to [0, max_seq_len]
-    int* padding_offset; // [words]
+    int* padding_offset; // [tokens]
     int* cu_seqlens;     // [batch + 1]
-    int words;           // given by the caller; a word beyond the sum of the lengths gets a row after the batch
+    int tokens;          // a token beyond the sum of the lengths gets a row after the batch
     int batch;
     int max_seq_len;
-    int words_per_block;
-    int first_step; // first step of `find`: the largest power of two below min(batch, THREADS * LENGTHS)
+    int tokens_per_block;
+    int first_step; // the largest power of two below min(batch, THREADS * LENGTHS)
 };
 
 constexpr int LENGTHS = 4; // sequence lengths per thread and tile
 
-// A tile of THREADS * LENGTHS sequences.
 template <int THREADS> struct Sequences {
     static constexpr int TILE = THREADS * LENGTHS, WARPS = THREADS / 32;
     const BuildParams& p;
-    int (&starts)[TILE]; // for each sequence of the tile: number of words before it
+    int (&starts)[TILE]; // tokens before each sequence of the tile
     int (&warp_sums)[WARPS];
     const int lane, warp;
     const bool last_block;
 
-    // Fill `starts` for the tile that begins with sequence `tile`. `before` is the number of words before this tile.
-    // Return the number of words up to the end of the tile. The last block also writes cu_seqlens.
+    // Fill `starts` for the sequences of a tile. `before`: tokens before the tile. Return the number of tokens up to
+    // the end of the tile.
     __device__ __forceinline__ int scan(int tile, int before) const {
         int length[LENGTHS], sum = 0;
 #pragma unroll
@@ -53,8 +50,8 @@ template <int THREADS> struct Sequences {
         __syncthreads();
         const int sums = lanes_inclusive_sum<32>(lane < WARPS ? warp_sums[lane] : 0);
         const int after = before + __shfl_sync(FULL_WARP, sums, WARPS - 1);
-        const int of_warps_before = __shfl_sync(FULL_WARP, sums, max(warp - 1, 0));
-        int start = before + (warp ? of_warps_before : 0) + inclusive - sum;
+        const int earlier_warps = __shfl_sync(FULL_WARP, sums, max(warp - 1, 0));
+        int start = before + (warp ? earlier_warps : 0) + inclusive - sum;
 #pragma unroll
         for (int i = 0; i < LENGTHS; ++i) {
             const int sequence = tile + threadIdx.x * LENGTHS + i;
@@ -65,12 +62,11 @@ template <int THREADS> struct Sequences {
         __syncthreads();
         return after;
     }
-    // Return the index, within the tile, of the sequence that contains a word: the last sequence that starts at or
-    // before the word. Empty sequences with the same start come earlier, so they are never returned.
-    __device__ __forceinline__ int find(int word) const {
+    // Return the last of the tile's sequences that start at or before the token. This skips empty sequences.
+    __device__ __forceinline__ int find(int token) const {
         int sequence = 0;
         for (int step = p.first_step; step > 0; step /= 2)
-            if (starts[sequence + step] <= word) sequence += step;
+            if (starts[sequence + step] <= token) sequence += step;
         return sequence;
     }
 };
@@ -83,20 +79,20 @@ __global__ void __launch_bounds__(THREADS) build_padding_offset(const __grid_con
     __shared__ int warp_sums[Tiles::WARPS];
     const bool last_block = blockIdx.x == gridDim.x - 1;
     const Tiles sequences{p, starts, warp_sums, int(threadIdx.x % 32), int(threadIdx.x / 32), last_block};
-    const int first = int(blockIdx.x) * p.words_per_block;
-    const int end = last_block ? p.words : first + p.words_per_block;
+    const int first = int(blockIdx.x) * p.tokens_per_block;
+    const int end = last_block ? p.tokens : first + p.tokens_per_block;
 
-    int before = 0; // number of words before the tile
+    int before = 0; // tokens before the tile
     for (int tile = 0; tile < p.batch && (before < end || last_block); tile += Tiles::TILE) {
         const int after = sequences.scan(tile, before);
-        for (int word = max(first, before) + threadIdx.x; word < min(end, after); word += THREADS) {
-            const int sequence = sequences.find(word);
-            p.padding_offset[word] = (tile + sequence) * p.max_seq_len - starts[sequence];
+        for (int token = max(first, before) + threadIdx.x; token < min(end, after); token += THREADS) {
+            const int sequence = sequences.find(token);
+            p.padding_offset[token] = (tile + sequence) * p.max_seq_len - starts[sequence];
         }
         before = after;
         __syncthreads();
     }
-    for (int word = max(first, before) + threadIdx.x; word < end; word += THREADS)
-        p.padding_offset[word] = p.batch * p.max_seq_len - before;
+    for (int token = max(first, before) + threadIdx.x; token < end; token += THREADS)
+        p.padding_offset[token] = p.batch * p.max_seq_len - before;
     if (last_block && threadIdx.x == 0) p.cu_seqlens[0] = 0;
 }

@@ -1,63 +1,58 @@
-// Copy the words (rows of tokens) of a padded batch to consecutive rows, without the padding.
+// Copy the tokens of a padded batch to consecutive rows.
 //
-//   out[w] = src[w + padding_offset[w]], or 0 if src does not have this row
-//
-// src is [padded_rows, columns] or, if TRANSPOSED, [batch, heads, max_seq_len, dim]. Wrong offsets never cause an
-// access outside of the arrays.
+//   out[t] = src[t + padding_offset[t]], or 0 if src does not have this row
 //
 // Grid: tiles of `out` (padding/tile.cuh).
 //
-// Speed of light: memory bandwidth; each word is read once and written once. At 32768 words of 4096 float16, an H200
-// reaches 96% of the bandwidth of a copy (97% if TRANSPOSED). At 16384 words of 1024, it reaches 85% in both cases.
+// Speed of light: memory bandwidth. At 32768 tokens of 4096 float16, an H200 reaches 96% of the bandwidth of a copy
+// (97% if TRANSPOSED), and 85% at 16384 tokens of 1024.
 #include "common/overlap.cuh"
 #include "padding/tile.cuh"
 
 struct RemoveParams {
-    const void* src;           // padded rows, `row_stride` units apart, or [batch, heads, max_seq_len, dim]
-    const int* padding_offset; // [words]
-    void* out;                 // [words, columns]
-    long long row_stride;
+    const void* src;           // [padded_rows, columns]; if TRANSPOSED: [batch, heads, max_seq_len, dim]
+    const int* padding_offset; // [tokens]
+    void* out;                 // [tokens, columns]
+    long long row_stride;      // of src, in vectors
     int padded_rows;
     Geometry geometry;
-    Heads heads; // only if TRANSPOSED
+    Heads heads; // if TRANSPOSED
 };
 
 template <int BYTES, int COLUMNS, bool TRANSPOSED, int HEAD_COLUMNS, int THREADS, int ITEMS>
 __global__ void __launch_bounds__(THREADS) remove_padding(const __grid_constant__ RemoveParams p) {
     begin_behind_earlier_kernels();
-    using Unit = typename VectorOf<BYTES>::Type;
     constexpr unsigned NOWHERE = ~0u;
     const Tile<COLUMNS, THREADS, ITEMS> tile(p.geometry);
-    const Unit* src = static_cast<const Unit*>(p.src);
-    Unit* out = static_cast<Unit*>(p.out);
+    const Vector<BYTES>* src = static_cast<const Vector<BYTES>*>(p.src);
+    Vector<BYTES>* out = static_cast<Vector<BYTES>*>(p.out);
 
     unsigned from[ITEMS];
-    Unit unit[ITEMS];
+    Vector<BYTES> vector[ITEMS];
     int row, column;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         from[i] = NOWHERE;
         if (tile.locate(i, row, column)) {
-            const unsigned word = tile.first_row + row;
-            // The sum is unsigned, so a negative sum becomes an index after all rows. An overflow never gives a valid
-            // index.
-            from[i] = word + unsigned(p.padding_offset[word]);
+            const unsigned token = tile.first_row + row;
+            // As an unsigned number, a negative sum is an index after all rows.
+            from[i] = token + unsigned(p.padding_offset[token]);
         }
     }
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         tile.locate(i, row, column);
-        unit[i] = Unit{};
+        vector[i] = Vector<BYTES>{};
         if (from[i] < unsigned(p.padded_rows)) {
-            long long at;
+            long long offset;
             if constexpr (TRANSPOSED)
-                at = by_head<HEAD_COLUMNS>(p.heads, from[i], column);
+                offset = by_head<HEAD_COLUMNS>(p.heads, from[i], column);
             else
-                at = from[i] * p.row_stride + column;
-            unit[i] = __ldg(src + at);
+                offset = from[i] * p.row_stride + column;
+            vector[i] = __ldg(src + offset);
         }
     }
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i)
-        if (tile.locate(i, row, column)) out[tile.offset(row, column)] = unit[i];
+        if (tile.locate(i, row, column)) out[tile.offset(row, column)] = vector[i];
 }

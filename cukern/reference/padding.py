@@ -1,7 +1,4 @@
-"""Remove and restore the padding of batches, in NumPy.
-
-`cukern.ops.padding` has checked the arguments.
-"""
+"""Remove and restore the padding of batches, in NumPy."""
 
 from __future__ import annotations
 
@@ -16,25 +13,22 @@ Array = NDArray[Any]
 def build_sequence_length_padding_offset(
     sequence_length: Array, max_seq_len: int, *, valid_word_num: int | None = None
 ) -> tuple[Array, Array, int]:
-    """See `cukern.build_sequence_length_padding_offset`."""
     lengths = np.clip(sequence_length.astype(np.int64), 0, max_seq_len)
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
     words = int(cu_seqlens[-1]) if valid_word_num is None else valid_word_num
-    # The index of a word's sequence is the number of sequences that end before the word. For words after the last
-    # sequence it is the number of all sequences.
+    # A word's sequence index is the count of sequences that end before the word.
     sequence = np.searchsorted(cu_seqlens[1:], np.arange(words), side="right")
     padding_offset = sequence * max_seq_len - cu_seqlens[sequence]
     return padding_offset.astype(np.int32), cu_seqlens.astype(np.int32), words
 
 
 def _places(padding_offset: Array, rows: int) -> tuple[Array, Array]:
-    """Return the row of each word in the padded batch, and whether the batch has that row."""
+    """Return each word's row in the padded batch, and whether the batch has that row."""
     row = np.arange(len(padding_offset)) + padding_offset.astype(np.int64)
     return row, (row >= 0) & (row < rows)
 
 
 def remove_sequence_length_padding(src: Array, padding_offset: Array) -> Array:
-    """See `cukern.remove_sequence_length_padding`."""
     batch, seq, hidden = src.shape
     row, inside = _places(padding_offset, batch * seq)
     result = np.zeros((len(padding_offset), hidden), src.dtype)
@@ -45,7 +39,6 @@ def remove_sequence_length_padding(src: Array, padding_offset: Array) -> Array:
 def rebuild_sequence_length_padding(
     src: Array, padding_offset: Array, batch: int, max_seq_len: int, *, fill: float = 0.0
 ) -> Array:
-    """See `cukern.rebuild_sequence_length_padding`."""
     hidden = src.shape[1]
     row, inside = _places(padding_offset, batch * max_seq_len)
     with np.errstate(over="ignore"):
@@ -55,7 +48,6 @@ def rebuild_sequence_length_padding(
 
 
 def transpose_remove_padding(src: Array, padding_offset: Array) -> Array:
-    """See `cukern.transpose_remove_padding`."""
     batch, heads, seq, dim = src.shape
     return remove_sequence_length_padding(src.transpose(0, 2, 1, 3).reshape(batch, seq, heads * dim), padding_offset)
 
@@ -72,7 +64,6 @@ def add_qkv_bias_rebuild_padding(
     max_seq_len: int,
     heads: int,
 ) -> tuple[Array, Array, Array]:
-    """See `cukern.add_qkv_bias_rebuild_padding`."""
 
     def one(x: Array, bias: Array) -> Array:
         with np.errstate(over="ignore", invalid="ignore"):

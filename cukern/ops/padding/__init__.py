@@ -1,4 +1,4 @@
-"""Remove padding before layers that process each word (token) alone, and restore it before layers over sequences."""
+"""Remove padding before layers that process words (tokens), and restore it before layers that process sequences."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _padded_rows(batch: Any, max_seq_len: Any) -> Any:
 
 
 def _words(padding_offset: Any, like: Array, like_name: str, rows: Any) -> Any:
-    """Check `padding_offset`, and return its length: the number of words."""
+    """Check padding_offset. Return the number of words."""
     expect_place("padding_offset", padding_offset, like, like_name)
     check.dimensions("padding_offset", padding_offset.shape, ("words",))
     words = padding_offset.shape[0]
@@ -78,7 +78,7 @@ def _words(padding_offset: Any, like: Array, like_name: str, rows: Any) -> Any:
 
 
 def _width(name: str, item_size: int, *sizes: int, arrays: tuple[Array, ...]) -> int:
-    """Return the bytes of the widest unit that divides the addresses of `arrays` and the row sizes and strides."""
+    """Return the size in bytes of the widest vector that all row sizes, strides and addresses are multiples of."""
     return vector_bytes(
         name, functools.reduce(operator.or_, (*sizes, *(array.alignment for array in arrays))), item_size
     )
@@ -88,7 +88,7 @@ def _width(name: str, item_size: int, *sizes: int, arrays: tuple[Array, ...]) ->
 
 
 def _check_lengths(sequence_length: Any, max_seq_len: Any) -> Any:
-    """Check the arguments that describe the padded batch, and return its number of rows."""
+    """Check the lengths. Return the number of rows of the padded batch."""
     expect_array("sequence_length", sequence_length, (), ("batch",))
     batch = sequence_length.shape[0]
     expect("sequence_length", sequence_length, sequence_length, "sequence_length", ("int32",), (batch,), "[batch]")
@@ -98,7 +98,7 @@ def _check_lengths(sequence_length: Any, max_seq_len: Any) -> Any:
 
 
 def _build_on_host(sequence_length: Any, max_seq_len: int, *, valid_word_num: int | None = None) -> Any:
-    """Check the lengths, which the host can read only in host memory, and run the NumPy reference."""
+    """Check the lengths, and run the NumPy reference."""
     outside = np.flatnonzero((sequence_length < 0) | (sequence_length > max_seq_len))
     if len(outside):
         wanted = f"in [0, {max_seq_len}] (max_seq_len)"
@@ -111,7 +111,6 @@ def _build_on_host(sequence_length: Any, max_seq_len: int, *, valid_word_num: in
 
 @op(lambda sequence_length, max_seq_len: _build_on_host(sequence_length, max_seq_len)[1])
 def _count_words(sequence_length: Any, max_seq_len: Any) -> Any:
-    """Compute only cu_seqlens, the running sums of the lengths. The last element is the number of words."""
     expect_array("sequence_length", sequence_length)
     _check_lengths(sequence_length, max_seq_len)
     cu_seqlens = outputs(None, sequence_length, "", Result((sequence_length.shape[0] + 1,), "int32"))
@@ -124,7 +123,6 @@ def _count_words(sequence_length: Any, max_seq_len: Any) -> Any:
 
 @op(_build_on_host)
 def _build_offsets(sequence_length: Any, max_seq_len: Any, *, valid_word_num: Any) -> Any:
-    """Compute the results of `build_sequence_length_padding_offset` for a known number of words."""
     rows = _check_lengths(sequence_length, max_seq_len)
     words = _check_words(valid_word_num, rows)
     sizes = Result((words,), "int32"), Result((sequence_length.shape[0] + 1,), "int32")
@@ -152,33 +150,29 @@ def _built(sequence_length: Any, max_seq_len: Any, *, valid_word_num: Any = None
 def build_sequence_length_padding_offset(
     sequence_length: AnyArray, max_seq_len: Size, *, valid_word_num: Size | None = None
 ) -> tuple[AnyArray, AnyArray, Size]:
-    """Compute where each word of a padded batch is: word w is in row `w + padding_offset[w]`. A word is a token.
+    """Compute where each word (token) of a padded batch is: word w is in row `w + padding_offset[w]`.
 
-    With `valid_word_num` the call is one launch without host synchronization. Without `valid_word_num` the host must
-    learn the size of `padding_offset` from the device. The call then takes two launches. Between them the host waits
-    for the stream and reads one number, so a CUDA graph cannot capture the call.
+    Without `valid_word_num` the host reads the number of words from the device. That takes a second launch and a
+    synchronization, so a CUDA graph cannot capture the call.
 
     Args:
-        sequence_length: int32 [batch], the number of words of each sequence, in [0, max_seq_len]. A length outside of
-            this range raises ValueError in host memory. On a GPU the kernel clamps the length.
+        sequence_length: int32 [batch], the number of words of each sequence, in [0, max_seq_len]. Another length raises
+            ValueError in host memory, and is clamped on a GPU.
         max_seq_len: rows per sequence of the padded batch.
-        valid_word_num: the sum of the lengths, if the caller knows it. In host memory another number raises ValueError.
-            On a GPU any number is accepted, and becomes the size of `padding_offset`. If the number is above the sum,
-            the additional words get an offset beyond all rows: the other functions read zeros for these words, and do
-            not write them. If the number is below the sum, the last words are missing.
+        valid_word_num: the sum of the lengths. Another number raises ValueError in host memory. On a GPU, a smaller
+            number drops the last words. A larger one adds words outside of the batch: removing the padding gives zeros
+            for them, and rebuilding it skips them.
 
     Returns:
         padding_offset int32 [valid_word_num]: for word w of sequence b, b * max_seq_len - cu_seqlens[b].
-        cu_seqlens int32 [batch + 1]: the number of words before each sequence, then the number of all words.
-            `varlen_attention` takes the same array.
+        cu_seqlens int32 [batch + 1]: the number of words before each sequence, then the sum, as for `varlen_attention`.
         valid_word_num: an int.
 
     Raises:
-        TypeError: an unsupported dtype or library.
-        ValueError: shapes, strides, lengths or sizes that do not fit; the message names the argument.
+        TypeError: an unsupported dtype, or mixed libraries.
+        ValueError: an argument that does not fit; the message names it.
 
-    The function is FasterTransformer's `build_sequence_length_padding_offset`. The method is from ByteDance's Effective
-    Transformer; cukern computes the sums by a parallel scan.
+    The function is from FasterTransformer, the method from ByteDance's Effective Transformer.
     """
     if valid_word_num is None:
         counted = _count_words(sequence_length, max_seq_len)
@@ -201,26 +195,23 @@ def _removed(src: Any, padding_offset: Any, **_: Any) -> Result:
 def remove_sequence_length_padding(
     src: AnyArray, padding_offset: AnyArray, *, out: AnyArray | None = None, variant: str = "auto"
 ) -> AnyArray:
-    """Copy the rows of a padded batch that hold words, without gaps: `out[w] = src[w + padding_offset[w]]`.
+    """Copy the words of a padded batch to consecutive rows: `out[w] = src[w + padding_offset[w]]`.
 
     Args:
-        src: [batch, seq, hidden], float32, float16 or bfloat16; rows may be strided, with one stride for all. The
-            padding is not read.
+        src: [batch, seq, hidden], float32, float16 or bfloat16; rows may be strided, with one stride.
         padding_offset: int32 [words], from `build_sequence_length_padding_offset`. A word whose row is outside of `src`
             becomes zeros.
-        out: an array to write into and return.
-        variant: "auto", or a kernel by name: "specialized" (sizes fixed at compile time) or "dynamic". Both give
-            equal bits.
+        out: [words, hidden], written and returned.
+        variant: "auto", "specialized" (sizes fixed at compile time) or "dynamic". Both give equal bits.
 
     Returns:
-        [words, hidden], in the dtype and library and on the device of `src`. Arrays in host memory go through the
-        NumPy reference.
+        [words, hidden] of the dtype of `src`.
 
     Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
+        TypeError: an unsupported dtype, or mixed libraries.
+        ValueError: an argument that does not fit; the message names it.
 
-    The function is FasterTransformer's `remove_sequence_length_padding`.
+    The function is from FasterTransformer.
     """
     expect_array("src", src, DTYPES, ("batch", "seq", "hidden"))
     batch, seq, hidden = src.shape
@@ -242,18 +233,18 @@ def _removed_by_head(src: Any, padding_offset: Any, **_: Any) -> Result:
 def transpose_remove_padding(
     src: AnyArray, padding_offset: AnyArray, *, out: AnyArray | None = None, variant: str = "auto"
 ) -> AnyArray:
-    """Copy the words of an attention result [batch, heads, seq, dim] to rows without padding.
+    """Copy the words of an attention result [batch, heads, seq, dim] to consecutive rows.
 
-    out[w, h * dim + d] = src[b, h, s, d], with b * seq + s = w + padding_offset[w].
+        out[w, h * dim + d] = src[b, h, s, d], with b * seq + s = w + padding_offset[w]
 
     Args:
         src: [batch, heads, seq, dim], float32, float16 or bfloat16, contiguous.
         padding_offset, out, variant: as in `remove_sequence_length_padding`, and so are the errors.
 
     Returns:
-        [words, heads * dim], in the dtype and library and on the device of `src`.
+        [words, heads * dim] of the dtype of `src`.
 
-    FasterTransformer calls this function `transpose_rebuild_padding`, although it removes padding.
+    The function is FasterTransformer's `transpose_rebuild_padding`.
     """
     expect_array("src", src, DTYPES, ("batch", "heads", "seq", "dim"))
     batch, heads, seq, dim = src.shape
@@ -265,7 +256,7 @@ def transpose_remove_padding(
 def _remove_rows(
     kernel: str, src: Array, padding_offset: Any, rows: Any, row_stride: int, heads: int, out: Any, variant: str
 ) -> Any:
-    """Check and launch a function that removes padding. `heads` is 0 for rows that are not divided into heads."""
+    """Launch a kernel that removes padding. `heads` is 0 if rows are not divided into heads."""
     words = _words(padding_offset, src, "src", rows)
     result = _removed_by_head(src, padding_offset) if heads else _removed(src, padding_offset)
     out = outputs(out, src, "src", result)
@@ -308,21 +299,20 @@ def rebuild_sequence_length_padding(
     out: AnyArray | None = None,
     variant: str = "auto",
 ) -> AnyArray:
-    """Copy rows of words back to their rows of a padded batch. One launch writes every element.
+    """Copy words back to their rows of a padded batch, and fill the other rows.
 
     Args:
         src: [words, hidden], float32, float16 or bfloat16; rows may be strided.
-        padding_offset: int32 [words], from `build_sequence_length_padding_offset` for the same batch and max_seq_len.
-            The rows w + padding_offset[w] must strictly ascend; otherwise the contents of the filled rows are
-            undefined. A word whose row is outside of the batch is skipped.
+        padding_offset: int32 [words], from `build_sequence_length_padding_offset`. Unless w + padding_offset[w] ascends
+            strictly, it is undefined which rows are filled. A word whose row is outside of the batch is skipped.
         batch, max_seq_len: sizes of the padded batch.
-        fill: the value of rows without a word, rounded to the dtype; any float, infinities and NaN included.
+        fill: any float, rounded to the dtype.
         out, variant: as in `remove_sequence_length_padding`, and so are the errors.
 
     Returns:
-        [batch, max_seq_len, hidden], in the dtype and library and on the device of `src`.
+        [batch, max_seq_len, hidden] of the dtype of `src`.
 
-    The function is FasterTransformer's `rebuild_sequence_length_padding`, which does not write the padding.
+    The function is from FasterTransformer, which does not write the padding.
     """
     expect_array("src", src, DTYPES, ("words", "hidden"))
     hidden = src.shape[1]
@@ -354,7 +344,7 @@ def rebuild_sequence_length_padding(
         padding_offset=padding_offset,
         out=out,
         row_stride=row_stride * item_size // width,
-        words=words,
+        tokens=words,
         fill=fill_word,
         geometry=layout.geometry | {"rows": rows},
     )
@@ -387,22 +377,24 @@ def add_qkv_bias_rebuild_padding(
     out: tuple[AnyArray, AnyArray, AnyArray] | None = None,
     variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray, AnyArray]:
-    """Add biases to the queries, keys and values of words, and write them to padded arrays by head, in one launch.
+    """Add biases to queries, keys and values, and copy them, divided into heads, to a padded batch.
 
-    For word w in row b * max_seq_len + s: out[b, h, s, d] = q[w, h * dim + d] + bias_q[h * dim + d], added in float32
-    and rounded once. The padded positions are zero. k and v are treated in the same way.
+    For word w in row b * max_seq_len + s,
+
+        out[b, h, s, d] = q[w, h * dim + d] + bias_q[h * dim + d]
+
+    The sum is rounded once. k and v get their biases in the same way. Padding becomes zeros.
 
     Args:
-        q, k, v: [words, hidden], float32, float16 or bfloat16, all of one dtype; rows may be strided, so q, k and v may
-            be slices of one array.
+        q, k, v: [words, hidden], float32, float16 or bfloat16; rows may be strided.
         bias_q, bias_k, bias_v: [hidden], of the same dtype, contiguous.
         padding_offset, batch, max_seq_len: as in `rebuild_sequence_length_padding`.
-        heads: the number of heads, a divisor of hidden.
+        heads: a divisor of hidden.
         out: a triple (q, k, v) to write into and return.
-        variant: as in `remove_sequence_length_padding`, and so are the errors. Both variants return the same bits.
+        variant: as in `remove_sequence_length_padding`, and so are the errors.
 
     Returns:
-        Three arrays [batch, heads, max_seq_len, dim] in the dtype and library and on the device of `q`.
+        Three arrays [batch, heads, max_seq_len, dim] of the dtype of `q`.
 
     The function is FasterTransformer's `add_QKV_bias_rebuild_padding`.
     """
@@ -444,7 +436,7 @@ def add_qkv_bias_rebuild_padding(
         out=out,
         padding_offset=padding_offset,
         row_stride=[stride // width for stride in row_strides],
-        words=words,
+        tokens=words,
         geometry=layout.geometry | {"rows": rows},
         heads=layout.heads(heads, max_seq_len),
     )

@@ -1,4 +1,4 @@
-"""The kernels of `padding`: their variants, and how rows are divided among blocks."""
+"""The kernels of `padding`, and the division of rows among blocks."""
 
 from __future__ import annotations
 
@@ -18,17 +18,15 @@ from cukern.runtime.vectors import divisor, why_width
 
 DTYPES = ("float32", "float16", "bfloat16")
 VARIANTS = ("auto", "specialized", "dynamic")
-WIDTHS = (16, 8, 4, 2)  # bytes of a unit (one load or store): a call takes the widest that its alignment allows
+WIDTHS = (16, 8, 4, 2)  # bytes of a vector: the widest that the alignment allows
 
 
 class Config(NamedTuple):
-    """The sizes of a model, fixed at compile time."""
-
     hidden: int
     head_dim: int
 
 
-#: The specialized sizes, and the models that have them.
+#: Specialized sizes, and their models.
 SPECIALIZED = {
     Config(768, 64): "BERT-base, RoBERTa-base, ViT-B",
     Config(1024, 64): "BERT-large, XLM-RoBERTa-large, BGE-M3",
@@ -40,15 +38,15 @@ _remove = Kernel("padding/remove_padding", "remove_padding")
 _rebuild = Kernel("padding/rebuild_padding", "rebuild_padding")
 _add_bias = Kernel("padding/add_bias_rebuild_padding", "add_bias_rebuild_padding")
 
-# For each kernel: threads per block, and units per thread. These values were the fastest on an H200.
+# For each kernel: threads per block, and vectors per thread. These numbers are the fastest on an H200.
 THREADS_ITEMS = {"remove": (256, 2), "transpose_remove": (256, 2), "rebuild": (256, 2), "add_bias": (128, 4)}
-_MAX_COLUMNS = 1024  # 16-byte units of a specialized row
-_FEW_SEQUENCES = 1024  # the largest number of sequences that fit in one tile of a block of 256 threads
+_MAX_COLUMNS = 1024  # 16-byte vectors of a specialized row
+_FEW_SEQUENCES = 1024  # sequences in one tile of a block of 256 threads
 _MAX_BUILD_BLOCKS = 256
 
 
 def _shape(kernel: str, columns: int) -> tuple[int, int]:
-    """Return threads per block and units per thread, such that one block holds a row of `columns` units."""
+    """Return the threads with which a block copies a whole row of `columns` vectors, and the vectors per thread."""
     threads, items = THREADS_ITEMS[kernel]
     while threads * items < columns:
         threads *= 2
@@ -72,7 +70,7 @@ def _variants(config: Config, dtype: str) -> list[Instance]:
     return [variant_of(kernel, dtype, WIDTHS[0], columns, head_columns).instance for kernel in THREADS_ITEMS]
 
 
-#: The specialized sizes of this process: pairs of a Config and the bytes of an element.
+#: The pairs (sizes, bytes of an element) for which this process has specialized instances.
 registered: set[tuple[Config, int]] = set()
 
 
@@ -80,14 +78,14 @@ def _list_instances() -> None:
     by_function: dict[str, dict[Instance, None]] = {}
     for dtype in DTYPES:
         dynamic = [variant_of(kernel, dtype, WIDTHS[0]).instance for kernel in THREADS_ITEMS]
-        # Other widths, and float32 in the models' sizes, are compiled at their first use.
+        # Instances for other vector widths, and specialized float32 instances, are compiled at first use.
         specialized = [i for config in SPECIALIZED for i in _variants(config, dtype)]
         registered.update((config, arrays.ITEM_SIZE[dtype]) for config in SPECIALIZED)
         for instance in dynamic + (specialized if dtype != "float32" else []):
             by_function.setdefault(instance.function, {})[instance] = None
         for kernel in (_remove, _rebuild, _add_bias):
-            own = [i for i in specialized if i.function == kernel.function and i not in kernel.specialized]
-            kernel.specialized = kernel.specialized + own
+            missing = [i for i in specialized if i.function == kernel.function and i not in kernel.specialized]
+            kernel.specialized = kernel.specialized + missing
     for kernel in (_remove, _rebuild, _add_bias):
         kernel.at_import = list(by_function[kernel.function])
     _build.at_import = [_build.variant(threads).instance for threads in (256, 1024)]
@@ -97,10 +95,10 @@ _list_instances()
 
 
 def specialize(*, hidden: int, head_dim: int = 64, dtype: str = "float16") -> list[Instance]:
-    """Register variants for these sizes in this process, and return their instances; see `cukern.specialize`.
+    """Register instances for these sizes, and return them; see `cukern.specialize`.
 
     Raises ValueError unless hidden is a multiple of head_dim, a head is a multiple of 16 bytes, and a row has at most
-    1024 units of 16 bytes.
+    1024 * 16 bytes.
     """
     check.one_of("dtype", dtype, DTYPES)
     check.integer("hidden", hidden, 1)
@@ -126,24 +124,22 @@ def _lays_out(hidden: int, head_dim: int, item_size: int) -> bool:
 
 
 class Layout(NamedTuple):
-    """A variant, and how rows are divided among its blocks."""
-
     variant: Variant
     threads: int
     tile_rows: int
-    chunks: int  # the number of tiles that a row is cut into
+    chunks: int  # tiles per row
     geometry: dict[str, Any]  # fields of the template's Geometry, except `rows`
     head_columns: int
     why: str
 
     def heads(self, heads: Any, max_seq_len: Any) -> dict[str, Any]:
-        """Return the fields of the template's Heads."""
+        """Return the fields of the kernel's struct `Heads`."""
         by_sizes = {"by_max_seq_len": divisor(max_seq_len), "by_head_columns": divisor(max(self.head_columns, 1))}
         return {"heads": heads, "max_seq_len": max_seq_len, "head_columns": self.head_columns} | by_sizes
 
 
 def layout_of(kernel: str, dtype: str, hidden: int, head_dim: int, width: int, variant: str) -> Layout:
-    """Return the variant and layout for rows of `hidden` elements. `head_dim` is 0 for rows without heads."""
+    """Choose the instance and the tiles of rows. `head_dim` is 0 if rows are not divided into heads."""
     check.one_of("variant", variant, VARIANTS)
     item_size = arrays.ITEM_SIZE[dtype]
     columns, head_columns = hidden * item_size // width, head_dim * item_size // width
@@ -168,7 +164,6 @@ def layout_of(kernel: str, dtype: str, hidden: int, head_dim: int, width: int, v
 
 
 def _reason(dtype: str, hidden: int, head_dim: int, width: int, variant: str, fixed: bool) -> str:
-    """Return why `layout_of` chooses a variant. `fixed` says whether the variant is specialized."""
     sizes = f"hidden {hidden}{f' in heads of {head_dim}' if head_dim else ''}"
     if fixed:
         models = [
@@ -191,7 +186,7 @@ def _reason(dtype: str, hidden: int, head_dim: int, width: int, variant: str, fi
 
 
 def fill_bits(fill: Any, dtype: str) -> int:
-    """Return the bits of `fill` in this dtype as a 32-bit integer. A 16-bit value is repeated in both halves."""
+    """Return the bits of `fill` in this dtype. A 16-bit value is repeated in 32 bits."""
     try:
         fill = float(fill)
     except (TypeError, ValueError):
@@ -201,7 +196,7 @@ def fill_bits(fill: Any, dtype: str) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _element_bits(fill: float, sign: float, dtype: str) -> int:
-    """Return the result of `fill_bits`. `sign` is the sign of `fill`, which tells 0.0 from -0.0 in the cache key."""
+    """Return the bits of `fill`. `sign` makes 0.0 and -0.0 different keys of `lru_cache`."""
     with np.errstate(over="ignore"):
         element = np.full(4 // arrays.ITEM_SIZE[dtype], fill, arrays.numpy_dtype(dtype))
     return int(element.view(np.uint32)[0])
@@ -224,15 +219,15 @@ def launch_build(
         lengths=sequence_length,
         padding_offset=padding_offset,
         cu_seqlens=cu_seqlens,
-        words=words,
+        tokens=words,
         batch=batch,
         max_seq_len=max_seq_len,
-        words_per_block=words_per_block,
+        tokens_per_block=words_per_block,
         first_step=_first_step(batch, threads * template.constants("padding/build_padding_offset")["LENGTHS"]),
     )
 
 
 def _first_step(batch: int, tile: int) -> int:
-    """Return the largest power of two below the number of sequences in a tile; 0 for at most one sequence."""
+    """Return the largest power of two below the number of sequences in a tile, or 0 if that number is at most 1."""
     in_tile = min(batch, tile)
     return 1 << (in_tile - 1).bit_length() - 1 if in_tile > 1 else 0
