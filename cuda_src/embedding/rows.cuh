@@ -1,9 +1,8 @@
-// Define the parameters, the load of an index, and the work of a thread, for embedding_add and embedding_copy.
+// Define the parameters of embedding_add and embedding_copy, and the work of each thread.
 //
-// Grid: x: groups of rows; y: parts of a row. A row is `chunks` chunks of WIDTH bytes. Neighbouring threads handle
-// neighbouring chunks of a row. A long row is divided among several blocks, and several short rows share a block. Each
-// thread handles the same chunk of ROWS_AT_ONCE rows. It loads the chunk of all these rows before its first store, so
-// it waits only once for indices and once for rows.
+// Grid: x: groups of rows; y: parts of long rows. Neighbouring threads handle neighbouring chunks of WIDTH bytes. A
+// thread loads the same chunk of ROWS_AT_ONCE rows before its first store, so it waits once for indices and once for
+// rows.
 #pragma once
 #include "common/vectors.cuh"
 
@@ -12,7 +11,7 @@ constexpr int ROWS_AT_ONCE = 4;
 
 struct Params {
     const void* table;          // [vocab, hidden]
-    const void* ids;            // [rows]  int64 if ids_are_int64, else int32
+    const void* ids;            // [rows]  int64 or int32
     const void* position_table; // [positions, hidden]; null for a copy
     const void* position_ids;   // [rows], or [1] if one_position; null: the position is row % period
     void* out;                  // [rows, hidden]
@@ -20,7 +19,7 @@ struct Params {
     long long positions;
     long long step;
     int rows;
-    int chunks; // chunks of WIDTH bytes per row
+    int chunks; // of WIDTH bytes per row
     int log2_threads_per_row;
     int period; // rows per sequence
     int ids_are_int64;
@@ -33,11 +32,10 @@ __device__ __forceinline__ long long load_index(const void* indices, int at, boo
     return is_int64 ? static_cast<const long long*>(indices)[at] : static_cast<const int*>(indices)[at];
 }
 
-// The work of one thread: the chunk with index `chunk` in each of ROWS_AT_ONCE rows. These rows are `first_row`,
-// `first_row + distance` and so on.
-struct Part {
+// A thread copies chunk `chunk` of rows `first_row`, `first_row + distance` and so on.
+struct ThreadWork {
     int first_row, distance, chunk;
-    __device__ explicit Part(const Params& p) {
+    __device__ explicit ThreadWork(const Params& p) {
         distance = THREADS >> p.log2_threads_per_row;
         first_row = blockIdx.x * (distance * ROWS_AT_ONCE) + (threadIdx.x >> p.log2_threads_per_row);
         chunk = (blockIdx.y << p.log2_threads_per_row) + (threadIdx.x & ((1 << p.log2_threads_per_row) - 1));

@@ -1,4 +1,4 @@
-"""Embedding lookups, with sinusoidal or learned positions. A word is one element of `word_ids`, a token."""
+"""Embedding lookups, with sinusoidal or learned positions."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _looked_up(embedding_table: Any, word_ids: Any, *_: Any, **__: Any) -> Resul
 
 
 def _check_words(word_ids: Any, table: Array) -> tuple[Any, int]:
-    """Check word_ids. Return the number of all words (tokens), and the number of words in a sequence."""
+    """Check word_ids. Return the number of all words, and the number of words per sequence."""
     if not isinstance(word_ids, Array) or not word_ids.shape:
         got = [] if isinstance(word_ids, Array) else type_name(word_ids)
         check.fail("word_ids", "an array [batch] or [batch, ...]", got, TypeError)
@@ -68,10 +68,7 @@ def _check_words(word_ids: Any, table: Array) -> tuple[Any, int]:
 def _check_positions(
     name: str, position_table: Any, step: Any, position_ids: Any, table: Array, word_ids: Array, period: int
 ) -> tuple[int, Any, bool]:
-    """Check the positions. Return the number of positions, the step, and whether all words have one position.
-
-    `name` is the name of the argument `position_table`.
-    """
+    """Check the positions. Return their number, the step, and whether all words have the same position."""
     if position_table is None:
         step = check.integer("step", step, 0, MAX_POSITION)
         if position_ids is not None:
@@ -98,7 +95,7 @@ def _check_positions(
 
 
 def _width(variant: str, table: Array, row_bytes: int, *others: Array | None) -> int:
-    """Return the bytes per load of a variant. `others` are the arrays besides `table` that the kernel accesses."""
+    """Return the bytes per load. `others`: the other arrays that the kernel accesses."""
     check.one_of("variant", variant, VARIANTS)
     if variant == "narrow":
         return table.item_size
@@ -121,7 +118,6 @@ def _lookup(
     out: Any,
     variant: str,
 ) -> Any:
-    """Check and launch either lookup function."""
     table = expect_array("embedding_table", embedding_table, DTYPES, ("vocab", "hidden"))
     vocab, hidden = table.shape
     if hidden > MAX_HIDDEN:
@@ -141,7 +137,7 @@ def _lookup(
         return out
     constants = template.constants(_copy.file)
     threads = constants["THREADS"]
-    chunks = row_bytes // width  # loads per row
+    chunks = row_bytes // width
     log2_threads_per_row = min((chunks - 1).bit_length(), threads.bit_length() - 1)
     rows_per_block = (threads >> log2_threads_per_row) * constants["ROWS_AT_ONCE"]
     launch(
@@ -180,33 +176,31 @@ def embedding_lookup(
     out: AnyArray | None = None,
     variant: str = "auto",
 ) -> AnyArray:
-    """Look up rows of a table of embeddings, and add the rows of a table of learned positions.
+    """Look up rows of a table of embeddings, and add rows of a table of learned positions.
 
         out[i] = embedding_table[word_ids[i]] + position_table[position[i]]
 
-    The sum is computed in float32 and rounded once. If `position_table` is None, the rows are copied, bit for bit. A
-    word is a token. Every word of `word_ids` [batch] has position `step`. The words of a row of [batch, seq] have the
-    positions `step`, `step + 1`, ... With `position_ids`, word i has position `step + position_ids[i]`.
+    The sum is computed in float32 and rounded once. Without `position_table`, rows are copied bit for bit.
+
+    Words (tokens) of shape [batch] are all at position `step`. The words of each row of [batch, seq] are at the
+    positions `step`, `step + 1`, ... With `position_ids`, word i is at `step + position_ids[i]`.
 
     Args:
-        embedding_table: [vocab, hidden], float32, float16 or bfloat16, contiguous; any hidden size.
-        word_ids: int32 or int64, [batch] or [batch, seq], or of more dimensions, contiguous.
-        position_table: [positions, hidden], of the dtype of `embedding_table`; None adds nothing.
-        step: the position of the first word of each row, as an int, such that all positions are in the table.
+        embedding_table: [vocab, hidden], float32, float16 or bfloat16, contiguous.
+        word_ids: int32 or int64, [batch], [batch, seq] or with more dimensions, contiguous.
+        position_table: [positions, hidden], of the dtype of `embedding_table`, or None.
+        step: an int, such that all positions are in the table.
         position_ids: int32 or int64, of the shape of `word_ids`, or [1] for all words.
         out: [*word_ids.shape, hidden], written and returned.
-        variant: "auto", or a kernel by name: "wide" (loads of 16 bytes) or "narrow" (loads of one element).
+        variant: "auto", "wide" (loads of 16 bytes) or "narrow" (one element).
 
     Returns:
-        [*word_ids.shape, hidden] of the dtype of `embedding_table`, in its library and on its device. Arrays in host
-        memory go through the NumPy reference.
-
-    In host memory an id or a position out of range raises ValueError. On a GPU a check would need a synchronization, so
-    the whole row becomes zeros instead.
+        [*word_ids.shape, hidden] of the dtype of `embedding_table`. An id or position out of range raises ValueError in
+        host memory. On a GPU it gives zeros, because a check would need a synchronization.
 
     Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices, ids or sizes that do not fit; the message names the argument.
+        TypeError: an unsupported dtype, or mixed libraries.
+        ValueError: an argument that does not fit; the message names it.
     """
     return _lookup(embedding_table, word_ids, "position_table", position_table, step, position_ids, False, out, variant)
 
@@ -226,15 +220,14 @@ def embedding_lookup_sine_position_encoding(
     out: AnyArray | None = None,
     variant: str = "auto",
 ) -> AnyArray:
-    """Look up the embeddings of a decoder's input tokens, scale them, and add the encodings of their positions.
+    """Look up embeddings, scale them, and add the encodings of their positions.
 
         out[i] = embedding_table[word_ids[i]] * sqrt(hidden) + position_encoding[position[i]]
 
-    in float32, rounded once. Positions, the other arguments, results and errors are as in `embedding_lookup` with
-    `position_encoding` for `position_table`: the words of `word_ids` [batch] are at `step`.
+    Arguments, results and errors are as in `embedding_lookup`, with `position_encoding` for `position_table`.
 
-    The function is FasterTransformer's `embedding_lookup_sine_position_encoding` (v2.1), for a table of encodings that
-    the caller computes. The scale and the encoding are from "Attention Is All You Need" (arXiv:1706.03762).
+    The function is from FasterTransformer (v2.1). The caller computes `position_encoding`. Scale and encoding are from
+    "Attention Is All You Need" (arXiv:1706.03762).
     """
     if position_encoding is None:
         check.fail("position_encoding", "an array [positions, hidden]", "None", TypeError)

@@ -1,7 +1,6 @@
 """Embedding lookups in NumPy.
 
-`cukern.ops.embedding` has checked the arguments. If an id or a position is out of range, the result is a row of zeros,
-as in the kernel. A function that is wrapped in `refusing` raises ValueError instead.
+An id or position out of range gives a row of zeros, unless `refusing` wraps the function.
 """
 
 from __future__ import annotations
@@ -16,10 +15,8 @@ from numpy.typing import NDArray
 from cukern.runtime import check
 from cukern.runtime.tolerance import Tolerance
 
-#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
-    # A result is a copy, or a float32 multiplication and addition (not a fused multiply-add) rounded to the dtype. The
-    # kernel and the reference do the same IEEE operations.
+    # As in the kernel, rows are copied, or multiplied and added in float32 (not fused) and then rounded once.
     "rows": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=0, absolute=0)),
 }
 
@@ -27,7 +24,6 @@ Array = NDArray[Any]
 
 
 def _positions(word_ids: Array, step: int, position_ids: Array | None) -> Array:
-    """Return the position of each id, as an array of the shape of `word_ids`."""
     if position_ids is not None:
         return np.broadcast_to(step + position_ids.astype(np.int64), word_ids.shape)
     along = np.arange(word_ids.shape[-1]) if word_ids.ndim > 1 else np.zeros(1, np.int64)
@@ -35,7 +31,7 @@ def _positions(word_ids: Array, step: int, position_ids: Array | None) -> Array:
 
 
 def _rows(table: Array, ids: Array) -> tuple[Array, Array]:
-    """Return the rows of the table for `ids`, and which ids are in range. Other ids get an arbitrary row."""
+    """Return the rows for `ids`, and which ids are in range. Other ids get an arbitrary row."""
     valid = (ids >= 0) & (ids < len(table))
     if not valid.any():
         return np.zeros((*ids.shape, table.shape[1]), table.dtype), valid
@@ -50,7 +46,6 @@ def embedding_lookup(
     *,
     position_ids: Array | None = None,
 ) -> Array:
-    """Return embedding_table[word_ids], plus position_table[positions] if a position table is given."""
     rows, valid = _rows(embedding_table, word_ids)
     if position_table is not None:
         rows, valid = _add_positions(rows, valid, 1.0, position_table, _positions(word_ids, step, position_ids))
@@ -73,9 +68,9 @@ def embedding_lookup_sine_position_encoding(
 
 
 def _add_positions(rows: Array, valid: Array, scale: float, table: Array, positions: Array) -> tuple[Array, Array]:
-    """Return rows * scale + table[positions], computed in float32 and rounded once, and which rows are valid.
+    """Return rows * scale + table[positions], computed in float32 and rounded once.
 
-    A row is valid if `valid` says so and the position is in range.
+    Also return which rows are valid: the rows that `valid` marks and whose position is in range.
     """
     added, valid_too = _rows(table, positions)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -84,10 +79,7 @@ def _add_positions(rows: Array, valid: Array, scale: float, table: Array, positi
 
 
 def refusing(function: Callable[..., Array]) -> Callable[..., Array]:
-    """Wrap a function of this module so that it raises ValueError for ids and positions out of range.
-
-    The wrapped function takes only keyword arguments.
-    """
+    """Wrap a function to raise ValueError for ids or positions out of range, and to take only keyword arguments."""
 
     @functools.wraps(function)
     def checked(**arguments: Any) -> Array:
