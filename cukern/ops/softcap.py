@@ -19,17 +19,17 @@ from cukern.runtime.vectors import ceil_div, why_width
 __all__ = ["softcap_logits"]
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: "vector" handles 16 bytes at a time, "scalar" handles one element at a time.
+#: "vector" loads 16 bytes at a time, "scalar" one element.
 VARIANTS = ("auto", "vector", "scalar")
 
 _kernel = Kernel("softcap", "softcap")
-#: The number of units per thread: (for few logits, for many logits). With one unit per thread there are more blocks, so
-#: few logits use more multiprocessors.
+#: Vectors per thread: one for few logits, four for many. With one vector per thread, few logits occupy more
+#: multiprocessors.
 _ITEMS = (1, 4)
-#: From this number of logits on, a thread has four units. The limit lies between the sizes of two benchmark cases
-#: (softcap_logits, tokens 1 and tokens 64), far from both.
-_MANY = 2**21
-#: The smallest normal and the largest finite float32.
+#: Below this number of logits, a thread has one vector. The benchmark softcap_logits has far fewer logits with 1 token,
+#: and far more with 64 tokens.
+_MANY_LOGITS = 2**21
+#: Smallest normal and largest finite float32.
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
@@ -37,7 +37,7 @@ def _variant(dtype: str, width: int, items: int) -> Variant:
     return _kernel.variant(arrays.CUDA_TYPE[dtype], width, items)
 
 
-# Gemma 2 caps its bfloat16 logits. Other dtypes and unaligned rows are compiled at their first use.
+# Gemma 2 caps bfloat16 logits.
 _kernel.at_import = [_variant("bfloat16", 16, items).instance for items in _ITEMS]
 _kernel.specialized = [_variant(dtype, 16, items).instance for dtype in DTYPES for items in _ITEMS]
 
@@ -47,7 +47,6 @@ def _capped(logits: Any, *_: Any, **__: Any) -> Result:
 
 
 def _rows_like(out: Any, logits: Array) -> Rows:
-    """Return the rows of the caller's `out`."""
     expect_place("out", out, logits, "logits")
     check.dtype("out", out.dtype, (logits.dtype,))
     if not same_shape(out, logits.shape):
@@ -64,28 +63,25 @@ def _check_cap(cap: Any) -> float:
 
 @op(twin.softcap_logits, "capped", _capped)
 def softcap_logits(logits: AnyArray, cap: float, *, out: AnyArray | None = None, variant: str = "auto") -> AnyArray:
-    """Bound logits by -cap and cap, with little change near 0: cap * tanh(logits / cap).
+    """Limit logits smoothly to [-cap, cap]: cap * tanh(logits / cap), in float32, rounded once.
 
     Args:
-        logits: [..., vocab], float32, float16 or bfloat16; rows may be strided, with one stride for all.
-        cap: a positive number, such as 30 (the logits of Gemma 2) or 50 (its attention scores).
-        out: an array to write into and return; its rows may be strided as the rows of `logits`. `logits` itself gives
-            the result in place.
-        variant: "auto", or a kernel by name: "vector" (16 bytes at a time; needs aligned rows) or "scalar". Both give
-            the same bits.
+        logits: [..., vocab], float32, float16 or bfloat16; rows may be strided, with one stride.
+        cap: a positive number, such as 30 (the logits of Gemma 2).
+        out: an array like `logits` to write into and return, or `logits` itself.
+        variant: "auto", "vector" (loads of 16 bytes; aligned rows) or "scalar", with the same bits.
 
     Returns:
-        [..., vocab], in the dtype and library and on the device of `logits`, computed in float32 and rounded once. An
-        infinity becomes -cap or cap; NaN stays NaN. Arrays in host memory go through the NumPy reference.
+        [..., vocab] of the dtype of `logits`. An infinity becomes -cap or cap; NaN stays NaN.
 
     Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or numbers that do not fit; the message names the argument.
+        TypeError: an unsupported dtype, or mixed libraries.
+        ValueError: an argument that does not fit; the message names it.
 
     Example:
         cukern.softcap_logits(logits, 30.0, out=logits)
 
-    The method is from Gemma 2 (arXiv:2408.00118). SGLang's `Softcap` computes the same.
+    The method is from Gemma 2 (arXiv:2408.00118).
     """
     expect_array("logits", logits, DTYPES)
     rows, limit = rows_of("logits", logits), _check_cap(cap)
@@ -107,14 +103,14 @@ def softcap_logits(logits: AnyArray, cap: float, *, out: AnyArray | None = None,
     if variant == "vector" and not wide:
         check.fail("variant", "'auto' or 'scalar' here", "'vector': rows of logits or out are not 16-byte aligned")
     width = 16 if wide and variant != "scalar" else item_size
-    items = _ITEMS[rows.total * rows.size >= _MANY]
+    items = _ITEMS[rows.total * rows.size >= _MANY_LOGITS]
     plan = tile(rows.size * item_size // width, items)
-    few = f"{rows.total * rows.size} logits: {items} loads per thread ({_ITEMS[1]} from {_MANY} logits on)"
+    amount = f"{rows.total * rows.size} logits: {items} loads per thread ({_ITEMS[1]} from {_MANY_LOGITS} logits on)"
     launch(
         _variant(logits.dtype, width, items),
         (ceil_div(rows.total, plan.rows), plan.chunks),
         plan.threads,
-        why=f"{asked(variant) or why_width(width, 'rows of logits and out')}; {few}",
+        why=f"{asked(variant) or why_width(width, 'rows of logits and out')}; {amount}",
         logits=logits,
         out=out,
         logits_stride=rows.distance * item_size,

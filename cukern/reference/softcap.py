@@ -11,11 +11,9 @@ from cukern.runtime.tolerance import Tolerance
 
 Array = NDArray[Any]
 
-#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
-    # For float32 logits the kernel divides, applies CUDA's tanhf (accurate to two units in the last place), and
-    # multiplies. For 16-bit logits it uses a fast approximation of tanh with an error of 2**-21. A value near a
-    # rounding boundary may round the other way.
+    # For float32 the kernel divides, applies CUDA's tanhf (accurate to two units in the last place), and multiplies.
+    # For 16 bits it approximates tanh with an error of 2**-21.
     "capped": {
         "float32": Tolerance(relative=1e-6, absolute=1e-37),
         "float16": Tolerance(relative=2**-10, absolute=6e-8),
@@ -25,10 +23,10 @@ TOLERANCES = {
 
 
 def softcap_logits(logits: Array, cap: float, *, out: Array | None = None) -> Array:
-    """See `cukern.softcap_logits`. The result is computed in float64."""
+    """Compute the cap in float64."""
     out = np.empty(logits.shape, logits.dtype) if out is None else out
     limit = float(np.float32(cap))
-    # Silence NumPy: the conversion warns for a signalling NaN, and a large cap overflows float16.
+    # NumPy would warn of a signalling NaN that it converts, and of a large cap that overflows float16.
     with np.errstate(invalid="ignore", over="ignore"):
         out[...] = (limit * np.tanh(logits.astype(np.float64) / limit)).astype(logits.dtype)
     return out
