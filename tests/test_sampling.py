@@ -549,19 +549,19 @@ def test_a_call_draws_once(name: str, pretended: PretendedGPU) -> None:  # noqa:
         (11, 12, 0), (2**64 - 1, 2**64 - 4, 0), (0, 0, 4096),
     ]  # fmt: skip
     bits = template.constants("sampling/sample")
-    assert all(x["by_place"] == 1 and x["wide"] & x["single"] & bits["SEED"] and not x["offset"] for x in fields)
+    assert all(x["by_row_index"] == 1 and x["wide"] & x["single"] & bits["SEED"] and not x["offset"] for x in fields)
 
 
 def counted(name: str) -> Any:
     """A mock that counts the plans of a function."""
-    return patch.object(OPS[name], "say", side_effect=OPS[name].say)
+    return patch.object(OPS[name], "record", side_effect=OPS[name].record)
 
 
 def test_by_place_is_for_one_seed() -> None:
     x = np.ones((4, 99), np.float32)
     for seed, by_place in ((1, 1), (np.array(1), 1), (np.array([1]), 1), (np.arange(4), 0)):
         (step,) = plan_of("sample", x, seed=seed)[0].steps
-        assert step.fields["by_place"] == by_place
+        assert step.fields["by_row_index"] == by_place
 
 
 @pytest.mark.gpu
@@ -1444,9 +1444,9 @@ def test_a_plan_covers_the_row() -> None:
                     assert 0 <= plan.layout["cached_tiles"] <= (tiles_per_block if cache else 0)
                     assert plan.shared_bytes <= op._MAX_SHARED_BYTES
                     assert plan.threads % 32 == 0 and 192 <= plan.threads <= 512
-                    tops_per_tile = plan.layout["tops_per_tile"]
-                    assert tops_per_tile in (1, 2, 4, 8, 16, 32)
-                    assert tops_per_tile == 1 or tiles * tops_per_tile <= 256
+                    segments_per_tile = plan.layout["segments_per_tile"]
+                    assert segments_per_tile in (1, 2, 4, 8, 16, 32)
+                    assert segments_per_tile == 1 or tiles * segments_per_tile <= 256
     assert plan_on(h200, 128256, 1, "auto", True).cluster == op.CLUSTER
     assert plan_on(h200, 1000, 1, "auto", True).cluster == 1
     assert plan_on(h200, 1000, 1, "cluster", True).cluster == op.CLUSTER
@@ -1476,7 +1476,7 @@ def test_a_launch_has_the_numbers_and_the_batch_of_its_call(pretended: Pretended
     for k in (1, 96, 97, 50000, 50257):
         cached = fields_of("top_k_sampling_from_probs", x, k, seed=1)["layout"]["cached_tiles"]
         assert pretended.launches[-1].fields["scalar_top_k"] == k
-        assert (cached > 0) == (template.constants("sampling/sample")["MAX_LISTED"] < k < 50257)
+        assert (cached > 0) == (template.constants("sampling/sample")["MAX_LIST_K"] < k < 50257)
     # Batches whose blocks all run at once, of which nearly all do, and of which few do.
     for batch in (*range(1, 300, 7), 10_000):
         rows, plan = x[:1].expand(batch, -1), plan_on(of_arch("90a"), 50257, batch, "auto", True)

@@ -1,14 +1,12 @@
-// Return the id of the largest logit of each row, ties to the lower id. cukern.sample uses this kernel at temperature
-// 0.
+// Return the id of the largest logit of each row, or the lowest id of equal logits: `cukern.sample` at temperature 0.
 //
 //   token = the smallest i with x[i] = max x         0 if a value is NaN or all values are -inf
 //
-// Grid: CLUSTER blocks per row. Neighbouring threads read neighbouring units of 16 bytes. Each thread packs its best
-// value and id into one 64-bit integer that has the same order as the tokens (`candidate`). The maximum of these
-// integers over the warp, then the block, then the cluster gives the token.
+// Grid: CLUSTER blocks per row. Each thread packs its best value and id into one integer (`order_key`), and the maximum
+// over the cluster gives the token.
 //
-// Speed of light: memory bandwidth; each value is read once. A single row is latency-bound: the time is the latency of
-// one batch of loads, which are all in flight together, and of two cluster barriers.
+// Speed of light: memory bandwidth. A single row is bound by the latency of one batch of loads and two cluster
+// barriers.
 #include "common/cluster.cuh"
 #include "common/overlap.cuh"
 #include "common/warp.cuh"
@@ -16,7 +14,7 @@
 #include "sampling/params.cuh"
 
 constexpr int MAX_ARGMAX_WARPS = 32;
-constexpr int UNDER_WAY = 4; // units that a thread loads at once
+constexpr int LOADS = 4; // vectors in flight per thread
 
 struct ArgmaxParams {
     const void* values;      // [rows, vocab] T
@@ -35,39 +33,38 @@ __device__ __forceinline__ unsigned long long best_of_lanes(unsigned long long m
     return (unsigned long long)high << 32 | low;
 }
 
-// A thread's best token so far. As in all samplers, +inf is replaced by the largest float.
+// The best token that a thread has read. As in all samplers, the largest float replaces +inf.
 struct Best {
     float value = -CUDART_INF_F;
-    float top = -CUDART_INF_F; // equal to `value`, or NaN if a value was NaN
+    float value_or_nan = -CUDART_INF_F;
     int id = NO_ID;
 
     __device__ __forceinline__ void take(float x, int at) {
         x = min_or_nan(x, LARGEST_FLOAT);
-        top = max_or_nan(top, x);
+        value_or_nan = max_or_nan(value_or_nan, x);
         if (x > value) value = x, id = at;
     }
 };
 
-// Return the best token of this thread's units, packed by `candidate`. A unit is 16 aligned bytes. The loop reads ids
-// in ascending order, so of equal values it keeps the lower id. A unit that crosses an end of the row is read value by
-// value.
+// Return the `order_key` of the best token in this thread's vectors of 16 aligned bytes. A vector that crosses an end
+// of the row is read value by value.
 template <typename T>
-__device__ __forceinline__ unsigned long long best_of_units(const T* row, int vocab, int thread, int threads) {
+__device__ __forceinline__ unsigned long long best_of_vectors(const T* row, int vocab, int thread, int threads) {
     constexpr int N = 16 / sizeof(T);
     const int shift = unsigned((unsigned long long)row % 16) / sizeof(T); // values before the row
-    const int units = (vocab + shift + N - 1) / N;
+    const int vectors = (vocab + shift + N - 1) / N;
     const T* const from = row - shift;
     Best best;
-    for (int base = thread; base < units; base += UNDER_WAY * threads) {
-        uint4 bits[UNDER_WAY];
+    for (int start = thread; start < vectors; start += LOADS * threads) {
+        uint4 bits[LOADS];
 #pragma unroll
-        for (int j = 0; j < UNDER_WAY; ++j) {
-            const int first = (base + j * threads) * N;
+        for (int j = 0; j < LOADS; ++j) {
+            const int first = (start + j * threads) * N;
             if (first >= shift && first + N <= vocab + shift) bits[j] = *reinterpret_cast<const uint4*>(from + first);
         }
 #pragma unroll
-        for (int j = 0; j < UNDER_WAY; ++j) {
-            const int first = (base + j * threads) * N;
+        for (int j = 0; j < LOADS; ++j) {
+            const int first = (start + j * threads) * N;
             if (first >= shift && first + N <= vocab + shift) {
                 const T* const x = reinterpret_cast<const T*>(&bits[j]);
 #pragma unroll
@@ -78,7 +75,7 @@ __device__ __forceinline__ unsigned long long best_of_units(const T* row, int vo
             }
         }
     }
-    return candidate(best.top == best.top ? best.value : best.top, best.id);
+    return order_key(best.value_or_nan == best.value_or_nan ? best.value : best.value_or_nan, best.id);
 }
 
 __device__ __forceinline__ void write_token(const ArgmaxParams& params, int i, int id) {
@@ -105,11 +102,11 @@ __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(32 * MAX_ARGMAX_WARPS)
 
         __shared__ unsigned long long of_warp[MAX_ARGMAX_WARPS], of_block[CLUSTER];
         const unsigned long long mine =
-            best_of_lanes(best_of_units(static_cast<const T*>(params.values) + row * params.row_stride, params.vocab,
-                                        rank * blockDim.x + threadIdx.x, CLUSTER * blockDim.x));
+            best_of_lanes(best_of_vectors(static_cast<const T*>(params.values) + row * params.row_stride, params.vocab,
+                                          rank * blockDim.x + threadIdx.x, CLUSTER * blockDim.x));
         if (lane == 0) of_warp[warp] = mine;
         __syncthreads();
-        // Wait until all blocks have begun; only then may other blocks write to their shared memory.
+        // Shared memory of another block exists only after that block has started.
         if constexpr (CLUSTER > 1) cluster_wait<CLUSTER>();
         if (warp == 0) {
             const unsigned long long best = best_of_lanes(lane < warps ? of_warp[lane] : 0);

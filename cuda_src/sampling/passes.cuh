@@ -1,21 +1,20 @@
-// Passes over a loaded row by all threads of the cluster: find the best token, draw one token, or sum the weights of
-// the tokens that a bound keeps (order.cuh). `passes` is the number of passes that the cluster has already made.
+// All threads of the cluster make these passes over a loaded row. `passes_done` counts the earlier passes. A bound
+// (order.cuh) selects the tokens that take part.
 #pragma once
 #include "sampling/random.cuh"
 #include "sampling/shared.cuh"
 
-// Return the lowest id of the row that has the largest value.
-template <typename Row> __device__ __noinline__ int best(int passes) {
-    Row x = recall<Row>(passes);
-    for (int local = x.warp; local < x.local_tiles; local += x.warps) {
+template <typename Row> __device__ __noinline__ int best(int passes_done) {
+    Row x = recall<Row>(passes_done);
+    for (int local_tile = x.warp; local_tile < x.local_tiles; local_tile += x.warps) {
         int id = NO_ID;
-        if (x.lane_top(local) >= x.top) {
-            x.for_each(local, [&](int at, float value, int) {
-                if (value == x.top) id = min(id, at);
+        if (x.group_max_at(local_tile) >= x.row_max) {
+            x.for_each(local_tile, [&](int at, float value, int) {
+                if (value == x.row_max) id = min(id, at);
             });
         }
         __syncwarp();
-        x.leave(x.first_tile + local, make_uint4(__reduce_min_sync(FULL_WARP, id), 0, 0, 0));
+        x.publish(x.first_tile + local_tile, make_uint4(__reduce_min_sync(FULL_WARP, id), 0, 0, 0));
     }
     const uint4* found = x.slots_of_pass();
     int id = NO_ID;
@@ -23,18 +22,17 @@ template <typename Row> __device__ __noinline__ int best(int passes) {
     return __reduce_min_sync(FULL_WARP, id);
 }
 
-// Return the group that wins the race of a round. Only the tokens that the bound keeps take part in the race. The
-// result is valid in warp 0 only.
+// Return the group that wins the race (sample.cu); valid in warp 0.
 template <typename Row> __device__ __forceinline__ int race(Row& x, Bound bound, unsigned round, Stream stream) {
-    for (int local = x.warp; local < x.local_tiles; local += x.warps) {
-        const int tile = x.first_tile + local;
-        float part[4] = {};
-        if (x.lane_top(local) >= bound.value) {
-            x.for_each(local, [&](int id, float value, int c) {
-                if (keeps(bound, value, id)) part[c] += x.weight(value);
+    for (int local_tile = x.warp; local_tile < x.local_tiles; local_tile += x.warps) {
+        const int tile = x.first_tile + local_tile;
+        float partial_sum[4] = {};
+        if (x.group_max_at(local_tile) >= bound.value) {
+            x.for_each(local_tile, [&](int id, float value, int c) {
+                if (keeps(bound, value, id)) partial_sum[c] += x.weight(value);
             });
         }
-        const float mine = (part[0] + part[1]) + (part[2] + part[3]);
+        const float mine = (partial_sum[0] + partial_sum[1]) + (partial_sum[2] + partial_sum[3]);
         unsigned key = 0;
         if (mine > 0) {
             const unsigned group = tile * 32 + x.lane;
@@ -42,7 +40,7 @@ template <typename Row> __device__ __forceinline__ int race(Row& x, Bound bound,
         }
         const unsigned first = __reduce_max_sync(FULL_WARP, key);
         const int first_lane = __ffs(__ballot_sync(FULL_WARP, key == first)) - 1;
-        x.leave(tile, make_uint4(first, tile * 32 + first_lane, 0, 0));
+        x.publish(tile, make_uint4(first, tile * 32 + first_lane, 0, 0));
     }
     const uint4* found = x.slots_of_pass();
     if (x.warp > 0) return 0;
@@ -55,32 +53,29 @@ template <typename Row> __device__ __forceinline__ int race(Row& x, Bound bound,
     return ~__reduce_max_sync(FULL_WARP, key == first ? ~group : 0);
 }
 
-// Draw one of the group's ids that the bound keeps, with a probability proportional to its weight. Return the id, and
-// set `value` to its value. Run by one warp.
+// Draw one id of the group, with a probability proportional to its weight. One warp runs this.
 template <typename Row>
 __device__ __forceinline__ int draw(const Row& x, int group, Bound bound, unsigned round, Stream stream, float& value) {
     const int id = x.id_of(group / 32, group % 32, x.lane);
-    float own = 0, share = 0;
+    float lane_value = 0, weight = 0;
     if (id < x.vocab) {
-        own = x.at(id);
-        if (keeps(bound, own, id)) share = x.weight(own);
+        lane_value = x.at(id);
+        if (keeps(bound, lane_value, id)) weight = x.weight(lane_value);
     }
-    const float up_to = lanes_inclusive_sum<32>(share);
-    const float target = uniform(stream.at(group, round).y) * __shfl_sync(FULL_WARP, up_to, 31);
-    // The prefix sums of different lanes are rounded differently. Therefore a lane whose token has weight 0 may be the
-    // first lane that exceeds the target. Such a lane must not be chosen.
-    const unsigned reached = __ballot_sync(FULL_WARP, up_to > target && share > 0);
-    const unsigned any = __ballot_sync(FULL_WARP, share > 0);
+    const float prefix_sum = lanes_inclusive_sum<32>(weight);
+    const float target = uniform(stream.at(group, round).y) * __shfl_sync(FULL_WARP, prefix_sum, 31);
+    // Lanes round their prefix sums differently, so a lane of weight 0 may be the first above the target.
+    const unsigned reached = __ballot_sync(FULL_WARP, prefix_sum > target && weight > 0);
+    const unsigned any = __ballot_sync(FULL_WARP, weight > 0);
     const int chosen = reached ? __ffs(reached) - 1 : 31 - __clz(any);
-    value = __shfl_sync(FULL_WARP, own, chosen);
+    value = __shfl_sync(FULL_WARP, lane_value, chosen);
     return __shfl_sync(FULL_WARP, id, chosen);
 }
 
-// Draw one of the tokens that the bound keeps. Return its value and id as a Bound, valid in warp 0 only. `winner` is
-// the group that wins the round's race, or negative if it is not known yet.
+// The result is valid in warp 0. A negative `winner` means that the race has not been run.
 template <typename Row>
-__device__ __noinline__ Bound draw_round(int passes, Bound bound, int winner, unsigned round, Stream stream) {
-    Row x = recall<Row>(passes);
+__device__ __noinline__ Bound draw_round(int passes_done, Bound bound, int winner, unsigned round, Stream stream) {
+    Row x = recall<Row>(passes_done);
     if (winner < 0) winner = race(x, bound, round, stream);
     Bound drawn = {};
     if (x.warp == 0) drawn.id = draw(x, winner, bound, round, stream, drawn.value);
@@ -92,13 +87,12 @@ struct Tally {
     float sum[2];
 };
 
-// For each of two bounds, count the tokens that the bound keeps, and sum their weights. `first` must keep all tokens
-// that `other` keeps.
+// The bound `first` must keep all tokens that the bound `other` keeps.
 template <typename Row> __device__ __forceinline__ Tally tally(Row& x, Bound first, Bound other) {
-    for (int local = x.warp; local < x.local_tiles; local += x.warps) {
+    for (int local_tile = x.warp; local_tile < x.local_tiles; local_tile += x.warps) {
         Tally mine = {};
-        if (x.lane_top(local) >= first.value)
-            x.for_each(local, [&](int id, float value, int) {
+        if (x.group_max_at(local_tile) >= first.value)
+            x.for_each(local_tile, [&](int id, float value, int) {
                 if (id >= x.vocab || !keeps(first, value, id)) return;
                 const float w = x.weight(value);
                 mine.count[0] += 1, mine.sum[0] += w;
@@ -110,7 +104,7 @@ template <typename Row> __device__ __forceinline__ Tally tally(Row& x, Bound fir
         found.y = __reduce_add_sync(FULL_WARP, unsigned(mine.count[1]));
         found.z = __float_as_uint(lanes_sum<32>(mine.sum[0]));
         found.w = __float_as_uint(lanes_sum<32>(mine.sum[1]));
-        x.leave(x.first_tile + local, found);
+        x.publish(x.first_tile + local_tile, found);
     }
     const uint4* found = x.slots_of_pass();
     Tally total = {};
@@ -127,34 +121,32 @@ template <typename Row> __device__ __forceinline__ Tally tally(Row& x, Bound fir
     return total;
 }
 
-template <typename Row> __device__ __noinline__ Tally tally(int passes, Bound first, Bound other) {
-    Row x = recall<Row>(passes);
+template <typename Row> __device__ __noinline__ Tally tally(int passes_done, Bound first, Bound other) {
+    Row x = recall<Row>(passes_done);
     return tally(x, first, other);
 }
 
-// Return the sum of the weights of the tokens that a bound keeps.
-template <typename Row> __device__ __forceinline__ float mass(int passes, Bound bound) {
-    Row x = recall<Row>(passes);
-    for (int local = x.warp; local < x.local_tiles; local += x.warps) {
-        const int tile = x.first_tile + local;
-        float part[4] = {};
-        if (x.lane_top(local) >= bound.value) {
-            // Ids must be compared only in the tile that contains the bound's id. In the other tiles, comparing values
-            // is enough.
+template <typename Row> __device__ __forceinline__ float mass(int passes_done, Bound bound) {
+    Row x = recall<Row>(passes_done);
+    for (int local_tile = x.warp; local_tile < x.local_tiles; local_tile += x.warps) {
+        const int tile = x.first_tile + local_tile;
+        float partial_sum[4] = {};
+        if (x.group_max_at(local_tile) >= bound.value) {
+            // Only the tile that contains bound.id needs to compare ids.
             if (tile * TILE <= bound.id && bound.id < tile * TILE + TILE - 1) {
-                x.for_each(local, [&](int id, float value, int c) {
-                    if (keeps(bound, value, id)) part[c] += x.weight(value);
+                x.for_each(local_tile, [&](int id, float value, int c) {
+                    if (keeps(bound, value, id)) partial_sum[c] += x.weight(value);
                 });
             } else {
                 const float above = threshold(bound, tile * TILE + TILE - 1);
-                x.for_each(local, [&](int, float value, int c) {
-                    if (value > above) part[c] += x.weight(value);
+                x.for_each(local_tile, [&](int, float value, int c) {
+                    if (value > above) partial_sum[c] += x.weight(value);
                 });
             }
         }
         __syncwarp();
-        const float tile_sum = lanes_sum<32>((part[0] + part[1]) + (part[2] + part[3]));
-        x.leave(tile, make_uint4(0, 0, __float_as_uint(tile_sum), 0));
+        const float tile_sum = lanes_sum<32>((partial_sum[0] + partial_sum[1]) + (partial_sum[2] + partial_sum[3]));
+        x.publish(tile, make_uint4(0, 0, __float_as_uint(tile_sum), 0));
     }
     const uint4* found = x.slots_of_pass();
     float sum = 0;

@@ -1,22 +1,19 @@
 // Normalize or filter whole rows of logits or probabilities.
 //
-//   SOFTMAX       weight / sum of the weights, weight = exp((x - max x) / temperature); at an infinite temperature all
-//                 finite logits have the same weight
-//   TOP_K_RENORM  x / sum of the kept x; the k largest probabilities are kept, the others become 0
-//   TOP_P_RENORM  x / sum of the kept x; the fewest largest probabilities with a sum of at least top_p * (sum of the
-//                 row) are kept, the others become 0
+//   SOFTMAX       weight / sum of the weights, weight = exp((x - max x) / temperature)
+//   TOP_K_RENORM  x / sum of the kept x for the k largest probabilities, 0 elsewhere
+//   TOP_P_RENORM  x / sum of the kept x for the fewest largest probabilities with a sum of at least top_p * (sum of the
+//                 row), 0 elsewhere
 //   TOP_K_MASK    the k largest logits, -inf elsewhere
 //
-// If values are equal, the lower id is kept first. If all weights of a row are 0, the result is 0, and if a row has a
-// NaN, the result is NaN; TOP_K_MASK copies both kinds of rows unchanged.
+// Ties go to the lower id. A row without a weight above 0 becomes 0, and a row with a NaN becomes NaN. TOP_K_MASK
+// copies such rows.
 //
-// Grid: CLUSTER blocks per row; row.cuh describes how they share the row.
+// Grid: CLUSTER blocks per row (row.cuh).
 //
-// Speed of light: memory bandwidth; each value is read once and written once. Values that do not fit in shared memory
-// are read again from L2. On an H200 the softmax of 256 rows of 128256 float32 takes 90 us, which is 68% of the
-// bandwidth of a copy. Top-k of the same rows takes 125 us. The softmax of a single row is latency-bound and takes 7
-// us. Top-p is latency-bound too, because its search is a chain of passes with a cluster barrier each: 51 us for 1 row
-// and 525 us for 256 rows.
+// Speed of light: memory bandwidth. On an H200 the softmax of 256 rows of 128256 float32 takes 90 us (68% of the
+// bandwidth of a copy), and top-k 125 us. One softmax row is latency-bound: 7 us. Top-p is also latency-bound, because
+// each pass of its search has a cluster barrier: 51 us for 1 row and 525 us for 256 rows.
 #include "common/launch.cuh"
 #include "common/overlap.cuh"
 #include "sampling/first_pass.cuh"
@@ -59,8 +56,8 @@ struct RenormalizeParams {
     float scalar_temperature, scalar_top_p;
 };
 
-// Find the parameters that transform a row. In a valid row, the result of a token is `weight * factor * inverse` if the
-// bound keeps the token, else 0. In an invalid row, all results are `inverse`.
+// A token that the bound keeps becomes `weight * factor * inverse`, and every other token becomes 0. In an invalid row,
+// every token becomes `inverse`.
 template <Mode MODE, typename Row>
 __device__ __forceinline__ void find_norm(const Row& x, int vocab, long long top_k, float top_p, bool& valid,
                                           Bound& bound, float& factor, float& inverse) {
@@ -72,25 +69,25 @@ __device__ __forceinline__ void find_norm(const Row& x, int vocab, long long top
         int winner;
         find_sum_and_winner(x, sum, winner);
         Search found = {bound, 1};
-        if (MODE == SOFTMAX && x.scale == BEST_ALONE) found.bound = {x.top, best<Row>(found.passes++)};
+        if (MODE == SOFTMAX && x.scale == GREEDY_SCALE) found.bound = {x.row_max, best<Row>(found.passes_done++)};
         if ((MODE == TOP_K_RENORM || MODE == TOP_K_MASK) && top_k < vocab)
-            found = top_k_bound<Row>(found.passes, top_k);
-        if (MODE == TOP_P_RENORM && top_p < 1) found = bound_by_search<Row, false>(found.passes, top_p * sum);
+            found = top_k_bound<Row>(found.passes_done, top_k);
+        if (MODE == TOP_P_RENORM && top_p < 1) found = bound_by_search<Row, false>(found.passes_done, top_p * sum);
         bound = found.bound;
-        if (bound.value > -CUDART_INF_F && MODE != TOP_K_MASK) sum = mass<Row>(found.passes, bound);
+        if (bound.value > -CUDART_INF_F && MODE != TOP_K_MASK) sum = mass<Row>(found.passes_done, bound);
         // 1 / sum overflows for the smallest sums; 1 / (sum * factor) does not.
         if (Row::IS_PROBS && sum < 0x1p-100f) factor = 0x1p100f;
         inverse = 1 / (sum * factor);
     } else if (MODE != TOP_K_MASK) {
-        inverse = x.top != x.top ? CUDART_NAN_F : 0.f;
+        inverse = x.row_max != x.row_max ? CUDART_NAN_F : 0.f;
     }
 }
 
 extern __shared__ float4 shared[];
 
 template <typename T, Mode, int CLUSTER>
-constexpr Launch renormalize_launch(int tiles, int cached_tiles, int topped_tiles, int tops_per_tile) {
-    return {32 * MAX_WARPS, Row<T, true, CLUSTER>::bytes(tiles, cached_tiles, topped_tiles, tops_per_tile)};
+constexpr Launch renormalize_launch(int tiles, int cached_tiles, int group_max_tiles, int segments_per_tile) {
+    return {32 * MAX_WARPS, Row<T, true, CLUSTER>::bytes(tiles, cached_tiles, group_max_tiles, segments_per_tile)};
 }
 
 template <typename T, Mode MODE, int CLUSTER>
@@ -104,8 +101,8 @@ __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(32 * MAX_WARPS, 2)
         const auto number = [&](const void* array, float scalar) {
             return array ? float_at(array, params.integral, params.wide, at) : scalar;
         };
-        // Parameters that a mode does not use are constants and cost no registers.
-        float scale = BEST_ALONE, top_p = 1;
+        // Parameters that MODE does not use are constants, so they take no registers.
+        float scale = GREEDY_SCALE, top_p = 1;
         long long top_k = params.vocab;
         if constexpr (MODE == SOFTMAX) scale = scale_of(number(params.temperature, params.scalar_temperature));
         if constexpr (MODE == TOP_P_RENORM) top_p = number(params.top_p, params.scalar_top_p);
@@ -117,7 +114,7 @@ __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(32 * MAX_WARPS, 2)
         RowOfT x(static_cast<const T*>(params.values) + i * params.row_stride, nullptr, params.vocab, params.layout,
                  scale, shared, &common<RowOfT>().list_size);
         load<false>(x, {});
-        x.top = find_top(x);
+        x.row_max = find_row_max(x);
         if (threadIdx.x == 0) store(x);
         __syncthreads();
         bool valid;
@@ -129,15 +126,15 @@ __global__ void CLUSTER_OF(CLUSTER) __launch_bounds__(32 * MAX_WARPS, 2)
         Out* out = static_cast<Out*>(params.out) + (long long)i * params.vocab;
         const bool vectors =
             params.vocab % 4 == 0 && reinterpret_cast<unsigned long long>(out) % (4 * sizeof(Out)) == 0;
-        for (int local = x.warp; local < x.local_tiles; local += x.warps) {
+        for (int local_tile = x.warp; local_tile < x.local_tiles; local_tile += x.warps) {
             float y[4];
-            x.for_each(local, [&](int id, float value, int c) {
-                const bool kept = keeps(bound, value, id);
+            x.for_each(local_tile, [&](int id, float value, int c) {
+                const bool keep = keeps(bound, value, id);
                 if (MODE == TOP_K_MASK)
-                    // The passes replace +inf by the largest float, so read the original value from memory.
-                    y[c] = !(kept || !valid) ? -CUDART_INF_F : value == LARGEST_FLOAT ? x.at_memory(id) : value;
+                    // The passes replaced +inf by the largest float.
+                    y[c] = !(keep || !valid) ? -CUDART_INF_F : value == LARGEST_FLOAT ? x.unclamped_at(id) : value;
                 else if (valid)
-                    y[c] = kept ? x.weight(value) * factor * inverse : 0.f;
+                    y[c] = keep ? x.weight(value) * factor * inverse : 0.f;
                 else
                     y[c] = inverse;
                 if (vectors) {

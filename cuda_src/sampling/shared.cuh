@@ -1,29 +1,28 @@
-// Define a block's static shared memory, which includes a copy of its Row object.
+// Define a block's static shared memory, which includes a copy of its Row.
 //
-// Rarely needed passes are separate functions (__noinline__), because the kernel would not fit the instruction cache if
-// all passes were inlined. A Row object passed to them by address could not stay in registers, so these functions copy
-// it from shared memory (`recall`). Their argument `passes` is the number of passes over the row made so far. Its
-// parity selects the half of the slots that they write.
+// Rare passes are separate functions (__noinline__), because the kernel would not fit the instruction cache with all
+// passes inlined. They copy the Row from shared memory (`recall`), because a Row passed by address could not stay in
+// registers. The parity of `passes_done`, the number of earlier passes, selects the half of the slots that a pass
+// writes.
 #pragma once
 #include "sampling/row.cuh"
 
-// The k best candidates of draw_listed. Arrays of MAX_LISTED entries are indexed by rank, best first.
+// The k best candidates, by rank, best first.
 struct Listed {
-    float weight[MAX_LISTED];
-    float before[MAX_LISTED]; // the sum of the weights of all better candidates
-    int group[MAX_LISTED];
-    unsigned long long best[MAX_LISTED / 32]; // each warp's vote for a group
-    int chosen[MAX_LISTED / 32];
+    float weight[MAX_LIST_K];
+    float sum_above[MAX_LIST_K];
+    int group[MAX_LIST_K];
+    unsigned long long group_vote[MAX_LIST_K / 32]; // by warp
+    int id_vote[MAX_LIST_K / 32];
 };
 
-// Data shared by the threads of a block.
 template <typename Row> struct Common {
     alignas(16) unsigned char row[sizeof(Row)];
     float sum; // of all weights
     float low; // the candidates are the tokens with at least this value
     Bound drawn;
     Listed listed;
-    int list_size; // length of the lists, which are the same in all blocks; counted in the first block
+    int list_size; // counted in the first block; all blocks have the same list
 };
 
 template <typename Row> __device__ __forceinline__ Common<Row>& common() {
@@ -31,7 +30,7 @@ template <typename Row> __device__ __forceinline__ Common<Row>& common() {
     return here;
 }
 
-// Copy the Row object to shared memory, once `top` is set. Run by one thread; a barrier must follow.
+// One thread calls this after it has set `row_max`. A barrier must follow.
 template <typename Row> __device__ __forceinline__ void store(const Row& x) {
     *reinterpret_cast<Row*>(common<Row>().row) = x;
 }
@@ -40,12 +39,10 @@ template <typename Row> __device__ __forceinline__ const Row& stored() {
     return *reinterpret_cast<const Row*>(common<Row>().row);
 }
 
-// Return the Row object in shared memory, with this thread's lane and warp. `passes` is the number of passes over the
-// row made so far.
-template <typename Row> __device__ __forceinline__ Row recall(int passes) {
+template <typename Row> __device__ __forceinline__ Row recall(int passes_done) {
     Row x = stored<Row>();
     x.lane = threadIdx.x % 32;
     x.warp = threadIdx.x / 32;
-    x.turn = passes % 2;
+    x.parity = passes_done % 2;
     return x;
 }

@@ -1,4 +1,4 @@
-"""NumPy references of the sampling functions. They define the correct results of the kernels in `cuda_src/sampling`."""
+"""Sampling functions in NumPy."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from cukern.runtime import check
 from cukern.runtime.generators import numpy_seed
 from cukern.runtime.tolerance import Tolerance
 
-#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
-    # The argument of exp2 is the scaled difference between a logit and the largest logit. It is rounded four times, and
-    # its magnitude is at most 126, because results of exp2 below 2**-126 are 0. On an H200 the total error is 6e-6 for
+    # exp2's argument, the scaled difference of a logit to the largest logit, is rounded four times. Its magnitude is at
+    # most 126, because the kernel's exp2 turns results below 2**-126 into 0. The total error on an H200 is 6e-6 for
     # logits of magnitude 16.
     "probs": {"float32": Tolerance(relative=3e-5, absolute=2e-38)},
-    # The kernel uses two hardware logarithms: of a probability, and of a sum of probabilities. Their arguments are from
-    # 2**-149 to 2**128. Each logarithm has a relative error of 2**-22. The sum adds an error of 1e-6.
+    # The kernel takes two hardware logarithms, of a probability and of a sum of probabilities. Their arguments are
+    # between 2**-149 and 2**128, and their relative error is 2**-22. The sum adds an error of 1e-6.
     "logprobs": {"float32": Tolerance(relative=1e-6, absolute=5e-5)},
-    # The error comes from summing up to 2**20 float32 probabilities in another order, and from one multiplication. It
-    # is 3e-7 on an H200. A float16 or bfloat16 value near a rounding boundary, also a subnormal value, may round the
-    # other way.
+    # The kernel sums up to 2**20 float32 probabilities in another order than NumPy, then multiplies once. The error is
+    # 3e-7 on an H200. A subnormal 16-bit value near a rounding boundary may round the other way.
     "renormalized": {
         "float32": Tolerance(relative=2e-6, absolute=1e-44),
         "float16": Tolerance(relative=2**-10, absolute=6e-8),
@@ -33,20 +31,17 @@ TOLERANCES = {
 
 Array = np.ndarray[Any, Any]
 
-#: `race` divides the vocabulary into tiles of TILE ids, and each tile into 32 groups of GROUP ids. Group `lane` of tile
+#: `race` divides the vocabulary into tiles of TILE ids, and a tile into 32 groups of GROUP ids. Group `lane` of tile
 #: `t` has the ids `TILE * t + 128 * j + 4 * lane + c` with j < 8 and c < 4.
 TILE = 1024
 GROUP = 32
 LARGEST = float(np.finfo(np.float32).max)
-#: The largest factor for the logits. Temperature 0 uses it, so that the most likely token has probability 1.
-BEST_ALONE = 1e30
+#: The largest factor for logits. At temperature 0 it gives the most likely token probability 1.
+GREEDY_SCALE = 1e30
 
 
 def philox(counter: Array, key: int) -> Array:
-    """Compute the random number generator Philox4x32-10 (Salmon et al., 2011).
-
-    Return four 32-bit random numbers for each counter, uint32 [..., 4], with a 64-bit key.
-    """
+    """Return Philox4x32-10 (Salmon et al., 2011): four 32-bit numbers [..., 4] per counter, for a 64-bit key."""
     x, y, z, w = (np.asarray(counter[..., i], np.uint64) for i in range(4))
     mask, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
     for round in range(10):
@@ -63,7 +58,7 @@ def philox(counter: Array, key: int) -> Array:
 
 
 class Stream(NamedTuple):
-    """The random number stream of a row. `place` is the index of the row if all rows share a seed, otherwise 0."""
+    """A row's random number stream. `place` is the row's index if all rows share a seed, else 0."""
 
     seed: int
     offset: int
@@ -71,7 +66,6 @@ class Stream(NamedTuple):
 
 
 def streams(batch: int, seed: Any, offset: Any, generator: Any) -> list[Stream]:
-    """Return the random number stream of each row."""
     seed = numpy_seed(generator) if seed is None else seed
     seeds, offsets = (np.broadcast_to(np.asarray(x, object), batch) for x in (seed, 0 if offset is None else offset))
     shared = np.size(seed) == 1
@@ -88,28 +82,25 @@ def random_bits(groups: Array, round: int, stream: Stream) -> Array:
 
 
 def uniform(bits: Array) -> Array:
-    """Convert random bits to floats in [0, 1)."""
     return (bits >> np.uint32(8)) * 2.0**-24
 
 
 class Drawn(NamedTuple):
-    """The token that was sampled for one row, and the details of the draw."""
-
     id: int
     valid: bool
     logprob: float
 
 
 def order(x: Array) -> Array:
-    """Return the ids sorted by value, largest first. Of equal values the lower id is first."""
+    """Return the ids sorted by value, largest first; of equal values the lower id is first."""
     return np.lexsort((np.arange(len(x)), -x))
 
 
 def race(weights: Array, round: int, stream: Stream) -> int:
     """Sample an id with probability weights[id] / sum(weights).
 
-    For each group of ids, draw an exponentially distributed random number and divide it by the sum of the group's
-    weights. Choose the group with the smallest quotient. Then sample an id of that group.
+    Draw an exponential random number per group of ids, and divide it by the group's total weight. The smallest quotient
+    wins. Then sample an id of that group.
     """
     tiles = -(-len(weights) // TILE)
     padded = np.zeros(tiles * TILE)
@@ -126,13 +117,13 @@ def race(weights: Array, round: int, stream: Stream) -> int:
 
 
 def scale_of(temperature: float) -> float:
-    """Return log2(e) / temperature, limited to BEST_ALONE so that the exponents in the kernel do not overflow."""
+    """Return log2(e) / temperature, at most GREEDY_SCALE so that the kernel's exponents do not overflow."""
     scale = np.log2(np.e) / temperature if temperature else np.inf
-    return scale if 0 < scale < BEST_ALONE or temperature == np.inf else BEST_ALONE
+    return scale if 0 < scale < GREEDY_SCALE or temperature == np.inf else GREEDY_SCALE
 
 
 def weights_of(x: Array, top: float, scale: float) -> Array:
-    """Return exp2((x - top) * scale). With scale 0, all finite logits have weight 1."""
+    """Return exp2((x - top) * scale). With scale 0 every finite logit has weight 1."""
     return np.exp2((x.astype(np.float64) - top) * scale) if scale else (x > -np.inf).astype(np.float64)
 
 
@@ -145,14 +136,14 @@ def draw(
     stream: Stream,
     joint: bool,
 ) -> Drawn:
-    """Sample a token for one row of logits. If `temperature` is None, the row contains probabilities."""
+    """Sample a token from one row of logits, or of probabilities if `temperature` is None."""
     probs = temperature is None
     x = np.maximum(x, 0) if probs else np.minimum(x, LARGEST)
     top = float(x.max())
     if np.isnan(top) or not (0 < top <= LARGEST if probs else top >= -LARGEST):
         return Drawn(0, False, -np.inf)
     scale = 0.0 if temperature is None else scale_of(temperature)
-    greedy = top_k == 1 or scale == BEST_ALONE
+    greedy = top_k == 1 or scale == GREEDY_SCALE
     ids = order(x)
     weights = x.astype(np.float64) if probs else weights_of(x, top, scale)
     kept = np.zeros(len(x), bool)
@@ -164,11 +155,11 @@ def draw(
     rank = np.empty(len(x), np.int64)
     rank[ids] = np.arange(len(x))
     round = 0
-    # If the probability of the best token alone reaches top_p, choose that token without a random draw.
+    # If the best token alone reaches top_p, choose it without a random draw.
     while not greedy and not (top_p < 1 and top_p * total <= weights[ids[0]]):
         id = race(np.where(kept, weights, 0), round, stream)
         better = rank < rank[id]
-        # Accept the id if the total probability of the better tokens is below top_p. Otherwise keep only those tokens.
+        # Accept the id if the better tokens' total probability is below top_p. Otherwise keep only those tokens.
         if not top_p < 1 or weights[better].sum() < top_p * total:
             break
         kept &= better
@@ -194,9 +185,9 @@ def step(
     top_p: Any = None,
     min_p: Any = None,
 ) -> Any:
-    """Sample a token for each row of `values` [rows, vocab]. All samplers call this function.
+    """Sample a token for each row of `values` [rows, vocab], probabilities or logits. All samplers call this function.
 
-    The values are probabilities if `probs`, and otherwise logits. `randomness` is the tuple (seed, offset, generator).
+    `randomness` is (seed, offset, generator).
     """
     rows = np.arange(len(values)) if indices is None else np.clip(indices, 0, len(values) - 1)
     batch, vocab = len(rows), values.shape[1]
@@ -239,7 +230,6 @@ def sampling_from_logits(
     return_valid: bool = False,
     return_logprobs: bool = False,
 ) -> Any:
-    """See `cukern.sampling_from_logits`."""
     return step(logits, False, (seed, offset, generator), indices, return_valid, return_logprobs)
 
 
@@ -253,7 +243,6 @@ def sampling_from_probs(
     return_valid: bool = False,
     return_logprobs: bool = False,
 ) -> Any:
-    """See `cukern.sampling_from_probs`."""
     return step(probs, True, (seed, offset, generator), indices, return_valid, return_logprobs)
 
 
@@ -268,7 +257,6 @@ def top_k_sampling_from_probs(
     return_valid: bool = False,
     return_logprobs: bool = False,
 ) -> Any:
-    """See `cukern.top_k_sampling_from_probs`."""
     return step(probs, True, (seed, offset, generator), indices, return_valid, return_logprobs, top_k=top_k)
 
 
@@ -283,7 +271,6 @@ def top_p_sampling_from_probs(
     return_valid: bool = False,
     return_logprobs: bool = False,
 ) -> Any:
-    """See `cukern.top_p_sampling_from_probs`."""
     return step(probs, True, (seed, offset, generator), indices, return_valid, return_logprobs, top_p=top_p)
 
 
@@ -298,7 +285,6 @@ def min_p_sampling_from_probs(
     return_valid: bool = False,
     return_logprobs: bool = False,
 ) -> Any:
-    """See `cukern.min_p_sampling_from_probs`."""
     return step(probs, True, (seed, offset, generator), indices, return_valid, return_logprobs, min_p=min_p)
 
 
@@ -315,7 +301,6 @@ def top_k_top_p_sampling_from_logits(
     return_valid: bool = False,
     return_logprobs: bool = False,
 ) -> Any:
-    """See `cukern.top_k_top_p_sampling_from_logits`."""
     common = (seed, offset, generator), indices, return_valid, return_logprobs, filter_apply_order
     return step(logits, False, *common, top_k=top_k, top_p=top_p)
 
@@ -333,7 +318,6 @@ def top_k_top_p_sampling_from_probs(
     return_valid: bool = False,
     return_logprobs: bool = False,
 ) -> Any:
-    """See `cukern.top_k_top_p_sampling_from_probs`."""
     common = (seed, offset, generator), indices, return_valid, return_logprobs, filter_apply_order
     return step(probs, True, *common, top_k=top_k, top_p=top_p)
 
@@ -357,14 +341,12 @@ def sample(
     return_valid: bool = False,
     return_logprobs: bool = False,
 ) -> Any:
-    """See `cukern.sample`."""
     common = (seed, offset, generator), indices, return_valid, return_logprobs, filter_apply_order
     own = bias, finished, end_id, sequence_length
     return step(logits, False, *common, *own, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
 
 
 def softmax(logits: Array, temperature: Any = None) -> Array:
-    """See `cukern.softmax`."""
     result = np.empty(logits.shape, np.float32)
     temperatures = np.broadcast_to(1.0 if temperature is None else temperature, len(logits))
     for i, own_temperature in enumerate(temperatures):
@@ -373,7 +355,7 @@ def softmax(logits: Array, temperature: Any = None) -> Array:
         top, scale = float(x.max()), scale_of(own_temperature)
         if np.isnan(top) or top < -LARGEST:
             target[:] = top if np.isnan(top) else 0
-        elif scale == BEST_ALONE:
+        elif scale == GREEDY_SCALE:
             target[:] = np.arange(len(x)) == order(x)[0]
         else:
             weights = weights_of(x, top, scale)
@@ -382,9 +364,10 @@ def softmax(logits: Array, temperature: Any = None) -> Array:
 
 
 def _renormalized(probs: Array, count: Any) -> Array:
-    """Keep the largest probabilities of each row, set the others to 0, and renormalize the row.
+    """Keep the largest probabilities of each row, set the others to 0, and renormalize.
 
-    `count(i, p)` returns how many probabilities of row i to keep; p are its probabilities, largest first.
+    `count(i, p)` returns how many probabilities of row i to keep. `p` holds the probabilities of the row, largest
+    first.
     """
     result = np.empty(probs.shape, probs.dtype)
     for i, row in enumerate(probs):
@@ -400,24 +383,21 @@ def _renormalized(probs: Array, count: Any) -> Array:
 
 
 def top_k_renorm_probs(probs: Array, top_k: Any) -> Array:
-    """See `cukern.top_k_renorm_probs`."""
     counts = np.broadcast_to(probs.shape[1] if top_k is None else top_k, len(probs))
     return _renormalized(probs, lambda i, x: counts[i] if counts[i] >= 1 else len(x))
 
 
 def top_p_renorm_probs(probs: Array, top_p: Any) -> Array:
-    """See `cukern.top_p_renorm_probs`."""
     shares = np.broadcast_to(1.0 if top_p is None else top_p, len(probs))
 
     def count(i: int, x: Array) -> int:
-        # Keep a token if the total probability of the better tokens is below top_p.
+        # Keep a token if the better tokens' total probability is below top_p.
         return max(1, int(np.sum(x.cumsum() - x < shares[i] * x.sum()))) if shares[i] < 1 else len(x)
 
     return _renormalized(probs, count)
 
 
 def top_k_mask_logits(logits: Array, top_k: Any) -> Array:
-    """See `cukern.top_k_mask_logits`."""
     result = logits.copy()
     for row, k in zip(result, np.broadcast_to(logits.shape[1] if top_k is None else top_k, len(logits)), strict=True):
         if k >= 1 and not np.isnan(row.astype(np.float32)).any():
@@ -434,7 +414,6 @@ def chain_speculative_sampling(
     offset: Any = None,
     generator: Any = None,
 ) -> tuple[Array, Array, Array]:
-    """See `cukern.chain_speculative_sampling`."""
     batch, drafts, vocab = draft_probs.shape
     ids = np.full((batch, drafts + 1), -1, np.int32)
     accepted, emitted = np.empty(batch, np.int32), np.empty(batch, np.int32)
@@ -448,8 +427,7 @@ def chain_speculative_sampling(
         accepted[i] = accept.sum()
         emitted[i] = n = drafts if accept.all() else int(np.argmin(accept))
         ids[i, :n] = draft_token_ids[i, :n]
-        # After a rejection, sample from max(target - draft, 0). If all draft tokens are accepted, sample from the
-        # target distribution.
+        # After a rejection, sample from max(target - draft, 0). If all drafts are accepted, sample from the target.
         rest = np.maximum(target[n] - draft[n], 0) if n < drafts else target[n]
         drawn = draw(rest, None, vocab, 1.0, 0.0, stream, False)
         if not drawn.valid and n < drafts:
@@ -459,10 +437,7 @@ def chain_speculative_sampling(
 
 
 def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of this module so that it raises ValueError for array elements out of range.
-
-    The wrapped function takes only keyword arguments.
-    """
+    """Wrap a function to raise ValueError for array elements out of range, and to take only keyword arguments."""
 
     @functools.wraps(function)
     def checked(**arguments: Any) -> Any:

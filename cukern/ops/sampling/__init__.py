@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from cukern.ops.sampling.choose import (
-    any_count,
+    any_top_k,
     draw,
     ids_of,
     like_rows,
@@ -37,15 +37,12 @@ __all__ = [
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-#: Arguments that may have another value at each call of a plan, unless they are arrays.
+#: Arguments whose values may differ at each call of a plan, unless they are arrays.
 _NUMBERS = "seed", "offset", "generator"
 
 
 def _declare(names: str, results: Callable[..., Any] = ids_of) -> Callable[[_F], _F]:
-    """Declare a sampling op by the names of its results.
-
-    Its torch operator returns only the ids. Sampling parameters of the operator are tensors [batch] or [].
-    """
+    """Declare a sampling op. Its torch operator returns only the ids."""
 
     def declare(function: _F) -> _F:
         name, parameters = function.__name__, inspect.signature(function).parameters
@@ -73,46 +70,37 @@ def sampling_from_logits(
     Args:
         logits: [rows, vocab], float32, float16 or bfloat16, contiguous along the vocabulary, of at most 2^20 tokens;
             rows may be strided. +inf counts as the largest finite number.
-        seed: selects the stream of random numbers: an int, or an int32 or int64 array, [batch] or of one element. With
-            one seed for the batch, the random numbers of a row also depend on the index of the row in the batch, so
-            that equal rows draw independently (as in FlashInfer, by the subsequence of Philox). Index 0 is the stream
-            of the seed itself. With a seed per row, [batch], the index does not matter, so that a row draws the same
-            token at any index of any batch. Otherwise the token depends only on the offset and on the values and
-            parameters of its own row, not on the batch size or the variant. None: `generator` gives one seed for the
-            batch, and the offset.
-        offset: the position in the stream of random numbers, an int or an array like `seed`. Pass another offset at
-            each step. None is 0. Only with `seed`.
-        generator: the source of the seed if `seed` is None: a `torch.Generator` of the device for tensors; a
-            `Generator` or a `RandomState` of `numpy.random` or `cupy.random` for NumPy's or CuPy's arrays. None: the
-            library's default generator, which `torch.manual_seed`, `numpy.random.seed` or `cupy.random.seed` set. The
-            host never waits for the GPU. For CUDA tensors the host reads the generator's seed and offset, and adds 4
-            to the generator's offset. The call then equals a call with
-            `seed=generator.initial_seed(), offset=generator.get_offset()`. torch does not allow that while a CUDA graph
-            is captured. In that case an additional kernel draws an int64 as the seed, so that each replay has another
-            seed. CuPy always draws the seed on the device, and cannot draw it during a capture.
-        indices: int32 or int64 [batch]: the row from which each token is drawn; clamped to the rows. None: token i is
-            drawn from row i.
-        return_valid: also return bool [batch]: False for a row that holds NaN or has no token that can be drawn. The
-            id of such a row is 0.
-        return_logprobs: also return float32 [batch]: the logarithm of the token's probability, after the temperature
-            and before any filter (top-k, top-p, min-p).
+        seed: an int, or an int32 or int64 array, [batch] or of one element. With one seed for the batch, the random
+            numbers of a row also depend on its index in the batch (as in FlashInfer, by the subsequence of Philox).
+            With a seed per row, a row draws the same token at any index of any batch. None: `generator` gives the seed
+            and the offset.
+        offset: the position in the stream of random numbers, an int or an array like `seed`; None is 0. Pass another
+            offset at each step. Only with `seed`.
+        generator: a `torch.Generator` of the device for tensors; a `Generator` or a `RandomState` of `numpy.random` or
+            `cupy.random` for NumPy's or CuPy's arrays. None: the library's default generator. The host never waits for
+            the GPU. For CUDA tensors, the call equals a call with
+            `seed=generator.initial_seed(), offset=generator.get_offset()`, and adds 4 to the generator's offset. While
+            a CUDA graph is captured, an additional kernel draws the seed instead, anew at each replay. CuPy draws the
+            seed on the device, and cannot do so during a capture.
+        indices: int32 or int64 [batch]: the row of each token; clamped to the rows. None: row i for token i.
+        return_valid: also return bool [batch]: False, with id 0, for a row with NaN or without a token that can be
+            drawn.
+        return_logprobs: also return float32 [batch]: log-probabilities, after the temperature and before any filter.
         out: the array, or the tuple of arrays, to write into and return.
-        variant: "auto", or a kernel by name: "cluster" (8 blocks per row, sm_90 and later) or "block". Both return
-            the same tokens.
+        variant: "auto", "cluster" (8 blocks per row, sm_90 and later) or "block". The tokens are the same.
 
     Returns:
-        ids [batch], int32 or of the dtype of `indices`, in the library and on the device of the first argument; with
-        return_valid or return_logprobs a tuple. Arrays in host memory go through the NumPy reference.
+        ids [batch], int32 or of the dtype of `indices`; with return_valid or return_logprobs a tuple. Arrays in host
+        memory go through the NumPy reference.
 
     Raises:
         TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or numbers that do not fit; the message names the argument. Parameters in
-            arrays on a device are clamped instead.
+        ValueError: shapes, strides, devices or numbers that do not fit. Parameters in arrays on a device are clamped
+            instead.
         RuntimeError: `seed` is None for CuPy's arrays during the capture of a CUDA graph.
 
-    The functions and the order of their arguments are FlashInfer's. The kernel first draws a group of 32 tokens by the
-    Gumbel-max trick with exponential random numbers, and then a token of the group. The random numbers are from Philox
-    (Salmon et al., 2011).
+    The arguments are FlashInfer's. The Gumbel-max trick draws a group of 32 tokens. Then a token of this group is
+    drawn. The random numbers are from Philox (Salmon et al., 2011).
     """
     return draw("logits", logits, (seed, offset, generator), indices, return_valid, return_logprobs, out, variant)
 
@@ -132,8 +120,8 @@ def sampling_from_probs(
 ) -> AnyArray:
     """Draw a token from each row of `probs`, probabilities [rows, vocab].
 
-    The sum of a row need not be 1, but must be a finite float32. Negative elements count as 0. The other arguments,
-    results and errors are as in `sampling_from_logits`.
+    The sum of a row must be finite, but need not be 1. Negative elements count as 0. All else is as in
+    `sampling_from_logits`.
     """
     return draw("probs", probs, (seed, offset, generator), indices, return_valid, return_logprobs, out, variant)
 
@@ -156,10 +144,9 @@ def top_k_sampling_from_probs(
 
     Args:
         probs: [rows, vocab], as in `sampling_from_probs`.
-        top_k: the number of tokens to keep, an int in [1, vocab] or an int32 or int64 array [batch]; ties go to the
-            lower id. None keeps all.
+        top_k: an int in [1, vocab] or an int32 or int64 array [batch]; ties go to the lower id. None keeps all tokens.
 
-    The other arguments, results and errors are as in `sampling_from_logits`.
+    All else is as in `sampling_from_logits`.
     """
     return draw(
         "probs", probs, (seed, offset, generator), indices, return_valid, return_logprobs, out, variant, top_k=top_k
@@ -183,14 +170,13 @@ def top_p_sampling_from_probs(
     """Draw a token from the nucleus of each row: the smallest set of most probable tokens whose sum reaches `top_p`.
 
     Args:
-        probs: [rows, vocab], as in `sampling_from_probs`; the sum is compared with `top_p` times the sum of the row.
-        top_p: a float in [0, 1] or an array [batch], float32, int32 or int64. The token with which the sum reaches
-            top_p belongs to the nucleus. The most probable token is always kept. Ties go to the lower id. None keeps
-            all tokens.
+        probs: [rows, vocab], as in `sampling_from_probs`. The sum of the kept tokens reaches `top_p` times the sum of
+            the row.
+        top_p: a float in [0, 1] or an array [batch], float32, int32 or int64. The most probable token is always kept.
+            Ties go to the lower id. None keeps all tokens.
 
-    The other arguments, results and errors are as in `sampling_from_logits`. The method is from "The curious case of
-    neural text degeneration" (arXiv:1904.09751). As in FlashInfer, the kernel finds the nucleus by rejection, without a
-    sort.
+    All else is as in `sampling_from_logits`. The method is from "The curious case of neural text degeneration"
+    (arXiv:1904.09751), with FlashInfer's rejection sampling.
     """
     return draw(
         "probs", probs, (seed, offset, generator), indices, return_valid, return_logprobs, out, variant, top_p=top_p
@@ -215,10 +201,10 @@ def min_p_sampling_from_probs(
 
     Args:
         probs: [rows, vocab], as in `sampling_from_probs`.
-        min_p: a float in [0, 1] or an array [batch], float32, int32 or int64. None keeps all.
+        min_p: a float in [0, 1] or an array [batch], float32, int32 or int64. None keeps all tokens.
 
-    The other arguments, results and errors are as in `sampling_from_logits`. The method is from "Turning up the
-    heat: min-p sampling" (arXiv:2407.01082).
+    All else is as in `sampling_from_logits`. The method is from "Turning up the heat: min-p sampling"
+    (arXiv:2407.01082).
     """
     return draw(
         "probs", probs, (seed, offset, generator), indices, return_valid, return_logprobs, out, variant, min_p=min_p
@@ -245,15 +231,14 @@ def top_k_top_p_sampling_from_logits(
 
     Args:
         logits: [rows, vocab], as in `sampling_from_logits`.
-        top_k: as in `top_k_sampling_from_probs`.
-        top_p: as in `top_p_sampling_from_probs`.
+        top_k, top_p: as in `top_k_sampling_from_probs` and `top_p_sampling_from_probs`.
         filter_apply_order: "top_k_first": `top_p` is a fraction of the sum of the `top_k` tokens. "joint": `top_p` is a
             fraction of the sum of the whole row.
 
-    The other arguments, results and errors are as in `sampling_from_logits`.
+    All else is as in `sampling_from_logits`.
     """
-    common = (seed, offset, generator), indices, return_valid, return_logprobs, out, variant
-    return draw("logits", logits, *common, filter_apply_order, top_k=top_k, top_p=top_p)
+    shared_args = (seed, offset, generator), indices, return_valid, return_logprobs, out, variant
+    return draw("logits", logits, *shared_args, filter_apply_order, top_k=top_k, top_p=top_p)
 
 
 @_declare("ids")
@@ -273,8 +258,8 @@ def top_k_top_p_sampling_from_probs(
     variant: str = "auto",
 ) -> AnyArray:
     """Like `top_k_top_p_sampling_from_logits`, for probabilities [rows, vocab] as in `sampling_from_probs`."""
-    common = (seed, offset, generator), indices, return_valid, return_logprobs, out, variant
-    return draw("probs", probs, *common, filter_apply_order, top_k=top_k, top_p=top_p)
+    shared_args = (seed, offset, generator), indices, return_valid, return_logprobs, out, variant
+    return draw("probs", probs, *shared_args, filter_apply_order, top_k=top_k, top_p=top_p)
 
 
 @_declare("ids")
@@ -303,27 +288,25 @@ def sample(
 
     Args:
         logits: [rows, vocab], as in `sampling_from_logits`.
-        temperature: the divisor of the logits; a float of at least 0 or an array [batch], float32, int32 or int64. With
-            0 the token with the largest logit is chosen, on ties the lower id. Infinity makes all finite logits equally
-            probable.
-        top_k: as in `top_k_sampling_from_probs`, after the temperature. -1, 0 and values of at least the vocabulary
-            size keep all tokens, also in an array: vLLM, SGLang, FlashInfer and transformers use these values for
-            "no limit".
-        top_p, filter_apply_order: as in `top_k_top_p_sampling_from_logits`, after the temperature.
-        min_p: as in `min_p_sampling_from_probs`, after the temperature.
+        temperature: a float of at least 0 or an array [batch], float32, int32 or int64. With 0 the largest logit wins,
+            on ties the lower id. Infinity makes all finite logits equally probable.
+        top_k: as in `top_k_sampling_from_probs`. -1, 0 and values of at least the vocabulary size keep all tokens, also
+            in an array, as in vLLM, SGLang, FlashInfer and transformers.
+        top_p, filter_apply_order: as in `top_k_top_p_sampling_from_logits`.
+        min_p: as in `min_p_sampling_from_probs`.
         bias: [vocab] of the dtype of `logits`, added to each row in float32.
-        finished: bool [batch]. A finished row gets `end_id` (and the log-probability 0). A row that draws `end_id`
+        finished: bool [batch]. A finished row gets `end_id` and the log-probability 0. A row that draws `end_id`
             becomes finished, in place.
         end_id: the token that ends a sequence; only with `finished`.
         sequence_length: int32 [batch], increased in place for rows that were not finished.
 
-    The other arguments, results and errors are as in `sampling_from_logits`. The step is as in FasterTransformer's
-    sampling kernels. The filters are as in vLLM, SGLang and FlashInfer.
+    All else is as in `sampling_from_logits`. The arguments `bias`, `finished`, `end_id` and
+    `sequence_length` are from FasterTransformer's sampling kernels.
     """
-    common = (seed, offset, generator), indices, return_valid, return_logprobs, out, variant
+    shared_args = (seed, offset, generator), indices, return_valid, return_logprobs, out, variant
     step = bias, finished, end_id, sequence_length
     filters: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    return draw("logits", logits, *common, filter_apply_order, *step, any_count, **filters)
+    return draw("logits", logits, *shared_args, filter_apply_order, *step, any_top_k, **filters)
 
 
 @_declare("probs", probabilities_of)
@@ -334,13 +317,12 @@ def softmax(
 
     Args:
         logits: [batch, vocab], as in `sampling_from_logits`.
-        temperature: a float of at least 0 or an array [batch], float32, int32 or int64; None is 1. With 0 the largest
-            logit gets probability 1, on ties the lower id. With infinity all finite logits get the same probability.
+        temperature: as in `sample`; None is 1.
         out: float32 [batch, vocab] to write into and return.
         variant: as in `sampling_from_logits`.
 
-    Returns probabilities float32 [batch, vocab]. A row that holds NaN becomes NaN. A row of -inf only becomes 0. The
-    errors are as in `sampling_from_logits`.
+    Returns float32 [batch, vocab]. A row that holds NaN becomes NaN. A row whose logits are all -inf becomes 0. Errors
+    are as in `sampling_from_logits`.
     """
     return whole_rows("SOFTMAX", "logits", logits, "temperature", temperature, out, variant)
 
@@ -353,12 +335,12 @@ def top_k_renorm_probs(
 
     Args:
         probs: [batch, vocab], as in `sampling_from_probs`.
-        top_k: an int in [1, vocab] or an int32 or int64 array [batch]; ties go to the lower id. None keeps all.
+        top_k: as in `top_k_sampling_from_probs`.
         out: an array like `probs` to write into and return; may be `probs` itself.
         variant: as in `sampling_from_logits`.
 
-    Returns an array like `probs`. A row that holds NaN becomes NaN. A row without a number above 0 becomes 0. The
-    errors are as in `sampling_from_logits`.
+    Returns an array like `probs`. A row that holds NaN becomes NaN, and a row without a number above 0 becomes 0.
+    Errors are as in `sampling_from_logits`.
     """
     return whole_rows("TOP_K_RENORM", "probs", probs, "top_k", top_k, out, variant)
 
@@ -367,14 +349,13 @@ def top_k_renorm_probs(
 def top_p_renorm_probs(
     probs: AnyArray, top_p: AnyArray | float | None, *, out: AnyArray | None = None, variant: str = "auto"
 ) -> AnyArray:
-    """Divide the nucleus of each row by its sum, and set all other probabilities to 0, as FlashInfer does.
+    """Divide the probabilities in the nucleus of each row by their sum, and set all others to 0, as FlashInfer does.
 
     Args:
         probs: [batch, vocab], as in `sampling_from_probs`.
-        top_p: a float in [0, 1] or an array [batch], float32, int32 or int64, with the same meaning as in
-            `top_p_sampling_from_probs`.
+        top_p: as in `top_p_sampling_from_probs`.
 
-    The other arguments, results and errors are as in `top_k_renorm_probs`.
+    All else is as in `top_k_renorm_probs`.
     """
     return whole_rows("TOP_P_RENORM", "probs", probs, "top_p", top_p, out, variant)
 
@@ -385,8 +366,8 @@ def top_k_mask_logits(
 ) -> AnyArray:
     """Keep the `top_k` largest logits of each row, and set all others to -inf, as FlashInfer does.
 
-    `logits` [batch, vocab] is as in `sampling_from_logits`, the other arguments and the errors are as in
-    `top_k_renorm_probs`. Returns an array like `logits`. A row that holds NaN is returned unchanged.
+    `logits` [batch, vocab] is as in `sampling_from_logits`, all else as in `top_k_renorm_probs`. Returns an array like
+    `logits`. A row that holds NaN is returned unchanged.
     """
     return whole_rows("TOP_K_MASK", "logits", logits, "top_k", top_k, out, variant)
 
@@ -418,11 +399,10 @@ def chain_speculative_sampling(
 
     Returns:
         ids int32 [batch, drafts + 1]: the accepted drafts, the drawn token, then -1;
-        accepted int32 [batch]: the number of drafts that pass the acceptance test, including those after the first
-            rejection;
+        accepted int32 [batch]: the number of drafts that pass the test, including those after the first rejection;
         emitted int32 [batch]: the number of drafts before the first rejection.
 
-    Raises TypeError and ValueError as `sampling_from_logits` does. The function is FlashInfer's. The method is from
-    "Accelerating large language model decoding with speculative sampling" (arXiv:2302.01318).
+    Errors are as in `sampling_from_logits`. The method is from "Accelerating large
+    language model decoding with speculative sampling" (arXiv:2302.01318).
     """
     return verify(draft_probs, draft_token_ids, target_probs, (seed, offset, generator), out, variant)

@@ -1,4 +1,4 @@
-"""Sampling: the kernels, the division of a row among blocks, the checks, and the launches."""
+"""Sampling: the kernels, the checks, and the launches."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ from cukern.runtime.plan import asked, check_each_call, each_call, launch, outpu
 
 DTYPES = ("float32", "float16", "bfloat16")
 INTEGERS = ("int32", "int64")
-#: The dtypes of an array for a parameter that need not be an integer, such as the temperature.
+#: The dtypes of a parameter that need not be an integer.
 NUMBERS = ("float32", *INTEGERS)
 VARIANTS = ("auto", "cluster", "block")
 ORDERS = ("top_k_first", "joint")
 MAX_VOCAB = 2**20
 MAX_BATCH = 2**24
 CLUSTER = 8
-#: The maximum shared memory of a block. The first number fits every GPU from sm_80 on. With the second, five blocks are
-#: resident per multiprocessor of an H200.
+#: Two limits of a block's shared memory. Every GPU from sm_80 on has 96 KiB for a block. With 44 KiB per block, a
+#: multiprocessor of an H200 holds five blocks.
 _MAX_SHARED_BYTES = 96 * 1024
-_SHARED_BYTES_OF_MANY = 44 * 1024
+_LARGE_BATCH_SHARED_BYTES = 44 * 1024
 
 _sample = Kernel("sampling/sample", "sample", compile_s=1.6)
 _argmax = Kernel("sampling/argmax", "argmax")
 _renormalize = Kernel("sampling/renormalize", "renormalize", compile_s=0.6)
 
 
-def _shared_bytes(tiles: int, cached_tiles: int, topped_tiles: int, tops_per_tile: int) -> int:
-    """Return the shared memory of a block in bytes. Each tile keeps its `tops_per_tile` largest values."""
+def _shared_bytes(tiles: int, cached_tiles: int, group_max_tiles: int, segments_per_tile: int) -> int:
+    """Return the shared memory of a block, as `Row::bytes` in sampling/row.cuh does."""
     constants = template.constants(_sample.file)
-    kept = 2 * tiles * 16 + constants["CAPACITY"] * 8 + tiles * tops_per_tile * 4
-    return kept + topped_tiles * 128 + cached_tiles * constants["TILE"] * 4
+    fixed = 2 * tiles * 16 + constants["CAPACITY"] * 8 + tiles * segments_per_tile * 4
+    return fixed + group_max_tiles * 128 + cached_tiles * constants["TILE"] * 4
 
 
 def _launched() -> Launched:
-    at = 30, 3, 4, 8
-    return Launched(0, _shared_bytes(*at), at, _MAX_SHARED_BYTES)
+    sizes = 30, 3, 4, 8
+    return Launched(0, _shared_bytes(*sizes), sizes, _MAX_SHARED_BYTES)
 
 
 def sampler(dtype: str, probs: bool, cluster: int) -> Variant:
@@ -67,8 +67,7 @@ def renormalizer(dtype: str, mode: str, cluster: int) -> Variant:
     return _renormalize.variant(arrays.CUDA_TYPE[dtype], mode, cluster, launched=_launched())
 
 
-# The most used instances, all with clusters: logits in float32 and bfloat16, probabilities in float32. All others are
-# compiled at their first use.
+# The most used instances. All others are compiled at their first use.
 _sample.at_import = [
     sampler(dtype, probs, CLUSTER).instance
     for dtype, probs in (("float32", False), ("bfloat16", False), ("float32", True))
@@ -78,58 +77,56 @@ _renormalize.at_import = [renormalizer("float32", "SOFTMAX", CLUSTER).instance]
 
 
 class Plan(NamedTuple):
-    """How a row is divided among blocks."""
-
     cluster: int  # blocks per row
     threads: int
     shared_bytes: int
     layout: dict[str, int]
-    why: str  # the reason for the cluster
+    why: str  # of the cluster
     why_threads: str
 
 
 def plan_of(values: Array, batch: Any, variant: str, cache: bool) -> Plan:
-    """Return the plan for `batch` rows. With `cache` the blocks keep elements in shared memory, to read them again."""
+    """Return how blocks share the rows. With `cache`, blocks keep tiles in shared memory for later passes."""
     check.one_of("variant", variant, VARIANTS)
     gpu, constants = values.gpu, template.constants(_sample.file)
     clusters = gpu.compute_capability >= 90
     if variant == "cluster" and not clusters:
         check.fail("variant", "'auto' or 'block' on a GPU without clusters (before sm_90)", "'cluster'")
-    most_warps, least_warps, tile = constants["MAX_WARPS"], constants["MIN_WARPS"], constants["TILE"]
+    max_warps, min_warps, tile = constants["MAX_WARPS"], constants["MIN_WARPS"], constants["TILE"]
     tiles = -(-values.shape[-1] // tile)
-    # If one block has enough warps for all tiles of a row, a cluster is not used.
-    cluster = 1 if variant == "block" or not clusters or (variant == "auto" and tiles <= most_warps) else CLUSTER
+    # A short row gets one block, which has enough warps for all of its tiles.
+    cluster = 1 if variant == "block" or not clusters or (variant == "auto" and tiles <= max_warps) else CLUSTER
     tiles_per_block = -(-tiles // cluster)
-    # A block gets about one warp per tile if the batch is so small that two blocks per multiprocessor hold all rows.
-    most_few = 2 * gpu.multiprocessors // cluster
-    few = batch <= most_few
-    warps = most_warps if few else least_warps if not cache or batch <= 5 * gpu.multiprocessors // cluster else 8
-    warps = min(warps, max(tiles_per_block, least_warps))
-    tops_per_tile = 32
-    while tops_per_tile > 1 and tiles * tops_per_tile > constants["MAX_TOPS"]:
-        tops_per_tile //= 2
-    # With many rows, each block caches only some tiles of its row in shared memory, so that more blocks are resident.
-    # Later passes over the row read the other tiles from L2.
-    limit = _MAX_SHARED_BYTES if few else _SHARED_BYTES_OF_MANY
-    topped = min(tiles_per_block, (_MAX_SHARED_BYTES - _shared_bytes(tiles, 0, 0, tops_per_tile)) // 128)
-    used = _shared_bytes(tiles, 0, topped, tops_per_tile)
+    # In a small batch, two blocks per multiprocessor hold all rows, and a block has about one warp per tile.
+    max_small_batch = 2 * gpu.multiprocessors // cluster
+    is_small = batch <= max_small_batch
+    warps = max_warps if is_small else min_warps if not cache or batch <= 5 * gpu.multiprocessors // cluster else 8
+    warps = min(warps, max(tiles_per_block, min_warps))
+    segments_per_tile = 32
+    while segments_per_tile > 1 and tiles * segments_per_tile > constants["MAX_SEGMENTS"]:
+        segments_per_tile //= 2
+    # In a large batch, a block caches only some of its tiles, so that more blocks are resident. Later passes read the
+    # other tiles from L2.
+    limit = _MAX_SHARED_BYTES if is_small else _LARGE_BATCH_SHARED_BYTES
+    group_max_tiles = min(tiles_per_block, (_MAX_SHARED_BYTES - _shared_bytes(tiles, 0, 0, segments_per_tile)) // 128)
+    used = _shared_bytes(tiles, 0, group_max_tiles, segments_per_tile)
     cached = min(tiles_per_block, max(0, limit - used) // (4 * tile)) if cache else 0
     layout = {
         "tiles": tiles,
         "tiles_per_block": tiles_per_block,
         "cached_tiles": cached,
-        "tops_per_tile": tops_per_tile,
-        "topped_tiles": topped,
+        "segments_per_tile": segments_per_tile,
+        "group_max_tiles": group_max_tiles,
     }
     share = f"a row of {tiles} x {tile} tokens: {cluster} {'block' if cluster == 1 else 'blocks, a cluster,'} per row"
-    limits = f" (one up to {most_warps} x {tile})" if clusters else " (no clusters before sm_90)"
-    taken = f"{batch} rows ({'up to' if few else 'over'} {most_few}): {warps} warps per block"
-    shared_bytes = _shared_bytes(tiles, cached, topped, tops_per_tile)
-    return Plan(cluster, 32 * warps, shared_bytes, layout, asked(variant) or share + limits, taken)
+    why_limit = f" (one up to {max_warps} x {tile})" if clusters else " (no clusters before sm_90)"
+    why_threads = f"{batch} rows ({'up to' if is_small else 'over'} {max_small_batch}): {warps} warps per block"
+    shared_bytes = _shared_bytes(tiles, cached, group_max_tiles, segments_per_tile)
+    return Plan(cluster, 32 * warps, shared_bytes, layout, asked(variant) or share + why_limit, why_threads)
 
 
 def _within(low: float, high: float, wanted: str) -> Callable[[str, Any], float]:
-    """Return a function (name, value) that checks that the value is a number in [low, high], and returns it."""
+    """Make a function of an argument's name and value: it checks that the value is a number in [low, high]."""
 
     def convert(name: str, value: Any) -> float:
         found = check.number(name, value)
@@ -140,55 +137,52 @@ def _within(low: float, high: float, wanted: str) -> Callable[[str, Any], float]
     return convert
 
 
-def _word(name: str, value: Any) -> int:
-    """Check a signed or unsigned 64-bit integer, and return its bits as an unsigned integer."""
+def _uint64_bits(name: str, value: Any) -> int:
     return check.integer(name, value, -(2**63), 2**64 - 1) & (2**64 - 1)
 
 
 def _temperature(name: str, value: Any) -> float:
-    """Check a number of at least 0, which may be infinite."""
     if isinstance(value, (float, np.floating)) and value == np.inf:
         return np.inf
     return _within(0, np.inf, "at least 0")(name, value)
 
 
-def _count(name: str, value: Any, vocab: int) -> int:
-    """Check the argument top_k: an integer in [1, vocab]."""
+def _check_top_k(name: str, value: Any, vocab: int) -> int:
     return check.integer(name, value, 1, vocab, "the vocabulary; None for no limit")
 
 
-def any_count(name: str, value: Any, vocab: int) -> int:
-    """Check the argument top_k. -1, 0 and numbers above the vocabulary size mean the whole vocabulary."""
+def any_top_k(name: str, value: Any, vocab: int) -> int:
+    """Return top_k; -1, 0 and numbers above the vocabulary size mean the whole vocabulary."""
     count = check.integer(name, value, -1, why="-1, 0 and None for no limit")
     return count if 1 <= count < vocab else vocab
 
 
-_share = _within(0, 1, "in [0, 1] (None for no limit)")
-#: The rule for a parameter: the allowed dtypes of an array, a function that checks a number, and the number for None.
+_fraction = _within(0, 1, "in [0, 1] (None for no limit)")
+#: The rule of a sampling parameter: the dtypes of an array, the function that checks a number, and the number that
+#: replaces None.
 _Rule = tuple[tuple[str, ...], Callable[[str, Any], Any], Any]
-#: The rules of all parameters except top_k.
 _RULES: dict[str, _Rule] = {
-    "seed": (INTEGERS, _word, 0),
-    "offset": (INTEGERS, _word, 0),
+    "seed": (INTEGERS, _uint64_bits, 0),
+    "offset": (INTEGERS, _uint64_bits, 0),
     "temperature": (NUMBERS, _temperature, 1.0),
-    "top_p": (NUMBERS, _share, 1.0),
-    "min_p": (NUMBERS, _share, 0.0),
+    "top_p": (NUMBERS, _fraction, 1.0),
+    "min_p": (NUMBERS, _fraction, 0.0),
 }
 
 
-#: The type of a function that checks top_k, given the name, the value and the vocabulary size.
-_Count = Callable[[str, Any, int], int]
+#: A function that checks top_k. It takes the name, the value and the vocabulary size, and returns the number.
+_TopKCheck = Callable[[str, Any, int], int]
 
 
 def _parameters(
-    first_name: str, first: Array, batch: Any, given: dict[str, Any], count: _Count = _count
+    first_name: str, first: Array, batch: Any, given: dict[str, Any], top_k_check: _TopKCheck = _check_top_k
 ) -> dict[str, Any]:
-    """Return the kernel's fields for the sampling parameters.
-
-    A parameter is an array [batch]; or an array of one element, or a number, which applies to all rows.
-    """
+    """Return the kernel's fields for the sampling parameters. An array of one element applies to all rows."""
     vocab, bits = first.shape[-1], template.constants(_sample.file)
-    rules: dict[str, _Rule] = {"top_k": (INTEGERS, lambda name, value: count(name, value, vocab), vocab), **_RULES}
+    rules: dict[str, _Rule] = {
+        "top_k": (INTEGERS, lambda name, value: top_k_check(name, value, vocab), vocab),
+        **_RULES,
+    }
     fields: dict[str, Any] = {"wide": 0, "integral": 0, "single": 0}
     for name, (dtypes, convert, number) in rules.items():
         value, array = given.get(name), None
@@ -206,25 +200,26 @@ def _parameters(
 
 
 def _checked(convert: Callable[[Any], Any], value: Any) -> Any:
-    """Check a number. If the number may differ at each call of a plan, check it at each call."""
+    """Check a number. If it may differ at each call of a plan, check it at each call."""
     return check_each_call(convert, value) if isinstance(value, Each) else convert(value)
 
 
-#: The type of the tuple (seed, offset, generator), the arguments of a sampling function.
+#: (seed, offset, generator)
 Randomness = tuple[Any, Any, Any]
 
 
 def _stream(
-    name: str, first: Array, batch: Any, randomness: Randomness, filters: dict[str, Any], count: _Count = _count
+    name: str,
+    first: Array,
+    batch: Any,
+    randomness: Randomness,
+    filters: dict[str, Any],
+    top_k_check: _TopKCheck = _check_top_k,
 ) -> dict[str, Any]:
-    """Return the kernel's fields for the parameters, the seed and the offset.
-
-    If the caller passes no seed, a generator gives seed and offset at each call.
-    """
     seed, offset, generator = randomness
-    fields = _parameters(name, first, batch, {"seed": seed, "offset": offset, **filters}, count)
+    fields = _parameters(name, first, batch, {"seed": seed, "offset": offset, **filters}, top_k_check)
     bits = template.constants(_sample.file)
-    fields["by_place"] = not isinstance(seed, Array) or fields["single"] & bits["SEED"] != 0
+    fields["by_row_index"] = not isinstance(seed, Array) or fields["single"] & bits["SEED"] != 0
     if seed is not None:
         return fields
     if offset is not None:
@@ -239,7 +234,7 @@ def _stream(
 
 
 def _generator(first: Array, generator: Any) -> tuple[Callable[..., generators.Drawn], tuple[Any, ...]]:
-    """Return a function that draws a seed, and its arguments: the caller's generator, or () for the default one."""
+    """Return a function that draws a seed, and the arguments to call it with: () for the default generator."""
     library, device = first.place.library, first.place.device
     draw = functools.partial(generators.draw, library, device)
     if generator is None:
@@ -247,8 +242,8 @@ def _generator(first: Array, generator: Any) -> tuple[Callable[..., generators.D
     return draw, (_checked(functools.partial(generators.expect, library, device), generator),)
 
 
-def _leave_to_twin(first: Array, randomness: Randomness, variant: str) -> Any:
-    """Let the NumPy reference draw the tokens. If the caller passes no seed, a generator draws one first."""
+def _run_reference(first: Array, randomness: Randomness, variant: str) -> Any:
+    """Let the NumPy reference draw the tokens."""
     seed, _, generator = randomness
     if seed is not None:
         return run_twin(variant, VARIANTS)
@@ -258,7 +253,6 @@ def _leave_to_twin(first: Array, randomness: Randomness, variant: str) -> Any:
 
 
 def _check_rows(name: str, values: Any, symbol: str = "batch") -> tuple[Any, int, Any]:
-    """Check a matrix [rows, vocab]. Return the number of rows, the vocabulary size and the row stride."""
     rows, vocab = expect_array(name, values, DTYPES, (symbol, "vocab")).shape
     if not 1 <= vocab <= MAX_VOCAB:
         check.fail(name, f"of a vocabulary in [1, {MAX_VOCAB}]", vocab)
@@ -267,14 +261,12 @@ def _check_rows(name: str, values: Any, symbol: str = "batch") -> tuple[Any, int
     return rows, vocab, expect_row_stride(name, values)
 
 
-#: Fields that only some samplers set.
 _OPTIONAL: tuple[str, ...] = ("second", "valid", "logprobs", "indices", "finished", "sequence_length", "joint")
 _OPTIONAL += ("draft_ids", "accepted", "emitted", "drafts")
 
 
-def _launch_sampler(values: Array, probs: bool, batch: Any, variant: str, again: bool, **fields: Any) -> None:
-    """Launch the kernel that draws tokens. `again`: the kernel reads rows more than once."""
-    plan = plan_of(values, batch, variant, again)
+def _launch_sampler(values: Array, probs: bool, batch: Any, variant: str, rereads: bool, **fields: Any) -> None:
+    plan = plan_of(values, batch, variant, rereads)
     if not batch:
         return
     launch(
@@ -282,7 +274,7 @@ def _launch_sampler(values: Array, probs: bool, batch: Any, variant: str, again:
         batch * plan.cluster,
         plan.threads,
         plan.shared_bytes,
-        why=f"{plan.why}; {plan.why_threads}; rows are read {'again' if again else 'once'}",
+        why=f"{plan.why}; {plan.why_threads}; rows are read {'again' if rereads else 'once'}",
         values=values,
         vocab=values.shape[-1],
         layout=plan.layout,
@@ -291,17 +283,16 @@ def _launch_sampler(values: Array, probs: bool, batch: Any, variant: str, again:
 
 
 def _launch_argmax(values: Array, batch: Any, variant: str, **fields: Any) -> None:
-    """Launch the kernel that finds the largest value of each row."""
     plan = plan_of(values, batch, variant, False)
     cluster = plan.cluster
     if not batch:
         return
     warps = template.constants(_argmax.file)["MAX_ARGMAX_WARPS"]
-    units = -(-values.shape[-1] * values.item_size // 16)
+    vectors = -(-values.shape[-1] * values.item_size // 16)
     launch(
         best_taker(values.dtype, cluster),
         batch * cluster,
-        32 * min(warps, -(-units // (32 * cluster))),
+        32 * min(warps, -(-vectors // (32 * cluster))),
         why=f"greedy, the temperature is 0: the largest logit alone; {plan.why}",
         values=values,
         vocab=values.shape[-1],
@@ -310,16 +301,13 @@ def _launch_argmax(values: Array, batch: Any, variant: str, **fields: Any) -> No
 
 
 def _is_greedy(filters: dict[str, Any], seed: Any) -> bool:
-    """Return whether the call only has to find the largest logit of each row (temperature 0).
-
-    Return False without a seed, because the call must then advance a generator.
-    """
+    """Return whether the largest logit wins. Without a seed return False, because the call must then advance a
+    generator."""
     temperature = filters.get("temperature")
     return not (temperature is None or isinstance(temperature, Array) or seed is None) and bool(temperature == 0)
 
 
 def _batch_of(name: str, values: Array, rows: Any, indices: Any) -> Any:
-    """Return the batch size: the number of indices, or without `indices` the number of rows."""
     if indices is None:
         return rows
     shape = getattr(indices, "shape", type(indices).__name__)
@@ -334,7 +322,7 @@ def _batch_of(name: str, values: Array, rows: Any, indices: Any) -> Any:
 def _check_step(
     name: str, values: Array, batch: Any, bias: Any, finished: Any, end_id: int | None, sequence_length: Any
 ) -> int:
-    """Check the arguments of `sample` other than the parameters. Return end_id, or -1 if there is none."""
+    """Return end_id, or -1."""
     vocab = values.shape[-1]
     if bias is not None:
         expect("bias", bias, values, name, (values.dtype,), (vocab,), "[vocab]")
@@ -352,7 +340,6 @@ _RESULTS = {"ids": "int32", "valid": "bool", "logprobs": "float32"}
 
 
 def _results(name: str, values: Array, batch: Any, indices: Any, wanted: list[str], out: Any) -> list[Array]:
-    """Return the arrays [batch] for the `wanted` results: new arrays, or the arrays of `out` (one array or a tuple)."""
     given = out if out is None or isinstance(out, (tuple, list)) else [out]
     if given is not None and len(given) != len(wanted):
         check.fail("out", " and ".join(wanted), f"{len(given)} arrays")
@@ -362,14 +349,12 @@ def _results(name: str, values: Array, batch: Any, indices: Any, wanted: list[st
     return list(made) if len(results) > 1 else [made]
 
 
-def _reads_again(fields: dict[str, Any], vocab: int) -> bool:
-    """Return whether the kernel reads rows more than once.
-
-    Filters need further passes. A small top_k does not, because the kernel then lists the top tokens in its first pass.
-    """
+def _rereads(fields: dict[str, Any], vocab: int) -> bool:
+    """Return whether the kernel reads rows more than once. With a small top_k, the first pass lists all candidates, and
+    no other pass follows."""
     top_k, top_p, min_p = (fields[f"scalar_{x}"] for x in ("top_k", "top_p", "min_p"))
     by_row = any(fields[x] is not None for x in ("top_k", "top_p", "min_p"))
-    is_large = fields["top_k"] is not None or top_k > template.constants(_sample.file)["MAX_LISTED"]
+    is_large = fields["top_k"] is not None or top_k > template.constants(_sample.file)["MAX_LIST_K"]
     return is_large and (by_row or top_k < vocab or top_p < 1 or min_p > 0)
 
 
@@ -387,22 +372,21 @@ def draw(
     finished: Any = None,
     end_id: int | None = None,
     sequence_length: Any = None,
-    count: _Count = _count,
+    top_k_check: _TopKCheck = _check_top_k,
     **filters: Any,
 ) -> Any:
-    """Check and launch a function that draws one token per row. `count` checks top_k."""
     rows, vocab, stride = _check_rows(name, values, "batch" if indices is None else "rows")
     joint = check.one_of("filter_apply_order", filter_apply_order, ORDERS) == "joint"
     batch = _batch_of(name, values, rows, indices)
-    fields = _stream(name, values, batch, randomness, filters, count)
+    fields = _stream(name, values, batch, randomness, filters, top_k_check)
     end_id = _check_step(name, values, batch, bias, finished, end_id, sequence_length)
     wanted = ["ids", *["valid"] * return_valid, *["logprobs"] * return_logprobs]
     made = _results(name, values, batch, indices, wanted, out)
     if values.on_host:
-        return _leave_to_twin(values, randomness, variant)
+        return _run_reference(values, randomness, variant)
     if indices is not None:
         fields["wide"] |= template.constants(_sample.file)["INDICES"] * (indices.dtype == "int64")
-    common = {
+    shared_fields = {
         "indices": indices,
         "finished": finished,
         "sequence_length": sequence_length,
@@ -413,10 +397,12 @@ def draw(
     }
     if len(wanted) == 1 and bias is None and name == "logits" and _is_greedy(filters, randomness[0]):
         is_wide = indices is not None and indices.dtype == "int64"
-        _launch_argmax(values, batch, variant, **common, wide=is_wide)
+        _launch_argmax(values, batch, variant, **shared_fields, wide=is_wide)
     else:
-        again = _reads_again(fields, vocab)
-        _launch_sampler(values, name == "probs", batch, variant, again, second=bias, joint=joint, **common, **fields)
+        rereads = _rereads(fields, vocab)
+        _launch_sampler(
+            values, name == "probs", batch, variant, rereads, second=bias, joint=joint, **shared_fields, **fields
+        )
     return tuple(made) if len(made) > 1 else made if isinstance(out, (tuple, list)) else made[0]
 
 
@@ -434,7 +420,6 @@ def probabilities_of(values: Any, *_: Any, **__: Any) -> Result:
 
 
 def whole_rows(mode: str, name: str, values: Any, parameter: str, value: Any, out: Any, variant: str) -> Any:
-    """Check and launch a function that returns whole rows: softmax, renormalized or masked rows."""
     batch, vocab, stride = _check_rows(name, values)
     fields = _parameters(name, values, batch, {parameter: value})
     out = outputs(out, values, name, probabilities_of(values) if mode == "SOFTMAX" else like_rows(values))
@@ -472,7 +457,6 @@ def verified(draft_probs: Any, *_: Any, **__: Any) -> list[Result]:
 def verify(
     draft_probs: Any, draft_token_ids: Any, target_probs: Any, randomness: Randomness, out: Any, variant: str
 ) -> Any:
-    """Check and launch `chain_speculative_sampling`."""
     first, like = expect_array("draft_probs", draft_probs, DTYPES, ("batch", "drafts", "vocab")), "draft_probs"
     batch, drafts, vocab = first.shape
     if not 1 <= vocab <= MAX_VOCAB:
@@ -487,7 +471,7 @@ def verify(
     names = "three arrays (ids, accepted, emitted)"
     ids, accepted, emitted = outputs(out, first, like, *verified(first), names=names)
     if first.on_host:
-        return _leave_to_twin(first, randomness, variant)
+        return _run_reference(first, randomness, variant)
     _launch_sampler(
         target_probs,
         True,
@@ -496,7 +480,8 @@ def verify(
         False,
         second=first,
         ids=ids,
-        # With 0 drafts the pointer is any non-null one, because null tells the kernel that this call does not verify.
+        # The kernel verifies drafts if this pointer is not null. If `drafts` is 0, it reads nothing there, so any
+        # address, such as `ids`, will do.
         draft_ids=draft_token_ids if drafts else ids,
         accepted=accepted,
         emitted=emitted,
