@@ -1,16 +1,16 @@
-// Reconstruct the tokens of each beam from the tokens and parents of all steps.
+// Reconstruct the tokens of each beam by following its parents from the last step to the first.
 //
 //   out[t, b, j] = ids[t, b, beam(t)],   beam(t - 1) = parents[t, b, beam(t)],   beam(length - 1) = j
 //   out[t, b, j] = end_id   for all t from the length of beam j on, and after the first end_id of beam j
 //
-// If last_ids and last_parents are given, they replace the token and the parent of beam j in its last step.
+// `last_ids` and `last_parents` replace the token and the parent of beam j in its last step.
 //
-// Grid: one block per batch entry, one thread per beam. A thread follows its beam from the last step to the first, with
-// one dependent load per step. To shorten the latency of these loads, the block copies as many steps as fit to shared
-// memory (ENTRIES tokens and parents), follows the beams through these steps, and repeats this until the first step.
+// Grid: one block per batch entry, one thread per beam. A beam needs one dependent load per step. To shorten the
+// latency of these loads, the block copies chunks of steps (ENTRIES tokens and parents) to shared memory, and follows
+// the beams through each chunk.
 //
-// Speed of light: the latency of one dependent load from shared memory per step. On an H200, 128 steps of 32 batch
-// entries with 4 beams each take 6.5 us; the memory traffic alone would take less time than a kernel launch.
+// Speed of light: the latency of the dependent loads. On an H200, 128 steps of 32 batch entries with 4 beams each take
+// 6.5 us.
 #include "beam_search/beams.cuh"
 #include "common/overlap.cuh"
 
@@ -18,7 +18,7 @@ struct TreeParams {
     const int* ids;      // [steps, batch, beams]
     const int* parents;  // [steps, batch, beams]
     const int* lengths;  // [batch] or [batch, beams]; null: steps
-    const int* last_ids; // [batch, beams], replaces the token of a beam's last step; may be null
+    const int* last_ids; // [batch, beams]; may be null
     const int* last_parents;
     int* out; // [steps, batch, beams]
     int steps;
@@ -36,45 +36,44 @@ template <int ENTRIES> __global__ void __launch_bounds__(THREADS) gather_tree(co
     __shared__ int ids[ENTRIES], parents[ENTRIES];
     __shared__ int ended_at[MAX_BEAMS];
     const int b = blockIdx.x, j = threadIdx.x, beams = p.beams;
-    const long long pitch = (long long)p.batch * beams, base = (long long)b * beams;
+    const long long step_stride = (long long)p.batch * beams, offset = (long long)b * beams;
     int length = 0, beam = j, ended = p.steps;
     if (j < beams) {
         length = p.steps;
-        if (p.lengths) length = min(max(p.lengths[p.length_per_beam ? base + j : b], 0), p.steps);
-        // The fill writes end_id from step `ended` on. `ended` is the beam's length, or the step of the beam's first
-        // end_id if that step is earlier.
+        if (p.lengths) length = min(max(p.lengths[p.length_per_beam ? offset + j : b], 0), p.steps);
+        // `ended` is the first step that gets end_id. It starts at the beam's length; an earlier end_id lowers it.
         ended = length;
     }
-    const int at_once = ENTRIES / beams;
-    for (int to = p.steps; to > 0; to -= at_once) {
-        const int from = max(to - at_once, 0);
+    const int chunk_steps = ENTRIES / beams;
+    for (int chunk_end = p.steps; chunk_end > 0; chunk_end -= chunk_steps) {
+        const int chunk_begin = max(chunk_end - chunk_steps, 0);
         __syncthreads();
-        for (int i = j; i < (to - from) * beams; i += THREADS) {
-            const int level = i / beams;
-            const long long at = (from + level) * pitch + base + (i - level * beams);
+        for (int i = j; i < (chunk_end - chunk_begin) * beams; i += THREADS) {
+            const int step = i / beams;
+            const long long at = (chunk_begin + step) * step_stride + offset + (i - step * beams);
             ids[i] = p.ids[at];
             parents[i] = p.parents[at];
         }
         __syncthreads();
         if (j >= beams) continue;
-        for (int level = min(to, length) - 1; level >= from; --level) {
+        for (int step = min(chunk_end, length) - 1; step >= chunk_begin; --step) {
             int token, parent;
-            if (p.last_ids && level == length - 1) {
-                token = p.last_ids[base + j];
-                parent = p.last_parents[base + j];
+            if (p.last_ids && step == length - 1) {
+                token = p.last_ids[offset + j];
+                parent = p.last_parents[offset + j];
             } else {
-                token = ids[(level - from) * beams + beam];
-                parent = parents[(level - from) * beams + beam];
+                token = ids[(step - chunk_begin) * beams + beam];
+                parent = parents[(step - chunk_begin) * beams + beam];
             }
-            p.out[level * pitch + base + j] = token;
+            p.out[step * step_stride + offset + j] = token;
             beam = min(max(parent, 0), beams - 1);
-            if (token == p.end_id) ended = level;
+            if (token == p.end_id) ended = step;
         }
     }
     if (j < beams) ended_at[j] = ended;
     __syncthreads();
     for (long long i = j; i < (long long)p.steps * beams; i += THREADS) {
-        const int level = int(i / beams), of = int(i - (long long)level * beams);
-        if (level >= ended_at[of]) p.out[level * pitch + base + of] = p.end_id;
+        const int step = int(i / beams), of_beam = int(i - (long long)step * beams);
+        if (step >= ended_at[of_beam]) p.out[step * step_stride + offset + of_beam] = p.end_id;
     }
 }

@@ -1,17 +1,14 @@
-// Reorder the cached keys and values of beams, so that each beam gets the keys and values of its parent.
+// Give each beam the cached keys and values of its parent.
 //
 //   new_keys[t, b, j] = keys[t, b, parents[b, j]]   for t < steps; the same for the values
 //
-// Grid: `2 * steps * batch * tiles` blocks (the factor 2 stands for keys and values). A tile is a range of columns. A
-// block loads the tile of all beams into registers before it writes, so the new cache may be the same array as the old
-// cache. In that case a beam that is its own parent is skipped. WIDTH: bytes of a vector, a power of two up to 16 that
-// divides the row size and the addresses. LATE: the kernel reads the number of steps from device memory (`step`), so
-// that one captured CUDA graph serves all steps. The grid is then one wave of resident blocks, and each block loops
-// over tiles.
+// Grid: `2 * steps * batch * tiles` blocks, one per tile of columns of the keys or values. A block loads the tile of
+// all beams before it writes, so the caches may be reordered in place. In place, the block skips a beam that is its own
+// parent. WIDTH: bytes of a vector. STEP_ON_DEVICE: the kernel reads the number of steps from device memory, so that
+// one captured CUDA graph serves all steps. Then the grid is one wave of resident blocks, which loop over the tiles.
 //
-// Speed of light: memory bandwidth; each element is read once and written once. On an H200, 512 steps of 32 beams with
-// 16 heads of 64 bfloat16 take 30 us, the same bandwidth as a copy. With random parents some rows are read several
-// times (after the first time from L2), and other rows are not read at all.
+// Speed of light: memory bandwidth. On an H200, 512 steps of 32 beams with 16 heads of 64 bfloat16 take 30 us, as long
+// as a copy.
 #include "beam_search/beams.cuh"
 #include "common/overlap.cuh"
 #include "common/vectors.cuh"
@@ -22,33 +19,32 @@ struct CacheParams {
     void* new_keys; // like keys; may be the same array
     void* new_values;
     const int* parents; // [batch, beams]
-    int steps;          // number of steps to copy; LATE: maximum of `step`
+    int steps;          // STEP_ON_DEVICE: the maximum of `step`
     int batch;
     int beams;
-    int row;         // vectors per row; a row is one step of one beam, heads * dim elements
-    int columns;     // vectors per row of a tile; columns * beams <= THREADS * LOADS
-    int tiles;       // tiles per row
-    const int* step; // LATE: [1], clamped to [0, steps]
+    int vectors_per_row; // vectors per row; a row is one step of one beam
+    int columns;         // vectors per row of a tile; columns * beams <= THREADS * LOADS
+    int tiles;           // tiles per row
+    const int* step;     // STEP_ON_DEVICE: [1], clamped to [0, steps]
 };
 
 constexpr int THREADS = 256;
 constexpr int LOADS = 4;
 static_assert(MAX_BEAMS <= THREADS * LOADS, "a tile has at least one column");
 
-// Copy one tile. `block` is its index among the tiles of all steps, batch entries, keys and values.
+// `block` is the index of a tile in [keys or values, steps, batch, tiles].
 template <int WIDTH> __device__ __forceinline__ void copy_tile(const CacheParams& p, unsigned block, int steps) {
-    using Vector = typename VectorOf<WIDTH>::Type;
     const unsigned tile = block % p.tiles, entry = block / p.tiles; // entry: [2, steps, batch]
     const unsigned entries = unsigned(steps) * p.batch;
-    const bool second = entry >= entries;
-    const unsigned place = second ? entry - entries : entry;
-    const int* parents = p.parents + (long long)(place % p.batch) * p.beams;
-    const long long offset = (long long)place * p.beams * p.row;
-    const Vector* from = static_cast<const Vector*>(second ? p.values : p.keys) + offset;
-    Vector* to = static_cast<Vector*>(second ? p.new_values : p.new_keys) + offset;
-    const int first = tile * p.columns, columns = min(p.columns, p.row - first);
+    const bool is_value = entry >= entries;
+    const unsigned index = is_value ? entry - entries : entry;
+    const int* parents = p.parents + (long long)(index % p.batch) * p.beams;
+    const long long offset = (long long)index * p.beams * p.vectors_per_row;
+    const Vector<WIDTH>* from = static_cast<const Vector<WIDTH>*>(is_value ? p.values : p.keys) + offset;
+    Vector<WIDTH>* to = static_cast<Vector<WIDTH>*>(is_value ? p.new_values : p.new_keys) + offset;
+    const int first = tile * p.columns, columns = min(p.columns, p.vectors_per_row - first);
 
-    Vector held[LOADS];
+    Vector<WIDTH> loaded[LOADS];
     int target[LOADS];
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
@@ -57,19 +53,19 @@ template <int WIDTH> __device__ __forceinline__ void copy_tile(const CacheParams
         if (beam >= p.beams) continue;
         const int parent = min(max(parents[beam], 0), p.beams - 1), column = first + item - beam * columns;
         if (from == to && parent == beam) continue;
-        held[i] = from[parent * p.row + column];
-        target[i] = beam * p.row + column;
+        loaded[i] = from[parent * p.vectors_per_row + column];
+        target[i] = beam * p.vectors_per_row + column;
     }
     if (from == to) __syncthreads();
 #pragma unroll
     for (int i = 0; i < LOADS; ++i)
-        if (target[i] >= 0) to[target[i]] = held[i];
+        if (target[i] >= 0) to[target[i]] = loaded[i];
 }
 
-template <int WIDTH, bool LATE = false>
+template <int WIDTH, bool STEP_ON_DEVICE = false>
 __global__ void __launch_bounds__(THREADS) reorder_cache(const __grid_constant__ CacheParams p) {
     begin_behind_earlier_kernels();
-    if constexpr (LATE) {
+    if constexpr (STEP_ON_DEVICE) {
         const int steps = min(max(*p.step, 0), p.steps);
         const unsigned blocks = 2u * unsigned(steps) * p.batch * p.tiles;
         for (unsigned block = blockIdx.x; block < blocks; block += gridDim.x) copy_tile<WIDTH>(p, block, steps);

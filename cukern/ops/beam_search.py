@@ -1,4 +1,4 @@
-"""Beam search: find the best continuations, update the state after a step, and collect the tokens of each beam."""
+"""Beam search: the best continuations, a step, and the tokens of each beam."""
 
 from __future__ import annotations
 
@@ -23,18 +23,16 @@ CACHE_VARIANTS = ("auto", "vector", "scalar")
 MAX_CANDIDATES = 2**31 - 1  # ids into beams * vocab are int32
 _MAX_BLOCKS = 2**31 - 1
 _TREE_ENTRIES = 2048
-#: For each variant: (number of thread groups, largest k). Each group of threads finds the maximum of its elements. The
-#: k-th largest of these maxima is a lower bound for the k-th best value.
+#: For each variant: the number of thread groups (beam_search/selection.cuh) and the largest k.
 _GROUPS = {"narrow": (32, 16), "wide": (256, 128)}  # "wide": THREADS and MAX_K of the template
-#: The number of blocks that occupy a GPU. If there are few rows, each row is cut into more chunks to get these blocks.
+#: This number of blocks occupies a GPU. To reach it with few rows, each row is cut into more chunks.
 _BLOCKS_WANTED = 512
-#: The number of 16-byte vectors in a memory line of 128 bytes. A chunk of a row is a whole number of lines.
+#: 16-byte vectors in a memory line of 128 bytes. A chunk of a row is a whole number of lines.
 _VECTORS_PER_LINE = 8
-#: The allowed range of the divisor `length ** length_penalty` of a score. float32 can represent the limits and their
-#: inverses.
+#: The range of `length ** length_penalty`, the divisor of a score. The limits and their inverses fit in float32.
 _PENALTY_RANGE = (1e-30, 1e30)
 _LARGEST_RATE = 1e30
-#: Blocks per multiprocessor in the launch that reorders caches. Four blocks have enough loads in flight.
+#: The number of blocks per multiprocessor when caches are reordered. Four blocks have enough loads in flight.
 _RESIDENT_BLOCKS = 4
 
 _chunks = Kernel("beam_search/topk_chunks", "topk_chunks")
@@ -46,9 +44,9 @@ _cache = Kernel("beam_search/reorder_cache", "reorder_cache")
 for _name, (_groups, _) in _GROUPS.items():
     _chunks.specialized += [_chunks.variant(arrays.CUDA_TYPE[dtype], _groups).instance for dtype in DTYPES]
     _merge.specialized.append(_merge.variant(_groups).instance)
-    _step.specialized += [_step.variant(_groups, *late_).instance for late_ in ((), ("true",))]
+    _step.specialized += [_step.variant(_groups, *flags).instance for flags in ((), ("true",))]
 _tree.specialized = [_tree.variant(_TREE_ENTRIES).instance]
-_cache.specialized = [_cache.variant(w, *late_).instance for late_ in ((), ("true",)) for w in (16, 8, 4, 2, 1)]
+_cache.specialized = [_cache.variant(w, *flags).instance for flags in ((), ("true",)) for w in (16, 8, 4, 2, 1)]
 for _kernel in (_chunks, _merge, _tree):
     _kernel.at_import = _kernel.specialized
 _step.at_import = [_step.variant(_groups).instance for _groups, _ in _GROUPS.values()]
@@ -56,26 +54,22 @@ _cache.at_import = [_cache.variant(16).instance]
 
 
 def _constant(kernel: Kernel, name: str) -> int:
-    """Return a constant of the file of `kernel`."""
     return template.constants(kernel.file)[name]
 
 
 def _depth(k: int, lists: int) -> int:
-    """Return a position d (from 1). The d-th keys of `lists` sorted lists give a lower bound for the k-th best key."""
+    """Return d. The merge derives a lower bound on the k-th best of all keys from the d-th key of each sorted list."""
     return min(max(1, ceil_div(2 * k, lists)), k)
 
 
 class _Selection(NamedTuple):
-    """How rows are cut into chunks, and the template argument of the selecting kernels."""
-
-    chunks: int  # the number of chunks that a row is cut into
-    vectors: int  # the number of 16-byte vectors per chunk
+    chunks: int  # per row
+    vectors: int  # of 16 bytes, per chunk
     groups: int
     why: str
 
 
 def _selection(dtype: str, batch: int, beams: int, vocab: int, k: int, variant: str) -> _Selection:
-    """Check the sizes against each other, and choose the chunks and the variant."""
     check.one_of("variant", variant, TOPK_VARIANTS)
     if beams < 1 or vocab < 1 or beams * vocab > MAX_CANDIDATES:
         check.fail("log_probs", f"of 1 to {MAX_CANDIDATES} candidates (beams * vocab)", f"{beams} * {vocab}")
@@ -85,20 +79,20 @@ def _selection(dtype: str, batch: int, beams: int, vocab: int, k: int, variant: 
     groups, most = _GROUPS[name]
     if k > most:
         check.fail("variant", f"'wide' for more than {most} results", repr(variant))
-    threads, rows, whole = _constant(_chunks, "THREADS"), batch * beams, vocab // (16 // arrays.ITEM_SIZE[dtype])
-    fewest, finest = ceil_div(whole, threads * _constant(_chunks, "LOADS")), ceil_div(whole, threads)
+    threads, rows, row_vectors = _constant(_chunks, "THREADS"), batch * beams, vocab // (16 // arrays.ITEM_SIZE[dtype])
+    fewest, finest = ceil_div(row_vectors, threads * _constant(_chunks, "LOADS")), ceil_div(row_vectors, threads)
     chunks = max(1, fewest, min(ceil_div(_BLOCKS_WANTED, max(rows, 1)), finest))
-    vectors = max(1, ceil_div(whole, chunks * _VECTORS_PER_LINE)) * _VECTORS_PER_LINE
-    chunks = max(1, ceil_div(whole, vectors))
+    vectors = max(1, ceil_div(row_vectors, chunks * _VECTORS_PER_LINE)) * _VECTORS_PER_LINE
+    chunks = max(1, ceil_div(row_vectors, vectors))
     if rows * chunks > _MAX_BLOCKS:
         check.fail("log_probs", f"of at most {_MAX_BLOCKS} chunks of {vectors} * 16 bytes", rows * chunks)
-    least = f"up to {_GROUPS['narrow'][1]}" if name == "narrow" else f"from {_GROUPS['narrow'][1] + 1}"
-    why = asked(variant) or f"{name}: {k} results, {groups} groups of threads ({least} results)"
+    limit = f"up to {_GROUPS['narrow'][1]}" if name == "narrow" else f"from {_GROUPS['narrow'][1] + 1}"
+    why = asked(variant) or f"{name}: {k} results, {groups} groups of threads ({limit} results)"
     return _Selection(chunks, vectors, groups, why)
 
 
-def _step_at(is_late: bool) -> str:
-    return "the step is an array, which the kernel reads" if is_late else "the step is a number"
+def _why_step(device_step: bool) -> str:
+    return "the step is an array, which the kernel reads" if device_step else "the step is a number"
 
 
 def _check_log_probs(log_probs: Any) -> None:
@@ -120,7 +114,7 @@ def _outputs(out: Any, first: Array, first_name: str, results: list[Result], nam
 
 
 def _select(log_probs: Array, scores: Array | None, k: int, selection: _Selection, rate: float) -> dict[str, Any]:
-    """Launch the kernels that find the best keys of each chunk or each beam. Return the fields with these lists."""
+    """Find the best keys of each chunk or each beam. Return the kernel fields that describe the lists of these keys."""
     (batch, beams, vocab), threads, chunks = log_probs.shape, _constant(_chunks, "THREADS"), selection.chunks
     rows = batch * beams
     keys = empty((rows * chunks * k,), "int64")
@@ -133,7 +127,7 @@ def _select(log_probs: Array, scores: Array | None, k: int, selection: _Selectio
     depth = _depth(k, chunks)
     if not rate:
         return {"lists": keys, "count": beams * chunks, "depth": _depth(k, beams * chunks), "beam_depth": depth}
-    # The diversity term depends on a candidate's rank in its beam, so each beam is merged by itself first.
+    # The diversity term depends on a candidate's rank in its beam, so the lists of each beam are merged first.
     ranked = empty((rows * k,), "int64")
     launch(
         _merge.variant(selection.groups), rows, threads,
@@ -160,22 +154,20 @@ def beam_topk(
     """Find the k best continuations of each batch entry, over all its beams and the whole vocabulary.
 
     Args:
-        log_probs: [batch, beams, vocab], float32, float16 or bfloat16, contiguous: the values that order the
-            candidates, such as log-probabilities plus the score of their beam. beams * vocab < 2**31.
-        k: the number of continuations, at most 128 and beams * vocab.
-        diversity_rate: if not 0, diversity_rate * r is added, in float32, to the r-th best candidate of each beam (r
-            from 0, among the k best of the beam) before the beams are compared. As in FasterTransformer the term is
-            added, so the penalty of Li, Monroe and Jurafsky (arXiv:1611.08562) is a negative rate.
-        out: a pair (values, ids) to write into.
+        log_probs: [batch, beams, vocab], float32, float16 or bfloat16, contiguous, such as log-probabilities plus the
+            score of their beam. beams * vocab < 2**31.
+        k: at most 128 and beams * vocab.
+        diversity_rate: added r times, in float32, to the r-th best candidate of each beam, for r from 0 to
+            k - 1. As in FasterTransformer, a negative rate gives the penalty of Li, Monroe and Jurafsky
+            (arXiv:1611.08562).
+        out: a pair (values, ids) to write into, which may not overlap `log_probs`.
         variant: "narrow" for k up to 16, "wide" for any k; "auto" chooses.
 
-    Returns (values, ids), best first. Ties go to the lower id. values are float32 [batch, k] and include the diversity
-    term; without that term they are exact for every dtype. ids are int32 [batch, k], indices into beams * vocab
-    (beam = id // vocab, token = id % vocab). NaN counts as -inf and is returned as -inf; -0 counts as 0. Candidates of
-    -inf are ties, so those with the lowest ids are returned.
+    Returns (values, ids), best first; ties go to the lower id. values are float32 [batch, k], including the diversity
+    term. ids are int32 [batch, k], with beam = id // vocab and token = id % vocab. NaN counts as -inf, and -0 as 0.
 
     Raises ValueError or TypeError for arguments that do not fit. The two stages are FasterTransformer's
-    `topk_stage_1_opt3` and `topk_stage_2_opt3`. No array of `out` may overlap `log_probs`.
+    `topk_stage_1_opt3` and `topk_stage_2_opt3`.
     """
     _check_log_probs(log_probs)
     if type(k) is not int:
@@ -213,7 +205,7 @@ def _step_results(log_probs: Any, *_: Any, **__: Any) -> list[Result]:
 
 
 def _check_ends(end_id: Any) -> tuple[int, ...]:
-    """Check `end_id`. Return the ids of the end tokens, sorted and without duplicates."""
+    """Return the ids of the end tokens, sorted and without duplicates."""
     if hasattr(end_id, "__index__"):
         return (check.integer("end_id", end_id, -(2**31), 2**31 - 1),)
     most = _constant(_step, "MAX_ENDS")
@@ -223,17 +215,17 @@ def _check_ends(end_id: Any) -> tuple[int, ...]:
     return tuple(sorted({check.integer("end_id", e, -(2**31), 2**31 - 1) for e in end_id}))
 
 
-def _candidates(beams: int, vocab: int, ends: int) -> int:
-    """Return how many candidates a step needs so that at least `beams` of them do not end with an end token."""
+def _candidates(beams: int, vocab: int, end_count: int) -> int:
+    """Return how many candidates a step finds, so that at least `beams` of them do not end the sequence."""
     max_k, max_beams = _constant(_step, "MAX_K"), _constant(_step, "MAX_BEAMS")
     if not 1 <= beams <= max_beams:
         check.fail("log_probs", f"of 1 to {max_beams} beams", beams)
-    if vocab <= max(1, ends):
-        check.fail("log_probs", f"of more than {max(1, ends)} tokens in the vocabulary (end_id)", vocab)
-    of_beam = max(2, 1 + ends)
-    if of_beam * beams > max_k:
-        check.fail("log_probs", f"of at most {max_k // of_beam} beams with {ends} end ids", beams)
-    return of_beam * beams
+    if vocab <= max(1, end_count):
+        check.fail("log_probs", f"of more than {max(1, end_count)} tokens in the vocabulary (end_id)", vocab)
+    per_beam_count = max(2, 1 + end_count)
+    if per_beam_count * beams > max_k:
+        check.fail("log_probs", f"of at most {max_k // per_beam_count} beams with {end_count} end ids", beams)
+    return per_beam_count * beams
 
 
 def _penalty(length: int, length_penalty: float) -> float:
@@ -274,71 +266,67 @@ def beam_search_step(
 ) -> tuple[AnyArray, ...]:
     """Run one step of a beam search, from the log-probabilities of the next token to the next beams.
 
-    The search keeps `beams` running beams and a pool of the `beams` best finished hypotheses per batch entry, as
-    transformers' `generate(num_beams=...)` does, and agrees with it token for token. (With one beam pass
-    `early_stopping=True`: transformers then searches greedily and stops at the first end token.) The step finds the
-    max(2, 1 + number of end tokens) * beams best continuations. If one of the best `beams` continuations ends with an
-    end token, it enters the pool, with the score log-probability / length ** length_penalty. The best `beams`
-    continuations without an end token become the running beams. In the last step all continuations count as ended.
+    The search keeps `beams` running beams and a pool of the `beams` best finished hypotheses per batch entry, and
+    agrees token for token with transformers' `generate(num_beams=...)`. (With one beam pass `early_stopping=True`.) The
+    step finds the max(2, 1 + number of end tokens) * beams best continuations. The best `beams` continuations without
+    an end token become the running beams. If one of the best `beams` continuations ends with an end token, it enters
+    the pool, with the score log-probability / length ** length_penalty. In the last step all continuations count as
+    ended.
 
     Args:
         log_probs: [batch, beams, vocab], float32, float16 or bfloat16, contiguous: the log-probabilities of the next
-            token after each running beam, without the score of the beam.
-        scores: float32 [batch, beams], the log-probabilities of the running beams. Before the first step all beams are
-            equal, so pass 0 for the first beam and -inf (or a very low number) for the others.
+            token, without the score of the beam.
+        scores: float32 [batch, beams], the log-probabilities of the running beams; before the first step 0 for the
+            first beam and -inf for the others, because all beams are equal.
         finished_scores: float32 [batch, beams], the pool, best first; -inf before the first step.
-        finished_lengths: int32 [batch, beams], the number of tokens of each finished hypothesis, including the end
-            token; 0 for an empty entry of the pool. Before the first step all entries are empty.
+        finished_lengths: int32 [batch, beams], the tokens of each finished hypothesis, including the end token; 0 for
+            an empty entry, as before the first step.
         finished_ids: int32 [batch, beams], the last token of each finished hypothesis.
-        finished_parents: int32 [batch, beams], the beam to which that last token was added.
+        finished_parents: int32 [batch, beams], the beam that this token continues.
         done: bool [batch], whether the pool can no longer change; False before the first step.
-        step: the number of tokens that the beams have, from 0 on and below max_steps. An int, or an int32 array [1] or
-            [] on the device of `log_probs`. An array in host memory is checked. On a GPU the kernel reads it and clamps
-            it to [0, max_steps - 1], so that one captured CUDA graph can run every step.
+        step: the number of tokens that the beams have, below max_steps. An int, or an int32 array [1] or [] on the
+            device of `log_probs`, which the kernel clamps, so that one captured CUDA graph can run every step.
         max_steps: the largest number of tokens of a hypothesis.
-        end_id: the id of the token that ends a hypothesis, or up to 8 such ids. An id outside of the vocabulary means
-            that no token ends a hypothesis.
-        length_penalty: the exponent of the length. A positive number favors long hypotheses, because scores are
-            negative.
-        early_stopping: decides when a batch entry is done. True: when the pool is full. False: when the pool is full
-            and the best running beam would not enter it, that is, its log-probability divided by
-            length ** length_penalty is at most the worst score of the pool. "never" (or None): as False, but if
-            length_penalty > 0, the length in this formula is max_steps instead of the present length.
+        end_id: one or up to 8 ids of tokens that end a hypothesis. An id outside of the vocabulary ends none.
+        length_penalty: a positive number favors long hypotheses, because scores are negative.
+        early_stopping: when a batch entry is done. True: when the pool is full. False: when the pool is full and the
+            best running beam would not enter it, because its log-probability / length ** length_penalty is at most the
+            worst score of the pool. "never" (or None): as False, but with max_steps as the length if length_penalty >
+            0.
         diversity_rate: as in `beam_topk`. It affects which continuations are chosen, but not their scores.
-        out: eight arrays for the results. They may be the arrays of the state, which is then updated in place, and rows
-            of the [max_steps, batch, beams] arrays that `gather_tree` reads.
+        out: eight arrays for the results. They may be the arrays of the state, and rows of the [max_steps, batch,
+            beams] arrays that `gather_tree` reads.
         variant: as in `beam_topk`, where k is the number of continuations that the step finds.
 
-    Returns (ids, parents, scores, finished_scores, finished_lengths, finished_ids, finished_parents, done): the new
-    token of each running beam and the beam it continues, int32 [batch, beams], and the new state, so that a loop is
-    `ids[step], parents[step], *state = beam_search_step(log_probs, *state, step, ...)`. The call does not wait for the
-    GPU. Read `done` now and then to stop early. At the end `gather_tree(ids, parents, finished_lengths, end_id,
-    last_ids=finished_ids, last_parents=finished_parents)` returns the tokens of the pool.
+    Returns (ids, parents, scores, finished_scores, finished_lengths, finished_ids, finished_parents, done). ids and
+    parents are int32 [batch, beams]: the new token of each running beam, and the beam that it continues. All others are
+    the new state, so a loop is `ids[step], parents[step], *state = beam_search_step(log_probs, *state, step, ...)`. At
+    the end `gather_tree(ids, parents, finished_lengths, end_id, last_ids=finished_ids, last_parents=finished_parents)`
+    returns the tokens of the pool.
 
-    A NaN counts as -inf, and continuations with a score of -inf never enter the pool. There may be at most 64 beams and
-    128 continuations per step. The vocabulary must have more tokens than there are end ids. Raises ValueError or
-    TypeError for arguments that do not fit.
+    A NaN counts as -inf, and continuations with a score of -inf never enter the pool. A step takes at most 64 beams and
+    finds at most 128 continuations. The vocabulary must have more tokens than there are end ids. Errors are as in
+    `beam_topk`.
     """
     _check_log_probs(log_probs)
     batch, beams, vocab = log_probs.shape
-    ends = _check_ends(end_id)
-    k = _candidates(beams, vocab, len(ends))
+    end_ids = _check_ends(end_id)
+    k = _candidates(beams, vocab, len(end_ids))
     selection = _selection(log_probs.dtype, batch, beams, vocab, k, variant)
     max_steps = check.integer("max_steps", max_steps, 1, 2**31 - 1)
-    is_late = isinstance(step, Array)
+    device_step = isinstance(step, Array)
     length_penalty = check.number("length_penalty", length_penalty)
     rate = _rate(diversity_rate)
     never = early_stopping is None or early_stopping == "never"
     if not (never or early_stopping is False or early_stopping is True):
         check.fail("early_stopping", "False, True, None or 'never'", repr(early_stopping))
     is_furthest = never and length_penalty > 0
-    late_fields: dict[str, Any] = {"max_steps": max_steps, "length_penalty": length_penalty, "step": None}
-    if is_late:
+    device_fields: dict[str, Any] = {"max_steps": max_steps, "length_penalty": length_penalty, "step": None}
+    if device_step:
         expect_one("step", step, log_probs, "log_probs", "int32")
-        # The penalties of lengths 1 and max_steps bound the penalties of all lengths. The penalty of length 1 is 1, so
-        # only the other one is checked.
+        # The penalties of lengths 1 and max_steps bound all penalties. The penalty of length 1 is 1 and needs no check.
         furthest = _penalty(max_steps, length_penalty)
-        late_fields["step"], length, last, penalty = step, 0, 0, 0.0
+        device_fields["step"], length, last, penalty = step, 0, 0, 0.0
     else:
         length = check.integer("step", step, 0, max_steps - 1, "below max_steps") + 1
         last, penalty = int(length == max_steps), _penalty(length, length_penalty)
@@ -355,14 +343,14 @@ def beam_search_step(
     if batch:
         lists = _select(log_probs, scores, k, selection, rate)
         launch(
-            _step.variant(selection.groups, *["true"] * is_late), batch, _constant(_step, "THREADS"),
-            why=f"{selection.why}; last pass, which merges the lists and steps; {_step_at(is_late)}",
+            _step.variant(selection.groups, *["true"] * device_step), batch, _constant(_step, "THREADS"),
+            why=f"{selection.why}; last pass, which merges the lists and steps; {_why_step(device_step)}",
             **lists, log_probs=log_probs, **dict(zip(names[2:], (*state, done), strict=True)),
             **{f"new_{name}": array for name, array in zip(names, out, strict=True)},
             k=k, beams=beams, vocab=vocab, dtype=DTYPES.index(log_probs.dtype), diverse=rate != 0,
-            length=length, last=last, stop_when_full=early_stopping is True, ends=len(ends),
-            end_ids=(*ends, *(0,) * (_constant(_step, "MAX_ENDS") - len(ends))),
-            penalty=penalty, furthest_penalty=0.0 if is_late and not is_furthest else furthest, **late_fields,
+            length=length, last=last, stop_when_full=early_stopping is True, end_count=len(end_ids),
+            end_ids=(*end_ids, *(0,) * (_constant(_step, "MAX_ENDS") - len(end_ids))),
+            penalty=penalty, furthest_penalty=0.0 if device_step and not is_furthest else furthest, **device_fields,
         )  # fmt: skip
     return out
 
@@ -380,17 +368,15 @@ def gather_tree(
 
     Args:
         ids: int32 [max_steps, batch, beams], contiguous: the token that each beam got in each step.
-        parents: int32 of the same shape, the beam of the previous step to which the token was added; clamped to the
-            beams.
-        lengths: int32 [batch] or [batch, beams], the number of steps to use; None for all. Clamped to [0, max_steps].
-        end_id: fills the result after the first end_id of a beam, and from its length on.
+        parents: int32 of the same shape, the beam that each token continues; clamped to the beams.
+        lengths: int32 [batch] or [batch, beams], the number of steps to use, clamped to [0, max_steps]; None for all.
+        end_id: fills the result after the first end_id of a beam, and from the beam's length on.
         last_ids, last_parents: both or neither, int32 [batch, beams]: they replace the token and the parent of the last
-            step of each beam (step lengths - 1), as the finished hypotheses of `beam_search_step` require.
+            step of each beam (step lengths - 1), for the finished hypotheses of `beam_search_step`.
         out: int32 like ids, to write into; not ids or parents themselves.
 
-    Returns int32 [max_steps, batch, beams]. At most 64 beams. Arguments and result are as in TensorFlow Addons'
-    `gather_tree`, which calls `lengths` `max_sequence_lengths`. Raises ValueError or TypeError for arguments that do
-    not fit.
+    Returns int32 [max_steps, batch, beams]. At most 64 beams. TensorFlow Addons' `gather_tree` does the same, and names
+    `lengths` "max_sequence_lengths". Errors are as in `beam_topk`.
     """
     shape = expect_array("ids", ids, symbols=("max_steps", "batch", "beams")).shape
     (max_steps, batch, beams), most = shape, _constant(_tree, "MAX_BEAMS")
@@ -429,10 +415,8 @@ def _overlap(one: int, other: int, size: int) -> bool:
 
 
 def _expect_placed(size: int, keys: int, values: int, *results: int) -> None:
-    """Raise ValueError if a result overlaps a cache or another result, unless the result is its own cache.
-
-    All arguments after `size` are addresses of arrays of `size` bytes.
-    """
+    """Raise ValueError if a result at these addresses overlaps a cache or another result. A result may be the cache
+    that it replaces."""
     caches = keys, values
     for i, address in enumerate(results):
         in_place = address == caches[i] and not _overlap(address, caches[1 - i], size)
@@ -451,24 +435,21 @@ def update_kv_cache(
     key_cache: AnyArray, value_cache: AnyArray, parents: AnyArray, step: int | AnyArray,
     *, out: tuple[AnyArray, AnyArray] | None = None, variant: str = "auto",
 ) -> tuple[AnyArray, AnyArray]:  # fmt: skip
-    """Reorder the cached keys and values by the beams' parents: each beam gets the cache entries of its parent.
+    """Reorder the cached keys and values, so that each beam gets the cache entries of its parent.
 
     Args:
         key_cache: [max_steps, batch * beams, heads, dim], contiguous, as in `masked_attention`; float32, float16,
             bfloat16, an 8-bit float, or uint8.
         value_cache: the same shape and dtype.
         parents: int32 [batch, beams], the beam of the same batch entry that each beam continues; clamped to the beams.
-        step: the number of entries to reorder, counted from the first entry; at most max_steps. An int, or an int32
-            array [1] or [] on the device of the caches. An array in host memory is checked. On a GPU the kernel reads
-            the array and clamps the number to [0, max_steps], so that one captured CUDA graph can run every step.
-        out: a pair like the caches whose first `step` entries are written: either other arrays (FasterTransformer keeps
-            two pairs and swaps them) or the caches themselves. In place, a beam that is its own parent is not copied.
-        variant: "vector" moves 16 bytes at a time, and "scalar" single elements. "auto" moves as many bytes at a time
-            as the sizes and the alignment allow.
+        step: the number of entries to reorder, at most max_steps; an int or an array, as in `beam_search_step`.
+        out: a pair of arrays to write into: arrays like the caches, or the caches themselves. Only the first `step`
+            entries are written. In place, a beam that is its own parent is not copied.
+        variant: "vector" moves 16 bytes at a time, "scalar" single elements, and "auto" as many bytes as possible.
 
     Returns `out`, or two new arrays [step, batch * beams, heads, dim]. If `step` is an array, the new arrays are
-    [max_steps, ...], and entries from `step` on are undefined. At most 64 beams. Raises ValueError or TypeError for
-    arguments that do not fit, and for results that overlap the caches in part.
+    [max_steps, ...], and entries from `step` on are undefined. At most 64 beams. Errors are as in `beam_topk`. A result
+    may be the cache that it replaces. Any other overlap with a cache is an error.
     """
     symbols = ("max_steps", "batch * beams", "heads", "dim")
     max_steps, _, heads, dim = expect_array("key_cache", key_cache, CACHE_DTYPES, symbols).shape
@@ -480,10 +461,10 @@ def update_kv_cache(
     for name, array in (("key_cache", key_cache), ("value_cache", value_cache)):
         expect(name, array, key_cache, "key_cache", dtypes, shape, f"[{', '.join(symbols)}]")
     expect("parents", parents, key_cache, "key_cache", ("int32",), (batch, beams), "[batch, beams]")
-    is_late = isinstance(step, Array)
-    if is_late:
+    device_step = isinstance(step, Array)
+    if device_step:
         expect_one("step", step, key_cache, "key_cache", "int32")
-    steps = max_steps if is_late else check.integer("step", step, 0, max_steps, "max_steps")
+    steps = max_steps if device_step else check.integer("step", step, 0, max_steps, "max_steps")
     check.one_of("variant", variant, CACHE_VARIANTS)
     item_size = key_cache.item_size
     row_bytes = heads * dim * item_size
@@ -500,21 +481,22 @@ def update_kv_cache(
         check.fail("variant", "'auto' or 'scalar' where rows are not whole 16-byte vectors", repr(variant))
     if variant == "scalar":
         width = item_size
-    row = row_bytes // width
-    if row and batch and steps:
+    vectors_per_row = row_bytes // width
+    if vectors_per_row and batch and steps:
         threads = _constant(_cache, "THREADS")
-        columns = min(row, threads * _constant(_cache, "LOADS") // beams)
-        tiles = ceil_div(row, columns)
+        columns = min(vectors_per_row, threads * _constant(_cache, "LOADS") // beams)
+        tiles = ceil_div(vectors_per_row, columns)
         blocks_per_step = 2 * batch * tiles
-        if steps > _MAX_BLOCKS // blocks_per_step or beams * row > 2**31 - 1:
+        if steps > _MAX_BLOCKS // blocks_per_step or beams * vectors_per_row > 2**31 - 1:
             check.fail("key_cache", f"of at most {_MAX_BLOCKS} tiles in step entries", steps * blocks_per_step)
         blocks = steps * blocks_per_step
-        if is_late:
+        if device_step:
             blocks = min(blocks, _RESIDENT_BLOCKS * key_cache.gpu.multiprocessors)
-        why = f"{asked(variant) or why_width(width, 'the rows of the caches')}; {_step_at(is_late)}"
+        why = f"{asked(variant) or why_width(width, 'the rows of the caches')}; {_why_step(device_step)}"
         launch(
-            _cache.variant(width, *["true"] * is_late), blocks, threads, why=why, step=step if is_late else None,
+            _cache.variant(width, *["true"] * device_step), blocks, threads, why=why,
+            step=step if device_step else None,
             keys=key_cache, values=value_cache, new_keys=new[0], new_values=new[1], parents=parents,
-            steps=steps, batch=batch, beams=beams, row=row, columns=columns, tiles=tiles,
+            steps=steps, batch=batch, beams=beams, vectors_per_row=vectors_per_row, columns=columns, tiles=tiles,
         )  # fmt: skip
     return new

@@ -1,7 +1,4 @@
-"""Beam search in NumPy: choose the candidates, run a step, trace back the tokens, and reorder the KV cache.
-
-`cukern.ops.beam_search` has checked the arguments.
-"""
+"""Beam search in NumPy."""
 
 from __future__ import annotations
 
@@ -14,10 +11,9 @@ from numpy.typing import NDArray
 from cukern.runtime import check
 from cukern.runtime.tolerance import Tolerance
 
-#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
-    # The kernel and the reference do the same IEEE addition and division. The tolerance is below one unit in the last
-    # place, so the results must be equal.
+    # The kernel does the same IEEE additions and divisions. The tolerance is below one unit in the last place, so
+    # results must be equal.
     "values": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=2**-30, absolute=0)),
     "keys": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=2**-30, absolute=0)),
     "scores": {"float32": Tolerance(relative=2**-30, absolute=0)},
@@ -28,14 +24,14 @@ Array = NDArray[Any]
 
 
 def _best_first(keys: Array, k: int) -> Array:
-    """Return the indices of the k largest keys along the last axis, largest first. Of equal keys the first is first."""
+    """Return the indices of the k largest keys, largest first; ties keep their order."""
     return np.argsort(-keys, axis=-1, kind="stable")[..., :k]
 
 
 def _candidates(totals: Array, k: int, diversity_rate: float) -> tuple[Array, Array]:
-    """Return the k largest values of `totals` [batch, beams, vocab] per batch entry.
+    """Return the k largest values of `totals` [batch, beams, vocab] per batch entry, and their ids.
 
-    Also return their indices in the flattened beams * vocab.
+    An id is an index into the flattened array [beams * vocab].
     """
     batch, beams, vocab = totals.shape
     totals = np.where(np.isnan(totals), np.float32(-np.inf), totals)
@@ -50,14 +46,12 @@ def _candidates(totals: Array, k: int, diversity_rate: float) -> tuple[Array, Ar
     values = np.where(np.isnan(values), np.float32(-np.inf), values)
     ids = (ranked + vocab * np.arange(beams)[:, None]).reshape(batch, beams * ranked.shape[-1])
     values = values.reshape(ids.shape)
-    # Sort by value, then by id. A stable sort by value alone would not sort ties by id, because the columns are not in
-    # the order of the ids.
+    # Sort by value, then id. The columns are not in id order, so a stable sort by value would not order ties.
     order = np.lexsort((ids, -values), axis=-1)[:, :k]
     return np.take_along_axis(values, order, axis=-1), np.take_along_axis(ids, order, axis=-1).astype(np.int32)
 
 
 def beam_topk(log_probs: Array, k: int, *, diversity_rate: float = 0.0) -> tuple[Array, Array]:
-    """See `cukern.beam_topk`."""
     return _candidates(log_probs.astype(np.float32) + np.float32(0), k, diversity_rate)
 
 
@@ -77,7 +71,6 @@ def beam_search_step(
     early_stopping: bool | str | None = False,
     diversity_rate: float = 0.0,
 ) -> tuple[Array, ...]:
-    """See `cukern.beam_search_step`."""
     batch, beams, vocab = log_probs.shape
     ends = sorted(set(end_id) if isinstance(end_id, (tuple, list)) else {end_id})
     step = check.element("step", step, 0, max_steps - 1, "below max_steps")
@@ -86,7 +79,7 @@ def beam_search_step(
         totals = log_probs.astype(np.float32) + scores[:, :, None]
     totals = np.where(np.isnan(totals), np.float32(-np.inf), totals)
     _, candidates = _candidates(totals, max(2, 1 + len(ends)) * beams, diversity_rate)
-    # `diversity_rate` changes which candidates are chosen. Their scores do not include it.
+    # `diversity_rate` affects the choice of candidates, but not their scores.
     totals = np.take_along_axis(totals.reshape(batch, beams * vocab), candidates, axis=-1)
     penalty = np.float32(float(length) ** length_penalty)
     furthest = max_steps if early_stopping in (None, "never") and length_penalty > 0 else length
@@ -102,7 +95,8 @@ def beam_search_step(
         running = np.flatnonzero(~is_end)[:beams]
         ids[b], parents[b], scores[b] = token[running], parent[running], total[running]
         if not done[b]:
-            # Only the best `beams` candidates may finish. The others are there so that `beams` candidates can continue.
+            # Only the best `beams` candidates may finish. There are more candidates, so that at least `beams` of them
+            # can continue.
             new = np.flatnonzero((is_end[:beams] | last) & (total[:beams] > -np.inf))
             lengths = np.full(len(new), length)
             added = (total[new] / penalty, lengths, token[new], parent[new])
@@ -125,7 +119,6 @@ def gather_tree(
     last_ids: Array | None = None,
     last_parents: Array | None = None,
 ) -> Array:
-    """See `cukern.gather_tree`."""
     max_steps, batch, beams = ids.shape
     result = np.full((max_steps, batch, beams), end_id, np.int32)
     for b in range(batch):
@@ -153,7 +146,6 @@ def update_kv_cache(
     *,
     out: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array]:
-    """See `cukern.update_kv_cache`."""
     batch, beams = parents.shape
     rows = (np.clip(parents, 0, beams - 1) + beams * np.arange(batch)[:, None]).reshape(-1)
     steps = check.element("step", step, 0, len(key_cache), "max_steps")
