@@ -1,4 +1,4 @@
-// Initialize the state of each sequence before the first decoding step.
+// Initialize the state of each sequence.
 //
 //   word_ids[b] = start_ids[b],   sequence_length[b] = 0,   finished[b] = false,   cum_log_probs[b] = 0
 //
@@ -6,11 +6,9 @@
 //
 //   offsets[b] = b * vocab,   id_vals[b, i] = i
 //
-// Grid: one thread per sequence. With SORTED, `slices` blocks per sequence, and each thread writes ITEMS elements of
-// id_vals.
+// Grid: one thread per sequence. With SORTED, `slices` blocks per sequence, and ITEMS ids per thread.
 //
-// Speed of light: the latency of a launch, because only a few values are written per sequence. With SORTED, memory
-// bandwidth: 4 bytes are written per element of id_vals, and nothing is read for them.
+// Speed of light: the latency of a launch; with SORTED, the memory bandwidth.
 #include "common/overlap.cuh"
 
 struct DecodingInitParams {

@@ -1,4 +1,4 @@
-// Load and store a pack (WIDTH neighbouring elements) with one instruction.
+// A pack is WIDTH neighbouring elements, which one instruction loads or stores.
 #pragma once
 #include "common/vectors.cuh"
 
@@ -6,6 +6,6 @@ template <typename T, int WIDTH> struct alignas(WIDTH * sizeof(T)) Pack {
     T item[WIDTH];
 };
 
-// The type of a pack in registers between its load and its use. A RawPack uses all bits of its 32-bit registers, but a
-// Pack of 16-bit elements would take one register per element.
-template <typename T, int WIDTH> using RawPack = typename VectorOf<sizeof(Pack<T, WIDTH>)>::Type;
+// The type of a pack between its load and its use. Two 16-bit elements share a register; in a Pack, each would take a
+// whole register.
+template <typename T, int WIDTH> using RawPack = Vector<sizeof(Pack<T, WIDTH>)>;

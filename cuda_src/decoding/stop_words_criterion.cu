@@ -1,12 +1,11 @@
-// Set `finished` for the sequences that end with a stop word.
+// Mark the sequences that end with a stop word.
 //
 //   finished[b] |= sequence b ends with one of its stop words
 //
-// Grid: one warp per sequence. Lane l tests the words with the indices `l`, `l + 32` and so on.
+// Grid: one warp per sequence. Lane l tests the words `l`, `l + 32` and so on.
 //
-// Speed of light: the latency of a launch and of a chain of dependent loads: the length of the sequence, the end index
-// of a word, and the tokens of the word and of the sequence. The comparison of a word nearly always stops at the first
-// token.
+// Speed of light: the latency of a launch and of a chain of dependent loads. The comparison of a word nearly always
+// stops at the first token.
 #include "common/overlap.cuh"
 #include "common/warp.cuh"
 #include "decoding/words.cuh"

@@ -1,10 +1,10 @@
-// Increment the length of each unfinished sequence, and mark it finished if its new token is end_id.
+// Count the new token of each sequence, and finish the sequences whose new token is end_id.
 //
 //   sequence_length[b] += not finished[b];   finished[b] |= word_ids[b] == end_id
 //
 // Grid: one thread per sequence.
 //
-// Speed of light: the latency of a launch and of two dependent loads, because only a few bytes are read and written.
+// Speed of light: the latency of a launch and of two dependent loads.
 #include "common/overlap.cuh"
 
 struct UpdateFinishedParams {

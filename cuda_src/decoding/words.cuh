@@ -1,10 +1,8 @@
-// Read a list of words (stop words or bad words, each of one or more tokens), and test whether a sequence ends with a
-// word.
+// Read lists of bad words and stop words.
 #pragma once
 
-// A list of words in FasterTransformer's layout [2, size]. The first row contains the tokens of all words, one word
-// after the other. The second row contains the end index (in the first row) of each word; the rest of the second row is
-// filled with -1.
+// A list of words, in FasterTransformer's layout [2, size]: the tokens of all words, one word after the other; then the
+// end index of each word, padded with -1.
 struct Words {
     const int* ids;
     const int* ends;
@@ -12,7 +10,7 @@ struct Words {
 
     __device__ __forceinline__ Words(const int* list, int size) : ids(list), ends(list + size), size(size) {}
 
-    // Find word `w`, whose tokens are ids[begin] to ids[end - 1]. Return false if the list has no word `w`.
+    // Find the tokens of word `w`: ids[begin] to ids[end - 1]. Return false if there is no word `w`.
     __device__ __forceinline__ bool find(int w, int& begin, int& end) const {
         begin = w ? ends[w - 1] : 0;
         end = ends[w];
@@ -20,7 +18,7 @@ struct Words {
     }
 };
 
-// Return whether the last `count` of the `length` tokens equal the tokens of `word`, which has `count` tokens.
+// Return whether the last `count` of the `length` tokens equal `word`.
 __device__ __forceinline__ bool ends_with(const int* tokens, int length, const int* word, int count) {
     if (count > length) return false;
     for (int i = 0; i < count; ++i)

@@ -1,4 +1,4 @@
-"""The functions of a decoding step before and after the choice of a token, in NumPy. They define correct results."""
+"""The steps of decoding before and after the choice of a token, in NumPy."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 
 from cukern.runtime.tolerance import Tolerance
 
-#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
-    # The kernel and the reference do the same IEEE float32 operations in the same order, without fused multiply-add.
+    # The kernel does the float32 operations of this file in the same order, without fused multiply-add.
     "values": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=0, absolute=0)),
 }
 
@@ -20,13 +19,11 @@ Array = NDArray[Any]
 
 
 def decoding_init(start_ids: Array) -> tuple[Array, Array, Array, Array]:
-    """See `cukern.decoding_init`."""
     batch = len(start_ids)
     return start_ids.copy(), np.zeros(batch, np.int32), np.zeros(batch, bool), np.zeros(batch, np.float32)
 
 
 def topp_init(start_ids: Array, vocab: int) -> tuple[Array, Array, Array, Array, Array, Array]:
-    """See `cukern.topp_init`."""
     batch = len(start_ids)
     offsets = vocab * np.arange(batch + 1, dtype=np.int32)
     return *decoding_init(start_ids), offsets, np.tile(np.arange(vocab, dtype=np.int32), (batch, 1))
@@ -35,7 +32,6 @@ def topp_init(start_ids: Array, vocab: int) -> tuple[Array, Array, Array, Array,
 def update_logits(
     logits: Array, bias: Array | None = None, finished: Array | None = None, end_id: int | None = None
 ) -> Array:
-    """See `cukern.update_logits`."""
     x = logits.astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         if bias is not None:
@@ -49,10 +45,10 @@ def update_logits(
 
 
 def _words(words: Array, row: int) -> list[list[int]]:
-    """Return the words of a row, which are lists of token ids. Malformed words are left out.
+    """Return the words of a row as lists of token ids, without malformed words.
 
-    `words` has FasterTransformer's layout: ids and end positions. Its shape is [2, size] if all rows have the same
-    words, and otherwise [batch, 2, size].
+    `words` has FasterTransformer's layout, a row of ids and a row of end positions. It is [2, size] for all rows, or
+    [batch, 2, size].
     """
     ids, ends = words if words.ndim == 2 else words[row]
     begins = np.concatenate([[0], ends])[:-1]
@@ -79,7 +75,6 @@ def apply_penalties(
     prompt_mask: Array | None = None,
     output_mask: Array | None = None,
 ) -> Array:
-    """See `cukern.apply_penalties`."""
     batch, vocab = logits.shape
 
     def per_row(value: Any, default: float, dtype: Any = np.float32) -> Array:
@@ -122,7 +117,6 @@ def apply_penalties(
 
 
 def stop_words_criterion(output_ids: Array, sequence_length: Array, stop_words: Array, finished: Array) -> Array:
-    """See `cukern.stop_words_criterion`."""
     for b, length in enumerate(np.maximum(sequence_length, 0)):
         if any(_ends_with(output_ids[b, :length], word) for word in _words(stop_words, b)):
             finished[b] = True
@@ -130,7 +124,6 @@ def stop_words_criterion(output_ids: Array, sequence_length: Array, stop_words: 
 
 
 def update_finished(word_ids: Array, finished: Array, sequence_length: Array, end_id: int) -> tuple[Array, Array]:
-    """See `cukern.update_finished`."""
     sequence_length += ~finished
     finished |= word_ids == end_id
     return finished, sequence_length

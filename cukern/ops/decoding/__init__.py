@@ -1,4 +1,4 @@
-"""The steps of decoding before and after the choice of a token, as in FasterTransformer."""
+"""The steps of decoding before and after a token is drawn, as in FasterTransformer."""
 
 from cukern.ops.decoding.logits import apply_penalties, update_logits
 from cukern.ops.decoding.state import decoding_init, stop_words_criterion, topp_init, update_finished

@@ -1,4 +1,4 @@
-"""Change the logits before a token is chosen: bias and penalties."""
+"""Bias and penalties for logits, before a token is drawn."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from cukern.runtime.vectors import ceil_div, why_width
 DTYPES = ("float32", "float16", "bfloat16")
 VARIANTS = ("auto", "wide", "narrow")
 _LARGEST_FLOAT = 3.4028234663852886e38
-_SMALLEST_FLOAT = 2.0**-126  # the smallest normal float32: its reciprocal is finite
-_MOST_COUNTED = 2**29 - 1  # largest count of a token, because the kernel packs the count and flags into 32 bits
-# Template arguments, by the names of the parameters.
+_SMALLEST_FLOAT = 2.0**-126  # normal, so its reciprocal is finite
+_MAX_COUNT = 2**29 - 1  # the kernel packs a count and flags into 32 bits
 _THREADS = 256
 _PACKS = 4
 _TOKENS = 8192
@@ -29,7 +28,7 @@ _update_logits = Kernel("decoding/update_logits", "update_logits")
 _apply_penalties = Kernel("decoding/apply_penalties", "apply_penalties")
 
 
-def _wide(dtype: str) -> int:
+def _wide_width(dtype: str) -> int:
     """Return how many logits fit in 16 bytes."""
     return 16 // arrays.ITEM_SIZE[dtype]
 
@@ -38,25 +37,28 @@ def _update_variant(dtype: str, width: int) -> Variant:
     return _update_logits.variant(arrays.CUDA_TYPE[dtype], width, _THREADS, _PACKS)
 
 
-def _penalty_variant(dtype: str, width: int, counted: bool, whole: bool) -> Variant:
-    flags = ("true" if counted else "false", "true" if whole else "false")
-    # A kernel that writes only the tokens with a penalty has no vector loads or stores, so its width is 1.
-    return _apply_penalties.variant(arrays.CUDA_TYPE[dtype], width if whole else 1, _THREADS, _TOKENS, *flags)
+def _penalty_variant(dtype: str, width: int, penalized: bool, all_logits: bool) -> Variant:
+    flags = ("true" if penalized else "false", "true" if all_logits else "false")
+    # A kernel that writes only the penalized tokens loads and stores single elements.
+    return _apply_penalties.variant(arrays.CUDA_TYPE[dtype], width if all_logits else 1, _THREADS, _TOKENS, *flags)
 
 
-_update_logits.specialized = [_update_variant(d, w).instance for d in DTYPES for w in (_wide(d), 1)]
-_update_logits.at_import = [_update_variant(d, _wide(d)).instance for d in ("float32", "bfloat16")]
+_update_logits.specialized = [_update_variant(d, w).instance for d in DTYPES for w in (_wide_width(d), 1)]
+_update_logits.at_import = [_update_variant(d, _wide_width(d)).instance for d in ("float32", "bfloat16")]
 _apply_penalties.specialized = [
     _penalty_variant(d, w, *flags).instance
     for d in DTYPES
-    for flags, widths in (((True, True), (_wide(d), 1)), ((False, True), (_wide(d), 1)), ((True, False), (1,)))
+    for flags, widths in (
+        ((True, True), (_wide_width(d), 1)),
+        ((False, True), (_wide_width(d), 1)),
+        ((True, False), (1,)),
+    )
     for w in widths
 ]
-_apply_penalties.at_import = [_penalty_variant(d, _wide(d), True, True).instance for d in ("float32", "bfloat16")]
+_apply_penalties.at_import = [_penalty_variant(d, _wide_width(d), True, True).instance for d in ("float32", "bfloat16")]
 
 
 def _check_logits(logits: Any) -> tuple[Any, int]:
-    """Check the logits. Return the batch and the vocabulary."""
     batch, vocab = expect_array("logits", logits, DTYPES, ("batch", "vocab")).shape
     if not 1 <= vocab <= MAX_VOCAB:
         check.fail("the vocabulary of logits", f"in [1, {MAX_VOCAB}]", vocab)
@@ -65,7 +67,6 @@ def _check_logits(logits: Any) -> tuple[Any, int]:
 
 
 def _logits_out(out: Any, logits: Array) -> Array:
-    """Return the array for the new logits: `out` if it is given, else a new array. The rows of `out` may be strided."""
     if out is None:
         return outputs(None, logits, "logits", _like_logits(logits))
     expect_place("out", out, logits, "logits")
@@ -80,10 +81,10 @@ def _logits_out(out: Any, logits: Array) -> Array:
 
 
 def _width(variant: str, logits: Array, out: Array, *others: Array) -> int:
-    """Return the number of logits per load and store: as many as fit in 16 bytes, or 1."""
+    """Return the number of logits per load and store."""
     if variant == "narrow":
         return 1
-    width, (batch, vocab) = _wide(logits.dtype), logits.shape
+    width, (batch, vocab) = _wide_width(logits.dtype), logits.shape
     aligned = vocab % width == 0 and all(x.alignment == 16 for x in (logits, out, *others))
     if aligned and ((logits.strides[0] | out.strides[0]) % width == 0 or batch == 1):
         return width
@@ -105,25 +106,22 @@ def update_logits(
     """Add the bias to the logits, and force finished sequences to `end_id`.
 
     The row of a running sequence becomes logits + bias, added in float32. The row of a finished sequence becomes the
-    largest finite number of the dtype at `end_id` and the lowest at all other tokens; its logits are not read. A
-    temperature below 1 may turn these numbers into infinities; `sample` still draws `end_id`.
+    largest finite number of the dtype at `end_id` and the lowest elsewhere. A temperature below 1 may turn these
+    numbers into infinities; `sample` still draws `end_id`.
 
     Args:
-        logits: [batch, vocab], float32, float16 or bfloat16, contiguous along vocab; rows may be strided. The
-            vocabulary has at most 2**20 tokens.
+        logits: [batch, vocab], float32, float16 or bfloat16, contiguous along vocab, of at most 2**20 tokens; rows may
+            be strided.
         bias: [vocab], of the dtype of `logits`, or None.
-        finished: which sequences have finished, bool [batch], or None for none.
+        finished: bool [batch], or None.
         end_id: the token that ends a sequence; needed with `finished`.
         out: an array like `logits` to write into and return; it may be `logits`.
-        variant: "auto", or a kernel by name: "wide" (16-byte loads and stores, for aligned rows) or "narrow". Both
-            return the same bits.
+        variant: "auto", "wide" (16-byte loads and stores, for aligned rows) or "narrow". The bits are the same.
 
-    Returns:
-        the new logits [batch, vocab], in the dtype and library and on the device of `logits`. Arrays in host memory go
-        through the NumPy reference.
+    Returns the new logits [batch, vocab], like `logits`. Arrays in host memory go through the NumPy reference.
 
     Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
+        TypeError: an unsupported dtype, arrays of different libraries, or an argument without another that it needs.
         ValueError: shapes, strides, devices or sizes that do not fit.
 
     The function is FasterTransformer's `update_logits_without_softmax`.
@@ -155,54 +153,44 @@ def update_logits(
     return out
 
 
-def _why_penalties(variant: str, width: int, whole: bool) -> str:
-    """Return the reason for the kernel that `apply_penalties` launches.
-
-    `whole`: the kernel writes whole rows. Otherwise it writes only the tokens that a penalty changes.
-    """
+def _why_penalties(variant: str, width: int, all_logits: bool) -> str:
     blocks = f"a block for each {_TOKENS} tokens of a row"
-    if not whole:
+    if not all_logits:
         asks = f"{asked(variant)}; " if variant != "auto" else ""
         return f"{asks}{blocks}, in place without a temperature: it writes only the tokens that a penalty changes"
     return f"{blocks}; {asked(variant) or why_width(width, 'rows of logits and out')}"
 
 
-def _in_range(name: str, low: float, wanted: str, value: Any) -> float:
-    """Check a finite float32 of at least `low`."""
+def _in_range(name: str, minimum: float, wanted: str, value: Any) -> float:
     number = check.number(name, value)
-    if not low <= number <= _LARGEST_FLOAT:
+    if not minimum <= number <= _LARGEST_FLOAT:
         check.fail(name, wanted, number)
     return number
 
 
 def _per_row(
-    name: str, value: Any, off: float, low: float, wanted: str, logits: Array, dtype: str = "float32"
+    name: str, value: Any, neutral: float, minimum: float, wanted: str, logits: Array, dtype: str = "float32"
 ) -> tuple[Any, Any, int]:
-    """Return the fields of `PerRow` for a parameter: an array or None, a number, and the stride of the array.
-
-    If the caller passes None, the number is `off`, which turns the parameter off. A number must be at least `low`.
-    """
+    """Return the fields of `PerRow`: an array, a number (`neutral` if `value` is None), and the array's stride."""
     if value is None:
-        return None, off, 0
+        return None, neutral, 0
     if isinstance(value, Array):
         shape = logits.shape[: len(value.shape[:1])]
         expect(name, value, logits, "logits", (dtype,), shape, "[batch]")
-        return value, off, len(shape)
+        return value, neutral, len(shape)
     if dtype == "int32":
-        return None, check.integer(name, value, int(low), 2**31 - 1), 0
-    return None, _in_range(name, low, wanted, value), 0
+        return None, check.integer(name, value, int(minimum), 2**31 - 1), 0
+    return None, _in_range(name, minimum, wanted, value), 0
 
 
 def _check_sequences(
     logits: Array, output_ids: Any, sequence_length: Any, prompt_length: Any, need_ids: str, need_length: bool
 ) -> tuple[int, int]:
-    """Check the arguments of the sequences. Return the columns and the row stride of `output_ids`, or zeros without it.
-
-    `need_ids` is a text that says why `output_ids` is required; it is empty if `output_ids` is optional.
-    """
-    batch, found = logits.shape[0], (0, 0)
+    """Return the columns and the row stride of `output_ids`, or zeros if it is None. A nonempty `need_ids` says why
+    `output_ids` is required."""
+    batch, sizes = logits.shape[0], (0, 0)
     if output_ids is not None:
-        found = check_output_ids(output_ids, logits, "logits")
+        sizes = check_output_ids(output_ids, logits, "logits")
     elif need_ids:
         check.fail("output_ids", f"given with {need_ids}", "None", TypeError)
     for name, lengths in (("sequence_length", sequence_length), ("prompt_length", prompt_length)):
@@ -210,23 +198,23 @@ def _check_sequences(
             expect(name, lengths, logits, "logits", ("int32",), (batch,), "[batch]")
     if sequence_length is None and (need_length or output_ids is not None or prompt_length is not None):
         check.fail("sequence_length", "given with output_ids, min_length or prompt_length", "None", TypeError)
-    return found
+    return sizes
 
 
 def _check_masks(logits: Array, output_ids: Any, prompt_mask: Any, output_mask: Any) -> dict[str, Array]:
-    """Check the masks. Return the masks that are not None, by name."""
+    """Return the masks that are not None."""
     given = {name: x for name, x in zip(_MASKS, (prompt_mask, output_mask), strict=True) if x is not None}
     for name, mask in given.items():
         expect(name, mask, logits, "logits", ("bool",), logits.shape, "[batch, vocab]")
     if output_mask is not None and output_ids is not None:
         shape = expect_place("output_ids", output_ids, logits, "logits").shape
-        if shape and shape[-1] > _MOST_COUNTED:
-            check.fail("max_length of output_ids", f"at most {_MOST_COUNTED} beside output_mask", shape[-1])
+        if shape and shape[-1] > _MAX_COUNT:
+            check.fail("max_length of output_ids", f"at most {_MAX_COUNT} beside output_mask", shape[-1])
     return given
 
 
-def _what_needs_ids(counts: bool, frequency: bool) -> str:
-    """Return a text that names the arguments that need `output_ids`; empty if none does."""
+def _why_ids(counts: bool, frequency: bool) -> str:
+    """Return the names of the arguments that need `output_ids`; empty if none does."""
     if counts:
         return "repetition, presence or frequency penalties or bad words"
     return "frequency penalties, whose counts no mask has" if frequency else ""
@@ -260,55 +248,43 @@ def apply_penalties(
 ) -> AnyArray:
     """Penalize logits by the tokens of the sequence so far, then divide them by the temperature, in one launch.
 
-    The steps are those of vLLM, in the same order. They are computed in float32, and rounded to the dtype once at the
-    end:
+    The result is computed in float32 and rounded to the dtype once. The steps and their order are vLLM's:
 
     1. tokens of the sequence, the prompt included: a positive logit is multiplied by 1 / repetition_penalty, any other
-       logit by repetition_penalty (CTRL, arXiv:1909.05858);
+    logit by repetition_penalty (CTRL, arXiv:1909.05858);
     2. generated tokens: logit - frequency_penalty * count - presence_penalty (OpenAI's API). A token that is only in
-       `output_mask` has a count of 0;
+    `output_mask` has a count of 0;
     3. -inf for a token that would complete a bad word, and for `end_id` before `min_length` tokens are generated;
-    4. all tokens: logit * (1 / temperature). This step is skipped if the temperature is 0 (in an array: 0, negative or
-       subnormal), because the caller then wants the largest logit.
+    4. all tokens: logit * (1 / temperature), unless the temperature is 0 (in an array: 0, negative or subnormal),
+    because the caller then wants the largest logit.
 
-    A quotient too large for the dtype becomes an infinity. In float16 a temperature of 1e-5 turns every logit of at
-    least 0.66 into an infinity, and the order of these logits is lost. `sample` first subtracts the largest logit, and
-    then divides by its temperature in float32, so it keeps the order.
+    A logit that is too large for the dtype after the division by the temperature becomes an infinity, and the order of
+    such logits is lost. `sample` keeps the order, because it first subtracts the largest logit.
 
-    In place (`out=logits`) and without a temperature, only the affected tokens are read and written. Counts are exact
-    and each token is penalized once, so that the same input gives the same bits.
+    In place (`out=logits`) and without a temperature, only the affected tokens are read and written.
 
     Args:
-        logits: [batch, vocab], float32, float16 or bfloat16, contiguous along vocab; rows may be strided. The
-            vocabulary has at most 2**20 tokens.
+        logits: [batch, vocab], as in `update_logits`.
         temperature: at least 0. The temperature and the three penalties are finite numbers, or float32 arrays [batch]
             or [] on the device of `logits`.
         repetition_penalty: positive; 1 turns the penalty off.
         presence_penalty, frequency_penalty: 0 turns the penalty off.
         output_ids: the sequences, int32 [batch, max_length], contiguous along max_length; rows may be strided. Ids
             outside of [0, vocab) are padding: they get no penalty, but count as positions of the sequence.
-        sequence_length: the length of each sequence, int32 [batch]; clamped to [0, max_length].
-        prompt_length: the length of each prompt within the sequence, int32 [batch], or None for none.
+        sequence_length: int32 [batch]; clamped to [0, max_length].
+        prompt_length: the length of each prompt within the sequence, int32 [batch], or None if there is no prompt.
         min_length: the number of tokens to generate before `end_id`; an int, or an int32 array [batch] or [].
         end_id: the token that ends a sequence; needed with `min_length`.
-        bad_words: words (of one or more tokens each) that must not be generated, int32 [2, size] for all rows or
-            [batch, 2, size], in FasterTransformer's layout: first the tokens of all words one after the other, then the
-            end of each word in that list, then -1. The words [7], [3, 4] and [9] are [[7, 3, 4, 9], [1, 3, 4, -1]].
-        prompt_mask: bool [batch, vocab], contiguous: tokens of the prompt, in addition to `output_ids` or without it.
-            With a mask, repetition and presence penalties need no `output_ids`. The repetition penalty alone, in place,
-            is vLLM's `apply_repetition_penalties`.
-        output_mask: bool [batch, vocab], contiguous: generated tokens, in the same way.
-        out: an array like `logits` to write into and return; it may be `logits`.
-        variant: "auto", or a kernel by name: "wide" (16-byte loads and stores, for aligned rows) or "narrow". Both
-            return the same bits.
+        bad_words: words of one or more tokens that must not be generated, int32 [2, size] for all rows or [batch, 2,
+            size], in FasterTransformer's layout: first the tokens of all words, then the end of each word in that list,
+            then -1. The words [7], [3, 4] and [9] are [[7, 3, 4, 9], [1, 3, 4, -1]].
+        prompt_mask: bool [batch, vocab], contiguous: tokens of the prompt, besides those in `output_ids`. With a mask,
+            repetition and presence penalties need no `output_ids`. The repetition penalty alone, in place, is vLLM's
+            `apply_repetition_penalties`.
+        output_mask: bool [batch, vocab], contiguous: generated tokens, besides those in `output_ids`.
+        out, variant: as in `update_logits`.
 
-    Returns:
-        the new logits [batch, vocab], in the dtype and library and on the device of `logits`. Arrays in host memory go
-        through the NumPy reference.
-
-    Raises:
-        TypeError: an unsupported dtype, arrays of different libraries, or an argument without another that it needs.
-        ValueError: shapes, strides, devices or sizes that do not fit.
+    Results and errors are as in `update_logits`.
     """
     batch, vocab = _check_logits(logits)
     per_row = functools.partial(_per_row, logits=logits)
@@ -320,7 +296,7 @@ def apply_penalties(
     min_lengths = per_row("min_length", min_length, 0, 0, "", dtype="int32")
 
     masks = _check_masks(logits, output_ids, prompt_mask, output_mask)
-    need_ids = _what_needs_ids(bad_words is not None or (counts and not masks), frequency_penalty is not None)
+    need_ids = _why_ids(bad_words is not None or (counts and not masks), frequency_penalty is not None)
     max_length, ids_row_stride = _check_sequences(
         logits, output_ids, sequence_length, prompt_length, need_ids, min_length is not None
     )
@@ -338,17 +314,17 @@ def apply_penalties(
     if batch == 0:
         return out
     width = _width(variant, logits, out)
-    counted = counts or words_size > 0 or min_length is not None
+    penalized = counts or words_size > 0 or min_length is not None
     is_in_place = (
         given is not None and begin_together(logits, out) and (logits.strides[0] == out.strides[0] or batch == 1)
     )
-    whole = not is_in_place or isinstance(temperature, Array) or temperatures[1] not in (0.0, 1.0)
-    if not (counted or whole):
+    all_logits = not is_in_place or isinstance(temperature, Array) or temperatures[1] not in (0.0, 1.0)
+    if not (penalized or all_logits):
         return out
     slices = ceil_div(vocab, _TOKENS)
     launch(
-        _penalty_variant(logits.dtype, width, counted, whole), batch * slices, _THREADS,
-        why=_why_penalties(variant, width * logits.item_size, whole), logits=logits, out=out,
+        _penalty_variant(logits.dtype, width, penalized, all_logits), batch * slices, _THREADS,
+        why=_why_penalties(variant, width * logits.item_size, all_logits), logits=logits, out=out,
         output_ids=output_ids, sequence_length=sequence_length, prompt_length=prompt_length,
         bad_words=bad_words if words_size else None,
         temperature=temperatures, repetition=repetition, presence=presence, frequency=frequency,

@@ -1,4 +1,4 @@
-"""The state of the sequences: create the initial state, and detect the end of sequences."""
+"""The state of the sequences: its creation, its update, and the end of sequences."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from cukern.runtime.vectors import ceil_div
 
 MAX_VOCAB = 2**20
 MAX_BATCH = 2**24
-#: The largest length of a sequence. The kernel counts tokens in 30 bits.
+#: The kernel counts tokens in 30 bits.
 MAX_LENGTH = 2**30 - 1
-# Template arguments, by the names of the parameters.
 _THREADS = 256
 _WARPS_PER_BLOCK = 4
 _ITEMS = 8
@@ -51,13 +50,12 @@ def check_batch(name: str, batch: Any) -> Any:
 
 
 def _check_ids(name: str, ids: Any) -> Any:
-    """Check the first argument, an int32 array [batch], and return the batch size."""
     expect_contiguous(name, expect_array(name, ids, ("int32",), ("batch",)))
     return check_batch(name, ids.shape[0])
 
 
 def check_words(name: str, words: Any, like: Array, like_name: str) -> int:
-    """Check lists of words, such as stop words. Return the stride between the rows' lists; 0 for a shared list."""
+    """Check lists of words. Return the stride from one row's list to the next; 0 if all rows share one list."""
     expect_place(name, words, like, like_name)
     check.dtype(name, words.dtype, ("int32",))
     shape, batch = words.shape, like.shape[0]
@@ -70,7 +68,6 @@ def check_words(name: str, words: Any, like: Array, like_name: str) -> int:
 
 
 def check_output_ids(output_ids: Any, like: Array, like_name: str) -> tuple[int, int]:
-    """Check `output_ids`. Return its number of columns and its row stride."""
     expect_place("output_ids", output_ids, like, like_name)
     check.dtype("output_ids", output_ids.dtype, ("int32",))
     shape, batch = output_ids.shape, like.shape[0]
@@ -109,7 +106,7 @@ def _init(start_ids: Array, vocab: int | None, out: Any) -> Any:
     slices, blocks = 0, ceil_div(batch, _THREADS)
     if vocab is not None:
         slices = ceil_div(vocab, _THREADS * _ITEMS)
-        blocks = max(batch, 1) * slices  # at least one block, which writes offsets[batch] even if the batch is empty
+        blocks = max(batch, 1) * slices  # one block writes offsets[batch] of an empty batch
     elif batch == 0:
         return out
     fields = {"offsets": None, "id_vals": None} | dict(zip(names, out, strict=True))
@@ -131,15 +128,14 @@ def decoding_init(
         start_ids: the token that each sequence starts from, int32 [batch].
         out: four arrays to write into and return. The first may be `start_ids`.
 
-    Returns:
-        word_ids int32 [batch] = start_ids, sequence_length int32 [batch] = 0, finished bool [batch] = False and
-        cum_log_probs float32 [batch] = 0, in the library and on the device of `start_ids`.
+    Returns word_ids int32 [batch] = start_ids, sequence_length int32 [batch] = 0, finished bool [batch] = False and
+    cum_log_probs float32 [batch] = 0.
 
     Raises:
         TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides or devices that do not fit.
 
-    FasterTransformer's decoding starts with the same state (`init_kernel`), with one `start_id` for all sequences.
+    FasterTransformer's `init_kernel` creates the same state.
     """
     _check_ids("start_ids", start_ids)
     return _init(start_ids, None, out)
@@ -158,22 +154,17 @@ def topp_init(
 ) -> tuple[AnyArray, AnyArray, AnyArray, AnyArray, AnyArray, AnyArray]:
     """Run `decoding_init`, and create the input of a segmented sort of [batch, vocab] probabilities, in one launch.
 
-    The sampling functions of cukern do not sort, and do not need that input.
+    cukern's sampling functions do not sort, so they need neither of the additional results, offsets and id_vals.
 
     Args:
-        start_ids: the token that each sequence starts from, int32 [batch].
-        vocab: tokens in the vocabulary; batch * vocab is less than 2**31, because the offsets are int32.
+        start_ids: as in `decoding_init`, int32 [batch].
+        vocab: batch * vocab is less than 2**31, because the offsets are int32.
         out: six arrays to write into and return. The first may be `start_ids`.
 
-    Returns:
-        word_ids, sequence_length, finished and cum_log_probs as `decoding_init` does, then offsets int32
-        [batch + 1] with offsets[b] = b * vocab and id_vals int32 [batch, vocab] with id_vals[b, i] = i.
+    Returns the results of `decoding_init`, then offsets int32 [batch + 1] with offsets[b] = b * vocab and id_vals int32
+    [batch, vocab] with id_vals[b, i] = i.
 
-    Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or sizes that do not fit.
-
-    The function is FasterTransformer's `topp_initialization_kernel`.
+    Errors are as in `decoding_init`. The function is FasterTransformer's `topp_initialization_kernel`.
     """
     vocab = check.integer("vocab", vocab, 1, MAX_VOCAB)
     batch = _check_ids("start_ids", start_ids)
@@ -186,23 +177,16 @@ def topp_init(
 def stop_words_criterion(
     output_ids: AnyArray, sequence_length: AnyArray, stop_words: AnyArray, finished: WrittenArray
 ) -> AnyArray:
-    """Mark the sequences that end with a stop word, in place: their `finished` becomes True.
+    """Set `finished`, in place, for the sequences that end with a stop word, as in FasterTransformer.
 
     Args:
         output_ids: the sequences, int32 [batch, max_length], contiguous along max_length; rows may be strided.
-        sequence_length: the length of each sequence, int32 [batch]; clamped to [0, max_length].
-        stop_words: words of one or more tokens, int32 [2, size] for all rows or [batch, 2, size], in the layout of
-            the `bad_words` of `apply_penalties`.
-        finished: bool [batch], updated.
+        sequence_length: int32 [batch]; clamped to [0, max_length].
+        stop_words: int32 [2, size] for all rows or [batch, 2, size], in the layout of the `bad_words` of
+            `apply_penalties`.
+        finished: bool [batch], updated and returned.
 
-    Returns:
-        `finished`.
-
-    Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides or devices that do not fit.
-
-    The function is FasterTransformer's stop-words criterion.
+    Errors are as in `decoding_init`.
     """
     expect_array("output_ids", output_ids, symbols=("batch", "max_length"))
     batch = check_batch("output_ids", output_ids.shape[0])
@@ -229,25 +213,16 @@ def stop_words_criterion(
 def update_finished(
     word_ids: AnyArray, finished: WrittenArray, sequence_length: WrittenArray, end_id: int
 ) -> tuple[AnyArray, AnyArray]:
-    """End a step, in place: count the new token of each running sequence, and mark the sequences that it ends.
-
-    sequence_length += not finished, then finished |= word_ids == end_id.
+    """End a step, in place: count the new token of each running sequence, and mark the sequences that this token ends.
 
     Args:
         word_ids: the new tokens, int32 [batch].
-        finished: bool [batch], updated.
-        sequence_length: int32 [batch], updated.
+        finished: bool [batch], updated and returned.
+        sequence_length: int32 [batch], updated and returned.
         end_id: the token that ends a sequence; -1 for none.
 
-    Returns:
-        `finished` and `sequence_length`.
-
-    Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides or devices that do not fit.
-
-    FasterTransformer does the same at the end of its sampling kernels, with one difference: there, a finished sequence
-    continues if its new token is not `end_id`. In cukern a finished sequence stays finished.
+    Errors are as in `decoding_init`. A finished sequence stays finished. In FasterTransformer's sampling kernels, a
+    finished sequence continues if its new token is not `end_id`.
     """
     batch = _check_ids("word_ids", word_ids)
     expect("finished", finished, word_ids, "word_ids", ("bool",), (batch,), "[batch]")
