@@ -265,14 +265,14 @@ def test_a_row_of_layer_norm_depends_on_nothing_but_itself(rows: int, width: int
 
 def dealt_out(x: Array, threads: int) -> np.float32:
     """The sum of squares of a row in the order in which `threads` threads of the kernel add it up."""
-    units = -(-len(x) // twin.EACH)
-    padded = np.zeros((-(-units // threads) * threads, twin.EACH), np.float32)
+    units = -(-len(x) // twin.VECTOR)
+    padded = np.zeros((-(-units // threads) * threads, twin.VECTOR), np.float32)
     padded.reshape(-1)[: len(x)] = x
     slots = twin.COLUMNS // threads
     sums = np.zeros((slots, threads), np.float32)  # of a thread: one for each column it has
-    for i, of_threads in enumerate(padded.reshape(-1, threads, twin.EACH)):
+    for i, of_threads in enumerate(padded.reshape(-1, threads, twin.VECTOR)):
         each = of_threads[:, 0] * of_threads[:, 0]
-        for j in range(1, twin.EACH):
+        for j in range(1, twin.VECTOR):
             each = each + of_threads[:, j] * of_threads[:, j]
         sums[i % slots] += each
     while len(sums) > 1:
@@ -435,8 +435,8 @@ def test_bad_input_is_refused(name: str, change: dict[str, Any], error: type[Exc
 def test_the_threads_of_a_row_cover_it(width: int, fixed: bool, wide: bool, dtype: str, group: int) -> None:
     tile = op._tile(op._Operation(dtype, dtype, group=group), width, fixed, wide)
     assert 1 <= tile.threads <= 1024 and tile.threads & (tile.threads - 1) == 0 and tile.items >= 1
-    assert tile.threads * tile.items * twin.EACH >= width or tile.threads == twin.COLUMNS
-    assert tile.threads * twin.EACH >= group
+    assert tile.threads * tile.items * twin.VECTOR >= width or tile.threads == twin.COLUMNS
+    assert tile.threads * twin.VECTOR >= group
     assert tile.block == tile.threads if tile.threads > 32 else tile.block % 32 == 0
 
 

@@ -1,35 +1,24 @@
-// Layer norm: subtract the mean of a row, divide by its standard deviation, multiply by a weight and add a bias. If
-// ADD, a residual and a bias are first added to the row.
+// Compute the layer norm of each row. If ADD, first add an input bias and a residual to the row.
 //
-//   z[r, c]      = input[r, c]; if ADD, input[r, c] + input_bias[c] + residual[r, c] rounded to T, which is also stored
-//                  in residual_out[r, c] unless residual_out is null
-//   mean[r]      = sum of z[r, :] / width                                                                   in float32
-//   left[r]      = sum of (z[r, :] - mean[r]) / width
-//   variance[r]  = sum of (z[r, :] - mean[r])^2 / width - left[r]^2, at least 0
-//   out[r, c]    = (z[r, c] - mean[r] - left[r]) * rsqrt(variance[r] + epsilon) * weight[c] + bias[c], rounded to T
+//   z[r, c]       = input[r, c]; if ADD, input[r, c] + input_bias[c] + residual[r, c] rounded to T; this is stored
+//                   in residual_out[r, c] unless residual_out is null
+//   mean[r]       = sum of z[r, :] / width                                                                   in float32
+//   mean_error[r] = sum of (z[r, :] - mean[r]) / width
+//   variance[r]   = sum of (z[r, :] - mean[r])^2 / width - mean_error[r]^2, at least 0
+//   y[r, c]       = (z[r, c] - mean[r] - mean_error[r]) * rsqrt(variance[r] + epsilon)
+//   out[r, c]     = y[r, c] * weight[c] + bias[c], rounded to T
 //
-// This is the corrected two-pass algorithm (Chan, Golub and LeVeque, 1983). `left`, the mean of the differences from
-// the mean, corrects the rounding error of the mean. The result is therefore accurate even if the mean is much larger
-// than the standard deviation. For a row of equal elements the result is exactly the bias. The second pass costs
-// little, because the row is in registers. Welford's one-pass algorithm would need a division per element, or a merge
-// of means at each step of the reduction.
+// This is the corrected two-pass algorithm (Chan, Golub and LeVeque, 1983). `mean_error`, the rounding error of the
+// mean, keeps the result accurate even if the mean is much larger than the standard deviation.
 //
-// Each product and each sum is rounded to float32 (no fused multiply-add), and the sums are computed in the order that
-// norm/row.cuh describes. All template instances therefore give the same bits.
+// No multiply-add is fused, and norm/row.cuh fixes the order of sums, so all template instances give the same bits.
 //
-// W: type of the weight and the bias, T or float. WIDTH: width of a row; 0 if it is known only at run time. BYTES:
-// width of a load, 16 bytes or one element. THREADS: threads per row, a power of two; either all threads of a block, or
-// at most a warp. ITEMS: units per thread that stay in registers. BLOCK: threads per block.
+// W: type of the weight and the bias, T or float. The other template parameters are as in norm/row.cuh.
 //
-// Grid: BLOCK / THREADS rows per block. A unit is EACH consecutive elements. Thread t of a row has the units `t`,
-// `t + THREADS`, `t + 2 * THREADS` and so on. The first ITEMS units of a thread stay in registers. A thread has more
-// units only if THREADS == COLUMNS; they are loaded again in each of three passes: mean, variance and result. If ADD,
-// the first pass stores z of these units in residual_out (in `out`, if residual_out is null), and the later passes load
-// z from there.
+// Grid: BLOCK / THREADS rows per block. A thread loads its vectors beyond ITEMS in each of three passes: mean, variance
+// and result. If ADD, the first pass stores z of these vectors, and the later passes load it.
 //
-// Speed of light: memory bandwidth. The row and its residual are read once, and the result and residual_out are written
-// once; about twenty flops per element take less time. With few rows, the limit is the latency of a load, two
-// reductions and a store.
+// Speed of light: memory bandwidth. Few rows are bound by the latency of a load, two reductions and a store.
 #include "common/overlap.cuh"
 #include "norm/row.cuh"
 
@@ -49,83 +38,81 @@ struct Params {
     float epsilon;
 };
 
-// The statistics of a row, as in the formulas at the top of this file.
 struct Moments {
-    float mean, left, inverse; // inverse: rsqrt(variance + epsilon)
+    float mean, mean_error, inverse; // inverse: rsqrt(variance + epsilon)
 };
 
-__device__ __forceinline__ float sum_of(const float (&value)[EACH]) {
+__device__ __forceinline__ float sum_of(const float (&value)[VECTOR]) {
     float sum = value[0];
 #pragma unroll
-    for (int i = 1; i < EACH; ++i) sum = __fadd_rn(sum, value[i]);
+    for (int i = 1; i < VECTOR; ++i) sum = __fadd_rn(sum, value[i]);
     return sum;
 }
 
-// The units of a row that belong to a thread: their positions, and the operations on a unit (EACH consecutive
-// elements). The elements are in local arrays of the kernel, not in members of this class. The compiler would not keep
-// members in registers, because loops index them before the loops are unrolled.
+// The vectors of one thread. Their elements are in local arrays of the kernel, because the compiler would not keep
+// class members in registers.
 template <typename T, typename W, bool ADD, int WIDTH, int THREADS, int ITEMS, int BYTES, int BLOCK>
-struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
-    using Own = Dealt<WIDTH, THREADS, ITEMS, BLOCK>;
-    using Own::SLOTS, Own::SUMS, Own::FITS, Own::width, Own::outer, Own::inner, Own::count, Own::column;
-    using In = Eight<T, BYTES>;
-    using Weight = Eight<W, BYTES == 16 ? 16 : int(sizeof(W))>;
-    // EARLY: weight and bias are loaded together with the row, before the reductions, if there are enough registers.
-    static constexpr bool EARLY = FITS && ITEMS * EACH * int(sizeof(W)) <= EARLY_BYTES;
-    static constexpr int OTHERS = ADD ? ITEMS : 1, EARLIES = EARLY ? ITEMS : 1;
-    // A row can end in the middle of a unit only if the loads are single elements.
-    static constexpr bool ENDS_IN_UNIT = BYTES < 16;
+struct Row : RowPartition<WIDTH, THREADS, ITEMS, BLOCK> {
+    using Partition = RowPartition<WIDTH, THREADS, ITEMS, BLOCK>;
+    using Partition::MAX_SUMS, Partition::SUMS, Partition::IN_REGISTERS, Partition::width, Partition::outer,
+        Partition::inner, Partition::count, Partition::column;
+    using InVector = RowVector<T, BYTES>;
+    using Weight = RowVector<W, BYTES == 16 ? 16 : int(sizeof(W))>;
+    // Load weight and bias before the reductions, if there are enough registers.
+    static constexpr bool PREFETCH = IN_REGISTERS && ITEMS * VECTOR * int(sizeof(W)) <= PREFETCH_BYTES;
+    static constexpr int RESIDUALS = ADD ? ITEMS : 1, PREFETCHED = PREFETCH ? ITEMS : 1;
+    // Loads of 16 bytes require rows of whole vectors. With loads of single elements, a row may end inside a vector.
+    static constexpr bool ENDS_IN_VECTOR = BYTES < 16;
 
     const Params& p;
     const char *input, *residual;
     char *residual_out, *out;
 
-    __device__ __forceinline__ explicit Row(const Params& p) : Own(p), p(p) {
+    __device__ __forceinline__ explicit Row(const Params& p) : Partition(p), p(p) {
         input = p.input.at(outer, inner), residual = p.residual.at(outer, inner), out = p.out.at(outer, inner);
         residual_out = p.residual_out.first ? p.residual_out.at(outer, inner) : nullptr;
     }
 
-    __device__ __forceinline__ In load(const char* row, int i) const {
-        In unit;
-        unit.load(row + column(i) * int(sizeof(T)), count(i));
-        return unit;
+    __device__ __forceinline__ InVector load(const char* row, int i) const {
+        InVector vector;
+        vector.load(row + column(i) * int(sizeof(T)), count(i));
+        return vector;
     }
-    __device__ __forceinline__ void store(char* row, int i, const In& unit) const {
-        unit.store(row + column(i) * int(sizeof(T)), count(i));
+    __device__ __forceinline__ void store(char* row, int i, const InVector& vector) const {
+        vector.store(row + column(i) * int(sizeof(T)), count(i));
     }
-    // Load unit i of a vector that all rows share. Return zeros if `vector` is null.
-    template <typename Of> __device__ __forceinline__ Of load_shared(const char* vector, int i) const {
-        Of unit = {};
-        constexpr int SIZE = sizeof(unit) / EACH;
-        if (vector) unit.load_shared(vector + column(i) * SIZE, width - column(i));
-        return unit;
+    // Load vector i of the weight or bias. A null array counts as 0.
+    template <typename V> __device__ __forceinline__ V load_shared(const char* shared_row, int i) const {
+        V vector = {};
+        constexpr int SIZE = sizeof(vector) / VECTOR;
+        if (shared_row) vector.load_shared(shared_row + column(i) * SIZE, width - column(i));
+        return vector;
     }
 
-    // Return unit i of z: the sum of `in` (a unit of the input), the input bias and `other` (the same unit of the
-    // residual).
-    __device__ __forceinline__ In added(int i, const In& in, const In& other) const {
-        float value[EACH], bias[EACH], more[EACH];
-        in.get(value), load_shared<In>(p.input_bias, i).get(bias), other.get(more);
+    __device__ __forceinline__ InVector added(int i, const InVector& input_vector,
+                                              const InVector& residual_vector) const {
+        float value[VECTOR], bias[VECTOR], more[VECTOR];
+        input_vector.get(value), load_shared<InVector>(p.input_bias, i).get(bias), residual_vector.get(more);
 #pragma unroll
-        for (int j = 0; j < EACH; ++j) {
-            // If there is no bias, skip the addition, because adding 0 would turn -0 into 0.
+        for (int j = 0; j < VECTOR; ++j) {
+            // Adding a bias of 0 would turn -0 into 0.
             const float biased = p.input_bias ? __fadd_rn(value[j], bias[j]) : value[j];
             value[j] = __fadd_rn(biased, more[j]);
         }
-        In z;
+        InVector z;
         z.set(value);
         return z;
     }
 
-    // Load the first ITEMS units, and store z of them in `kept`. All loads are issued before the first computation.
-    __device__ __forceinline__ void load_all(In (&kept)[ITEMS], In (&other)[OTHERS], Weight (&weight)[EARLIES],
-                                             Weight (&bias)[EARLIES]) const {
+    // All loads are issued before the first computation.
+    __device__ __forceinline__ void load_all(InVector (&z)[ITEMS], InVector (&residuals)[RESIDUALS],
+                                             Weight (&weight)[PREFETCHED], Weight (&bias)[PREFETCHED]) const {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            kept[i] = load(input, i);
-            if constexpr (ADD) other[i] = load(residual, i);
+            z[i] = load(input, i);
+            if constexpr (ADD) residuals[i] = load(residual, i);
         }
-        if constexpr (EARLY) {
+        if constexpr (PREFETCH) {
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i) {
                 weight[i] = load_shared<Weight>(p.weight, i), bias[i] = load_shared<Weight>(p.bias, i);
@@ -134,31 +121,31 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         if constexpr (ADD) {
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i) {
-                kept[i] = added(i, kept[i], other[i]);
-                if (residual_out) store(residual_out, i, kept[i]);
+                z[i] = added(i, z[i], residuals[i]);
+                if (residual_out) store(residual_out, i, z[i]);
             }
         }
     }
 
-    // Some units do not stay in registers. If ADD, the first pass stores z of these units in the row `staged()`. Later
-    // passes load z from the row `reread()`.
-    __device__ __forceinline__ char* staged() const { return residual_out ? residual_out : out; }
-    __device__ __forceinline__ const char* reread() const { return ADD ? staged() : input; }
+    // Between the passes, the row at this address holds z of the vectors beyond ITEMS.
+    __device__ __forceinline__ char* overflow_out() const { return residual_out ? residual_out : out; }
+    __device__ __forceinline__ const char* overflow_in() const { return ADD ? overflow_out() : input; }
 
-    // Compute COUNT sums over the row. `of(i, unit, numbers)` sets `numbers` to the contributions of unit i to the
-    // sums. `rest(i)` loads unit i if it is not in `kept`.
-    template <int COUNT, typename Of, typename Rest>
-    __device__ __forceinline__ void sum_up(const In (&kept)[ITEMS], float (&total)[COUNT], Of of, Rest rest) const {
+    // Compute COUNT sums over the row. `contribution(i, vector, numbers)` sets `numbers` to the terms that vector i
+    // adds to the sums. `load_rest(i)` loads a vector beyond ITEMS.
+    template <int COUNT, typename Contribution, typename LoadRest>
+    __device__ __forceinline__ void sum_up(const InVector (&z)[ITEMS], float (&total)[COUNT], Contribution contribution,
+                                           LoadRest load_rest) const {
         float sums[COUNT][SUMS] = {}, numbers[COUNT];
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            of(i, kept[i], numbers);
+            contribution(i, z[i], numbers);
 #pragma unroll
-            for (int k = 0; k < COUNT; ++k) sums[k][i % SLOTS] = __fadd_rn(sums[k][i % SLOTS], numbers[k]);
+            for (int k = 0; k < COUNT; ++k) sums[k][i % MAX_SUMS] = __fadd_rn(sums[k][i % MAX_SUMS], numbers[k]);
         }
-        if constexpr (!FITS) {
-            for (int i = ITEMS; i * (THREADS * EACH) < width; ++i) {
-                of(i, rest(i), numbers);
+        if constexpr (!IN_REGISTERS) {
+            for (int i = ITEMS; i * (THREADS * VECTOR) < width; ++i) {
+                contribution(i, load_rest(i), numbers);
 #pragma unroll
                 for (int k = 0; k < COUNT; ++k) sums[k][0] = __fadd_rn(sums[k][0], numbers[k]);
             }
@@ -168,97 +155,97 @@ struct Row : Dealt<WIDTH, THREADS, ITEMS, BLOCK> {
         row_sums<THREADS>(total);
     }
 
-    // Return the mean of the row, which still has a rounding error. If ADD, also store z of the units that are not in
-    // `kept` in staged().
-    __device__ __forceinline__ float mean(const In (&kept)[ITEMS]) const {
+    __device__ __forceinline__ float mean(const InVector (&z)[ITEMS]) const {
         float total[1];
         sum_up(
-            kept, total,
-            [&](int i, const In& unit, float (&numbers)[1]) {
-                float value[EACH];
-                unit.get(value);
+            z, total,
+            [&](int i, const InVector& vector, float (&numbers)[1]) {
+                float value[VECTOR];
+                vector.get(value);
                 numbers[0] = sum_of(value);
             },
             [&](int i) {
-                In unit = load(input, i);
+                InVector vector = load(input, i);
                 if constexpr (ADD) {
-                    unit = added(i, unit, load(residual, i));
-                    store(staged(), i, unit);
+                    vector = added(i, vector, load(residual, i));
+                    store(overflow_out(), i, vector);
                 }
-                return unit;
+                return vector;
             });
         return __fmul_rn(total[0], p.per_width);
     }
 
-    // Set value[j] to the difference of element j of a unit from `mean`, or to 0 after the end of the row.
-    __device__ __forceinline__ void differences(int i, const In& unit, float mean, float (&value)[EACH]) const {
-        unit.get(value);
+    // The difference is 0 after the end of the row.
+    __device__ __forceinline__ void differences(int i, const InVector& vector, float mean,
+                                                float (&value)[VECTOR]) const {
+        vector.get(value);
 #pragma unroll
-        for (int j = 0; j < EACH; ++j) value[j] = (ENDS_IN_UNIT ? j : 0) < count(i) ? __fsub_rn(value[j], mean) : 0.f;
+        for (int j = 0; j < VECTOR; ++j)
+            value[j] = (ENDS_IN_VECTOR ? j : 0) < count(i) ? __fsub_rn(value[j], mean) : 0.f;
     }
 
-    __device__ __forceinline__ Moments moments(const In (&kept)[ITEMS]) const {
+    __device__ __forceinline__ Moments moments(const InVector (&z)[ITEMS]) const {
         Moments found;
-        found.mean = mean(kept);
+        found.mean = mean(z);
         float total[2];
         sum_up(
-            kept, total,
-            [&](int i, const In& unit, float (&numbers)[2]) {
-                float value[EACH];
-                differences(i, unit, found.mean, value);
+            z, total,
+            [&](int i, const InVector& vector, float (&numbers)[2]) {
+                float value[VECTOR];
+                differences(i, vector, found.mean, value);
                 numbers[0] = sum_of(value);
 #pragma unroll
-                for (int j = 0; j < EACH; ++j) value[j] = __fmul_rn(value[j], value[j]);
+                for (int j = 0; j < VECTOR; ++j) value[j] = __fmul_rn(value[j], value[j]);
                 numbers[1] = sum_of(value);
             },
-            [&](int i) { return load(reread(), i); });
-        found.left = __fmul_rn(total[0], p.per_width);
-        float variance = __fsub_rn(__fmul_rn(total[1], p.per_width), __fmul_rn(found.left, found.left));
+            [&](int i) { return load(overflow_in(), i); });
+        found.mean_error = __fmul_rn(total[0], p.per_width);
+        float variance = __fsub_rn(__fmul_rn(total[1], p.per_width), __fmul_rn(found.mean_error, found.mean_error));
         if (variance < 0.f) variance = 0.f; // not fmaxf, so that NaN stays NaN
         found.inverse = __frsqrt_rn(__fadd_rn(variance, p.epsilon));
         return found;
     }
 
-    __device__ __forceinline__ void normalize(int i, const In& unit, const Weight& weight, const Weight& bias,
-                                              const Moments& of) const {
-        float y[EACH], factor[EACH], more[EACH];
-        unit.get(y), weight.get(factor), bias.get(more);
+    __device__ __forceinline__ void normalize(int i, const InVector& vector, const Weight& weight, const Weight& bias,
+                                              const Moments& moments) const {
+        float y[VECTOR], factor[VECTOR], more[VECTOR];
+        vector.get(y), weight.get(factor), bias.get(more);
 #pragma unroll
-        for (int j = 0; j < EACH; ++j) {
-            y[j] = __fmul_rn(__fsub_rn(__fsub_rn(y[j], of.mean), of.left), of.inverse);
+        for (int j = 0; j < VECTOR; ++j) {
+            y[j] = __fmul_rn(__fsub_rn(__fsub_rn(y[j], moments.mean), moments.mean_error), moments.inverse);
             if (p.weight) y[j] = __fmul_rn(y[j], factor[j]);
             if (p.bias) y[j] = __fadd_rn(y[j], more[j]);
         }
-        In result;
+        InVector result;
         result.set(y);
         store(out, i, result);
     }
 
-    __device__ __forceinline__ void normalize_all(const In (&kept)[ITEMS], const Weight (&weight)[EARLIES],
-                                                  const Weight (&bias)[EARLIES], const Moments& of) const {
-        const auto late = [&](int i, const In& unit) {
-            normalize(i, unit, load_shared<Weight>(p.weight, i), load_shared<Weight>(p.bias, i), of);
+    __device__ __forceinline__ void normalize_all(const InVector (&z)[ITEMS], const Weight (&weight)[PREFETCHED],
+                                                  const Weight (&bias)[PREFETCHED], const Moments& moments) const {
+        const auto normalize_late = [&](int i, const InVector& vector) {
+            normalize(i, vector, load_shared<Weight>(p.weight, i), load_shared<Weight>(p.bias, i), moments);
         };
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            if constexpr (EARLY)
-                normalize(i, kept[i], weight[i], bias[i], of);
+            if constexpr (PREFETCH)
+                normalize(i, z[i], weight[i], bias[i], moments);
             else
-                late(i, kept[i]);
+                normalize_late(i, z[i]);
         }
-        if constexpr (!FITS)
-            for (int i = ITEMS; i * (THREADS * EACH) < width; ++i) late(i, load(reread(), i));
+        if constexpr (!IN_REGISTERS)
+            for (int i = ITEMS; i * (THREADS * VECTOR) < width; ++i) normalize_late(i, load(overflow_in(), i));
     }
 };
 
 template <typename T, typename W, bool ADD, int WIDTH, int THREADS, int ITEMS, int BYTES, int BLOCK>
 __global__ void __launch_bounds__(BLOCK) layer_norm(const __grid_constant__ Params p) {
     begin_behind_earlier_kernels();
-    using OwnRow = Row<T, W, ADD, WIDTH, THREADS, ITEMS, BYTES, BLOCK>;
-    const OwnRow row(p);
-    typename OwnRow::In kept[ITEMS], other[OwnRow::OTHERS];
-    typename OwnRow::Weight weight[OwnRow::EARLIES], bias[OwnRow::EARLIES];
-    row.load_all(kept, other, weight, bias);
-    const Moments moments = row.moments(kept);
-    row.normalize_all(kept, weight, bias, moments);
+    using RowType = Row<T, W, ADD, WIDTH, THREADS, ITEMS, BYTES, BLOCK>;
+    const RowType row(p);
+    typename RowType::InVector z[ITEMS], residuals[RowType::RESIDUALS];
+    typename RowType::Weight weight[RowType::PREFETCHED], bias[RowType::PREFETCHED];
+    row.load_all(z, residuals, weight, bias);
+    const Moments moments = row.moments(z);
+    row.normalize_all(z, weight, bias, moments);
 }

@@ -1,20 +1,18 @@
-// Define rows in memory, units of a row in registers, and sums over a row, for layer_norm and rms_norm. A unit is EACH
-// consecutive elements of a row.
-//
-// The order of a sum does not depend on the number of threads:
-//   1. Add the EACH values of a unit, from the first to the last.
-//   2. Add the sums of units whose indices differ by multiples of COLUMNS, in order. At most COLUMNS sums are left.
+// Define rows in memory, vectors of a row in registers, and sums over a row. The order of a sum does not depend on the
+// number of threads:
+//   1. Add the VECTOR elements of a vector, from the first to the last.
+//   2. Add the sums of vectors whose indices differ by multiples of COLUMNS, in order. At most COLUMNS sums are left.
 //   3. Fold these sums: add the second half to the first half, and repeat until one sum is left.
-// Each addition is rounded to float32, so all template instances give the same bits.
+// Each addition is rounded to float32.
 #pragma once
 #include "common/quantize.cuh"
 #include "common/warp.cuh"
 
-constexpr int EACH = 8;
+constexpr int VECTOR = 8; // elements
 constexpr int COLUMNS = 1024;
-constexpr int EARLY_BYTES = 64; // maximum bytes of the weight that a thread holds during a reduction
+constexpr int PREFETCH_BYTES = 64; // maximum bytes of the weight that a thread holds during a reduction
 
-// Rows [outer, inner, width] with strides for the first two dimensions.
+// Rows [outer, inner, width].
 struct Rows {
     char* first;
     long long outer_stride; // bytes
@@ -24,49 +22,47 @@ struct Rows {
     }
 };
 
-// EACH (8) consecutive elements of a row in registers. They are loaded and stored BYTES bytes at a time.
-template <typename T, int BYTES> struct Eight {
-    static constexpr int LOADS = EACH * int(sizeof(T)) / BYTES, IN_LOAD = BYTES / int(sizeof(T));
-    alignas(16) Unit<BYTES> unit[LOADS];
+// VECTOR consecutive elements of a row, loaded and stored BYTES bytes at a time.
+template <typename T, int BYTES> struct RowVector {
+    static constexpr int LOADS = VECTOR * int(sizeof(T)) / BYTES, PER_LOAD = BYTES / int(sizeof(T));
+    alignas(16) Vector<BYTES> loads[LOADS];
 
-    // Load the first `count` elements, and set the others to 0. The loads bypass the read-only cache, because the
-    // kernel may write to the same row.
+    // Set elements from `count` on to 0. The loads bypass the read-only cache, because the kernel may write to the row.
     __device__ __forceinline__ void load(const char* from, int count) {
 #pragma unroll
         for (int i = 0; i < LOADS; ++i)
-            unit[i] = i * IN_LOAD < count ? __ldcs(reinterpret_cast<const Unit<BYTES>*>(from) + i) : Unit<BYTES>{};
+            loads[i] =
+                i * PER_LOAD < count ? __ldcs(reinterpret_cast<const Vector<BYTES>*>(from) + i) : Vector<BYTES>{};
     }
-    // Do the same as `load`, but through the read-only cache. This is for data that all rows share.
+    // Load data that all rows share, through the read-only cache.
     __device__ __forceinline__ void load_shared(const char* from, int count) {
 #pragma unroll
         for (int i = 0; i < LOADS; ++i)
-            unit[i] = i * IN_LOAD < count ? __ldg(reinterpret_cast<const Unit<BYTES>*>(from) + i) : Unit<BYTES>{};
+            loads[i] = i * PER_LOAD < count ? __ldg(reinterpret_cast<const Vector<BYTES>*>(from) + i) : Vector<BYTES>{};
     }
     __device__ __forceinline__ void store(char* to, int count) const {
 #pragma unroll
         for (int i = 0; i < LOADS; ++i)
-            if (i * IN_LOAD < count) reinterpret_cast<Unit<BYTES>*>(to)[i] = unit[i];
+            if (i * PER_LOAD < count) reinterpret_cast<Vector<BYTES>*>(to)[i] = loads[i];
     }
-    __device__ __forceinline__ void get(float (&value)[EACH]) const {
+    __device__ __forceinline__ void get(float (&value)[VECTOR]) const {
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) {
+        for (int i = 0; i < VECTOR; ++i) {
             if constexpr (IS_BFLOAT16<T> && BYTES > 2) {
-                // A bfloat16 is the high half of a float with the same value, so a mask or a shift of the 32-bit word
-                // converts it.
-                const unsigned pair = reinterpret_cast<const unsigned*>(unit)[i / 2];
+                // A bfloat16 is the high half of the float with the same value.
+                const unsigned pair = reinterpret_cast<const unsigned*>(loads)[i / 2];
                 value[i] = __uint_as_float(i % 2 ? pair & 0xffff0000u : pair << 16);
             } else {
-                value[i] = to_float(reinterpret_cast<const T*>(unit)[i]);
+                value[i] = to_float(reinterpret_cast<const T*>(loads)[i]);
             }
         }
     }
-    __device__ __forceinline__ void set(const float (&value)[EACH]) {
+    __device__ __forceinline__ void set(const float (&value)[VECTOR]) {
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) reinterpret_cast<T*>(unit)[i] = from_float<T>(value[i]);
+        for (int i = 0; i < VECTOR; ++i) reinterpret_cast<T*>(loads)[i] = from_float<T>(value[i]);
     }
 };
 
-// Fold the sums: add the second half to the first half, and repeat until one sum is left. Return that sum.
 template <int COUNT> __device__ __forceinline__ float folded(float (&sums)[COUNT]) {
 #pragma unroll
     for (int half = COUNT / 2; half > 0; half /= 2)
@@ -75,13 +71,12 @@ template <int COUNT> __device__ __forceinline__ float folded(float (&sums)[COUNT
     return sums[0];
 }
 
-// Add the `sums` of the THREADS threads of a row by folding: COUNT separate sums, and every thread gets all results. A
-// kernel may call this only once for each value of COUNT. A second call would overwrite the shared memory of the first
-// call while other threads still read it.
+// Fold COUNT separate sums over the threads of a row. A kernel may call this only once for each COUNT: a second call
+// would overwrite shared memory that other threads still read.
 template <int THREADS, int COUNT> __device__ __forceinline__ void row_sums(float (&sums)[COUNT]) {
     if constexpr (THREADS > 32) {
-        // Folding first adds the sums of different warps, and then of different lanes. Each thread therefore reads the
-        // sums of its own lane in all warps and folds them, so one exchange through shared memory is enough.
+        // The first folds add sums of threads in different warps. Therefore each thread first folds the sums that the
+        // threads with its lane number have in all warps. Then the shuffles fold the sums of the lanes.
         __shared__ float of_thread[COUNT][THREADS];
 #pragma unroll
         for (int k = 0; k < COUNT; ++k) of_thread[k][threadIdx.x] = sums[k];
@@ -102,31 +97,28 @@ template <int THREADS, int COUNT> __device__ __forceinline__ void row_sums(float
 
 constexpr int power_of_two_from(int count) { return count <= 1 ? 1 : 2 * power_of_two_from((count + 1) / 2); }
 
-// The units of a row that belong to a thread. A unit is EACH consecutive elements. Thread t has the units `t`,
-// `t + THREADS`, `t + 2 * THREADS` and so on. The first ITEMS units stay in registers. A thread has more units only if
-// THREADS == COLUMNS; the other units are loaded again when they are needed.
+// Thread t of a row handles vectors `t`, `t + THREADS`, `t + 2 * THREADS` and so on. Its first ITEMS vectors stay in
+// registers. It has more vectors only if THREADS == COLUMNS.
 //
-// WIDTH: width of a row; 0 if it is known only at run time. THREADS: threads per row, a power of two: either all BLOCK
-// threads of a block, or at most a warp.
-template <int WIDTH, int THREADS, int ITEMS, int BLOCK> struct Dealt {
-    static constexpr int SLOTS = COLUMNS / THREADS; // sums that a thread keeps separate in step 2
-    static constexpr int SUMS = ITEMS < SLOTS ? power_of_two_from(ITEMS) : SLOTS;
-    static constexpr bool FITS = WIDTH ? WIDTH <= THREADS * ITEMS * EACH : THREADS < COLUMNS;
-    static_assert(FITS || SLOTS == 1, "a thread that loads units twice has one sum");
+// WIDTH: elements of a row; 0 if known only at run time. THREADS: threads per row, a power of two; it is BLOCK, or at
+// most 32. BYTES: bytes per load, 16 or one element.
+template <int WIDTH, int THREADS, int ITEMS, int BLOCK> struct RowPartition {
+    static constexpr int MAX_SUMS = COLUMNS / THREADS; // separate sums of a thread in step 2
+    static constexpr int SUMS = ITEMS < MAX_SUMS ? power_of_two_from(ITEMS) : MAX_SUMS;
+    static constexpr bool IN_REGISTERS = WIDTH ? WIDTH <= THREADS * ITEMS * VECTOR : THREADS < COLUMNS;
+    static_assert(IN_REGISTERS || MAX_SUMS == 1, "a thread that loads vectors twice has one sum");
     static_assert(THREADS <= 32 || THREADS == BLOCK, "a row has lanes of a warp, or a block");
 
     int thread, row, width, outer, inner, end;
 
-    // `p` has the sizes of the launch: rows, inner, by_inner and width.
-    template <typename P> __device__ __forceinline__ explicit Dealt(const P& p) {
+    template <typename P> __device__ __forceinline__ explicit RowPartition(const P& p) {
         thread = threadIdx.x % THREADS, row = blockIdx.x * (BLOCK / THREADS) + threadIdx.x / THREADS;
         width = WIDTH ? WIDTH : p.width;
         outer = p.by_inner.quotient(row), inner = row - outer * p.inner;
-        end = row < p.rows ? width - thread * EACH : 0; // threads after the last row only take part in the shuffles
+        end = row < p.rows ? width - thread * VECTOR : 0; // threads after the last row take part in shuffles only
     }
 
-    // count(i): the number of elements of the row from the start of unit i on; 0 or less if unit i does not exist.
-    // column(i): the column of the first element of unit i.
-    __device__ __forceinline__ int count(int i) const { return end - i * (THREADS * EACH); }
-    __device__ __forceinline__ int column(int i) const { return (thread + i * THREADS) * EACH; }
+    // count(i): elements of the row from vector i on; 0 or less if there is no vector i.
+    __device__ __forceinline__ int count(int i) const { return end - i * (THREADS * VECTOR); }
+    __device__ __forceinline__ int column(int i) const { return (thread + i * THREADS) * VECTOR; }
 };

@@ -1,7 +1,4 @@
-"""RMS norm and layer norm, in NumPy. `cukern.ops.norm` has checked the arguments.
-
-All arithmetic is IEEE float32. The kernels do the same operations in the same order, so they give the same bits.
-"""
+"""RMS norm and layer norm in NumPy, with the float32 operations of the kernels in the same order."""
 
 from __future__ import annotations
 
@@ -14,10 +11,9 @@ from cukern.formats.quantized import SMALLEST
 from cukern.reference import quantization
 from cukern.runtime.tolerance import Tolerance
 
-#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
-    # The kernels and the reference do the same IEEE operations in the same order, including a correctly rounded
-    # reciprocal square root. All NaN compare equal.
+    # The kernels do the same operations in the same order, including a correctly rounded reciprocal square root. All
+    # NaN compare equal.
     "out": dict.fromkeys(("float32", "float16", "bfloat16"), Tolerance(relative=0, absolute=0)),
     "quantized": {"float8_e4m3fn": Tolerance(relative=0, absolute=0)},
     "scales": {"float32": Tolerance(relative=0, absolute=0)},
@@ -25,24 +21,23 @@ TOLERANCES = {
 
 Array = NDArray[Any]
 
-#: `folded_sum` divides a row into units of EACH elements. It reduces the row to at most COLUMNS partial sums, and adds
-#: them up pairwise.
-EACH, COLUMNS = 8, 1024
+#: `folded_sum` reduces vectors of VECTOR elements to at most COLUMNS partial sums, then adds these pairwise.
+VECTOR, COLUMNS = 8, 1024
 
 
 def folded_sum(x: Array) -> Array:
-    """Return the sum of float32 elements along the last axis, which is kept with size 1, in the order of the kernels.
+    """Return the sum along the last axis, added in the order of the kernels. The axis is kept with size 1.
 
-    1. The 8 elements of each unit are added one after the other.
-    2. The sums of units whose indices differ by a multiple of 1024 are added one after the other.
-    3. The second half of the remaining sums is added to the first half, until one sum is left.
+    1. Add the 8 elements of each vector in order.
+    2. Add the sums of vectors whose indices differ by a multiple of 1024, in order.
+    3. Add the second half of the remaining sums to the first half, until one is left.
     """
-    units = max(-(-x.shape[-1] // EACH), 1)
+    units = max(-(-x.shape[-1] // VECTOR), 1)
     columns = min(1 << (units - 1).bit_length(), COLUMNS)
     turns = -(-units // columns)
-    padded = np.zeros((*x.shape[:-1], turns * columns * EACH), np.float32)
+    padded = np.zeros((*x.shape[:-1], turns * columns * VECTOR), np.float32)
     padded[..., : x.shape[-1]] = x
-    sums = _one_by_one(_one_by_one(padded.reshape(*x.shape[:-1], turns, columns, EACH), -1), -2)
+    sums = _one_by_one(_one_by_one(padded.reshape(*x.shape[:-1], turns, columns, VECTOR), -1), -2)
     while sums.shape[-1] > 1:
         half = sums.shape[-1] // 2
         sums = sums[..., :half] + sums[..., half:]
@@ -50,12 +45,11 @@ def folded_sum(x: Array) -> Array:
 
 
 def sum_of_squares(x: Array) -> Array:
-    """Return `folded_sum` of the squares."""
     return folded_sum(x * x)
 
 
 def _one_by_one(x: Array, axis: int) -> Array:
-    """Return the sum along an axis, adding the elements one after the other from the first to the last."""
+    """Return the sum along an axis, added in order."""
     first, *others = np.moveaxis(x, axis, 0)
     total = first.copy()
     for one in others:
@@ -64,7 +58,6 @@ def _one_by_one(x: Array, axis: int) -> Array:
 
 
 def normalized(x: Array, weight: Array | None, epsilon: float, weight_offset: float) -> Array:
-    """Return the RMS norm of the rows, in float32."""
     with np.errstate(all="ignore"):
         x = x.astype(np.float32)
         mean = sum_of_squares(x) * np.float32(1 / max(x.shape[-1], 1))
@@ -78,10 +71,7 @@ def _inverse_root(x: Array) -> Array:
 
 
 def _add(input: Array, residual: Array, round_sum: bool) -> Array:
-    """Add `input` to `residual` in float32, and write the rounded sum to `residual`.
-
-    Return `residual`, or the sum before rounding if `round_sum` is False.
-    """
+    """Write the rounded sum to `residual`. Return it, or the float32 sum if `round_sum` is False."""
     with np.errstate(all="ignore"):
         total: Array = input.astype(np.float32) + residual.astype(np.float32)
         residual[...] = total.astype(residual.dtype)
@@ -96,7 +86,6 @@ def rms_norm(
     weight_offset: float = 0.0,
     out: Array | None = None,
 ) -> Array:
-    """See `cukern.rms_norm`."""
     with np.errstate(over="ignore"):
         y = normalized(input, weight, epsilon, weight_offset).astype(input.dtype if out is None else out.dtype)
     if out is None:
@@ -114,7 +103,6 @@ def fused_add_rms_norm(
     weight_offset: float = 0.0,
     round_sum: bool = True,
 ) -> tuple[Array, Array]:
-    """See `cukern.fused_add_rms_norm`."""
     rms_norm(_add(input, residual, round_sum), weight, epsilon, weight_offset=weight_offset, out=input)
     return input, residual
 
@@ -130,7 +118,6 @@ def rms_norm_quant(
     out_q: Array | None = None,
     out_s: Array | None = None,
 ) -> tuple[Array, Array]:
-    """See `cukern.rms_norm_quant`."""
     y = normalized(input, weight, epsilon, weight_offset)
     if scale is None and group_size is not None:
         q, s = quantization.per_token_group_quant_fp8(y, group_size, float(SMALLEST))
@@ -156,7 +143,6 @@ def fused_add_rms_norm_quant(
     out_q: Array | None = None,
     out_s: Array | None = None,
 ) -> tuple[Array, Array]:
-    """See `cukern.fused_add_rms_norm_quant`."""
     options: dict[str, Any] = {"group_size": group_size, "scale": scale, "weight_offset": weight_offset}
     return rms_norm_quant(_add(input, residual, round_sum), weight, epsilon, **options, out_q=out_q, out_s=out_s)
 
@@ -164,10 +150,9 @@ def fused_add_rms_norm_quant(
 def layer_norm(
     input: Array, weight: Array | None, bias: Array | None, epsilon: float = 1e-5, *, out: Array | None = None
 ) -> Array:
-    """See `cukern.layer_norm`.
+    """Compute the variance from differences to the mean, with the correction of Chan, Golub and LeVeque.
 
-    The variance is computed from the differences to the mean, with the correction of Chan, Golub and LeVeque. `left` is
-    the mean of these differences, which is 0 except for rounding errors.
+    `left` is the mean of the differences. Without rounding errors it would be 0.
     """
     per_width = np.float32(1 / max(input.shape[-1], 1))
     with np.errstate(all="ignore"):
@@ -199,7 +184,6 @@ def fused_add_layer_norm(
     residual_out: Array | None = None,
     out: Array | None = None,
 ) -> Array:
-    """See `cukern.fused_add_layer_norm`."""
     with np.errstate(all="ignore"):
         x: Array = input.astype(np.float32)
         if input_bias is not None:

@@ -1,4 +1,4 @@
-"""RMS norm and layer norm of rows, with or without the addition of a residual; RMS norm with FP8 quantization."""
+"""RMS norm and layer norm of rows."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ __all__ = [
 ]
 
 FP8 = "float8_e4m3fn"
-#: The group sizes for quantization: the number of columns that share a scale. A few lanes of a warp hold a group.
+#: How many columns may share a scale. A few lanes of a warp hold such a group of columns.
 GROUPS = (32, 64, 128)
 
-#: Widths with specialized variants of RMS norm: first the widths of heads and latents, whose norms do not add a
-#: residual, then the hidden sizes of models.
+#: Widths with specialized variants of RMS norm: heads and latents, whose norms do not add a residual.
 SPECIALIZED_HEADS = {
     128: "the heads of q and k in Qwen3",
     512: "DeepSeek-V3's kv_a",
@@ -46,7 +45,7 @@ SPECIALIZED = {
     7168: "DeepSeek-V3, Kimi-K2",
     8192: "Llama-3-70B",
 }
-#: Widths with specialized variants of layer norm, and models that have them.
+#: Widths with specialized variants of layer norm.
 SPECIALIZED_LAYER_NORM = {
     384: "all-MiniLM-L6, BGE-small, E5-small",
     512: "Marian (opus-mt), T5-small's sizes",
@@ -59,8 +58,6 @@ _layer_kernel = Kernel("norm/layer_norm", "layer_norm")
 
 
 class _Operation(NamedTuple):
-    """What a kernel computes: its dtypes, whether it adds a residual, and how it quantizes."""
-
     dtype: str
     weight_dtype: str
     add: bool = False
@@ -110,7 +107,7 @@ def _layer_variant(operation: _Operation, width: int, fixed: bool, wide: bool) -
 
 _registered: set[int] = set()
 _registered_layer_norm: set[int] = set()
-_BOTH = (False, True)  # the two kinds of a norm: without and with the addition of a residual
+_BOTH = (False, True)  # without and with a residual
 
 
 def _variants(width: int, dtype: str, adds: tuple[bool, ...] = _BOTH) -> list[Instance]:
@@ -124,18 +121,20 @@ def _layer_variants(width: int, dtype: str) -> list[Instance]:
 def _list_instances() -> None:
     adds = dict.fromkeys(SPECIALIZED_HEADS, (False,)) | dict.fromkeys(SPECIALIZED, _BOTH)
     _registered.update(adds)
-    # Other dtypes, float32 weights, FP8 and other widths are compiled at their first use.
+    # Instances for other dtypes, float32 weights, FP8 and other widths are compiled at their first use.
     _kernel.at_import = [x for width in adds for x in _variants(width, "bfloat16", adds[width])]
     quantized = ("BY_TENSOR", 0), ("BY_ROW", 0), ("BY_GROUP", 128)
-    fp8 = [_Operation("bfloat16", "bfloat16", add, *what) for add in _BOTH for what in quantized]
-    unrounded = [_Operation(x, x, True, *what, False) for x in DTYPES[1:] for what in (("PLAIN", 0), *quantized)]
+    fp8 = [_Operation("bfloat16", "bfloat16", add, *quantization) for add in _BOTH for quantization in quantized]
+    unrounded = [
+        _Operation(x, x, True, *quantization, False) for x in DTYPES[1:] for quantization in (("PLAIN", 0), *quantized)
+    ]
     dynamic = [
         (_Operation(x, x, add), width, False, True) for x in DTYPES for width in (64, 8192, 65536) for add in _BOTH
     ]
     _kernel.specialized = [
         *(x for dtype in DTYPES for width in adds for x in _variants(width, dtype, adds[width])),
         *(_variant(operation, 7168, True, True).instance for operation in (*fp8, *unrounded)),
-        *(_variant(*choice).instance for choice in dynamic),
+        *(_variant(*variant_args).instance for variant_args in dynamic),
         *(_variant(operation, 65536, False, True).instance for operation in unrounded),
     ]
     _registered_layer_norm.update(SPECIALIZED_LAYER_NORM)
@@ -143,7 +142,7 @@ def _list_instances() -> None:
     _layer_kernel.at_import = [x for width in (384, 768) for x in _layer_variants(width, "float16")]
     _layer_kernel.specialized = [
         *(x for dtype in DTYPES for width in SPECIALIZED_LAYER_NORM for x in _layer_variants(width, dtype)),
-        *(_layer_variant(*choice).instance for choice in dynamic),
+        *(_layer_variant(*variant_args).instance for variant_args in dynamic),
     ]
 
 
@@ -151,14 +150,11 @@ _list_instances()
 
 
 def specialize(*, width: int, dtype: str = "bfloat16") -> list[Instance]:
-    """Register variants of both norms for a width in this process, and return them; see `cukern.specialize`.
-
-    Raises ValueError if the width is not a multiple of 8.
-    """
+    """Register variants of RMS norm and layer norm for a width, and return them; see `cukern.specialize`."""
     check.one_of("dtype", dtype, DTYPES)
     check.integer("width", width, 1, MAX_ROW)
-    if width % twin.EACH:
-        check.fail("width", f"a multiple of {twin.EACH}", width)
+    if width % twin.VECTOR:
+        check.fail("width", f"a multiple of {twin.VECTOR}", width)
     _registered.add(width)
     _registered_layer_norm.add(width)
     for name in __all__:
@@ -184,17 +180,18 @@ class _Norm(NamedTuple):
     def launch(
         self, out: Array, result: str = "PLAIN", group: int = 0, scales: Array | None = None, scale: Any = (None, 0.0)
     ) -> None:
-        """Launch the norm into `out`. A quantized norm writes its scales to `scales`, or uses the given `scale`."""
+        """Launch the norm, which writes to `out`. A quantized norm writes its scales to `scales`, or uses the given
+        `scale`."""
         weight_dtype = self.input.dtype if self.weight is None else self.weight.dtype
         operation = _Operation(self.input.dtype, weight_dtype, self.residual is not None, result, group, self.round_sum)
         layout = parts.layout(self.width, (self.weight,), input=self.input, residual=self.residual, out=out)
         if (layout.total == 0 or self.width == 0) and result == "PLAIN":
             return
         fixed = parts.is_fixed(self.variant, self.width, layout.wide, _registered)
-        choice = operation, self.width, fixed, layout.wide and self.variant != "scalar"
-        tile = _tile(*choice)
+        variant_args = operation, self.width, fixed, layout.wide and self.variant != "scalar"
+        tile = _tile(*variant_args)
         launch(
-            _variant(*choice),
+            _variant(*variant_args),
             parts.blocks(layout.total, tile),
             tile.block,
             why=parts.reason(
@@ -214,7 +211,6 @@ def _check(
     input: Any, residual: Any, weight: Any, epsilon: float, weight_offset: float, variant: str, adds: bool,
     round_sum: bool = True,
 ) -> _Norm:  # fmt: skip
-    """Check the arguments that all RMS norms have in common."""
     expect_array("input", input, DTYPES)
     width = parts.width_of("input", input)
     if adds:
@@ -222,7 +218,7 @@ def _check(
     if weight is not None:
         expect("weight", weight, input, "input", dict.fromkeys((input.dtype, "float32")), (width,), "[width]")
     epsilon, offset = parts.expect_epsilon(epsilon), check.number("weight_offset", weight_offset)
-    # A float32 sum is never rounded, so for float32 input round_sum makes no difference. One kernel serves both.
+    # A float32 sum is never rounded, so one kernel serves both values of round_sum.
     round_sum = bool(round_sum) or input.dtype == "float32"
     return _Norm(input, residual if adds else None, weight, epsilon, offset, width, variant, round_sum)
 
@@ -246,25 +242,24 @@ def rms_norm(
         out = input * (1 / sqrt(mean(input**2) + epsilon)) * (weight + weight_offset)
 
     Args:
-        input: [..., width], float32, float16 or bfloat16. Each row is contiguous. Rows may have two strides, such as
-            one between tokens and one between heads. So `input` may be the slice q of the output of one QKV projection.
-        weight: [width], in the dtype of `input` or float32; None: 1.
+        input: [..., width], float32, float16 or bfloat16. Rows may have two strides, as in the slice of a
+            QKV projection's output that holds q.
+        weight: [width], in the dtype of `input` or float32; None: all weights are 1.
         epsilon: at least 0.
-        weight_offset: 1 for models that store the weight minus 1, as Gemma does.
+        weight_offset: added to the weight; 1 for models that store the weight minus 1, as Gemma does.
         out: an array to write into and return; may be strided like `input`, and may be `input` itself.
-        variant: "auto", or a kernel by name: "specialized" (a width of `cukern.ops.norm.SPECIALIZED` or added by
-            `cukern.specialize`), "dynamic" (any multiple of 8; needs aligned rows) or "scalar". All give the same bits.
+        variant: "auto", "specialized" (a width of `cukern.ops.norm.SPECIALIZED` or added by `cukern.specialize`),
+            "dynamic" (any multiple of 8; needs aligned rows) or "scalar". All variants give the same bits.
 
     Returns:
-        [..., width], in the dtype and library and on the device of `input`. The result is computed in float32 and
-        rounded once at the end, as in FlashInfer and PyTorch. (vLLM, and Llama in transformers, also round before the
-        multiplication by the weight.) The bits of a row do not depend on the other rows. A row with NaN becomes NaN. In
-        a row with an infinity, the infinity becomes NaN and all other elements become 0. If the sum of squares
-        overflows float32, all elements become 0. Arrays in host memory go through the NumPy reference.
+        [..., width], computed in float32 and rounded once at the end, as in FlashInfer and PyTorch. (vLLM, and Llama in
+        transformers, also round before the multiplication by the weight.) The bits of a row do not depend on the other
+        rows. A row with NaN becomes NaN. An infinity becomes NaN, and all other elements of its row become 0. If the
+        sum of squares overflows float32, all elements become 0. Arrays in host memory go through the NumPy reference.
 
     Raises:
         TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or numbers that do not fit; the message names the argument.
+        ValueError: shapes, strides, devices or numbers that do not fit.
 
     vLLM's function of the same name takes `out` first.
     """
@@ -296,25 +291,15 @@ def fused_add_rms_norm(
 ) -> tuple[AnyArray, AnyArray]:
     """Compute `rms_norm` of a sum in place: `residual` becomes input + residual, and `input` the norm of this sum.
 
-    The kernel normalizes the rounded sum, as vLLM and transformers do. The result has the same bits as an addition
-    followed by `rms_norm`.
-
     Args:
         input, residual: [..., width], float32, float16 or bfloat16, both of the same dtype. Rows may be strided as in
-            `rms_norm`. Both arrays are written.
+            `rms_norm`. Both arrays are written and returned.
         weight, epsilon, weight_offset, variant: as in `rms_norm`.
-        round_sum: True: normalize the rounded sum. False: normalize the float32 sum, as FlashInfer and SGLang do. The
-            norm is then closer to the exact norm, because the sum does not have the rounding error of up to half a unit
-            in the last place. `residual` becomes the rounded sum in both cases.
+        round_sum: True: normalize the rounded sum, as vLLM and transformers do. False: normalize the float32 sum, as
+            FlashInfer and SGLang do, which is closer to the exact norm. `residual` becomes the rounded sum in both
+            cases.
 
-    Returns:
-        input and residual.
-
-    Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or numbers that do not fit; the message names the argument.
-
-    The function, its arguments and their order are vLLM's `fused_add_rms_norm`.
+    Errors are as in `rms_norm`. The arguments are vLLM's.
     """
     norm = _check(input, residual, weight, epsilon, weight_offset, variant, True, round_sum)
     parts.expect_rows("input", input, written=True)
@@ -381,17 +366,14 @@ def rms_norm_quant(
     Args:
         input, weight, epsilon, weight_offset, variant: as in `rms_norm`.
         group_size: 32, 64 or 128, a divisor of the width; None: one scale per row.
-        scale: one given scale for all elements, instead of computed scales: a number, or a float32 array of one element
-            on the device of `input`.
+        scale: one scale for all elements, instead of computed scales: a number, or a float32 array of one element on
+            the device of `input`.
         out_q, out_s: arrays to write into and return; out_q is float8_e4m3fn, or uint8 for its bytes.
 
     Returns:
         q [..., width] in float8_e4m3fn (uint8 in CuPy), and scales float32 [..., width / group_size], [..., 1] or [1].
-        Arrays in host memory go through the NumPy reference.
 
-    Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or numbers that do not fit; the message names the argument.
+    Errors are as in `rms_norm`.
     """
     return _quantize(
         _check(input, None, weight, epsilon, weight_offset, variant, False), group_size, scale, out_q, out_s
@@ -419,8 +401,7 @@ def fused_add_rms_norm_quant(
 ) -> tuple[AnyArray, AnyArray]:
     """Compute `rms_norm_quant` of input + residual. `residual` becomes the sum, rounded to the dtype.
 
-    Arguments, results and errors are as in `rms_norm_quant`. `residual` and `round_sum` are as in
-    `fused_add_rms_norm`. `input` is only read.
+    `residual` and `round_sum` are as in `fused_add_rms_norm`, all else as in `rms_norm_quant`. `input` is only read.
     """
     return _quantize(
         _check(input, residual, weight, epsilon, weight_offset, variant, True, round_sum),
@@ -435,13 +416,14 @@ def fused_add_rms_norm_quant(
 
 
 def _layer_norm(
-    input: Any, vectors: dict[str, Any], epsilon: float, out: Any, variant: str, residual: Any = None, kept: Any = None
+    input: Any,
+    vectors: dict[str, Any],
+    epsilon: float,
+    out: Any,
+    variant: str,
+    residual: Any = None,
+    sum_out: Any = None,
 ) -> Any:
-    """Check the arguments of a layer norm and launch it.
-
-    `vectors` maps the names weight, bias and, if a residual is added, input_bias to the arguments. The kernel writes
-    the sum to `kept`.
-    """
     expect_array("input", input, DTYPES)
     width = parts.width_of("input", input)
     adds = "input_bias" in vectors
@@ -456,11 +438,11 @@ def _layer_norm(
     if input_bias is not None:
         expect("input_bias", input_bias, input, "input", (input.dtype,), (width,), "[width]")
     epsilon = parts.expect_epsilon(epsilon)
-    if kept is not None:
-        parts.expect_like("residual_out", kept, input)
+    if sum_out is not None:
+        parts.expect_like("residual_out", sum_out, input)
     if out is not None:
         parts.expect_like("out", out, input)
-        if kept is not None and begin_together(out, kept) and input.size:
+        if sum_out is not None and begin_together(out, sum_out) and input.size:
             check.fail("out", "another array than residual_out", "the same")
     given = out
     if out is None:
@@ -470,16 +452,16 @@ def _layer_norm(
         return given
     check.one_of("variant", variant, VARIANTS)
     layout = parts.layout(
-        width, (weight, bias, input_bias), input=input, residual=residual, residual_out=kept, out=out
+        width, (weight, bias, input_bias), input=input, residual=residual, residual_out=sum_out, out=out
     )  # fmt: skip
     if layout.total == 0 or width == 0:
         return out
     operation = _Operation(input.dtype, weight_dtypes[0], adds)
     fixed = parts.is_fixed(variant, width, layout.wide, _registered_layer_norm)
-    choice = operation, width, fixed, layout.wide and variant != "scalar"
-    tile = _tile(*choice)
+    variant_args = operation, width, fixed, layout.wide and variant != "scalar"
+    tile = _tile(*variant_args)
     launch(
-        _layer_variant(*choice),
+        _layer_variant(*variant_args),
         parts.blocks(layout.total, tile),
         tile.block,
         why=parts.reason(variant, operation.dtype, width, layout.wide, fixed, SPECIALIZED_LAYER_NORM),
@@ -506,31 +488,24 @@ def layer_norm(
 
         out = (input - mean(input)) / sqrt(var(input) + epsilon) * weight + bias
 
-    The method is Layer Normalization (Ba, Kiros and Hinton, 2016). The kernel keeps a row in registers, and computes
-    its mean and population variance in two passes, with the correction of the mean's rounding error by Chan, Golub and
-    LeVeque (1983). So the result is accurate even if the mean of a row is large compared with its standard deviation. A
-    row of equal elements becomes the bias.
+    The method is Layer Normalization (Ba, Kiros and Hinton, 2016). The mean and the population variance are computed in
+    two passes. The rounding error of the mean is corrected as by Chan, Golub and LeVeque (1983), so the result is
+    accurate even if the mean is large compared with the standard deviation.
 
     Args:
         input: [..., width], float32, float16 or bfloat16; rows may be strided as in `rms_norm`.
-        weight, bias: [width], both in the dtype of `input` or both in float32; None: 1 and 0.
+        weight, bias: [width], both in the dtype of `input` or both in float32; None: a weight of 1, a bias of 0.
         epsilon: at least 0. BERT has 1e-12, most other models 1e-5.
-        out: an array to write into and return; may be strided like `input`, and may be `input` itself.
-        variant: "auto", or a kernel by name: "specialized" (a width of `cukern.ops.norm.SPECIALIZED_LAYER_NORM` or
-            added by `cukern.specialize`), "dynamic" (any multiple of 8; needs aligned rows) or "scalar". All give the
-            same bits.
+        out: as in `rms_norm`.
+        variant: as in `rms_norm`, with the widths of `cukern.ops.norm.SPECIALIZED_LAYER_NORM`.
 
     Returns:
-        [..., width], in the dtype and library and on the device of `input`, computed in float32 and rounded once, at
-        the end. The bits of a row do not depend on the other rows. A row with NaN or an infinity becomes NaN, as does a
-        row whose sum overflows float32. If only the sum of squares overflows, the row becomes the bias. Arrays in host
-        memory go through the NumPy reference.
+        [..., width], computed in float32 and rounded once at the end. The bits of a row do not depend on the other
+        rows. A row with NaN or an infinity becomes NaN, as does a row whose sum overflows float32. If only the sum of
+        squares overflows, or if all elements are equal, the row becomes the bias.
 
-    Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or numbers that do not fit; the message names the argument.
-
-    The arguments are as in `torch.nn.functional.layer_norm`, with [width] as `normalized_shape`.
+    Errors are as in `rms_norm`. The arguments are as in `torch.nn.functional.layer_norm`, with [width] as
+    `normalized_shape`.
     """
     return _layer_norm(input, {"weight": weight, "bias": bias}, epsilon, out, variant)
 
@@ -554,11 +529,8 @@ def fused_add_layer_norm(
         residual_out = sum, if it is given
         out          = layer_norm(sum, weight, bias, epsilon)
 
-    The kernel normalizes the rounded sum, with or without `residual_out`. The result has the same bits as an addition
-    followed by `layer_norm`.
-
-    Post-norm models (BERT, BART, Marian) need only `out`: it is the input of the next GEMM and the residual of the next
-    sum. Pre-norm models (GPT-2, ViT) also need the sum: `residual_out` is the residual of the next sum.
+    Post-norm models (BERT, BART, Marian) need only `out`. Pre-norm models (GPT-2, ViT) also need `residual_out`, the
+    residual of the next sum.
 
     Args:
         input, residual: [..., width], float32, float16 or bfloat16, both of the same dtype. Rows may be strided as in
@@ -566,17 +538,11 @@ def fused_add_layer_norm(
         weight, bias, epsilon, variant: as in `layer_norm`.
         input_bias: [width], in the dtype of `input`, such as the bias of the linear layer that computed `input`; None
             adds nothing.
-        residual_out: an array to write the sum into; may be `input` or `residual` itself. None: the sum is not kept.
+        residual_out: an array to write the sum into; may be `input` or `residual` itself.
         out: an array to write into and return; may be `input` or `residual` itself, but not `residual_out`.
 
-    Returns:
-        [..., width], as `layer_norm` does.
-
-    Raises:
-        TypeError: an unsupported dtype, or arrays of different libraries.
-        ValueError: shapes, strides, devices or numbers that do not fit; the message names the argument.
-
-    FasterTransformer's `add_bias_input_layernorm` is this function with `input` as `out`.
+    Results and errors are as in `layer_norm`. FasterTransformer's `add_bias_input_layernorm` is this function with
+    `input` as `out`.
     """
     vectors = {"weight": weight, "bias": bias, "input_bias": input_bias}
     return _layer_norm(input, vectors, epsilon, out, variant, residual, residual_out)

@@ -1,4 +1,4 @@
-"""Code that all norms share: the assignment of threads to rows, and the rows of strided arrays."""
+"""Describe arrays as rows for all norms, and choose the threads per row."""
 
 from __future__ import annotations
 
@@ -14,62 +14,59 @@ from cukern.runtime.rows import MAX_ROW, MAX_ROWS
 from cukern.runtime.vectors import divisor
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: "specialized" is compiled for one width, and "dynamic" takes any width. Both load 16 bytes at a time. "scalar" loads
-#: one element at a time.
+#: "specialized" is compiled for one width; it and "dynamic" load 16 bytes at a time. "scalar" loads single elements.
 VARIANTS = ("auto", "specialized", "dynamic", "scalar")
 
 _WARP = 32
-_NARROW_THREADS = 256  # threads per block if at most one warp processes a row; a block then processes several rows
-_ITEMS = 4  # units (of `twin.EACH` elements) per thread if more than one warp processes a row
+_WARP_BLOCK = 256  # threads per block if at most one warp processes a row
+_ITEMS = 4  # vectors of `twin.VECTOR` elements per thread if more than one warp processes a row
 
 
 class Tile(NamedTuple):
-    """How many threads a variant uses, and how many elements each thread keeps."""
-
     threads: int  # threads per row
-    items: int  # units of `twin.EACH` elements that a thread keeps in registers
+    items: int  # vectors of `twin.VECTOR` elements in registers, per thread
     block: int  # threads per block
 
 
 def tile(dtype: str, width: int, fixed: bool, wide: bool, group: int = 0) -> Tile:
-    """Return the tile for rows of `width` elements. `group` is the number of elements that share a scale, or 0."""
-    units = max(1, -(-width // twin.EACH))
-    if units > twin.COLUMNS:
-        # 16-byte loads put two 16-bit elements into a register. An element that is loaded alone occupies a register.
+    """Return the threads and registers for a row. `group` is the number of elements that share a scale, or 0."""
+    vectors = max(1, -(-width // twin.VECTOR))
+    if vectors > twin.COLUMNS:
+        # A register holds two 16-bit elements of a 16-byte load, but only one element that is loaded alone.
         return Tile(twin.COLUMNS, 2 if wide and arrays.ITEM_SIZE[dtype] == 2 else 1, twin.COLUMNS)
-    columns = 1 << (units - 1).bit_length()
+    columns = 1 << (vectors - 1).bit_length()
     threads = columns // 2 if columns <= 2 * _WARP else max(columns // _ITEMS, _WARP)
-    threads = max(threads, group // twin.EACH, 1)
-    return Tile(threads, -(-(units if fixed else columns) // threads), threads if threads > _WARP else _NARROW_THREADS)
+    threads = max(threads, group // twin.VECTOR, 1)
+    return Tile(threads, -(-(vectors if fixed else columns) // threads), threads if threads > _WARP else _WARP_BLOCK)
 
 
 # --- rows ---------------------------------------------------------------------------------------------
 
 
 class Rows(NamedTuple):
-    """Arrays of one shape [..., width] as arrays [outer, inner, width], each with its outer and inner stride."""
+    """Arrays of the same shape [..., width], described as arrays [outer, inner, width]."""
 
     total: int  # outer * inner
     inner: int
-    strides: list[tuple[int, int] | None]  # outer and inner stride of each array, in elements
+    strides: list[tuple[int, int] | None]  # outer and inner, in elements
 
 
 def _common_stride(lengths: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
     """Return the stride of several dimensions merged into one; None if they cannot be merged."""
-    common, span = 0, None
+    common, next_stride = 0, None
     for length, stride in zip(reversed(lengths), reversed(strides), strict=True):
         if length == 1:
             continue
-        if span is None:
+        if next_stride is None:
             common = stride
-        elif stride != span:
+        elif stride != next_stride:
             return None
-        span = stride * length
+        next_stride = stride * length
     return common
 
 
 def rows_of(**given: Array | None) -> Rows:
-    """Return the rows of arrays of one shape. Raises ValueError if two strides are not enough to describe an array."""
+    """Describe arrays of the same shape as rows. Raises ValueError if an array needs more than two strides."""
     first = next(array for array in given.values() if array is not None)
     lengths = first.shape[:-1]
     total = math.prod(lengths)
@@ -80,11 +77,11 @@ def rows_of(**given: Array | None) -> Rows:
             if array is None:
                 found.append(None)
                 continue
-            halves = (0, split), (split, len(lengths))
-            parts = [_common_stride(lengths[i:j], array.strides[i:j]) for i, j in halves]
-            if None in parts:
+            dimension_ranges = (0, split), (split, len(lengths))
+            merged = [_common_stride(lengths[i:j], array.strides[i:j]) for i, j in dimension_ranges]
+            if None in merged:
                 break
-            found.append((parts[0], parts[1]))  # type: ignore[arg-type]
+            found.append((merged[0], merged[1]))  # type: ignore[arg-type]
         if len(found) == len(given):
             return Rows(total, math.prod(lengths[split:]), found)
     name, array = next((name, x) for name, x in given.items() if x is not None and not x.is_contiguous)
@@ -93,54 +90,48 @@ def rows_of(**given: Array | None) -> Rows:
 
 
 class Layout(NamedTuple):
-    """The rows of the arrays of a launch."""
-
     total: int
     wide: bool  # whether all arrays allow loads of 16 bytes
-    fields: dict[str, Any]  # fields of the struct of parameters
+    fields: dict[str, Any]  # of the kernel's Params
 
 
 def layout(width: int, vectors: Collection[Array | None], **given: Array | None) -> Layout:
-    """Return the memory layout of the rows of the arrays `given`, by field name. `vectors` are arrays [width] or None.
-
-    Raises ValueError if two strides are not enough to describe an array, or if there are too many rows.
-    """
+    """Return the kernel's fields for rows. `given` maps fields to arrays; `vectors` are arrays [width] or None."""
     total, inner, strides = rows_of(**given)
     name = next(iter(given))
     if total > MAX_ROWS:
         check.fail(name, f"of at most {MAX_ROWS} rows", total)
     fields: dict[str, Any] = {}
-    wide = width % twin.EACH == 0 and all(vector is None or vector.alignment == 16 for vector in vectors)
-    for (name, array), apart in zip(given.items(), strides, strict=True):
-        if array is None or apart is None:
+    wide = width % twin.VECTOR == 0 and all(vector is None or vector.alignment == 16 for vector in vectors)
+    for (name, array), pair in zip(given.items(), strides, strict=True):
+        if array is None or pair is None:
             fields[name] = None
             continue
-        unit, between = twin.EACH if array.item_size == 1 else 16, [x * array.item_size for x in apart]
-        wide = wide and array.alignment >= unit and all(x % unit == 0 for x in between)
-        fields[name] = (array, *between)
+        load_bytes, in_bytes = twin.VECTOR if array.item_size == 1 else 16, [x * array.item_size for x in pair]
+        wide = wide and array.alignment >= load_bytes and all(x % load_bytes == 0 for x in in_bytes)
+        fields[name] = (array, *in_bytes)
     sizes = {"rows": total, "inner": inner, "by_inner": divisor(max(inner, 1)), "width": width}
     return Layout(total, wide, fields | sizes | {"per_width": 1 / max(width, 1)})
 
 
 def blocks(rows: int, tile: Tile) -> int:
-    """Return the number of blocks of a launch, at least one."""
     return max(1, -(-rows // (tile.block // tile.threads)))
 
 
 def is_fixed(variant: str, width: int, wide: bool, registered: Collection[int]) -> bool:
-    """Return whether a specialized variant is used. Raises ValueError if the requested `variant` is not available."""
+    """Return whether a specialized variant is used."""
     known = wide and width in registered
     if variant == "specialized" and not known:
         why = f"there is none for width {width}, or rows are not 16-byte aligned (cukern.specialize adds one)"
         check.fail("variant", "'auto', 'dynamic' or 'scalar' here", f"'specialized': {why}")
     if variant == "dynamic" and not wide:
-        why = f"rows, the weight or the bias are not 16-byte aligned, or width is not a multiple of {twin.EACH}"
+        why = f"rows, the weight or the bias are not 16-byte aligned, or width is not a multiple of {twin.VECTOR}"
         check.fail("variant", "'auto' or 'scalar' here", f"'dynamic': {why}")
     return known and variant in ("auto", "specialized")
 
 
 def reason(variant: str, dtype: str, width: int, wide: bool, fixed: bool, models: Mapping[int, str]) -> str:
-    """Return why a launch uses its instance. `fixed` is the result of `is_fixed`. `models` maps widths to models."""
+    """Return why a launch uses its instance. `models` maps widths to models."""
     if fixed:
         asks = f"{asked(variant)}; " if variant != "auto" else ""
         return f"{asks}specialized for width {width} ({models.get(width, 'by cukern.specialize')})"
@@ -149,8 +140,8 @@ def reason(variant: str, dtype: str, width: int, wide: bool, fixed: bool, models
     if wide:
         add = f'cukern.specialize("rms_norm", width={width}, dtype={dtype!r}) compiles one of each norm'
         return f"dynamic, loads of 16 bytes: no specialized instance has width {width}; {add}"
-    why = f"width {width} is not a multiple of {twin.EACH}"
-    if width % twin.EACH == 0:
+    why = f"width {width} is not a multiple of {twin.VECTOR}"
+    if width % twin.VECTOR == 0:
         why = "rows, the weight or the bias are not 16-byte aligned"
     return f"scalar, the slow general kernel: {why}, as the faster kernels need"
 
@@ -159,7 +150,6 @@ def reason(variant: str, dtype: str, width: int, wide: bool, fixed: bool, models
 
 
 def width_of(name: str, array: Array) -> int:
-    """Return the width of the rows of an array [..., width]. Raises ValueError for too wide or strided rows."""
     if not array.shape:
         check.dimensions(name, array.shape, ("...", "width"))
     width = int(array.shape[-1])
@@ -172,15 +162,14 @@ def width_of(name: str, array: Array) -> int:
 def expect_rows(name: str, array: Array, written: bool = False) -> None:
     """Raise ValueError unless each row is contiguous and, if `written`, no two rows overlap."""
     width, strides = array.shape[-1], array.strides
-    apart = strides[-1] != 1 and width > 1
+    is_strided = strides[-1] != 1 and width > 1
     overlap = written and any(abs(x) < width and n != 1 for x, n in zip(strides[:-1], array.shape[:-1], strict=True))
-    if (apart or overlap) and all(n != 0 for n in array.shape):  # the strides of an empty array do not matter
-        wanted = "contiguous along its last dimension" if apart else "of rows that do not overlap"
+    if (is_strided or overlap) and all(n != 0 for n in array.shape):
+        wanted = "contiguous along its last dimension" if is_strided else "of rows that do not overlap"
         check.fail(name, wanted, f"strides {strides} (in elements)")
 
 
 def expect_like(name: str, array: Any, input: Array, written: bool = True) -> Array:
-    """Check that `array` has the shape and the dtype of `input`. `written`: the kernel writes `array`."""
     expect_place(name, array, input, "input")
     check.dtype(name, array.dtype, (input.dtype,))
     if not same_shape(array, input.shape):
@@ -190,7 +179,6 @@ def expect_like(name: str, array: Any, input: Array, written: bool = True) -> Ar
 
 
 def expect_epsilon(epsilon: Any) -> float:
-    """Raise TypeError or ValueError unless `epsilon` is a number of at least 0."""
     if check.number("epsilon", epsilon) < 0:
         check.fail("epsilon", "a number of at least 0", epsilon)
     return float(epsilon)
