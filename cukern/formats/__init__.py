@@ -1,1 +1,1 @@
-"""The data formats that the references and the ops have in common, such as quantized weights and rotary layouts."""
+"""Data formats that the references and the ops share."""

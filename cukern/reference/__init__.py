@@ -1,1 +1,1 @@
-"""NumPy references of the kernels. They have the same functions with the same arguments, and define correct results."""
+"""NumPy references define the correct results of `cukern`'s functions. `cukern.ops` checks the arguments first."""

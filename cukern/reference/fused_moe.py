@@ -1,7 +1,6 @@
 """The fused mixture-of-experts layer in NumPy.
 
-`cukern.fused_experts` has checked the arguments. The result of each step is rounded to the layer's dtype or to FP8,
-because the kernels also round it when they write it to memory.
+Each step's result is rounded to the layer's dtype or FP8, because the kernels write it to memory in that dtype.
 """
 
 from __future__ import annotations
@@ -17,20 +16,17 @@ from cukern.reference.quantization import per_token_group_quant_fp8, scaled_fp8_
 from cukern.runtime.activation import ALPHA, LIMIT
 from cukern.runtime.tolerance import Tolerance
 
-#: The allowed errors of the kernels, keyed by result and dtype. Integers and booleans must match exactly.
 TOLERANCES = {
-    # The activations and the output of each expert are rounded. A value near a rounding boundary may round the other
-    # way, which is an error of one unit in the last place. The outputs of an expert have magnitude 1, or up to 16 with
-    # relu2.
+    # The kernels round activations and expert outputs to the dtype of the layer. Outputs have magnitude 1, or up to 16
+    # with relu2.
     "out": {
         "float32": Tolerance(relative=4e-5, absolute=4e-5),
         "float16": Tolerance(relative=2**-10, absolute=2**-7),
         "bfloat16": Tolerance(relative=2**-7, absolute=2**-4),
     },
-    # An activation near an FP8 rounding boundary may round the other way. This changes a term of the second GEMM's sum
-    # by up to an eighth of the term. Terms have magnitude `2 / sqrt(inter)`, which is 0.2 in the tests; a few terms in
-    # a million are five times as large. Several terms of a sum may change. On an H200 the largest difference of a
-    # result is 0.31, with relu2. The tests also limit the norm of all differences.
+    # An activation near an FP8 rounding boundary may round the other way, which changes a term of the second GEMM's sum
+    # by up to an eighth. Terms have magnitude `2 / sqrt(inter)`, 0.2 in the tests; a few in a million are five times as
+    # large. On an H200 the largest difference is 0.31, with relu2. The tests also limit the norm of all differences.
     "fp8_out": {
         "float16": Tolerance(relative=2**-7, absolute=0.375),
         "bfloat16": Tolerance(relative=2**-7, absolute=0.375),
@@ -39,15 +35,11 @@ TOLERANCES = {
 
 Array = NDArray[Any]
 
-#: The quantizations whose activations are FP8.
 FP8_NAMES = ("fp8_block", "fp8", "mxfp4_fp8")
 
 
 def quantize_input(x: Array, quant: Any) -> tuple[Array, Array | None]:
-    """Quantize the rows for the first GEMM. Return them and their scales.
-
-    Without FP8 activations, return the unchanged rows and None.
-    """
+    """Return the first GEMM's input rows and their scales. Without FP8 activations the scales are None."""
     if quant is None or quant.name not in FP8_NAMES:
         return x, None
     if quant.is_in_groups:
@@ -58,10 +50,10 @@ def quantize_input(x: Array, quant: Any) -> tuple[Array, Array | None]:
 def experts(
     rows: dict[int, tuple[Array, Array | None]], w1: Array, w2: Array, activation: str, quant: Any, dtype: Any
 ) -> dict[int, Array]:
-    """Run the experts. Return the output rows of each expert.
+    """Return the output rows of each expert.
 
-    `rows` maps the index of an expert to a pair: its input rows, which are quantized if the layer is quantized, and
-    their scales. The scales are None, or have one entry per row, or have shape [1] if all rows share one scale.
+    `rows` maps an expert's index to (input rows, scales). In a quantized layer the rows are quantized. The scales are
+    None, one per row, or [1].
     """
 
     def multiply(index: int, x: Array, scale: Array | None, weights: Array, layer: str, **form: Any) -> Array:
@@ -95,7 +87,6 @@ def _own(values: Array | None, index: int) -> Any:
 
 
 def _quantized(activated: dict[int, Array], quant: Any) -> dict[int, tuple[Array, Array | None]]:
-    """Quantize the activated rows of experts to FP8, and return them with their scales."""
     if quant.is_in_groups:
         return {index: per_token_group_quant_fp8(x, GROUP) for index, x in activated.items()}
     scale = quant.a2_scale
@@ -108,7 +99,7 @@ def _quantized(activated: dict[int, Array], quant: Any) -> dict[int, tuple[Array
 
 
 def local_ids(topk_ids: Array, experts: int, expert_map: Array | None) -> Array:
-    """Convert ids to local indices: -1 for experts of other ranks, and if an id is not the id of an expert."""
+    """Return local expert indices; -1 for experts of other ranks and invalid ids."""
     ids = topk_ids.astype(np.int64)
     if expert_map is not None:
         known = (ids >= 0) & (ids < len(expert_map))
@@ -140,7 +131,6 @@ def fused_experts(
     interleaved: bool = False,
     per_act_token_quant: bool | None = None,
 ) -> Array:
-    """See `cukern.fused_experts`."""
     if quant is None or isinstance(quant, str):
         quant = FusedMoEQuantConfig.make(
             quant,
