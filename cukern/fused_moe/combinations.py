@@ -1,4 +1,4 @@
-"""List which prepare/finalize class, experts class and quantization can be combined into a layer."""
+"""List the classes and quantizations that form a layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cukern.fused_moe.nccl import NcclPrepareAndFinalize
 from cukern.fused_moe.push import PushPrepareAndFinalize
 from cukern.ops.all_to_all import AllToAllState
 
-#: The classes by name. A class that supports both activation formats has two keys; one has a suffix after a colon.
+#: The classes by name. The suffix ":batched" selects the batched format.
 PREPARE_FINALIZE: dict[str, Callable[..., FusedMoEPrepareAndFinalize]] = {
     "MoEPrepareAndFinalizeNoEP": prepare_finalize.MoEPrepareAndFinalizeNoEP,
     "BatchedPrepareAndFinalize": prepare_finalize.BatchedPrepareAndFinalize,
@@ -46,10 +46,7 @@ EXPERTS: dict[str, type[FusedMoEPermuteExpertsUnpermute]] = {
 
 
 class Combination(NamedTuple):
-    """The names of a prepare/finalize class, of an experts class and of a quantization.
-
-    `refusal` is the reason why they cannot form a layer. It is None if they can.
-    """
+    """The names of two classes and a quantization. `refusal` says why they cannot form a layer, or is None."""
 
     prepare_finalize: str
     experts: str
@@ -65,37 +62,32 @@ def make_prepare_finalize(
     topk: int = 1,
     device: int | None = None,
 ) -> FusedMoEPrepareAndFinalize:
-    """Make an object of the class `name`. A class that sends tokens between ranks is made for a single rank.
+    """Make an object of the class `name` for a single rank, on the CUDA `device` (None: host memory).
 
-    "NcclPrepareAndFinalize" uses torch's default group, which must have been initialized.
-
-    Args:
-        max_num_tokens, num_local_experts, hidden, topk: the sizes of the layer.
-        device: the CUDA device, or None for host memory.
+    "NcclPrepareAndFinalize" uses torch's default group.
     """
-    taken = inspect.signature(PREPARE_FINALIZE[name]).parameters
+    parameters = inspect.signature(PREPARE_FINALIZE[name]).parameters
     sizes: dict[str, Any] = {
         "group": None, "num_experts": num_local_experts, "max_num_tokens": max_num_tokens,
         "num_local_experts": num_local_experts,
     }  # fmt: skip
-    if "state" in taken:
+    if "state" in parameters:
         (sizes["state"],) = AllToAllState.local(
             [device], max_tokens=max_num_tokens, hidden=hidden, topk=topk, num_experts=num_local_experts
         )
-    return PREPARE_FINALIZE[name](**{key: value for key, value in sizes.items() if key in taken})
+    return PREPARE_FINALIZE[name](**{key: value for key, value in sizes.items() if key in parameters})
 
 
 def _for_table(name: str) -> FusedMoEPrepareAndFinalize:
-    """Make an object of the class `name` for `refusal` to inspect. The object need not be able to run."""
+    """Make an object that only `refusal` inspects, and that never runs."""
     kind = PREPARE_FINALIZE[name]
-    # Skip `NcclPrepareAndFinalize.__init__`, because it needs a process group.
+    # `NcclPrepareAndFinalize.__init__` needs a process group.
     return kind.__new__(kind) if kind is NcclPrepareAndFinalize else make_prepare_finalize(name, 1, 1)
 
 
 def make_experts(
     name: str, config: FusedMoEQuantConfig, activation_format: FusedMoEActivationFormat
 ) -> FusedMoEPermuteExpertsUnpermute:
-    """Make an object of the class `name`. A class that supports both formats gets `activation_format`."""
     kind: Any = EXPERTS[name]
     if "use_batched_format" in inspect.signature(kind).parameters:
         batched = activation_format is FusedMoEActivationFormat.BatchedExperts
@@ -103,8 +95,7 @@ def make_experts(
     return kind(config)
 
 
-def _any_config(quantization: str | None) -> FusedMoEQuantConfig:
-    """Return a configuration of this quantization with dummy scales."""
+def _dummy_config(quantization: str | None) -> FusedMoEQuantConfig:
     if quantization is None:
         return NOT_QUANTIZED
     one = np.ones(1, np.float32)
@@ -113,20 +104,16 @@ def _any_config(quantization: str | None) -> FusedMoEQuantConfig:
 
 
 def combinations() -> Iterator[Combination]:
-    """Yield every prepare/finalize class with every experts class and every quantization."""
     for pf_name in PREPARE_FINALIZE:
         pf = _for_table(pf_name)
         for experts_name in EXPERTS:
             for quantization in (None, *QUANTIZATIONS):
-                made = make_experts(experts_name, _any_config(quantization), pf.activation_format)
+                made = make_experts(experts_name, _dummy_config(quantization), pf.activation_format)
                 yield Combination(pf_name, experts_name, quantization, refusal(pf, made))
 
 
 def quantizations_of(pf_name: str, experts_name: str) -> tuple[list[str | None], str]:
-    """Return the quantizations that two classes support together, and why they do not support the first other one.
-
-    The reason is empty if they support all quantizations. Raises KeyError for an unknown name.
-    """
+    """Return the quantizations that two classes support, and why they refuse one of the others ("": no others)."""
     PREPARE_FINALIZE[pf_name], EXPERTS[experts_name]
-    own = [c for c in combinations() if (c.prepare_finalize, c.experts) == (pf_name, experts_name)]
-    return [c.quantization for c in own if not c.refusal], next((c.refusal for c in own if c.refusal), "")
+    matching = [c for c in combinations() if (c.prepare_finalize, c.experts) == (pf_name, experts_name)]
+    return [c.quantization for c in matching if not c.refusal], next((c.refusal for c in matching if c.refusal), "")

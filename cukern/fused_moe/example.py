@@ -1,4 +1,4 @@
-"""Make random mixture-of-experts layers with any quantization, for tests and examples."""
+"""Make random layers with any quantization, for tests and examples."""
 
 from __future__ import annotations
 
@@ -35,20 +35,17 @@ class Layer(NamedTuple):
         return self[:5]
 
     def map(self, function: Callable[[Any], Any]) -> Layer:
-        """Apply `function` to each array. Return a layer with the results."""
+        """Return a layer whose arrays are the results of `function` for this layer's arrays."""
         config = self.config
         scales = {name: function(value) for name, value in config.scales.items()}
         config = FusedMoEQuantConfig(**config.numbers, **scales)
         return Layer(*[function(array) for array in self.arrays], config)  # type: ignore[call-arg]
 
     def of_rank(self, tokens: slice, here: Any) -> Layer:
-        """Return the arguments for one rank of a NumPy layer: the rank's `tokens`, and the rank's experts.
-
-        `here` is a bool or int array that indexes the experts of the rank.
-        """
-        own = self.config
-        scales = {k: s if k in ("a1_scale", "a2_scale") else s[here] for k, s in own.scales.items()}
-        config = FusedMoEQuantConfig(**own.numbers, **scales)
+        """Return the arguments for one rank: the `tokens`, and the experts that the array `here` selects."""
+        full_config = self.config
+        scales = {k: s if k in ("a1_scale", "a2_scale") else s[here] for k, s in full_config.scales.items()}
+        config = FusedMoEQuantConfig(**full_config.numbers, **scales)
         x, weights, ids = (x[tokens] for x in (self.hidden_states, self.topk_weights, self.topk_ids))
         return Layer(x, self.w1[here], self.w2[here], weights, ids, config)
 
@@ -62,10 +59,10 @@ def _fp8(values: Array, scale: Array) -> Array:
 def quantize_weights(
     weights: Array, quantization: str | None, dtype: str = "bfloat16"
 ) -> tuple[Array, dict[str, Array]]:
-    """Quantize float32 weights [experts, n, k]. Return them, and a dict of their scales.
+    """Quantize float32 weights [experts, n, k]. Return the weights, and a dict with "scale" and, for NVFP4,
+    "global_scale".
 
-    The dict may have the keys "scale" and "global_scale". With "fp8" each output channel has a scale. Raises ValueError
-    for an unknown quantization.
+    With "fp8" each output channel has a scale.
     """
     experts, n, k = weights.shape
     if quantization is None:
@@ -75,8 +72,8 @@ def quantize_weights(
         padded[:, :n, :k] = weights
         blocks = padded.reshape(experts, -1, GROUP, padded.shape[2] // GROUP, GROUP)
         scale = (np.abs(blocks).max(axis=(2, 4)) / _E4M3_MAX).astype(np.float32)
-        of_each = scale.repeat(GROUP, axis=1).repeat(GROUP, axis=2)[:, :n, :k]
-        return _fp8(weights, of_each), {"scale": scale}
+        element_scale = scale.repeat(GROUP, axis=1).repeat(GROUP, axis=2)[:, :n, :k]
+        return _fp8(weights, element_scale), {"scale": scale}
     if quantization == "fp8":
         scale = (np.abs(weights).max(axis=2) / _E4M3_MAX).astype(np.float32)
         return _fp8(weights, scale[:, :, None]), {"scale": scale}
@@ -86,8 +83,8 @@ def quantize_weights(
     if quantization == "nvfp4":
         largest = np.maximum(np.abs(weights).max(axis=(1, 2)), np.float32(1e-30))
         global_scale = (_E4M3_MAX * _E2M1_MAX / largest).astype(np.float32)
-        each = [twin.scaled_fp4_quant(w, s) for w, s in zip(weights, global_scale, strict=True)]
-        packed, scale = (np.stack(x) for x in zip(*each, strict=True))
+        quantized = [twin.scaled_fp4_quant(w, s) for w, s in zip(weights, global_scale, strict=True)]
+        packed, scale = (np.stack(x) for x in zip(*quantized, strict=True))
         return packed, {"scale": scale, "global_scale": (1 / global_scale).astype(np.float32)}
     check.one_of("quantization", quantization, (None, "fp8_block", "fp8", "mxfp4", "nvfp4"))
     raise AssertionError
@@ -105,7 +102,7 @@ def random_layer(
 ) -> Layer:
     """Return a NumPy layer with normally distributed weights and random experts for each token.
 
-    The weights are scaled so that the outputs have magnitude 1.
+    The layer's outputs have a magnitude of about 1.
     """
 
     def normal(*shape: int) -> Array:
@@ -113,13 +110,13 @@ def random_layer(
 
     made: dict[str, Array] = {}
     scales: dict[str, Array] = {}
-    # The activation at least halves the variance of the first GEMM's result. Multiply w2 by 2 to compensate.
+    # w2 is multiplied by 2 to compensate for the activation, which makes the values smaller.
     for name, weights in (
         ("w1", normal(experts, 2 * inter, hidden) / math.sqrt(hidden)),
         ("w2", normal(experts, hidden, inter) * (2 / math.sqrt(inter))),
     ):
-        made[name], own = quantize_weights(weights, quantization, dtype)
-        scales |= {f"{name}_{what}": scale for what, scale in own.items()}
+        made[name], weight_scales = quantize_weights(weights, quantization, dtype)
+        scales |= {f"{name}_{key}": scale for key, scale in weight_scales.items()}
     config = FusedMoEQuantConfig.make(quantization, **scales) if quantization else NOT_QUANTIZED
     ids = rng.random((tokens, experts)).argsort(axis=1)[:, :topk].astype(np.int32)
     factors = rng.random((tokens, topk), np.float32) + np.float32(0.1)

@@ -22,7 +22,7 @@ from cukern.runtime.plan import run_twin
 
 @dataclass(frozen=True)
 class _Numbers:
-    """A quantization without its scales: a name with options, or the options of a `FusedMoEQuantConfig`."""
+    """A quantization without its scales: its name with options, or the options of a `FusedMoEQuantConfig`."""
 
     name: Any
     numbers: tuple[tuple[str, Any], ...]
@@ -62,13 +62,13 @@ def _layer(
     out: Any = None,
     **scales: Any,
 ) -> Any:
-    """Record the whole layer as one plan, by running the layer's classes on array descriptions."""
+    """Record the layer as one plan, by running its classes on array descriptions."""
     config = _config(quant, scales)
     if expect_array("hidden_states", hidden_states).on_host:
         options = {} if expert_map is None else {"expert_map": expert_map}
         layer_output(
             hidden_states, w1, w2, topk_weights, topk_ids, activation, config.name, apply_router_weight_on_input,
-            out=out, form=tuple(config.form.values()), **options, **scales,
+            out=out, activation_options=tuple(config.form.values()), **options, **scales,
         )  # fmt: skip
         return run_twin()
     layer = FusedMoEModularKernel(MoEPrepareAndFinalizeNoEP(), AutoExperts(config))
@@ -111,54 +111,45 @@ def fused_experts(
     """Run a mixture-of-experts layer: send each token through its top-k experts, and add up the results.
 
     out[t] = sum over s of topk_weights[t, s] * w2[e] activation(gate, up), with e = topk_ids[t, s]. `gate` and `up` are
-    the two halves of w1[e] hidden_states[t]. Sums are in float32, and the slots s of a token are added in order.
+    the halves of w1[e] hidden_states[t]. Sums are in float32, and the slots s of a token are added in order.
 
-    The layer launches four kernels: a sort of the tokens by expert, two grouped GEMMs (the first one applies the
-    activation), and the weighted sum of each token's rows. With many rows per expert a fifth kernel permutes the rows
-    before the first GEMM. With FP8 each quantization of activations is one more launch; with one scale per group of
-    elements, the permute kernel also quantizes. A layer with 16-bit weights and a single token launches only two
-    kernels: both GEMMs take the ids directly, and the second GEMM adds up the rows. Its result has the same bits as the
-    result of four launches.
+    The layer launches a sort by expert, two grouped GEMMs and the weighted sum. Many rows per expert also need a
+    permute kernel, and FP8 needs quantization kernels. A single token with 16-bit weights needs only the GEMMs.
 
     Args:
         hidden_states: [tokens, hidden], float16, bfloat16 or, without quantization, float32 (not tuned).
-        w1: [experts, 2 * inter, hidden], the gate's rows first, of the same dtype; quantized as `quant` says. 4-bit
-            weights are uint8 with two elements per byte. Without a gate: [experts, inter, hidden].
+        w1: [experts, 2 * inter, hidden], the gate's rows first, of the same dtype; without a gate [experts, inter,
+            hidden]. 4-bit weights are uint8 with two elements per byte.
         w2: [experts, hidden, inter]. The rows of w1 and w2 may have a stride. Without quantization either may be a view
-            `w.transpose(1, 2)` of an array [experts, in, out], which is not copied. `inter` and `hidden` may be any
-            multiples of the quantization's group size; the docs of `cukern.moe_gemm` say which sizes are fast.
+            `w.transpose(1, 2)`, which is not copied. `inter` and `hidden` are multiples of the quantization's group
+            size; `cukern.moe_gemm` says which sizes are fast.
         topk_weights: float32 [tokens, topk].
-        topk_ids: int32 or int64 [tokens, topk]. A slot whose id is not the id of an expert, such as -1, adds nothing.
-        activation: silu, gelu, gelu_tanh, swigluoai or relu2; `cukern.moe_activation` has the formulas. Experts without
-            a gate take silu_no_mul, gelu_no_mul, gelu_tanh_no_mul or relu2_no_mul, vLLM's names.
-        quant: a `cukern.fused_moe.FusedMoEQuantConfig`, or the name of a quantization: "fp8_block", "fp8", "mxfp4" or
-            "nvfp4". With a name, the scales are the arguments below. 4-bit weights may be prepared by
-            `cukern.prepare_weights`; then w1_scale and w2_scale are None. "mxfp4_fp8" (on Hopper) takes MXFP4 weights
-            prepared for FP8 rows. It quantizes the activations to FP8, with one scale per 128 elements of a row, like
-            vLLM's backend DEEPGEMM_MXFP4.
-        expert_map: int32 [all experts], over all ranks: the index of each expert in w1 and w2, or -1 for an expert of
-            another rank. topk_ids are then ids among the experts of all ranks; an id outside the map adds nothing.
+        topk_ids: int32 or int64 [tokens, topk]. A slot whose id names no expert, such as -1, adds nothing.
+        activation: silu, gelu, gelu_tanh, swigluoai or relu2; without a gate silu_no_mul, gelu_no_mul, gelu_tanh_no_mul
+            or relu2_no_mul. `cukern.moe_activation` has the formulas.
+        quant: a `cukern.fused_moe.FusedMoEQuantConfig`, or the name of a quantization with the scales below:
+            "fp8_block", "fp8", "mxfp4" or "nvfp4". 4-bit weights from `cukern.prepare_weights` need no w1_scale and
+            w2_scale. "mxfp4_fp8" (on Hopper) takes MXFP4 weights prepared for FP8 activations, and quantizes
+            activations to FP8 with one scale per 128 elements.
+        expert_map: int32 [all experts]: the index of each expert in w1 and w2, or -1 for an expert of another rank.
+            topk_ids then refer to the experts of all ranks.
         apply_router_weight_on_input: multiply the input by the weights instead of the output; topk must be 1.
         w1_scale, w2_scale, a1_scale, a2_scale, w1_global_scale, w2_global_scale: the scales that `quant` asks for.
         w1_bias, w2_bias: [experts, 2 * inter] (without a gate [experts, inter]) and [experts, hidden], float32 or of
-            the dtype of hidden_states. The biases are added to the results of the GEMMs, before the activation and
-            before the multiplication by topk_weights.
+            the dtype of hidden_states, added to the results of the first and of the second GEMM.
         alpha, limit: the constants of swigluoai.
         interleaved: rows `2 * j` and `2 * j + 1` of w1 and w1_bias are the gate row j and the up row j, as in gpt-oss.
-        per_act_token_quant: with "fp8", whether each row of activations has its own scale. If not, all rows share one
-            scale: a1_scale and a2_scale, or a scale that the GPU computes at each call. None: per row, unless a2_scale
-            is given.
+        per_act_token_quant: with "fp8", whether each row of activations has its own scale. Otherwise all rows share
+            a1_scale and a2_scale, or scales that each call computes. None: per row, unless a2_scale is given.
         out: [tokens, hidden], written and returned.
 
     Returns:
         [tokens, hidden], in the dtype of hidden_states.
 
     Raises:
-        TypeError: an unsupported dtype or library.
-        ValueError: shapes, devices, strides or options that do not match; the message names the argument.
+        TypeError, ValueError: invalid arguments; the message names the argument.
 
-    vLLM's `fused_experts` has the same name and argument order. This layer is `cukern.fused_moe` with
-    `MoEPrepareAndFinalizeNoEP` and `AutoExperts`.
+    The argument order is the same as in vLLM's `fused_experts`.
     """
     given: dict[str, Any] = {
         "expert_map": expert_map, "w1_scale": w1_scale, "w2_scale": w2_scale, "a1_scale": a1_scale,
@@ -169,20 +160,22 @@ def fused_experts(
     alpha, limit = activations.check_bounds(alpha, limit)
     check.one_of("interleaved", interleaved, (False, True))
     check.one_of("per_act_token_quant", per_act_token_quant, (None, False, True))
-    form = alpha, limit, interleaved
+    activation_options = alpha, limit, interleaved
     if isinstance(quant, FusedMoEQuantConfig):
         for name in itertools.filterfalse(("expert_map", "out").__contains__, options):
             check.fail(name, "None, since quant holds the scales and biases", type(options[name]).__name__)
-        if (form, per_act_token_quant) != (tuple(NOT_QUANTIZED.form.values()), None):
+        if (activation_options, per_act_token_quant) != (tuple(NOT_QUANTIZED.form.values()), None):
             wanted = "as they are by default, since quant holds them"
-            check.fail("alpha, limit, interleaved and per_act_token_quant", wanted, (*form, per_act_token_quant))
+            check.fail(
+                "alpha, limit, interleaved and per_act_token_quant", wanted, (*activation_options, per_act_token_quant)
+            )
         options.update(quant.scales)
         numbers = _Numbers(quant.name, tuple(quant.numbers.items()))
     else:
-        own = dict(zip(("gemm1_alpha", "gemm1_clamp_limit", "gemm1_interleaved"), form, strict=True))
+        fields = dict(zip(("gemm1_alpha", "gemm1_clamp_limit", "gemm1_interleaved"), activation_options, strict=True))
         if per_act_token_quant is not None:
-            own["per_act_token_quant"] = per_act_token_quant
-        numbers = _Numbers(quant, tuple(own.items()))
+            fields["per_act_token_quant"] = per_act_token_quant
+        numbers = _Numbers(quant, tuple(fields.items()))
     return _layer(
         hidden_states, w1, w2, topk_weights, topk_ids, activation, numbers, apply_router_weight_on_input, **options
     )

@@ -1,7 +1,4 @@
-"""Set up the exchange of tokens between ranks.
-
-The ranks find out whose memory they can map, choose a backend, and allocate the buffers.
-"""
+"""Set up the exchange of tokens between ranks: choose a backend, and allocate the buffers."""
 
 from __future__ import annotations
 
@@ -23,8 +20,7 @@ from cukern.runtime.cuda import current_device, runtime
 from cukern.runtime.describe import type_name
 
 BACKENDS = ("push", "nccl", "two_level")
-#: The source files of a layer's kernels. All kernels must be loaded before any kernel waits for another rank.
-_STEMS = ("all_to_all", "moe_permute", "moe_gemm", "quantization", "moe_activation")
+_KERNEL_SOURCES = ("all_to_all", "moe_permute", "moe_gemm", "quantization", "moe_activation")
 
 Result = TypeVar("Result")
 
@@ -47,7 +43,6 @@ class Sizes(NamedTuple):
         cls, ranks: int, *, num_experts: Any, max_num_tokens: Any, hidden: Any, topk: Any, expert_rank: Any = None,
         ranks_per_host: Any = None, apart: Any = False, deadline_s: Any = 30.0, backend: Any = "auto",
     ) -> Sizes:  # fmt: skip
-        """Return the checked sizes. Raises TypeError or ValueError, which name the argument."""
         check.one_of("backend", backend, ("auto", *BACKENDS))
         num_experts = check.integer("num_experts", num_experts, 1)
         max_num_tokens = check.integer("max_num_tokens", max_num_tokens, 1, MAX_TOKENS)
@@ -62,25 +57,24 @@ class Sizes(NamedTuple):
             ranks_per_host = check.integer("ranks_per_host", ranks_per_host, 1)
             if ranks % ranks_per_host:
                 check.fail("ranks_per_host", f"a divisor of the number of ranks, {ranks}", ranks_per_host)
-        given = None
+        owners = None
         if expert_rank is not None:
-            given = tuple(expert_ranks(expert_rank, num_experts, ranks).tolist())
-        if num_experts % ranks == 0 or given is None:
-            # If expert_rank equals the default order, replace it by None. So ranks that pass the default order agree
-            # with ranks that pass None, and no table is needed to compute the owner of an expert.
+            owners = tuple(expert_ranks(expert_rank, num_experts, ranks).tolist())
+        if num_experts % ranks == 0 or owners is None:
+            # Replace the default order by None. A rank that passes the default order then agrees with a rank that
+            # passes None, and the owner of an expert is computed without a table.
             in_order = tuple(expert_ranks(None, num_experts, ranks).tolist())
-            given = None if given == in_order else given
-        return cls(num_experts, max_num_tokens, hidden, topk, given, ranks_per_host, bool(apart), deadline_s, backend)
+            owners = None if owners == in_order else owners
+        return cls(num_experts, max_num_tokens, hidden, topk, owners, ranks_per_host, bool(apart), deadline_s, backend)
 
-    def of_state(self, experts: int, tokens: int, expert_rank: Sequence[int] | None) -> dict[str, Any]:
-        """Return the keyword arguments for an `AllToAllState`."""
+    def state_options(self, experts: int, tokens: int, expert_rank: Sequence[int] | None) -> dict[str, Any]:
         return {
             "max_tokens": tokens, "hidden": self.hidden, "topk": self.topk, "num_experts": experts,
             "expert_rank": expert_rank, "apart": self.apart, "deadline_s": self.deadline_s,
         }  # fmt: skip
 
 
-class _Offer(NamedTuple):
+class _RankInfo(NamedTuple):
     """The data that each rank sends to all other ranks during setup."""
 
     sizes: Sizes
@@ -89,15 +83,11 @@ class _Offer(NamedTuple):
 
 
 def choose(sizes: Sizes, hosts: Sequence[Sequence[int]], unreached: Sequence[Mapping[int, str]]) -> str:
-    """Return the backend of a group.
+    """Return the backend of a group. Raises ValueError with the reason if the group cannot use `sizes.backend`.
 
     Args:
-        sizes: the arguments that the ranks share.
         hosts: the ranks of each host.
-        unreached: for each rank, the ranks whose memory it cannot map, with the reasons. For a rank in host memory
-            these are all ranks.
-
-    Raises ValueError if the group cannot use the backend in `sizes`. The message gives the reason.
+        unreached: for each rank, the ranks whose memory it cannot map, with the reasons.
     """
     why_not = {"push": "", "nccl": "", "two_level": ""}
     missing = next(
@@ -132,55 +122,45 @@ def choose(sizes: Sizes, hosts: Sequence[Sequence[int]], unreached: Sequence[Map
 
 
 def hosts_of(names: Sequence[str], ranks_per_host: int | None) -> list[list[int]]:
-    """Return the ranks of each host. Ranks with the same host name are on one host.
-
-    With `ranks_per_host`, that many consecutive ranks count as one host instead.
-    """
+    """Return the ranks of each host: ranks with the same host name, or `ranks_per_host` consecutive ranks."""
     if ranks_per_host is not None:
         return [[*range(start, start + ranks_per_host)] for start in range(0, len(names), ranks_per_host)]
     return [[rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)]
 
 
 class All2AllManager:
-    """Sets up the exchange of tokens between this rank and the other ranks. It chooses a backend and allocates memory.
+    """Sets up the exchange of tokens between ranks, like vLLM's class of this name. It chooses a backend:
 
-    - "push" (`PushPrepareAndFinalize`): all ranks are on one host and can map each other's memory.
-    - "two_level" (`TwoLevelPrepareAndFinalize`): there are several hosts, all with the same number of ranks, at least
-      two. The ranks of a host can map each other's memory.
-    - "nccl" (`NcclPrepareAndFinalize`): all other cases.
+    - "push" (`PushPrepareAndFinalize`) if all ranks are on one host and can map each other's memory.
+    - "two_level" (`TwoLevelPrepareAndFinalize`) if several hosts have the same number of ranks, at least two, and the
+      ranks of a host can map each other's memory.
+    - "nccl" (`NcclPrepareAndFinalize`) in all other cases.
 
-    Each rank of the group makes a manager. Arguments other than `device` must be the same on all ranks; otherwise all
-    ranks raise. `local` makes the managers of all ranks in one process.
-
-    The class corresponds to vLLM's class of this name.
+    Each rank of the group makes a manager, with the same arguments except `device`.
 
     Args:
         group: a `torch.distributed.ProcessGroup` that contains this process; None: the default group.
         num_experts: the number of experts of all ranks.
-        max_num_tokens: maximum tokens of a call on a rank.
+        max_num_tokens: the maximum number of tokens of a call on a rank.
         hidden: the hidden size, a multiple of 16.
         topk: the number of experts of a token, at most 32.
-        device: the CUDA device of this rank, a number or a `torch.device`; None: torch's current device, or host memory
-            if torch has no GPU. "cpu" is host memory too.
-        expert_rank: [num_experts], the rank that owns each expert; every rank owns at least one. None: the experts are
-            split evenly, in order.
-        ranks_per_host: treat this many consecutive ranks as one host; None: use the real hosts.
-        apart: reserve the memory that `prepare_finalize` with `apart` needs to return the same bits for any number of
-            ranks; "push" only.
-        deadline_s: with "push", the seconds after which a rank stops waiting for another rank and fails. The other
-            backends use the group's timeout.
-        backend: one of auto, push, nccl, two_level.
+        device: the CUDA device of this rank; "cpu": host memory. None: torch's current device, or host memory if
+            torch has no GPU.
+        expert_rank: [num_experts], the rank of each expert; every rank has at least one. None: an equal share per rank,
+            in order.
+        ranks_per_host: treat this many consecutive ranks as one host.
+        apart: reserve the memory that `prepare_finalize(apart=True)` needs; only with the backend "push".
+        deadline_s: seconds after which a rank stops waiting for another rank ("push"). The other backends use the
+            group's timeout.
+        backend: auto, push, nccl or two_level.
 
     Attributes:
         rank, ranks: the index of this rank in the group, and the size of the group.
-        backend: push, nccl or two_level.
-        device: the CUDA device; None: host memory.
-        num_experts, num_local_experts: the number of experts of all ranks, and of this rank.
         state: the `AllToAllState` of this rank; None with nccl.
 
     Raises:
         TypeError, ValueError: invalid arguments, or arguments that differ between ranks; with "push", GPUs that cannot
-            map each other's memory. The message names the argument and the rank, and all ranks raise.
+            map each other's memory. All ranks raise.
         RuntimeError: `torch.distributed` has not been initialized.
     """
 
@@ -206,40 +186,39 @@ class All2AllManager:
         self.rank, self.group = exchange.rank, group
         found: list[int | None] = []
 
-        def offer() -> _Offer:
-            own = Sizes.checked(
+        def rank_info() -> _RankInfo:
+            local_sizes = Sizes.checked(
                 ranks, num_experts=num_experts, max_num_tokens=max_num_tokens, hidden=hidden, topk=topk,
                 expert_rank=expert_rank, ranks_per_host=ranks_per_host, apart=apart, deadline_s=deadline_s,
                 backend=backend,
             )  # fmt: skip
             found.append(_device(device))
-            return _Offer(own, windows.host_id(), None if found[0] is None else windows.bus_id(found[0]))
+            return _RankInfo(local_sizes, windows.host_id(), None if found[0] is None else windows.bus_id(found[0]))
 
-        offers = self._together(offer)
-        sizes = offers[self.rank].sizes
-        for other, theirs in enumerate(offers):
-            for name, own, its in zip(sizes._fields, sizes, theirs.sizes, strict=True):
-                if own != its:
-                    check.fail(name, f"the same on all ranks, {own} on rank {self.rank}", f"{its} on rank {other}")
-        self._hold(sizes, ranks, found[0])
-        hosts = hosts_of([each.host for each in offers], sizes.ranks_per_host)
-        unreached = self._together(lambda: _unreached(self.rank, self.device, offers))
+        infos = self._run_on_all_ranks(rank_info)
+        sizes = infos[self.rank].sizes
+        for other, theirs in enumerate(infos):
+            for name, local, remote in zip(sizes._fields, sizes, theirs.sizes, strict=True):
+                if local != remote:
+                    check.fail(name, f"the same on all ranks, {local} on rank {self.rank}", f"{remote} on rank {other}")
+        self._set_common_attributes(sizes, ranks, found[0])
+        hosts = hosts_of([info.host for info in infos], sizes.ranks_per_host)
+        unreached = self._run_on_all_ranks(lambda: _unmappable_ranks(self.rank, self.device, infos))
         self.backend = choose(sizes, hosts, unreached)
         if self.backend == "push":
-            options = sizes.of_state(sizes.num_experts, sizes.max_num_tokens, sizes.expert_rank)
+            options = sizes.state_options(sizes.num_experts, sizes.max_num_tokens, sizes.expert_rank)
             self.state = AllToAllState.connect(self.rank, ranks, self._gpu(), self._gather, **options)
         elif self.backend == "two_level":
             self._connect_two_levels(hosts)
-        self._together(self._load)
+        self._run_on_all_ranks(self._load)
 
-    def _hold(self, sizes: Sizes, ranks: int, device: int | None) -> None:
-        """Set the attributes that `__init__` and `local` have in common."""
+    def _set_common_attributes(self, sizes: Sizes, ranks: int, device: int | None) -> None:
         self.sizes, self.ranks, self.device, self.num_experts = sizes, ranks, device, sizes.num_experts
         self.owner = expert_ranks(sizes.expert_rank, sizes.num_experts, ranks)
         self.state = None
-        self._peers: list[int] | None = None  # two_level: on each host, the rank with the same index as this rank
+        self._peers: list[int] | None = None  # two_level: the rank with this rank's local index, on each host
         self._turns: Turns | None = None
-        self._of_process: list[All2AllManager] = []  # `local`: the managers of all ranks
+        self._local_managers: list[All2AllManager] = []  # of all ranks; only set by `local`
         self._maps: dict[Any, Any] = {}
         self._closed = False
 
@@ -256,15 +235,14 @@ class All2AllManager:
         apart: bool = False,
         deadline_s: float = 30.0,
     ) -> list[All2AllManager]:
-        """Return the managers of all ranks in this process, with the backend push, for notebooks and tests.
+        """Make the managers of all ranks in this process, for notebooks and tests. Their backend is "push".
 
-        If each rank has its own GPU, a single thread may call the layers of the ranks one after the other, once they
-        have been rehearsed (`PushPrepareAndFinalize.rehearsal`). Ranks in host memory and ranks that share a GPU need
-        one thread per rank, which `run` starts. Ranks that share a GPU must also use the same stream.
+        If each rank has its own GPU, one thread may call the ranks' layers in turn, after a
+        `PushPrepareAndFinalize.rehearsal`. Otherwise each rank needs a thread (`run`). Ranks that share a GPU must also
+        use the same stream.
 
         Args:
-            devices: the CUDA device of each rank; several ranks may share a device. All None: ranks in host memory.
-            num_experts, max_num_tokens, hidden, topk, expert_rank, apart, deadline_s: as for the class.
+            devices: the CUDA device of each rank; ranks may share a device. All None: ranks in host memory.
 
         Raises:
             TypeError, ValueError: invalid arguments, or devices that cannot map each other's memory.
@@ -275,24 +253,23 @@ class All2AllManager:
             ranks, num_experts=num_experts, max_num_tokens=max_num_tokens, hidden=hidden, topk=topk,
             expert_rank=expert_rank, apart=apart, deadline_s=deadline_s, backend="push",
         )  # fmt: skip
-        options = sizes.of_state(sizes.num_experts, sizes.max_num_tokens, sizes.expert_rank)
+        options = sizes.state_options(sizes.num_experts, sizes.max_num_tokens, sizes.expert_rank)
         states = AllToAllState.local(devices, **options)
         shared = devices[0] is not None and len({*devices}) < ranks
         turns = Turns(ranks, sizes.deadline_s) if shared else None
         managers = [cls.__new__(cls) for _ in states]
         for manager, state in zip(managers, states, strict=True):
-            manager._hold(sizes, ranks, state.device)
+            manager._set_common_attributes(sizes, ranks, state.device)
             manager.rank, manager.group, manager.backend, manager.state = state.rank, None, "push", state
-            manager._turns, manager._of_process = turns, managers
+            manager._turns, manager._local_managers = turns, managers
             manager._load()
         return managers
 
     @staticmethod
     def run(managers: Sequence[All2AllManager], function: Callable[[All2AllManager], Result]) -> list[Result]:
-        """Call `function` with each of the `managers`, each in its own thread. `local` returns the managers.
+        """Call `function` with each manager from `local`. Each call runs in its own thread, on the manager's device.
 
-        In each thread the device of the manager is current. Returns the results in order. If a call raises, all ranks
-        are aborted, and `run` raises the first exception.
+        Return the results in order. If a call raises, abort all ranks and raise the first exception.
         """
         failed: list[BaseException] = []
 
@@ -308,22 +285,21 @@ class All2AllManager:
                 raise
 
         with concurrent.futures.ThreadPoolExecutor(len(managers)) as pool:
-            running = [pool.submit(run, manager) for manager in managers]
+            futures = [pool.submit(run, manager) for manager in managers]
         if failed:
             raise failed[0]
-        return [each.result() for each in running]
+        return [future.result() for future in futures]
 
-    # --- the set-up -----------------------------------------------------------------------------------
+    # --- setup ----------------------------------------------------------------------------------------
 
     def _gather(self, value: Any) -> list[Any]:
-        """Send `value` to all ranks. Return the values of all ranks."""
         distributed = _torch().distributed
         found = [None] * distributed.get_world_size(self.group)
         distributed.all_gather_object(found, value, group=self.group)
         return found
 
-    def _together(self, action: Callable[[], Result]) -> list[Result]:
-        """Call `action` on all ranks. Return the results of all ranks. If one `action` raises, all ranks raise."""
+    def _run_on_all_ranks(self, action: Callable[[], Result]) -> list[Result]:
+        """Call `action` on all ranks, and return all results. If one raises, all ranks raise."""
         result, problem = None, None
         try:
             result = action()
@@ -332,9 +308,9 @@ class All2AllManager:
         found = self._gather((result, None if problem is None else f"{type(problem).__name__}: {problem}"))
         if problem is not None:
             raise problem
-        for rank, (_, said) in enumerate(found):
-            if said is not None:
-                raise ValueError(f"rank {rank} could not set up the exchange: {said}")
+        for rank, (_, message) in enumerate(found):
+            if message is not None:
+                raise ValueError(f"rank {rank} could not set up the exchange: {message}")
         return [value for value, _ in found]
 
     def _gpu(self) -> int:
@@ -342,40 +318,39 @@ class All2AllManager:
         return self.device
 
     def _load(self) -> None:
-        """Load the compiled kernels of a layer. Loading may block later, while a kernel waits for another rank."""
+        """Load a layer's kernels in advance, because loading may block while a kernel waits for another rank."""
         if self.state is not None and self.device is not None:
-            kernel.load_all(_STEMS, self.device, compiles=False)
+            kernel.load_all(_KERNEL_SOURCES, self.device, compiles=False)
 
     def _connect_two_levels(self, hosts: list[list[int]]) -> None:
-        """Set up both levels: the peers on the other hosts, and the exchange within this host."""
         sizes = self.sizes
         host = next(index for index, ranks in enumerate(hosts) if self.rank in ranks)
-        place = hosts[host].index(self.rank)
-        # Use the existing group for the peers instead of a new group. torch may give a new group the name of a group
-        # that another rank has already destroyed. The new group could then wait forever for addresses in the store.
-        self._peers = [ranks[place] for ranks in hosts]
-        host_of, place_of = np.zeros(self.ranks, np.int64), np.zeros(self.ranks, np.int64)
+        local_rank = hosts[host].index(self.rank)
+        # Do not make a torch group of the peers. Torch may give it the name of a group that another rank has already
+        # destroyed, and would then wait forever.
+        self._peers = [ranks[local_rank] for ranks in hosts]
+        host_of, local_rank_of = np.zeros(self.ranks, np.int64), np.zeros(self.ranks, np.int64)
         for index, ranks in enumerate(hosts):
-            host_of[ranks], place_of[ranks] = index, np.arange(len(ranks))
+            host_of[ranks], local_rank_of[ranks] = index, np.arange(len(ranks))
         self._expert_host = host_of[self.owner]
-        here = place_of[self.owner[self._expert_host == host]]
-        options = sizes.of_state(len(here), len(hosts) * sizes.max_num_tokens, here.tolist())
+        local_owners = local_rank_of[self.owner[self._expert_host == host]]
+        options = sizes.state_options(len(local_owners), len(hosts) * sizes.max_num_tokens, local_owners.tolist())
 
         def gather_here(value: Any) -> list[Any]:
             found = self._gather(value)
             return [found[rank] for rank in hosts[host]]
 
-        self.state = self._together_each(
-            lambda: AllToAllState.connect(place, len(hosts[host]), self._gpu(), gather_here, **options)
+        self.state = self._run_on_all_ranks_own_result(
+            lambda: AllToAllState.connect(local_rank, len(hosts[host]), self._gpu(), gather_here, **options)
         )
 
-    def _together_each(self, action: Callable[[], Result]) -> Result:
-        """Call `action` on all ranks. Return the result of this rank. If one `action` raises, all ranks raise."""
+    def _run_on_all_ranks_own_result(self, action: Callable[[], Result]) -> Result:
+        """Like `_run_on_all_ranks`, but return only this rank's result."""
         found: list[Result] = []
-        self._together(lambda: found.append(action()))
+        self._run_on_all_ranks(lambda: found.append(action()))
         return found[0]
 
-    # --- the layer's part -----------------------------------------------------------------------------
+    # --- layers -------------------------------------------------------------------------------------
 
     @property
     def num_local_experts(self) -> int:
@@ -383,9 +358,9 @@ class All2AllManager:
         return int((self.owner == self.rank).sum())
 
     def expert_map(self, like: Any) -> Any:
-        """Return the local index of each expert, -1 for experts of other ranks.
+        """Return int32 [num_experts]: the local index of each expert, -1 for experts of other ranks.
 
-        The result is int32 [num_experts], in the library and on the device of `like`.
+        The array is in the library and on the device of `like`.
         """
         library = arrays.library_of(like)
         if library is None:
@@ -393,8 +368,8 @@ class All2AllManager:
         key = library.name, library.device(like)
         if key not in self._maps:
             here = self.owner == self.rank
-            places = np.where(here, here.cumsum() - 1, -1).astype(np.int32)
-            self._maps[key] = library.from_numpy(places, like)
+            local_index = np.where(here, here.cumsum() - 1, -1).astype(np.int32)
+            self._maps[key] = library.from_numpy(local_index, like)
         return self._maps[key]
 
     def prepare_finalize(
@@ -408,16 +383,14 @@ class All2AllManager:
         """Return the prepare/finalize object of this rank. Layers that run one after the other may share it.
 
         Args:
-            batched: group the tokens by expert, [local experts, max_tokens_per_expert, hidden]; not with nccl.
-            max_tokens_per_expert: with `batched`, the number of rows per expert; None: the maximum tokens of all ranks.
-            apart: return the same bits for any number of ranks; the manager must have been made with `apart`.
-            expert_load: int32 [num_experts]. Each call adds to `expert_load[e]` the number of pairs (token, slot) that
-                arrived for expert e, for each expert of this rank.
+            batched, max_tokens_per_expert: as for `PushPrepareAndFinalize`; not with nccl.
+            apart: let layers return the same bits for any number of ranks; the manager must have been made with
+                `apart`.
+            expert_load: as for the class of the returned object.
 
         Raises:
             AllToAllError: an earlier call failed.
-            TypeError, ValueError: invalid arguments, or arguments that the backend does not support; the message names
-                the argument.
+            TypeError, ValueError: arguments that are invalid or that the backend does not support.
         """
         self.check()
         sizes = self.sizes
@@ -443,12 +416,12 @@ class All2AllManager:
             max_num_tokens=sizes.max_num_tokens, expert_load=expert_load, peers=self._peers,
         )  # fmt: skip
 
-    # --- while it runs, and the end -------------------------------------------------------------------
+    # --- errors and shutdown --------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise AllToAllError if an earlier call has failed. Call this regularly in a loop that replays a CUDA graph.
+        """Raise AllToAllError if an earlier call has failed, or ValueError if the manager is closed.
 
-        The error names the rank, the phase and the step. Raises ValueError if the manager is closed.
+        AllToAllError names the rank, the phase and the step. Call `check` regularly while a CUDA graph is replayed.
         """
         if self._closed:
             check.fail("manager", "open", "a closed one")
@@ -458,7 +431,7 @@ class All2AllManager:
     def abort(self) -> None:
         """Make every rank stop waiting for other ranks. The next call on each rank raises AllToAllError.
 
-        This ends only the waits of "push". A wait in `torch.distributed` lasts until the group's timeout.
+        A wait in `torch.distributed` is not stopped, and lasts until the group's timeout.
         """
         if self._turns is not None:
             self._turns.abort(self.rank)
@@ -479,11 +452,11 @@ class All2AllManager:
     def _close(self, wait: bool) -> None:
         self._closed = True
         # Other ranks of this process may still be storing into this rank's memory.
-        for device in {each.device for each in self._of_process or [self]}:
+        for device in {manager.device for manager in self._local_managers or [self]}:
             if device is not None:
                 with current_device(device):
                     runtime.deviceSynchronize()
-        if wait and not self._of_process:
+        if wait and not self._local_managers:
             self._gather(None)
         if self.state is not None:
             self.state.close()
@@ -501,43 +474,42 @@ class All2AllManager:
 
 
 def _torch() -> Any:
-    """Import torch only when it is needed, because the rest of cukern works without it."""
     import torch
     import torch.distributed
 
     return torch
 
 
-def _device(given: Any) -> int | None:
-    """Return the CUDA device that an argument `device` means. Return None for host memory."""
+def _device(device: Any) -> int | None:
+    """Return the CUDA device of an argument `device`; None: host memory."""
     torch = _torch()
-    if given is None:
+    if device is None:
         return torch.cuda.current_device() if torch.cuda.is_available() and kernel.device_count() else None
-    if isinstance(given, (str, torch.device)):
-        place = torch.device(given)
+    if isinstance(device, (str, torch.device)):
+        place = torch.device(device)
         if place.type == "cpu":
             return None
         if place.type != "cuda":
-            check.fail("device", "a CUDA device or the CPU", given)
-        given = torch.cuda.current_device() if place.index is None else place.index
+            check.fail("device", "a CUDA device or the CPU", device)
+        device = torch.cuda.current_device() if place.index is None else place.index
     if not kernel.device_count():
-        check.fail("device", "None: there is no GPU here", given)
-    return check.integer("device", given, 0, kernel.device_count() - 1)
+        check.fail("device", "None: there is no GPU here", device)
+    return check.integer("device", device, 0, kernel.device_count() - 1)
 
 
-def _unreached(rank: int, device: int | None, offers: Sequence[_Offer]) -> dict[int, str]:
-    """Return the ranks whose memory `rank` cannot map, with the reasons. A rank in host memory cannot map any."""
+def _unmappable_ranks(rank: int, device: int | None, infos: Sequence[_RankInfo]) -> dict[int, str]:
+    """Return the ranks whose memory `rank` cannot map, with the reasons."""
     found = {}
-    for other, offer in enumerate(offers):
-        if device is None or offer.bus is None:
+    for other, info in enumerate(infos):
+        if device is None or info.bus is None:
             where = rank if device is None else other
             why = f"rank {where} is in host memory, which only ranks of one process share (All2AllManager.local)"
             found[other] = why
-        elif offer.host != offers[rank].host:
+        elif info.host != infos[rank].host:
             found[other] = f"rank {other} is on another host than rank {rank}"
         elif other != rank:
             try:
-                check_peer(device, offer.bus, other)
+                check_peer(device, info.bus, other)
             except ValueError as error:
                 found[other] = f"{error} (rank {rank})"
     return found

@@ -15,10 +15,7 @@ from cukern.runtime import arrays, check
 
 
 class NaiveBatchedExperts(FusedMoEPermuteExpertsUnpermute):
-    """The NumPy reference of the experts, for weights of any quantization, in the batched format.
-
-    It runs one expert after the other. Arrays on a GPU are copied to the host and back, so the host waits for the GPU.
-    """
+    """The NumPy reference of the experts, for any quantization, in the batched format. Arrays on a GPU are copied."""
 
     quantizations = AutoExperts.quantizations
 
@@ -64,17 +61,16 @@ class NaiveBatchedExperts(FusedMoEPermuteExpertsUnpermute):
         scale = None if a1q_scale is None else library.to_numpy(a1q_scale)
         config = on_host(self.quant_config)
         result = np.zeros(tuple(output.shape), arrays.numpy_dtype(library.dtype(output)))
-        own: dict[int, tuple[Any, Any]] = {}
+        inputs: dict[int, tuple[Any, Any]] = {}
         for index, count in enumerate(np.clip(counts, 0, a.shape[1]).tolist()):
             if count:
-                own[index] = a[index, :count], scale if scale is None or scale.size == 1 else scale[index, :count]
-        for index, rows in twin.experts(own, first, second, activation, config, result.dtype).items():
+                inputs[index] = a[index, :count], scale if scale is None or scale.size == 1 else scale[index, :count]
+        for index, rows in twin.experts(inputs, first, second, activation, config, result.dtype).items():
             result[index, : len(rows)] = rows
         output[...] = library.from_numpy(result, output)
 
 
 def on_host(config: FusedMoEQuantConfig) -> FusedMoEQuantConfig:
-    """Return the same configuration with its scales in NumPy."""
     scales: dict[str, Any] = {}
     for name, value in config.scales.items():
         library = arrays.library_of(value)

@@ -45,19 +45,16 @@ def layer_output(
     *,
     expert_map: Any = None,
     out: Any = None,
-    form: tuple[Any, Any, Any] = (activations.ALPHA, activations.LIMIT, False),
+    activation_options: tuple[Any, Any, Any] = (activations.ALPHA, activations.LIMIT, False),
     **scales: Any,
 ) -> Any:
-    """Check all arguments of the layer, and allocate the layer's output.
-
-    `form` is the tuple (alpha, limit, interleaved). Raises TypeError or ValueError for invalid arguments.
-    """
+    """Check all arguments of the layer, and allocate its output. `activation_options`: (alpha, limit, interleaved)."""
     dtypes_of_x = DTYPES if quantization else (*DTYPES, "float32")
     x = expect_array("hidden_states", hidden_states, dtypes_of_x, ("tokens", "hidden"))
     activations.function_number(activation)
     gated = is_gated(activation)
-    activations.check_bounds(*form[:2])
-    if check.one_of("interleaved", form[2], (False, True)) and not gated:
+    activations.check_bounds(*activation_options[:2])
+    if check.one_of("interleaved", activation_options[2], (False, True)) and not gated:
         check.fail("interleaved", "False without a gate", f"True with activation {activation!r}")
     like = "hidden_states"
     tokens, hidden = x.shape
@@ -82,19 +79,19 @@ def layer_output(
     group = groups.get(quantization or "", 1)
     for name, size in ((like, hidden), ("w1", inter)):
         if size % group:
-            what = "a hidden size" if name == like else "an inter"
-            check.fail(name, f"of {what} that is a multiple of {group} ({quantization})", size)
+            size_name = "a hidden size" if name == like else "an inter"
+            check.fail(name, f"of {size_name} that is a multiple of {group} ({quantization})", size)
     if prepared:
         _check_prepared(w1, w2, x, quantization, hidden, columns, inter)
     else:
-        in_byte = 2 if packed else 1
-        for name, array, wanted, of in (
-            ("w1", w1, (experts, columns, hidden // in_byte), symbols),
-            ("w2", w2, (experts, hidden, inter // in_byte), "[experts, hidden, inter]"),
+        elements_per_byte = 2 if packed else 1
+        for name, array, wanted, shape_symbols in (
+            ("w1", w1, (experts, columns, hidden // elements_per_byte), symbols),
+            ("w2", w2, (experts, hidden, inter // elements_per_byte), "[experts, hidden, inter]"),
         ):
             check.dtype(name, array.dtype, dtypes)
             if not same_shape(array, wanted):
-                check.shape(name, array.shape, wanted, of)
+                check.shape(name, array.shape, wanted, shape_symbols)
             expect_weights(name, array)
     expect_place("topk_ids", topk_ids, x, like)
     check.dimensions("topk_ids", topk_ids.shape, ("tokens", "topk"))
@@ -104,10 +101,10 @@ def layer_output(
     if expert_map is not None:
         expect_place("expert_map", expert_map, x, like)
         check.dimensions("expert_map", expert_map.shape, ("global_num_experts",))
-        everywhere = (expert_map.shape[0],)
-        expect("expert_map", expert_map, x, like, ("int32",), everywhere, "[global_num_experts]")
-        if everywhere[0] < experts:
-            check.fail("expert_map", f"of at least the {experts} experts of w1", everywhere[0])
+        map_shape = (expert_map.shape[0],)
+        expect("expert_map", expert_map, x, like, ("int32",), map_shape, "[global_num_experts]")
+        if map_shape[0] < experts:
+            check.fail("expert_map", f"of at least the {experts} experts of w1", map_shape[0])
     if apply_router_weight_on_input and shape[1] != 1:
         check.fail("topk_ids", "of one expert per token with apply_router_weight_on_input", f"{shape[1]} per token")
     output = outputs(out, x, like, Result((tokens, hidden), x.dtype, "[tokens, hidden]"))
@@ -120,17 +117,18 @@ def layer_output(
 def _check_prepared(
     w1: Any, w2: Any, like: Array, quantization: str | None, hidden: int, columns: int, inter: int
 ) -> None:
-    """Check the shapes of prepared weights."""
-    size, unit = UNIT_BYTES[MXFP4_GROUP if quantization == "mxfp4" else NVFP4_GROUP], UNIT_K
+    size, k_per_tile = UNIT_BYTES[MXFP4_GROUP if quantization == "mxfp4" else NVFP4_GROUP], UNIT_K
     if quantization == "mxfp4_fp8":
-        size, unit = FOLDED_BYTES, FOLDED_K
+        size, k_per_tile = FOLDED_BYTES, FOLDED_K
     for name, array, n, k in (("w1", w1, columns, hidden), ("w2", w2, hidden, inter)):
-        shape = w1.shape[0], n // UNIT_ROWS, -(-k // unit), size
-        expect(name, array, like, "hidden_states", ("uint8",), shape, f"[experts, n / 8, ceil(k / {unit}), bytes]")
+        shape = w1.shape[0], n // UNIT_ROWS, -(-k // k_per_tile), size
+        expect(
+            name, array, like, "hidden_states", ("uint8",), shape, f"[experts, n / 8, ceil(k / {k_per_tile}), bytes]"
+        )
 
 
 def _check_scale(name: str, scale: Any, like: Array, quantization: str | None, w1: tuple[int, int], inter: int) -> None:
-    """Check the scale or bias `name`. `w1` is a pair: the number of experts, and the rows of w1 per expert."""
+    """Check the scale or bias `name`. `w1` is the pair (experts, rows of w1 per expert)."""
     expect_place(name, scale, like, "hidden_states")
     experts, columns = w1
     hidden = like.shape[1]

@@ -1,4 +1,4 @@
-"""The prepare/finalize classes for a single rank: one for the standard format, one for tokens batched by expert."""
+"""The prepare/finalize classes for a single rank."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ from cukern.runtime import check
 
 
 def quantize_input(a1: Any, config: FusedMoEQuantConfig) -> tuple[Any, Any]:
-    """Quantize the activations for the first GEMM. Return them and their scales.
-
-    Without quantization, return the unchanged activations and None.
-    """
+    """Return the activations for the first GEMM and their scales; without quantization `a1` and None."""
     if config.is_in_groups:
         return per_token_group_quant_fp8(a1, GROUP)
     if config.name == "fp8":
@@ -35,8 +32,6 @@ def weigh_input(a1: Any, topk_weights: Any) -> Any:
 
 
 class _OneRank(FusedMoEPrepareAndFinalize):
-    """Base class of the two classes of this module."""
-
     def topk_indices_dtype(self) -> str | None:
         return None
 
@@ -61,7 +56,7 @@ class _OneRank(FusedMoEPrepareAndFinalize):
 
 
 class MoEPrepareAndFinalizeNoEP(_OneRank):
-    """Quantizes the tokens and keeps their order. It sends nothing, because this rank has all experts."""
+    """Quantizes the tokens and keeps their order, for a rank that has all experts."""
 
     @property
     def activation_format(self) -> FusedMoEActivationFormat:
@@ -94,9 +89,9 @@ class BatchedPrepareAndFinalize(_OneRank):
     Rows after the last token of an expert are uninitialized.
 
     Args:
-        max_num_tokens: maximum tokens of a call, and the number of rows of each expert. A token that names the same
-            expert twice takes two of these rows. If all rows of an expert are taken, further tokens for that expert are
-            dropped: the expert adds nothing to their result.
+        max_num_tokens: the maximum number of tokens of a call, and the number of rows of each expert. A token that
+            names an expert twice takes two of its rows. An expert without a free row for a token adds nothing to the
+            token's result.
         num_local_experts: the number of experts of this rank.
     """
 
@@ -122,7 +117,7 @@ class BatchedPrepareAndFinalize(_OneRank):
         quant_config: FusedMoEQuantConfig,
     ) -> Prepared:
         tokens, hidden = a1.shape
-        experts, room = self.num_local_experts, self.max_num_tokens * self.num_dispatchers()
+        experts, rows_per_expert = self.num_local_experts, self.max_num_tokens * self.num_dispatchers()
         if tokens > self.max_num_tokens:
             check.fail("hidden_states", f"of at most {self.max_num_tokens} tokens (max_num_tokens)", tokens)
         if expert_map is None and num_experts != experts:
@@ -131,11 +126,15 @@ class BatchedPrepareAndFinalize(_OneRank):
             a1 = weigh_input(a1, topk_weights)
         a1q, scale = quantize_input(a1, quant_config)
         counts, positions = moe_sort_batched(
-            topk_ids, num_experts, room, expert_map=expert_map, num_local_experts=experts
+            topk_ids, num_experts, rows_per_expert, expert_map=expert_map, num_local_experts=experts
         )
-        batched = permute_rows(a1q, positions, experts * room).reshape(experts, room, hidden)
+        batched = permute_rows(a1q, positions, experts * rows_per_expert).reshape(experts, rows_per_expert, hidden)
         if scale is not None and scale.shape[0] == tokens and quant_config.name != "fp8":
-            scale = permute_rows(scale, positions, experts * room).reshape(experts, room, scale.shape[1])
+            scale = permute_rows(scale, positions, experts * rows_per_expert).reshape(
+                experts, rows_per_expert, scale.shape[1]
+            )
         elif scale is not None and quant_config.per_act_token_quant:
-            scale = permute_rows(scale.reshape(tokens, 1), positions, experts * room).reshape(experts, room)
+            scale = permute_rows(scale.reshape(tokens, 1), positions, experts * rows_per_expert).reshape(
+                experts, rows_per_expert
+            )
         return Prepared(batched, scale, ExpertTokensMetadata(counts, positions))

@@ -1,4 +1,4 @@
-"""The reductions, which multiply the experts' outputs by the router's weights and add them up for each token."""
+"""Reduce the experts' outputs over the slots of each token, weighted by the router."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from cukern.runtime import check
 
 
 class TopKWeightAndReduce(abc.ABC):
-    """out[t] = sum over the slots s of topk_weights[t, s] * (the output of expert topk_ids[t, s] for token t).
-
-    The experts' `finalize_weight_and_reduce_impl` returns the reduction, and the prepare/finalize class applies it.
-    """
+    """out[t] = sum over the slots s of topk_weights[t, s] * (the output of expert topk_ids[t, s] for token t)."""
 
     @abc.abstractmethod
     def apply(
@@ -26,21 +23,18 @@ class TopKWeightAndReduce(abc.ABC):
         apply_router_weight_on_input: bool,
         expert_tokens_meta: Any = None,
     ) -> None:
-        """Write [tokens, hidden] into `output`.
+        """Write `output` [tokens, hidden].
 
         Args:
-            output: [tokens, hidden].
-            fused_expert_output: the experts' output. Each subclass documents its shape.
-            topk_weights: float32 [tokens, topk].
-            topk_ids: int32 or int64 [tokens, topk].
-            apply_router_weight_on_input: whether the inputs have already been multiplied by the weights. If so, the
-                reduction uses weights of 1.
-            expert_tokens_meta: the `ExpertTokensMetadata` of `prepare`, or None.
+            fused_expert_output: the experts' output, of the shape that the subclass documents.
+            topk_weights, topk_ids: [tokens, topk].
+            apply_router_weight_on_input: True: the inputs are already multiplied by the weights, so the weights are 1.
+            expert_tokens_meta: from `prepare`, or None.
         """
 
 
 class TopKWeightAndReduceNoOp(TopKWeightAndReduce):
-    """Copies the experts' output to `output`, because the experts have already done the reduction."""
+    """Copies the experts' output, because the experts have done the reduction."""
 
     def apply(
         self,
@@ -56,7 +50,7 @@ class TopKWeightAndReduceNoOp(TopKWeightAndReduce):
 
 
 class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
-    """A placeholder. The prepare/finalize class replaces it by the reduction for its activation format."""
+    """A placeholder, which the prepare/finalize class replaces by the reduction for its format."""
 
     def apply(
         self,
@@ -71,7 +65,7 @@ class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
 
 
 class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
-    """Reduces outputs [tokens, topk, hidden], which contain one row for each token and slot."""
+    """Reduces outputs [tokens, topk, hidden]."""
 
     def apply(
         self,
@@ -93,11 +87,10 @@ class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
 
 
 class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
-    """Reduces outputs [experts, max_tokens, hidden], in which the tokens of an expert are in token order.
+    """Reduces outputs [experts, max_tokens, hidden], with the tokens of an expert in token order.
 
     Args:
-        expert_map: int32 [all experts], the local index of each expert, -1 for experts of other ranks. Needed only if
-            `expert_tokens_meta` has no positions.
+        expert_map: as for `cukern.fused_experts`; used only if `expert_tokens_meta` has no positions.
     """
 
     def __init__(self, expert_map: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""Exchange tokens between several hosts: by `torch.distributed` between hosts, and by memory stores within a host."""
+"""Exchange tokens between hosts by `torch.distributed`, and within a host by memory stores."""
 
 from __future__ import annotations
 
@@ -19,26 +19,22 @@ from cukern.runtime.describe import type_name
 class TwoLevelPrepareAndFinalize(FusedMoEPrepareAndFinalize):
     """Sends a token once to each host that has at least one of its experts, and from there to the experts' ranks.
 
-    The local rank is the index of a rank on its host. Level 1 (`NcclPrepareAndFinalize`) sends tokens between hosts,
-    from each rank to the ranks with the same local rank. Level 2 (`PushPrepareAndFinalize`) sends the received tokens
-    to the experts' ranks on the same host. The results return along the same route. Level 2 adds up the results of the
-    host's ranks in rank order. One row per host then returns to the source rank, which adds the rows in host order. The
-    CPU waits until it knows the numbers of rows, so a CUDA graph cannot capture the call.
+    The local rank is the index of a rank on its host. `NcclPrepareAndFinalize` sends tokens between ranks with the same
+    local rank. `PushPrepareAndFinalize` sends them to the experts' ranks on the host, and adds up these ranks' results
+    in rank order. One row per host returns to the source rank, which adds the rows in host order. A CUDA graph cannot
+    capture the call, because the host waits for the row counts.
 
     Args:
-        group: a `torch.distributed.ProcessGroup` of the ranks with this local rank, in host order; with `peers`, any
-            group that contains these ranks. None: the default group.
-        push: the exchange within this host. The experts of its state are the experts of this host, in ascending order.
-            The state's `max_tokens` is the number of hosts times `max_num_tokens`. `push` has no `expert_load`.
-        num_experts: the number of experts of all hosts.
+        group: a `torch.distributed.ProcessGroup` of the ranks that have this process's local rank, in host order; None:
+            the default group.
+        push: the exchange within this host. Its state has the experts of this host in ascending order. The `max_tokens`
+            of the state is the number of hosts times `max_num_tokens`.
+        num_experts, max_num_tokens, expert_load: as for `NcclPrepareAndFinalize`.
         expert_host: [num_experts], the host of each expert; every host has at least one.
-        max_num_tokens: maximum tokens of a call on this rank.
-        expert_load: int32 tensor [num_experts]. Each `prepare` adds to `expert_load[e]` the number of pairs (token,
-            slot) that arrived for expert e, for each expert of this rank.
-        peers: the ranks of the group with this local rank, in host order; None: all ranks, in their order.
+        peers: the ranks of `group` that have this process's local rank, in host order; None: all ranks of `group`.
 
     Raises:
-        TypeError, ValueError: invalid arguments; the message names the argument.
+        TypeError, ValueError: invalid arguments.
         RuntimeError: `torch.distributed` has not been initialized.
     """
 
@@ -55,59 +51,55 @@ class TwoLevelPrepareAndFinalize(FusedMoEPrepareAndFinalize):
     ) -> None:
         if not isinstance(push, PushPrepareAndFinalize):
             check.fail("push", "a PushPrepareAndFinalize", type_name(push), TypeError)
-        self.between = NcclPrepareAndFinalize(
+        self.inter_host = NcclPrepareAndFinalize(
             group, num_experts, max_num_tokens=max_num_tokens, expert_rank=expert_host, peers=peers
         )
-        self.within = push
-        state, hosts = push.state, self.between.ranks
-        if state.num_experts != self.between.num_local_experts:
-            wanted = f"of a state with the {self.between.num_local_experts} experts of this host"
+        self.intra_host = push
+        state, hosts = push.state, self.inter_host.ranks
+        if state.num_experts != self.inter_host.num_local_experts:
+            wanted = f"of a state with the {self.inter_host.num_local_experts} experts of this host"
             check.fail("push", wanted, state.num_experts)
         if state.max_tokens != hosts * max_num_tokens:
             wanted = f"of a state with max_tokens = {hosts} hosts * {max_num_tokens} (max_num_tokens)"
             check.fail("push", wanted, state.max_tokens)
         if push.expert_load is not None:
             check.fail("push", "without expert_load, which is an argument of its own here", "one with it")
-        self.num_experts, self.num_local_experts = self.between.num_experts, push.num_local_experts
+        self.num_experts, self.num_local_experts = self.inter_host.num_experts, push.num_local_experts
         self.expert_load = expert_load
-        self._numbers = np.flatnonzero(np.asarray(expert_host) == self.between.rank)
-        self._by_device: dict[Any, tuple[Any, Any]] = {}
+        self._host_experts = np.flatnonzero(np.asarray(expert_host) == self.inter_host.rank)
+        self._device_arrays: dict[Any, tuple[Any, Any]] = {}
         self._received: tuple[Any, Any] | None = None
 
     @property
     def activation_format(self) -> FusedMoEActivationFormat:
-        return self.within.activation_format
+        return self.intra_host.activation_format
 
     def topk_indices_dtype(self) -> str | None:
         return None
 
     def max_num_tokens_per_rank(self) -> int | None:
-        return self.between.max_num_tokens
+        return self.inter_host.max_num_tokens
 
     def num_dispatchers(self) -> int:
-        return self.between.ranks * self.within.num_dispatchers()
+        return self.inter_host.ranks * self.intra_host.num_dispatchers()
 
     def sorts_tokens(self) -> bool:
-        return self.within.sorts_tokens()
+        return self.intra_host.sorts_tokens()
 
     def expert_map(self, like: Any) -> Any:
-        """Return the local index of each expert, -1 for experts of other ranks.
+        return self._on_device(like)[1]
 
-        The result is int32 [num_experts], in the library and on the device of `like`.
-        """
-        return self._of_device(like)[1]
-
-    def _of_device(self, like: Any) -> tuple[Any, Any]:
-        """Return the ids of this host's experts, int64, and the expert map, both on the device of `like`."""
+    def _on_device(self, like: Any) -> tuple[Any, Any]:
+        """Return the ids of this host's experts and the expert map, both on the device of `like`."""
         library = arrays.library_of(like)
         if library is None:
             check.fail("hidden_states", "a torch tensor", type_name(like), TypeError)
         key = library.name, library.device(like)
-        if key not in self._by_device:
-            whole = np.full(self.num_experts, -1, np.int32)
-            whole[self._numbers] = library.to_numpy(self.within.expert_map(like))
-            self._by_device[key] = library.from_numpy(self._numbers, like), library.from_numpy(whole, like)
-        return self._by_device[key]
+        if key not in self._device_arrays:
+            full_map = np.full(self.num_experts, -1, np.int32)
+            full_map[self._host_experts] = library.to_numpy(self.intra_host.expert_map(like))
+            self._device_arrays[key] = library.from_numpy(self._host_experts, like), library.from_numpy(full_map, like)
+        return self._device_arrays[key]
 
     def prepare(
         self,
@@ -119,15 +111,10 @@ class TwoLevelPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
     ) -> Prepared:
-        """Quantize the tokens, send them to their experts' hosts, and on each host to the experts' ranks.
+        """Quantize the tokens, and send them to their experts' hosts and ranks.
 
-        The arguments are the same as for `NcclPrepareAndFinalize.prepare`. The result has the same form as the result
-        of `PushPrepareAndFinalize.prepare`, for the experts of this host.
-
-        Raises:
-            AllToAllError: an earlier call failed.
-            TypeError, ValueError: invalid arguments; the message names the argument.
-            RuntimeError: a CUDA graph is being captured; or the ranks disagree on the layer.
+        Takes the arguments of `NcclPrepareAndFinalize.prepare`. Returns the result of `PushPrepareAndFinalize.prepare`,
+        with ids among the experts of this host. Raises the errors of both methods.
         """
         return self.prepare_no_receive(
             a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config
@@ -146,31 +133,30 @@ class TwoLevelPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
     ) -> Callable[[], Prepared]:
-        """Send the tokens to their experts' hosts. Return a function that runs the rest of `prepare`."""
-        self.within.state.check()
-        receive = self.between.prepare_no_receive(
+        self.intra_host.state.check()
+        receive = self.inter_host.prepare_no_receive(
             a1, topk_weights, topk_ids, num_experts, None, apply_router_weight_on_input, quant_config
         )
 
-        def onward() -> Prepared:
+        def send_within_host() -> Prepared:
             rows, scale, _, ids, weights = receive()
-            # Convert the ids from indices among all experts to indices among the experts of this host.
-            own = self.between.expert_map(ids)[ids.clamp(min=0)].masked_fill(ids < 0, -1)
-            self._received = weights, own
-            numbers, whole = self._of_device(ids)
-            within_map = None if expert_map is None or expert_map is whole else expert_map[numbers]
+            # Convert ids among the experts of all hosts to ids among the experts of this host.
+            host_ids = self.inter_host.expert_map(ids)[ids.clamp(min=0)].masked_fill(ids < 0, -1)
+            self._received = weights, host_ids
+            host_experts, full_map = self._on_device(ids)
+            host_map = None if expert_map is None or expert_map is full_map else expert_map[host_experts]
             load = None
             if self.expert_load is not None:
-                load = self.within.expert_load = self.expert_load.new_zeros(len(numbers))
+                load = self.intra_host.expert_load = self.expert_load.new_zeros(len(host_experts))
             try:
-                prepared = self.within.send(rows, scale, weights, own, within_map, quant_config)()
+                prepared = self.intra_host.send(rows, scale, weights, host_ids, host_map, quant_config)()
             finally:
-                self.within.expert_load = None
+                self.intra_host.expert_load = None
             if load is not None:
-                self.expert_load.index_add_(0, numbers, load)
+                self.expert_load.index_add_(0, host_experts, load)
             return prepared
 
-        return onward
+        return send_within_host
 
     def finalize(
         self,
@@ -182,24 +168,21 @@ class TwoLevelPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         weight_and_reduce_impl: TopKWeightAndReduce,
         expert_tokens_meta: ExpertTokensMetadata | None = None,
     ) -> None:
-        """Apply the router's weights, add up the experts' rows within the host, and send the sums to the source host.
-
-        The arguments are the same as for `PushPrepareAndFinalize.finalize`.
+        """Add up the experts' weighted rows within the host, and send the sums to the source host.
 
         Raises:
             AllToAllError: an earlier call failed.
             RuntimeError: no `prepare` came before.
-            TypeError, ValueError: invalid arguments; the message names the argument.
         """
         if self._received is None:
             raise RuntimeError(f"{type(self).__name__}.finalize must follow a prepare")
         weights, ids = self._received
         self._received = None
         rows = output.new_empty((len(ids), output.shape[1]))
-        self.within.finalize(
+        self.intra_host.finalize(
             rows, fused_expert_output, weights, ids, apply_router_weight_on_input, weight_and_reduce_impl,
             expert_tokens_meta,
         )  # fmt: skip
-        self.between.finalize(
+        self.inter_host.finalize(
             output, rows, topk_weights, topk_ids, apply_router_weight_on_input, TopKWeightAndReduceNoOp()
         )
