@@ -1,4 +1,4 @@
-"""`enable` and `disable` install and remove the modules of `cukern.compat` under the names of other libraries."""
+"""Install and remove the modules of `cukern.compat` under the names of other libraries."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from cukern.compat._limits import RAISES, not_covered, sentence
+from cukern.compat._limits import RAISES, not_covered, not_covered_message
 from cukern.runtime import check
 
 
 class Peer(NamedTuple):
     """A library that `cukern.compat` can replace.
 
-    `release` is the version that the signatures match. `modules` maps the name of each module of the library to the
-    name of its replacement in `cukern.compat`.
+    `release` is the version of the library whose signatures the replacements have. `modules` maps each module's name to
+    its replacement in `cukern.compat`.
     """
 
     release: str
@@ -53,72 +53,69 @@ PEERS = {
 
 
 class _Change(NamedTuple):
-    """A change that `enable` has made: it replaced one value in the attributes of a module or in `sys.modules`."""
+    """A value that `enable` replaced in the attributes of a module or in `sys.modules`."""
 
-    space: dict[str, Any]
+    namespace: dict[str, Any]
     name: str
-    before: Any  # _NOTHING if the name did not exist
+    before: Any  # _MISSING if the name did not exist
     after: Any
 
 
-#: These functions share a plan object, whose class differs between the library and cukern. Replace all of them or none.
-_TOGETHER = {"FlashMLASchedMeta", "flash_mla_with_kvcache", "get_flash_mla_metadata", "get_mla_metadata"}
-_NOTHING = object()
+#: These functions share a plan object, whose class differs between the library and cukern. So replace all of them or
+#: none.
+_SHARE_PLAN = {"FlashMLASchedMeta", "flash_mla_with_kvcache", "get_flash_mla_metadata", "get_mla_metadata"}
+_MISSING = object()
 _LOCK = threading.RLock()
 _changes: dict[str, list[_Change]] = {}
 
 
-def _compat(name: str) -> ModuleType:
+def _compat_module(name: str) -> ModuleType:
     return importlib.import_module(f"cukern.compat.{name}")
 
 
 def _functions(module: ModuleType) -> Iterator[tuple[str, Any]]:
-    """Yield the public functions and classes of a module of `cukern.compat`."""
+    """Yield the public functions and classes of a module of `cukern.compat`, except functions that only raise."""
     for name in module.__all__:
         value = getattr(module, name)
         if callable(value) and not hasattr(value, RAISES):
             yield name, value
 
 
-def _put(changes: list[_Change], space: dict[str, Any], name: str, value: Any) -> None:
-    changes.append(_Change(space, name, space.get(name, _NOTHING), value))
-    space[name] = value
+def _assign(changes: list[_Change], namespace: dict[str, Any], name: str, value: Any) -> None:
+    changes.append(_Change(namespace, name, namespace.get(name, _MISSING), value))
+    namespace[name] = value
 
 
-# --- replacing a library that is not installed --------------------------------------------------------
+# --- libraries that are not installed -----------------------------------------------------------------
 
 
 class _Submodules(importlib.abc.MetaPathFinder):
-    """Raises an error that explains why, if a program imports a submodule that `cukern.compat` does not have.
-
-    For a program that only asks whether the submodule exists (`importlib.util.find_spec`), it returns None.
-    """
+    """Raises an error with an explanation for a submodule that `cukern.compat` does not have."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
-        # Frame 1 is importlib's `_find_spec`. Its caller, frame 2, shows whether this is an import.
+        # Frame 2, the caller of importlib's `_find_spec`, shows whether this is an import.
         is_import = sys._getframe(2).f_code.co_name == "_find_and_load_unlocked"
-        if is_import and path and _NOWHERE in path:
-            says = sentence(fullname, "cukern.compat", fullname.partition(".")[0])
-            raise ModuleNotFoundError(says, name=fullname)
+        if is_import and path and _FAKE_PATH in path:
+            message = not_covered_message(fullname, "cukern.compat", fullname.partition(".")[0])
+            raise ModuleNotFoundError(message, name=fullname)
 
 
 _SUBMODULES = _Submodules()
-#: The `__path__` of a package that replaces a library. There is no folder of this name.
-_NOWHERE = "<cukern.compat>"
+#: The `__path__` of a package that replaces a library. No such folder exists.
+_FAKE_PATH = "<cukern.compat>"
 
 
-def _stand_in(name: str, source: str | None, release: str) -> ModuleType:
-    """Make a module `name` with the contents of the module `source` of `cukern.compat`.
-
-    If `source` is None, make an empty package.
-    """
+def _make_replacement(name: str, source: str | None, release: str) -> ModuleType:
+    """Make a module `name` with the contents of `cukern.compat.<source>`; None: an empty package."""
     module = ModuleType(name, f"{name}, as far as cukern has it (cukern.compat.enable).")
     vars(module)["__getattr__"] = not_covered("cukern.compat", name)
     if source is not None:
-        compat = _compat(source)
-        vars(module).update({each: getattr(compat, each) for each in compat.__all__}, __all__=list(compat.__all__))
+        compat = _compat_module(source)
+        vars(module).update(
+            {attribute: getattr(compat, attribute) for attribute in compat.__all__}, __all__=list(compat.__all__)
+        )
         vars(module)["__getattr__"] = vars(compat)["__getattr__"]
-    vars(module).update(__path__=[_NOWHERE], __version__=release, __spec__=ModuleSpec(name, None, is_package=True))
+    vars(module).update(__path__=[_FAKE_PATH], __version__=release, __spec__=ModuleSpec(name, None, is_package=True))
     return module
 
 
@@ -128,81 +125,82 @@ def _add_modules(peer: Peer, changes: list[_Change]) -> str:
         sys.meta_path.append(_SUBMODULES)
     names = {name.rsplit(".", depth)[0] for name in peer.modules for depth in range(name.count(".") + 1)}
     for name in sorted(names):
-        module = _stand_in(name, peer.modules.get(name), peer.release)
-        _put(changes, sys.modules, name, module)  # type: ignore[arg-type]
+        module = _make_replacement(name, peer.modules.get(name), peer.release)
+        _assign(changes, sys.modules, name, module)  # type: ignore[arg-type]
         parent, _, child = name.rpartition(".")
         if parent:
-            _put(changes, vars(sys.modules[parent]), child, module)
+            _assign(changes, vars(sys.modules[parent]), child, module)
     return f"is not installed: {', '.join(sorted(peer.modules))} are modules of cukern now"
 
 
-# --- replacing functions of an installed library ------------------------------------------------------
+# --- installed libraries ------------------------------------------------------------------------------
 
 
-def _takes(ours: Any, theirs: Any) -> bool:
-    """Return whether every valid call of the function `theirs` is also a valid call of the function `ours`.
-
-    `ours` may have additional arguments if they have defaults.
-    """
+def _accepts_calls_of(ours: Any, theirs: Any) -> bool:
+    """Return whether every valid call of `theirs` is a valid call of `ours`."""
     try:
-        own, given = (list(inspect.signature(each).parameters.values()) for each in (ours, theirs))
+        our_parameters, their_parameters = (
+            list(inspect.signature(function).parameters.values()) for function in (ours, theirs)
+        )
     except (TypeError, ValueError):
         return False
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in own):
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in our_parameters):
         return True
-    names = [parameter.name for parameter in given]
-    more = own[len(names) :]
-    return [parameter.name for parameter in own[: len(names)]] == names and all(
-        parameter.default is not parameter.empty for parameter in more
+    names = [parameter.name for parameter in their_parameters]
+    additional = our_parameters[len(names) :]
+    return [parameter.name for parameter in our_parameters[: len(names)]] == names and all(
+        parameter.default is not parameter.empty for parameter in additional
     )
 
 
 def _replace(name: str, source: str, changes: list[_Change]) -> tuple[list[str], list[str]]:
-    """Replace the functions of the real module `name`. Return the replaced names, and the names left unchanged."""
     real = vars(sys.modules[name])
-    found = {name: value for name, value in _functions(_compat(source)) if name in real and real[name] is not value}
-    left = {name for name, value in found.items() if inspect.isfunction(value) and not _takes(value, real[name])}
-    if left & _TOGETHER:
-        left |= _TOGETHER & {*found}
-    replaced = [name for name in found if name not in left]
+    found = {
+        name: value for name, value in _functions(_compat_module(source)) if name in real and real[name] is not value
+    }
+    skipped = {
+        name for name, value in found.items() if inspect.isfunction(value) and not _accepts_calls_of(value, real[name])
+    }
+    if skipped & _SHARE_PLAN:
+        skipped |= _SHARE_PLAN & {*found}
+    replaced = [name for name in found if name not in skipped]
     for function in replaced:
-        _put(changes, real, function, found[function])
-    return replaced, sorted(left)
+        _assign(changes, real, function, found[function])
+    return replaced, sorted(skipped)
 
 
-def _holders(changes: list[_Change]) -> list[str]:
-    """Return the modules that still use the library's own functions, because they imported them by name earlier."""
+def _modules_with_originals(changes: list[_Change]) -> list[str]:
+    """Return the modules that imported the library's own functions by name before `enable`."""
     before = {id(change.before) for change in changes if callable(change.before)}
-    spaces = {id(change.space) for change in changes}
+    namespaces = {id(change.namespace) for change in changes}
     found = set()
     for name, module in [*sys.modules.items()]:
-        space = getattr(module, "__dict__", None)
-        if space is None or id(space) in spaces or name.partition(".")[0] == "cukern":
+        namespace = getattr(module, "__dict__", None)
+        if namespace is None or id(namespace) in namespaces or name.partition(".")[0] == "cukern":
             continue
-        if any(id(value) in before for value in [*space.values()]):
+        if any(id(value) in before for value in [*namespace.values()]):
             found.add(name)
     return sorted(found)
 
 
 def _replace_functions(peer: Peer, was_imported: bool, changes: list[_Change]) -> list[str]:
-    """Replace the functions of all modules of an installed library. Return a description of the changes."""
     lines = []
     for name, source in peer.modules.items():
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
-            # The installed release does not have this module, which is fine. If another module is missing, raise.
+            # The installed release may lack the module `name` or its parents. Any other missing module is an error.
             if not error.name or not f"{name}.".startswith(f"{error.name}."):
                 raise
             lines.append(f"{name} is not in this release")
             continue
-        replaced, left = _replace(name, source, changes)
+        replaced, skipped = _replace(name, source, changes)
         lines.append(f"{name}: replaced {', '.join(replaced) or 'nothing'}")
-        if left:
-            lines.append(f"{name}: left as they were, for arguments are others: {', '.join(left)}")
+        if skipped:
+            lines.append(f"{name}: left as they were, for arguments are others: {', '.join(skipped)}")
     if was_imported:
         lines.insert(0, "was imported before")
-        holders = _holders(changes)
+        holders = _modules_with_originals(changes)
         if holders:
             lines.append(f"functions imported by name before are still its own in {', '.join(holders)}")
     return lines
@@ -229,15 +227,15 @@ def _enable(name: str) -> list[str]:
 
 
 def _undo(changes: list[_Change]) -> list[str]:
-    """Restore the values before `enable`. Skip and return the names that other code has changed since."""
+    """Restore the values from before `enable`. Skip the names that other code has changed since, and return them."""
     kept = []
-    for space, name, before, after in reversed(changes):
-        if space.get(name, _NOTHING) is not after:
+    for namespace, name, before, after in reversed(changes):
+        if namespace.get(name, _MISSING) is not after:
             kept.append(name)
-        elif before is _NOTHING:
-            del space[name]
+        elif before is _MISSING:
+            del namespace[name]
         else:
-            space[name] = before
+            namespace[name] = before
     return kept
 
 
@@ -249,18 +247,16 @@ def _check(names: tuple[str, ...]) -> None:
 def enable(*names: str) -> tuple[str, ...]:
     """Install cukern's functions under the names of other libraries.
 
-    If a library is not installed, this adds modules with its names to `sys.modules`. If a library is installed, this
-    imports it and replaces the functions that cukern covers, except functions whose arguments differ in the installed
-    release. Names that a program has already imported still refer to the library's functions, so call `enable` before
-    the program imports them. The torch operators that a library registers (`torch.ops._C`) are not changed.
+    If a library is not installed, `enable` adds modules with its names to `sys.modules`. Otherwise `enable` imports it,
+    and replaces the functions that cukern covers, except functions whose arguments differ in the installed release.
+    Call `enable` before the program imports functions by name, because earlier imports keep the library's functions.
+    Torch operators (`torch.ops._C`) are not changed.
 
     Args:
-        names: one or more of "vllm", "sglang" (its `sgl_kernel`), "flashinfer" and "flash_mla". A library that is
-            already enabled is not changed.
+        names: one or more of "vllm", "sglang" (its `sgl_kernel`), "flashinfer" and "flash_mla".
 
     Returns:
-        A description of the changes, in sentences. If the library was imported earlier, and other modules still refer
-        to its functions, a UserWarning has the same text.
+        A description of the changes. If other modules keep functions of the library, there is also a UserWarning.
 
     Raises:
         ValueError: an unknown name; then nothing is changed.
@@ -281,10 +277,9 @@ def enable(*names: str) -> tuple[str, ...]:
 
 
 def disable(*names: str) -> tuple[str, ...]:
-    """Undo `enable` for these libraries; without names, for all libraries.
+    """Undo `enable` for these libraries; for all libraries if `names` is empty. Return a description of the changes.
 
-    A name that other code has changed since is not restored. Returns a description of the changes, in sentences.
-    Raises ValueError for an unknown name; then nothing is changed.
+    A name that other code has changed since `enable` is not restored. Raises ValueError for an unknown name.
     """
     _check(names)
     done = []

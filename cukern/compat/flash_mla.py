@@ -1,12 +1,8 @@
-"""A replacement for FlashMLA's `flash_mla`, with the same arguments and results.
+"""A replacement for FlashMLA's `flash_mla` 1.0.0 as of 2026-04-29 (github.com/deepseek-ai/FlashMLA).
 
-The signatures match flash_mla 1.0.0 as of 2026-04-29 (github.com/deepseek-ai/FlashMLA). In that release
-`get_mla_metadata` takes no arguments. Here it accepts and ignores the arguments of older releases, and returns a pair
-in the form of 1.0.0.
-
-Not covered: prefill. The functions in `NOT_COVERED` raise NotImplementedError when called. Unlike FlashMLA, this module
-supports all GPUs from Ampere on, any number of heads, an FP8 cache without indices, and a 16-bit cache with indices.
-The page size may be any multiple of 16 tokens without indices, and any number of tokens with indices.
+Unlike FlashMLA, this module supports all GPUs from Ampere on, any number of heads, an FP8 cache without indices, and a
+16-bit cache with indices. Without indices the page size is a multiple of 16 tokens. The functions in `NOT_COVERED`
+raise NotImplementedError.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ __getattr__ = not_covered("cukern.compat.flash_mla", "flash_mla", names=NOT_COVE
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
-    """Return an empty plan, and None instead of the splits, which the plan contains. All arguments are ignored."""
+    """Return an empty plan and None, as FlashMLA 1.0.0 does. The arguments of older releases are ignored."""
     return FlashMLASchedMeta(), None
 
 
@@ -53,10 +49,10 @@ def flash_mla_with_kvcache(
     topk_length: AnyArray | None = None,
     extra_topk_length: AnyArray | None = None,
 ) -> tuple[AnyArray, AnyArray]:
-    """Call `cukern.flash_mla_with_kvcache`. If `tile_scheduler_metadata` is empty, this fills it with a plan.
+    """Call `cukern.flash_mla_with_kvcache`, which makes a plan if `tile_scheduler_metadata` is empty.
 
-    Returns out [batch, query_tokens, heads, head_dim_v] and lse float32 [batch, heads, query_tokens]. Raises TypeError
-    for a plan that is not from this module's `get_mla_metadata`, and ValueError for a plan made for other sizes.
+    Raises TypeError for a plan that is not from `get_mla_metadata` of this module, and ValueError for a plan that was
+    made for other sizes.
     """
     if not isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
         wanted, got = "what cukern.compat.flash_mla.get_mla_metadata gave", type(tile_scheduler_metadata).__name__

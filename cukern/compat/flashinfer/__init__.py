@@ -1,9 +1,7 @@
-"""A replacement for `flashinfer`, with the names and arguments of flashinfer-python 0.7.2.post1.
+"""A replacement for `flashinfer` of flashinfer-python 0.7.2.post1.
 
-The modules `sampling`, `norm`, `activation` and `page` replace the modules of these names in FlashInfer. The names in
-this module replace the names of `flashinfer` itself. The docstring of each module lists the functions that it does not
-cover, and the differences. Attention (plans and wrappers), rope, GEMMs, fused mixtures of experts and communication are
-not covered at all. Their names raise AttributeError, or ImportError in an import statement.
+Attention, rope, GEMMs, fused mixtures of experts and communication are not covered. Their names raise AttributeError,
+or ImportError in an import statement.
 """
 
 from cukern.compat._limits import not_covered

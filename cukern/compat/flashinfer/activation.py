@@ -1,8 +1,4 @@
-"""A replacement for FlashInfer's gated activations, `flashinfer.activation`, with the same arguments and results.
-
-The signatures match flashinfer-python 0.7.2.post1. `enable_pdl` is ignored, as it only affects the launch. Not covered:
-`silu_and_mul_scaled_nvfp4_experts_quantize`, which raises NotImplementedError when called.
-"""
+"""A replacement for `flashinfer.activation` of flashinfer-python 0.7.2.post1. `enable_pdl` is ignored."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""A replacement for FlashInfer's norms, `flashinfer.norm`, with the same arguments and results.
+"""A replacement for `flashinfer.norm` of flashinfer-python 0.7.2.post1. `enable_pdl` is ignored.
 
-The signatures match flashinfer-python 0.7.2.post1. `enable_pdl` is ignored, because it only affects the launch. The
-functions that add a residual normalize the float32 sum before it is rounded. FP8 formats other than e4m3, and the
-functions in `NOT_COVERED`, raise NotImplementedError.
+Functions that add a residual normalize the float32 sum before it is rounded. The functions in `NOT_COVERED` raise
+NotImplementedError.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def rmsnorm_quant(
     eps: float = 1e-6,
     enable_pdl: bool | None = None,
 ) -> None:
-    """Call `cukern.rms_norm_quant` with one given scale. Writes `out`, which must be float8_e4m3fn."""
+    """Call `cukern.rms_norm_quant` with a given scale. Refuses an `out` that is not float8_e4m3fn."""
     _expect_e4m3("rmsnorm_quant", out)
     cukern.rms_norm_quant(input, weight, eps, scale=scale, out_q=out)
 
@@ -65,7 +64,7 @@ def rmsnorm_quant(
 def fused_add_rmsnorm(
     input: AnyArray, residual: AnyArray, weight: AnyArray, eps: float = 1e-6, enable_pdl: bool | None = None
 ) -> None:
-    """Call `cukern.fused_add_rms_norm`. `input` and `residual` are written."""
+    """Call `cukern.fused_add_rms_norm`, which writes `input` and `residual`."""
     cukern.fused_add_rms_norm(input, residual, weight, eps, round_sum=False)
 
 
@@ -78,10 +77,7 @@ def fused_add_rmsnorm_quant(
     eps: float = 1e-6,
     enable_pdl: bool | None = None,
 ) -> None:
-    """Call `cukern.fused_add_rms_norm_quant` with one given scale. `out` and `residual` are written.
-
-    `out` must be float8_e4m3fn.
-    """
+    """Call `cukern.fused_add_rms_norm_quant` with a given scale. Refuses an `out` that is not float8_e4m3fn."""
     _expect_e4m3("fused_add_rmsnorm_quant", out)
     cukern.fused_add_rms_norm_quant(input, residual, weight, eps, scale=scale, round_sum=False, out_q=out)
 
@@ -96,10 +92,10 @@ def gemma_rmsnorm(
 def gemma_fused_add_rmsnorm(
     input: AnyArray, residual: AnyArray, weight: AnyArray, eps: float = 1e-6, enable_pdl: bool | None = None
 ) -> None:
-    """Call `cukern.fused_add_rms_norm` with the factor `1 + weight`. `input` and `residual` are written."""
+    """Call `cukern.fused_add_rms_norm` with Gemma's factor `1 + weight`."""
     cukern.fused_add_rms_norm(input, residual, weight, eps, weight_offset=1.0, round_sum=False)
 
 
 def layernorm(input: AnyArray, gemma: AnyArray, beta: AnyArray, eps: float = 1e-6) -> AnyArray:
-    """Call `cukern.layer_norm`. `gemma` is the weight, and `beta` is the bias."""
+    """Call `cukern.layer_norm` with the weight `gemma` and the bias `beta`."""
     return cukern.layer_norm(input, gemma, beta, eps)

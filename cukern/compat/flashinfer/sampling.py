@@ -1,19 +1,14 @@
-"""A replacement for `flashinfer.sampling`, with the same arguments and results.
-
-The signatures match flashinfer-python 0.7.2.post1. All functions of that module are covered.
+"""A replacement for `flashinfer.sampling` of flashinfer-python 0.7.2.post1.
 
 Differences:
 
-- The same seed gives other tokens than in FlashInfer. With one seed per row, the sample of a row depends only on the
-  row's seed; in FlashInfer it also depends on the index of the row. With a single seed for all rows, it depends on the
-  index of the row in both libraries.
+- The same seed gives other tokens than in FlashInfer. With one seed per row, the tokens do not depend on the index of
+  the row. In FlashInfer they do.
 - A `seed` without `offset` uses the offset 0. FlashInfer takes the offset from the generator.
-- All functions are deterministic, so `deterministic` and `is_deterministic` are ignored. `enable_pdl` is ignored too,
-  because it only affects the launch.
 - If tokens tie at the top-k threshold, the tokens with lower ids are kept, so that exactly k tokens are kept.
-- With `check_nan` the host waits for the device, as in FlashInfer.
-- Without `seed` the random numbers come from `generator`, or from torch's default generator for the device. This also
-  works in a CUDA graph.
+- All functions are deterministic, so `deterministic` and `is_deterministic` are ignored, and `enable_pdl` too.
+
+Without `seed` the random numbers come from `generator`, or from torch's default generator.
 """
 
 from __future__ import annotations
@@ -45,13 +40,13 @@ __all__ = [
 
 __getattr__ = not_covered("cukern.compat.flashinfer.sampling", "flashinfer.sampling", names=("get_seed_and_offset",))
 
-#: The dtypes that cukern's functions support for parameters. Other dtypes are converted, as in FlashInfer.
+#: Parameters of dtypes that are not listed here are converted, as in FlashInfer.
 _INTEGERS = torch.int32, torch.int64
 _NUMBERS = torch.float32, *_INTEGERS
 
 
-def _randomness(generator: Any, seed: Any, offset: Any) -> dict[str, Any]:
-    """Return cukern's arguments for the random numbers. Without a seed the offset is ignored, as in FlashInfer."""
+def _random_args(generator: Any, seed: Any, offset: Any) -> dict[str, Any]:
+    """Return the keyword arguments for the random numbers. As in FlashInfer, `offset` needs a seed."""
     if seed is None:
         return {"generator": generator}
     if offset is not None and isinstance(seed, torch.Tensor) != isinstance(offset, torch.Tensor):
@@ -68,14 +63,14 @@ def _refuse_nan(check_nan: bool, name: str, values: Any) -> None:
         raise ValueError(f"Input {name} contains NaN.")
 
 
-def _parameter(name: str, given: Any, values: Any, indices: Any = None) -> Any:
-    """Convert a sampling parameter for cukern: limit top_k to the vocabulary size, and convert unsupported dtypes.
+def _convert_parameter(name: str, given: Any, values: Any, indices: Any = None) -> Any:
+    """Limit `top_k` to the vocabulary size, and convert dtypes that cukern does not support.
 
-    Raises ValueError, with FlashInfer's message, for a tensor that is not [batch].
+    Raises FlashInfer's ValueError for a tensor whose shape is not [batch].
     """
-    vocab, counts = values.shape[-1], name == "top_k"
+    vocab, is_top_k = values.shape[-1], name == "top_k"
     if not isinstance(given, torch.Tensor):
-        return min(given, vocab) if counts else given
+        return min(given, vocab) if is_top_k else given
     rows = values.shape[0] if indices is None else indices.shape[0]
     if given.ndim > 1:
         raise ValueError(f"Expected a 1D tensor or scalar for {name}, got a {given.ndim}D tensor.")
@@ -85,26 +80,26 @@ def _parameter(name: str, given: Any, values: Any, indices: Any = None) -> Any:
         )
     if given.shape[0] != rows:
         raise ValueError(f"Sampling parameter tensor batch size mismatch: {name} has {given.shape[0]} for {rows} rows.")
-    if not counts:
+    if not is_top_k:
         return given if given.dtype in _NUMBERS else given.float()
     given = given if given.dtype in _INTEGERS else given.int()
-    # The kernels clamp top_k to the vocabulary size. The NumPy references raise for larger values, so clamp on the CPU.
+    # The kernels clamp top_k to the vocabulary size; the NumPy references raise instead.
     return given if given.is_cuda else given.clamp(max=vocab)
 
 
-def _drawn(
-    function: Any, name: str, values: Any, filters: dict[str, Any], draw: tuple[Any, ...], **options: Any
+def _sample(
+    function: Any, name: str, values: Any, filters: dict[str, Any], common_args: tuple[Any, ...], **options: Any
 ) -> Any:
-    """Sample tokens with `function`. `draw` is the tuple (indices, generator, check_nan, seed, offset)."""
-    indices, generator, check_nan, seed, offset = draw
+    """Call `function`. `common_args` is the tuple (indices, generator, check_nan, seed, offset)."""
+    indices, generator, check_nan, seed, offset = common_args
     _refuse_nan(check_nan, name, values)
-    converted = [_parameter(each, given, values, indices) for each, given in filters.items()]
-    return function(values, *converted, indices=indices, **_randomness(generator, seed, offset), **options)
+    converted = [_convert_parameter(parameter, given, values, indices) for parameter, given in filters.items()]
+    return function(values, *converted, indices=indices, **_random_args(generator, seed, offset), **options)
 
 
 def softmax(logits: AnyArray, temperature: AnyArray | float | None = None, enable_pdl: bool | None = None) -> AnyArray:
     """Call `cukern.softmax`."""
-    return cukern.softmax(logits, _parameter("temperature", temperature, logits))
+    return cukern.softmax(logits, _convert_parameter("temperature", temperature, logits))
 
 
 def sampling_from_logits(
@@ -117,8 +112,8 @@ def sampling_from_logits(
     offset: int | AnyArray | None = None,
 ) -> AnyArray:
     """Call `cukern.sampling_from_logits`. The ids have the dtype of `indices`, or int32 without `indices`."""
-    draw = indices, generator, check_nan, seed, offset
-    return _drawn(cukern.sampling_from_logits, "logits", logits, {}, draw)
+    common_args = indices, generator, check_nan, seed, offset
+    return _sample(cukern.sampling_from_logits, "logits", logits, {}, common_args)
 
 
 def sampling_from_probs(
@@ -131,9 +126,9 @@ def sampling_from_probs(
     offset: int | AnyArray | None = None,
     return_valid: bool = False,
 ) -> AnyArray:
-    """Call `cukern.sampling_from_probs`; with `return_valid` return a pair (ids, valid)."""
-    draw = indices, generator, check_nan, seed, offset
-    return _drawn(cukern.sampling_from_probs, "probs", probs, {}, draw, return_valid=return_valid)
+    """Call `cukern.sampling_from_probs`."""
+    common_args = indices, generator, check_nan, seed, offset
+    return _sample(cukern.sampling_from_probs, "probs", probs, {}, common_args, return_valid=return_valid)
 
 
 def top_p_sampling_from_probs(
@@ -147,9 +142,9 @@ def top_p_sampling_from_probs(
     offset: int | AnyArray | None = None,
     return_valid: bool = False,
 ) -> AnyArray:
-    """Call `cukern.top_p_sampling_from_probs`; with `return_valid` return a pair (ids, valid)."""
-    draw, filters = (indices, generator, check_nan, seed, offset), {"top_p": top_p}
-    return _drawn(cukern.top_p_sampling_from_probs, "probs", probs, filters, draw, return_valid=return_valid)
+    """Call `cukern.top_p_sampling_from_probs`."""
+    common_args, filters = (indices, generator, check_nan, seed, offset), {"top_p": top_p}
+    return _sample(cukern.top_p_sampling_from_probs, "probs", probs, filters, common_args, return_valid=return_valid)
 
 
 def top_k_sampling_from_probs(
@@ -163,9 +158,9 @@ def top_k_sampling_from_probs(
     offset: int | AnyArray | None = None,
     return_valid: bool = False,
 ) -> AnyArray:
-    """Call `cukern.top_k_sampling_from_probs`; with `return_valid` return a pair (ids, valid)."""
-    draw, filters = (indices, generator, check_nan, seed, offset), {"top_k": top_k}
-    return _drawn(cukern.top_k_sampling_from_probs, "probs", probs, filters, draw, return_valid=return_valid)
+    """Call `cukern.top_k_sampling_from_probs`."""
+    common_args, filters = (indices, generator, check_nan, seed, offset), {"top_k": top_k}
+    return _sample(cukern.top_k_sampling_from_probs, "probs", probs, filters, common_args, return_valid=return_valid)
 
 
 def min_p_sampling_from_probs(
@@ -179,9 +174,9 @@ def min_p_sampling_from_probs(
     offset: int | AnyArray | None = None,
     return_valid: bool = False,
 ) -> AnyArray:
-    """Call `cukern.min_p_sampling_from_probs`; with `return_valid` return a pair (ids, valid)."""
-    draw, filters = (indices, generator, check_nan, seed, offset), {"min_p": min_p}
-    return _drawn(cukern.min_p_sampling_from_probs, "probs", probs, filters, draw, return_valid=return_valid)
+    """Call `cukern.min_p_sampling_from_probs`."""
+    common_args, filters = (indices, generator, check_nan, seed, offset), {"min_p": min_p}
+    return _sample(cukern.min_p_sampling_from_probs, "probs", probs, filters, common_args, return_valid=return_valid)
 
 
 def top_k_top_p_sampling_from_logits(
@@ -197,9 +192,9 @@ def top_k_top_p_sampling_from_logits(
     offset: int | AnyArray | None = None,
 ) -> AnyArray:
     """Call `cukern.top_k_top_p_sampling_from_logits`."""
-    draw, filters = (indices, generator, check_nan, seed, offset), {"top_k": top_k, "top_p": top_p}
+    common_args, filters = (indices, generator, check_nan, seed, offset), {"top_k": top_k, "top_p": top_p}
     options = {"filter_apply_order": filter_apply_order}
-    return _drawn(cukern.top_k_top_p_sampling_from_logits, "logits", logits, filters, draw, **options)
+    return _sample(cukern.top_k_top_p_sampling_from_logits, "logits", logits, filters, common_args, **options)
 
 
 def top_k_top_p_sampling_from_probs(
@@ -215,20 +210,20 @@ def top_k_top_p_sampling_from_probs(
     offset: int | AnyArray | None = None,
     return_valid: bool = False,
 ) -> AnyArray:
-    """Call `cukern.top_k_top_p_sampling_from_probs`; with `return_valid` return a pair (ids, valid)."""
-    draw, filters = (indices, generator, check_nan, seed, offset), {"top_k": top_k, "top_p": top_p}
+    """Call `cukern.top_k_top_p_sampling_from_probs`."""
+    common_args, filters = (indices, generator, check_nan, seed, offset), {"top_k": top_k, "top_p": top_p}
     options = {"filter_apply_order": filter_apply_order, "return_valid": return_valid}
-    return _drawn(cukern.top_k_top_p_sampling_from_probs, "probs", probs, filters, draw, **options)
+    return _sample(cukern.top_k_top_p_sampling_from_probs, "probs", probs, filters, common_args, **options)
 
 
 def top_p_renorm_probs(probs: AnyArray, top_p: AnyArray | float, is_deterministic: bool = False) -> AnyArray:
     """Call `cukern.top_p_renorm_probs`."""
-    return cukern.top_p_renorm_probs(probs, _parameter("top_p", top_p, probs))
+    return cukern.top_p_renorm_probs(probs, _convert_parameter("top_p", top_p, probs))
 
 
 def top_k_renorm_probs(probs: AnyArray, top_k: AnyArray | int, is_deterministic: bool = False) -> AnyArray:
     """Call `cukern.top_k_renorm_probs`."""
-    return cukern.top_k_renorm_probs(probs, _parameter("top_k", top_k, probs))
+    return cukern.top_k_renorm_probs(probs, _convert_parameter("top_k", top_k, probs))
 
 
 top_p_renorm_prob = top_p_renorm_probs
@@ -237,7 +232,7 @@ top_k_renorm_prob = top_k_renorm_probs
 
 def top_k_mask_logits(logits: AnyArray, top_k: AnyArray | int) -> AnyArray:
     """Call `cukern.top_k_mask_logits`."""
-    return cukern.top_k_mask_logits(logits, _parameter("top_k", top_k, logits))
+    return cukern.top_k_mask_logits(logits, _convert_parameter("top_k", top_k, logits))
 
 
 def chain_speculative_sampling(
@@ -251,8 +246,8 @@ def chain_speculative_sampling(
     seed: int | AnyArray | None = None,
     offset: int | AnyArray | None = None,
 ) -> tuple[AnyArray, AnyArray, AnyArray]:
-    """Call `cukern.chain_speculative_sampling`. If count arrays are given, the counts are added to them."""
-    draws = _randomness(generator, seed, offset)
+    """Call `cukern.chain_speculative_sampling`. Add both token counts to the arrays `maybe_output_...`, if given."""
+    draws = _random_args(generator, seed, offset)
     drafts = draft_token_ids.int() if isinstance(draft_token_ids, torch.Tensor) else draft_token_ids
     ids, accepted, emitted = cukern.chain_speculative_sampling(draft_probs, drafts, target_probs, **draws)
     if maybe_output_accepted_token_num is not None:

@@ -1,18 +1,13 @@
-"""A replacement for SGLang's `sgl_kernel`, with the same arguments and results.
+"""A replacement for SGLang's `sgl_kernel`, as of sglang-kernel 0.4.2.post2.
 
-The signatures match sglang-kernel 0.4.2.post2. `enable_pdl`, which only affects the launch, `cumsum_buffer` and
-`enable_v2` are ignored.
-
-Not covered: in the quantization with one scale per group, packed UE8M0 scales (`scale_ue8m0`) and ranges other than the
-ranges of e4m3 and int8; and the functions in `NOT_COVERED`. They raise NotImplementedError when called.
+`enable_pdl`, `cumsum_buffer` and `enable_v2` are ignored. The functions in `NOT_COVERED` raise NotImplementedError.
 
 Differences:
 
 - Gates compute scores in float32 for every dtype of the logits.
 - The rows of an expert are always in token order.
-- An activation is not rounded to 16 bits before it is quantized. It is divided by the scale, instead of multiplied by
-  the reciprocal of the scale.
-- `top_k_renorm_probs` keeps exactly k probabilities. Among equal ones, lower ids come first.
+- Activations are not rounded to 16 bits before they are quantized. They are divided by the scale, not multiplied by its
+  reciprocal.
 """
 
 from __future__ import annotations
@@ -116,14 +111,14 @@ def gelu_and_mul(input: AnyArray, out: AnyArray | None = None) -> AnyArray:
 
 
 def gelu_quick(input: AnyArray, out: AnyArray | None = None) -> AnyArray:
-    """Call `cukern.gelu_quick`. In SGLang this function exists only for AMD GPUs."""
+    """Call `cukern.gelu_quick`. SGLang has this function only for AMD GPUs."""
     return cukern.gelu_quick(input, out=out)
 
 
 def top_k_renorm_probs(probs: AnyArray, top_k: AnyArray | int) -> AnyArray:
-    """Call `cukern.top_k_renorm_probs`. It keeps exactly k probabilities; of equal probabilities, lower ids come first.
+    """Call `cukern.top_k_renorm_probs`, which keeps exactly k probabilities; among equal ones, lower ids come first.
 
-    SGLang keeps all probabilities that are equal to the k-th. A `top_k` above the vocabulary size keeps all.
+    SGLang keeps all probabilities that are equal to the k-th largest one.
     """
     return sampling.top_k_renorm_probs(probs, top_k)
 
@@ -148,7 +143,7 @@ def topk_softmax(
     moe_softcapping: float = 0.0,
     correction_bias: AnyArray | None = None,
 ) -> None:
-    """Call `cukern.topk_softmax` into `topk_weights` and `topk_ids`."""
+    """Call `cukern.topk_softmax`."""
     cukern.topk_softmax(topk_weights, topk_ids, gating_output, renormalize, moe_softcapping, correction_bias)
 
 
@@ -159,7 +154,7 @@ def topk_sigmoid(
     renormalize: bool = False,
     correction_bias: AnyArray | None = None,
 ) -> None:
-    """Call `cukern.topk_sigmoid` into `topk_weights` and `topk_ids`."""
+    """Call `cukern.topk_sigmoid`."""
     cukern.topk_sigmoid(topk_weights, topk_ids, gating_output, renormalize, correction_bias)
 
 
@@ -173,9 +168,9 @@ def moe_fused_gate(
     routed_scaling_factor: float = 0,
     apply_routed_scaling_factor_on_output: bool = False,
 ) -> tuple[AnyArray, AnyArray]:
-    """Call `cukern.moe_fused_gate`. Returns weights float32 and ids int32, [tokens, topk]."""
+    """Call `cukern.moe_fused_gate`."""
     sizes = num_expert_group, topk_group, topk, num_fused_shared_experts
-    # The default factor, 0, is a placeholder. If the factor has no effect, pass 1 instead.
+    # The default factor 0 is a placeholder, so pass 1 where the factor has no effect.
     factor = routed_scaling_factor if num_fused_shared_experts or apply_routed_scaling_factor_on_output else 1.0
     return cukern.moe_fused_gate(input_tensor, bias, *sizes, factor, apply_routed_scaling_factor_on_output)
 
@@ -188,7 +183,7 @@ def kimi_k2_moe_fused_gate(
     routed_scaling_factor: float = 1.0,
     apply_routed_scaling_factor_on_output: bool = False,
 ) -> tuple[AnyArray, AnyArray]:
-    """Call `cukern.biased_grouped_topk` with one group and any number of experts."""
+    """Call `cukern.biased_grouped_topk` with one group."""
     scaling: dict[str, Any] = {
         "routed_scaling_factor": routed_scaling_factor,
         "apply_routed_scaling_factor_on_output": apply_routed_scaling_factor_on_output,
@@ -206,12 +201,10 @@ def moe_align_block_size(
     cumsum_buffer: AnyArray,
     pad_sorted_token_ids: bool = False,
 ) -> None:
-    """Call `cukern.moe_align_block_size` into the three arrays; `num_experts` is the number of experts plus 1.
+    """Call `cukern.moe_align_block_size`. `num_experts` is the number of experts plus 1, as in SGLang.
 
-    As in SGLang, tokens that were filtered out have the id -1, which counts as an additional expert. The blocks of this
-    expert have -1 in `experts_ids`. Two small torch kernels renumber the ids so that it is the first expert. The
-    elements after the last block are always filled: with `topk_ids.numel()` in `sorted_token_ids`, and with -1 in
-    `experts_ids`.
+    The first of the `num_experts` experts stands for the id -1, a token that was filtered out. So a torch kernel adds 1
+    to the ids. The elements after the last block are always filled, so `pad_sorted_token_ids` is ignored.
     """
     ids: Any = topk_ids + 1
     numbers = torch.arange(-1, num_experts - 1, dtype=torch.int32, device=ids.device)
@@ -220,12 +213,12 @@ def moe_align_block_size(
 
 
 def moe_sum(input_tensor: AnyArray, output_tensor: AnyArray) -> None:
-    """Call `cukern.moe_sum` into `output_tensor`."""
+    """Call `cukern.moe_sum`."""
     cukern.moe_sum(input_tensor, output_tensor)
 
 
 def moe_sum_reduce(input_tensor: AnyArray, output_tensor: AnyArray, routed_scaling_factor: float = 0) -> None:
-    """Add up the slots of each token, multiply by a factor, and round once. This calls `cukern.moe_unpermute`."""
+    """Call `cukern.moe_unpermute`: add the slots of each token, scale the sum, and round once."""
     tokens, topk, hidden = input_tensor.shape
     weights = torch.full((tokens, topk), routed_scaling_factor, dtype=torch.float32, device=input_tensor.device)
     cukern.moe_unpermute(output_tensor, input_tensor.reshape(tokens * topk, hidden), weights, None)
@@ -233,7 +226,7 @@ def moe_sum_reduce(input_tensor: AnyArray, output_tensor: AnyArray, routed_scali
 
 # --- quantization -------------------------------------------------------------------------------------
 
-#: The smallest and the largest value of each quantized dtype, as SGLang's callers pass them.
+#: The (fp8_min, fp8_max) that SGLang's callers pass for each dtype.
 _RANGES = {torch.float8_e4m3fn: (-448.0, 448.0), torch.int8: (-128.0, 127.0)}
 
 
@@ -250,11 +243,11 @@ def sgl_per_token_group_quant_8bit(
     masked_m: AnyArray | None = None,
     enable_v2: bool | None = None,
 ) -> None:
-    """Call `cukern.per_token_group_quant_fp8` or `_int8`, and write `output_q` and `output_s`.
+    """Call `cukern.per_token_group_quant_fp8` or `cukern.per_token_group_quant_int8`, by the dtype of `output_q`.
 
-    The dtype of `output_q` selects the function. int8 is rounded toward zero. `fuse_silu_and_mul` calls
-    `cukern.silu_and_mul_quant`, and needs FP8 and an `eps` of 1e-10. Scales that are not row-major in memory are
-    copied. Raises NotImplementedError for `scale_ue8m0`, and for a range that is not the range of the dtype.
+    int8 is rounded toward zero. `fuse_silu_and_mul` calls `cukern.silu_and_mul_quant`, and needs FP8 and an `eps` of
+    1e-10. Scales that are not row-major are copied. Refuses `scale_ue8m0`, and a range other than the range of the
+    dtype.
     """
     function = "sgl_per_token_group_quant_8bit"
     if scale_ue8m0:
@@ -286,7 +279,7 @@ sgl_per_token_group_quant_int8 = sgl_per_token_group_quant_8bit
 
 
 def sgl_per_token_quant_fp8(input: AnyArray, output_q: AnyArray, output_s: AnyArray) -> None:
-    """Call `cukern.per_token_group_quant_fp8` with one group per row. Writes `output_q` and `output_s` [tokens, 1]."""
+    """Call `cukern.per_token_group_quant_fp8` with one group per row."""
     scales = output_s.view(*input.shape[:-1], 1)
     cukern.per_token_group_quant_fp8(input, input.shape[-1], out_q=output_q, out_s=scales)
 
@@ -302,10 +295,7 @@ def merge_state_v2(
     v_merged: AnyArray | None = None,
     s_merged: AnyArray | None = None,
 ) -> tuple[AnyArray, AnyArray]:
-    """Call `cukern.merge_attention_states` on outputs [tokens, heads, head_dim] and lse [tokens, heads].
-
-    Return the merged output and the merged lse.
-    """
+    """Call `cukern.merge_attention_states` on outputs [tokens, heads, head_dim] and lse [tokens, heads]."""
     out = torch.empty_like(v_a) if v_merged is None else v_merged
     lse = torch.empty_like(s_a, dtype=torch.float32) if s_merged is None else s_merged
     return cukern.merge_attention_states(v_a, s_a.float(), v_b, s_b.float(), out=(out, lse))

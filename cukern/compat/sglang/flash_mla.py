@@ -1,8 +1,6 @@
-"""A replacement for SGLang's `sgl_kernel.flash_mla`, with the same arguments and results.
+"""A replacement for `sgl_kernel.flash_mla` of sglang-kernel 0.4.2.post2.
 
-The signatures match sglang-kernel 0.4.2.post2. The plan that `get_mla_metadata` returns has cukern's format, so pass it
-only to `flash_mla_with_kvcache` of this module. Not covered: 8-bit queries with `descale_q` and `descale_k`, a plan for
-a dense FP8 cache, and `flash_mla_sparse_fwd`. They raise NotImplementedError.
+`flash_mla_sparse_fwd` and refused arguments raise NotImplementedError.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ def get_mla_metadata(
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
 ) -> tuple[AnyArray, AnyArray]:
-    """Call `cukern.get_mla_metadata`. Raises for `is_fp8_kvcache` without `topk`, which is SGLang's 576-byte cache."""
+    """Call `cukern.get_mla_metadata`. Refuses a dense FP8 cache (`is_fp8_kvcache` without `topk`)."""
     if is_fp8_kvcache and topk is None:
         refuse("get_mla_metadata", "is_fp8_kvcache", "False without topk", True)
     return cukern.get_mla_metadata(
@@ -48,7 +46,7 @@ def flash_mla_with_kvcache(
     is_fp8_kvcache: bool = False,
     indices: AnyArray | None = None,
 ) -> tuple[AnyArray, AnyArray]:
-    """Call `cukern.flash_mla_with_kvcache` with a plan of `get_mla_metadata`. Refuses `descale_q` and `descale_k`."""
+    """Call `cukern.flash_mla_with_kvcache` with a plan from `get_mla_metadata`. Refuses `descale_q` and `descale_k`."""
     unless_default("flash_mla_with_kvcache", None, descale_q=descale_q, descale_k=descale_k)
     return cukern.flash_mla_with_kvcache(
         q,

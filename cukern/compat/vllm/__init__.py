@@ -1,8 +1,6 @@
-"""A replacement for `vllm._custom_ops`, with the names and arguments of vLLM 0.33.0.
+"""A replacement for `vllm._custom_ops` of vLLM 0.33.0.
 
-`from cukern.compat import vllm as ops` replaces `from vllm import _custom_ops as ops`. The docstring of
-`cukern.compat.vllm._custom_ops` lists the covered functions and the differences.
-`cukern.compat.vllm.moe_permute_unpermute` contains the two functions of vLLM's module of the same name.
+`from cukern.compat import vllm as ops` replaces `from vllm import _custom_ops as ops`.
 """
 
 from cukern.runtime.packages import missing

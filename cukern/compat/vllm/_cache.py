@@ -1,4 +1,4 @@
-"""Replacements for the functions of `vllm._custom_ops` that write, copy and read a paged KV cache."""
+"""The functions of `vllm._custom_ops` on a paged KV cache."""
 
 from __future__ import annotations
 
@@ -29,17 +29,16 @@ def reshape_and_cache(
     cukern.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
 
 
-def _over_scales_of_heads(
+def _divide_by_head_scales(
     x: AnyArray, cache: AnyArray, kv_cache_dtype: str, scale: AnyArray
 ) -> tuple[AnyArray, AnyArray | None]:
-    """Divide `x` by its scales, if there is one scale per head and the cache is FP8. Return the quotients and None.
+    """Return `x` and `scale`. If `scale` has one scale per head, return None for it, and divide `x` for an FP8 cache.
 
-    Otherwise return `x` and `scale` unchanged. The quotients are rounded as in the kernel: once to float32 here, and
-    once to the format of the cache.
+    The division rounds as in the kernel: once to float32 here, and once to the format of the cache.
     """
-    by_heads = isinstance(scale, torch.Tensor) and scale.dim() == 1 and scale.numel() > 1
-    if not by_heads or scale.dtype != torch.float32 or scale.device != x.device or scale.shape != x.shape[1:2]:
-        return x, scale  # one scale, or an invalid scale, for which `cukern.reshape_and_cache_flash` raises
+    is_per_head = isinstance(scale, torch.Tensor) and scale.dim() == 1 and scale.numel() > 1
+    if not is_per_head or scale.dtype != torch.float32 or scale.device != x.device or scale.shape != x.shape[1:2]:
+        return x, scale  # one scale; or invalid scales, which the kernel's checks refuse
     is_fp8 = kv_cache_dtype != "auto" or cache.dtype in _FP8
     return (x / scale[:, None] if is_fp8 else x), None
 
@@ -56,13 +55,12 @@ def reshape_and_cache_flash(
 ) -> None:
     """Call `cukern.reshape_and_cache_flash`.
 
-    If the scales are [kv_heads] and the cache is FP8, a float32 copy of the keys or values is divided by the scales
-    first.
+    With an FP8 cache and scales per head, float32 copies of the keys and values are divided by the scales first.
     """
-    are_alike = key.dtype == value.dtype
-    key, k_scale = _over_scales_of_heads(key, key_cache, kv_cache_dtype, k_scale)
-    value, v_scale = _over_scales_of_heads(value, value_cache, kv_cache_dtype, v_scale)
-    if are_alike and key.dtype != value.dtype:  # only keys or only values have one scale per head
+    had_same_dtype = key.dtype == value.dtype
+    key, k_scale = _divide_by_head_scales(key, key_cache, kv_cache_dtype, k_scale)
+    value, v_scale = _divide_by_head_scales(value, value_cache, kv_cache_dtype, v_scale)
+    if had_same_dtype and key.dtype != value.dtype:  # only one of the two was divided
         key, value = key.float(), value.float()
     cukern.reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
 
@@ -87,7 +85,7 @@ def copy_blocks(key_caches: list[Any], value_caches: list[Any], block_mapping: A
 
 
 def copy_blocks_mla(kv_caches: list[Any], block_mapping: AnyArray) -> None:
-    """Call `cukern.copy_blocks` for caches without values."""
+    """Call `cukern.copy_blocks` without value caches."""
     cukern.copy_blocks(kv_caches, [], block_mapping)
 
 
@@ -107,9 +105,9 @@ def gather_and_maybe_dequant_cache(
     scale: AnyArray,
     seq_starts: AnyArray | None = None,
 ) -> None:
-    """Call `cukern.gather_cache` for the first `num_tokens` tokens. `token_to_seq` is not used.
+    """Call `cukern.gather_cache` for the first `num_tokens` tokens. `token_to_seq` is ignored.
 
-    As in vLLM, the host waits for the value if `num_tokens` is a tensor.
+    As in vLLM, the host waits for `num_tokens` if it is a tensor.
     """
     if isinstance(num_tokens, torch.Tensor):
         num_tokens = int(num_tokens)
@@ -127,7 +125,7 @@ def cp_gather_cache(
     batch_size: int,
     seq_starts: AnyArray | None = None,
 ) -> None:
-    """Call `cukern.gather_cache`, which copies the elements without conversion."""
+    """Call `cukern.gather_cache` without conversion."""
     cukern.gather_cache(src_cache, dst, block_table, cu_seq_lens, batch_size, seq_starts)
 
 

@@ -1,17 +1,10 @@
-"""A replacement for `vllm._custom_ops`, with the same names, arguments and results.
+"""A replacement for `vllm._custom_ops` of vLLM 0.33.0, and of vLLM 0.10.2 for functions that 0.33.0 lacks.
 
-The signatures match vLLM 0.33.0. Some functions exist in vLLM 0.10.2 but not in 0.33.0, and have the signatures of
-0.10.2: `paged_attention_v1`, `paged_attention_v2`, `copy_blocks`, `copy_blocks_mla`, `get_flash_mla_metadata`,
-`flash_mla_with_kvcache`. Tensors may be on the CPU, where the NumPy references run.
-
-Not covered: `grouped_topk` and `gather_and_maybe_dequant_cache` with the arguments of 0.10.2; int8 results of the fused
-norms and activations; FP8 with given scales per group, row or column; `is_padding`; the 8x4 layout of NVFP4 scales.
-Where a docstring says that a function refuses an argument, the function raises NotImplementedError. The functions in
-`NOT_COVERED` raise NotImplementedError when called.
+On CPU tensors the NumPy references run. Refused arguments and the functions in `NOT_COVERED` raise NotImplementedError.
 
 Differences:
 
-- The results of norms are rounded once, at the end. vLLM also rounds before it multiplies by the weight.
+- Norms round once, at the end. vLLM also rounds before it multiplies by the weight.
 - The rows of an expert are always in token order.
 - Unused elements of `experts_ids` are -1.
 - Activations are not rounded to 16 bits before they are quantized.
@@ -127,7 +120,7 @@ def paged_attention_v1(
     blocksparse_block_size: int = 64,
     blocksparse_head_sliding_step: int = 0,
 ) -> None:
-    """Call `cukern.paged_attention_v1`, which writes `out`."""
+    """Call `cukern.paged_attention_v1`."""
     sizes = num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len, alibi_slopes
     cache = kv_cache_dtype, k_scale, v_scale
     sparse = blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step
@@ -158,7 +151,7 @@ def paged_attention_v2(
     blocksparse_block_size: int = 64,
     blocksparse_head_sliding_step: int = 0,
 ) -> None:
-    """Call `cukern.paged_attention_v2`, which writes `out`, `exp_sum`, `max_logits` and `tmp_out`."""
+    """Call `cukern.paged_attention_v2`."""
     arrays = out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache
     sizes = num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len, alibi_slopes
     cache = kv_cache_dtype, k_scale, v_scale
@@ -169,7 +162,7 @@ def paged_attention_v2(
 def get_flash_mla_metadata(
     cache_seqlens: AnyArray, num_heads_per_head_k: int, num_heads_k: int
 ) -> tuple[AnyArray, AnyArray]:
-    """Call `cukern.get_mla_metadata`. The plan has cukern's format, for `flash_mla_with_kvcache` of this module."""
+    """Call `cukern.get_mla_metadata`. The plan has cukern's format."""
     return cukern.get_mla_metadata(cache_seqlens, num_heads_per_head_k, num_heads_k)
 
 
@@ -201,23 +194,22 @@ def merge_attn_states(
     prefill_tokens_with_context: int | None = None,
     output_scale: AnyArray | None = None,
 ) -> None:
-    """Call `cukern.merge_attention_states`. Writes `output` [tokens, heads, head_dim] and `output_lse` [heads, tokens].
+    """Call `cukern.merge_attention_states`, with log-sum-exps [heads, tokens].
 
-    For tokens from `prefill_tokens_with_context` on, the output and the log-sum-exp of the suffix are copied unchanged.
-    With `output_scale`, float32 with one element, `output` is float8_e4m3fn. The merge then runs in the dtype of the
-    inputs, and a second kernel quantizes its result.
+    Tokens with an index of at least `prefill_tokens_with_context` are not merged, and get their `suffix_output`. With
+    `output_scale`, a second kernel quantizes to float8_e4m3fn.
     """
     tokens = suffix_output.shape[0]
     merged: Any = output if output_scale is None else torch.empty_like(suffix_output)
     lse: Any = torch.empty_like(suffix_lse) if output_lse is None else output_lse
     first = tokens if prefill_tokens_with_context is None else min(prefill_tokens_with_context, tokens)
-    rest: Any = suffix_output[first:]
+    suffix_tail: Any = suffix_output[first:]
     if first < tokens and merged.data_ptr() == suffix_output.data_ptr():
-        rest = rest.clone()
+        suffix_tail = suffix_tail.clone()
     sides = prefix_output, prefix_lse, suffix_output, suffix_lse
     cukern.merge_attention_states(*sides, lse_heads_first=True, out=(merged, lse))
     if first < tokens:
-        merged[first:] = rest
+        merged[first:] = suffix_tail
         if output_lse is not None:
             lse[:, first:] = suffix_lse[:, first:]
     if output_scale is not None:
@@ -228,12 +220,12 @@ def merge_attn_states(
 
 
 def rms_norm(out: AnyArray, input: AnyArray, weight: AnyArray | None, epsilon: float) -> None:
-    """Call `cukern.rms_norm`, which writes `out`."""
+    """Call `cukern.rms_norm`."""
     cukern.rms_norm(input, weight, epsilon, out=out)
 
 
 def fused_add_rms_norm(input: AnyArray, residual: AnyArray, weight: AnyArray | None, epsilon: float) -> None:
-    """Call `cukern.fused_add_rms_norm`. `input` and `residual` are written."""
+    """Call `cukern.fused_add_rms_norm`, which writes `input` and `residual`."""
     cukern.fused_add_rms_norm(input, residual, weight, epsilon)
 
 
@@ -243,8 +235,8 @@ def _expect_e4m3(function: str, quant_dtype: Any, scale_ub: Any) -> None:
     unless_default(function, None, scale_ub=scale_ub)
 
 
-def _normalized(input: Any, weight: Any, epsilon: float, residual: Any, group_size: int | None) -> tuple[Any, Any]:
-    """Return the RMS norm in FP8, and its scales [rows, groups]. With `residual`, add it first, in float32."""
+def _rms_norm_fp8(input: Any, weight: Any, epsilon: float, residual: Any, group_size: int | None) -> tuple[Any, Any]:
+    """Return the RMS norm in FP8, and its scales [rows, groups]. Add `residual` first, in float32."""
     if residual is None:
         q, scales = cukern.rms_norm_quant(input, weight, epsilon, group_size=group_size)
     else:
@@ -254,11 +246,11 @@ def _normalized(input: Any, weight: Any, epsilon: float, residual: Any, group_si
 
 
 def _column_major(scales: Any, alignment: int = 0) -> Any:
-    """Return a column-major copy of scales [rows, groups]; each column starts at a multiple of `alignment` elements."""
+    """Return a column-major copy of scales [rows, groups], with columns aligned to `alignment` elements."""
     rows, groups = scales.shape
-    step = -(-rows // alignment) * alignment if alignment else rows
-    turned = torch.empty_strided((rows, groups), (1, step), dtype=scales.dtype, device=scales.device)
-    return turned.copy_(scales)
+    column_stride = -(-rows // alignment) * alignment if alignment else rows
+    transposed = torch.empty_strided((rows, groups), (1, column_stride), dtype=scales.dtype, device=scales.device)
+    return transposed.copy_(scales)
 
 
 def rms_norm_dynamic_per_token_quant(
@@ -269,13 +261,12 @@ def rms_norm_dynamic_per_token_quant(
     scale_ub: AnyArray | None = None,
     residual: AnyArray | None = None,
 ) -> tuple[AnyArray, AnyArray]:
-    """Call `cukern.rms_norm_quant` with a scale per row. With `residual`, normalize the sum and write `residual`.
+    """Call `cukern.rms_norm_quant`; if `residual` is given, `cukern.fused_add_rms_norm_quant`.
 
-    Returns FP8 in the shape of `input`, and scales [rows, 1]. Refuses a `quant_dtype` other than float8_e4m3fn, and
-    `scale_ub`.
+    Refuses `scale_ub`, and a `quant_dtype` other than float8_e4m3fn.
     """
     _expect_e4m3("rms_norm_dynamic_per_token_quant", quant_dtype, scale_ub)
-    return _normalized(input, weight, epsilon, residual, None)
+    return _rms_norm_fp8(input, weight, epsilon, residual, None)
 
 
 def rms_norm_per_block_quant(
@@ -289,15 +280,14 @@ def rms_norm_per_block_quant(
     is_scale_transposed: bool = False,
     tma_alignment: int = 0,
 ) -> tuple[AnyArray, AnyArray]:
-    """Call `cukern.rms_norm_quant` with one scale per `group_size[1]` elements of a row.
+    """Call `cukern.rms_norm_quant`; if `residual` is given, `cukern.fused_add_rms_norm_quant`. Copy transposed scales.
 
-    With `residual`, normalize the sum and write `residual`. Transposed scales are copied. Refuses a `quant_dtype` other
-    than float8_e4m3fn, `scale_ub`, and a `group_size[0]` other than 1.
+    Refuses `scale_ub`, a `quant_dtype` other than float8_e4m3fn, and a `group_size[0]` other than 1.
     """
     _expect_e4m3("rms_norm_per_block_quant", quant_dtype, scale_ub)
     if len(group_size) != 2 or group_size[0] != 1:
         refuse("rms_norm_per_block_quant", "group_size", "[1, columns]", list(group_size))
-    q, scales = _normalized(input, weight, epsilon, residual, group_size[1])
+    q, scales = _rms_norm_fp8(input, weight, epsilon, residual, group_size[1])
     return q, _column_major(scales, tma_alignment) if is_scale_transposed else scales
 
 
@@ -308,9 +298,9 @@ def silu_and_mul_per_block_quant(
     scale_ub: AnyArray | None = None,
     is_scale_transposed: bool = False,
 ) -> tuple[AnyArray, AnyArray]:
-    """Call `cukern.silu_and_mul_quant` with scales per group. Transposed scales are copied.
+    """Call `cukern.silu_and_mul_quant`. Transposed scales are copied.
 
-    Refuses a `quant_dtype` other than float8_e4m3fn, and `scale_ub`.
+    Refuses `scale_ub`, and a `quant_dtype` other than float8_e4m3fn.
     """
     _expect_e4m3("silu_and_mul_per_block_quant", quant_dtype, scale_ub)
     q, scales = cukern.silu_and_mul_quant(input, group_size=group_size)
@@ -326,10 +316,9 @@ def scaled_fp8_quant(
     output: AnyArray | None = None,
     group_shape: tuple[int, int] | None = None,
 ) -> tuple[AnyArray, AnyArray]:
-    """Call `cukern.scaled_fp8_quant`. A given `scale` is returned unchanged.
+    """Call `cukern.scaled_fp8_quant`. As in vLLM, `scale_ub` limits only scales per token.
 
-    As in vLLM, `scale_ub` limits only scales per token. Refuses a `scale` with more than one element, and a
-    `group_shape` other than (-1, -1).
+    Refuses a `scale` of several elements, and a `group_shape` other than (-1, -1).
     """
     if group_shape is not None and tuple(group_shape) != (-1, -1):
         refuse("scaled_fp8_quant", "group_shape", "None or (-1, -1)", group_shape)
@@ -344,17 +333,17 @@ def scaled_fp8_quant(
 def scaled_int8_quant(
     input: AnyArray, scale: AnyArray | None = None, azp: AnyArray | None = None, symmetric: bool = True
 ) -> tuple[AnyArray, AnyArray, AnyArray | None]:
-    """Call `cukern.scaled_int8_quant`. Returns given scales and zero points unchanged, and new ones as [rows, 1]."""
+    """Call `cukern.scaled_int8_quant`. New scales and zero points are [rows, 1]."""
     q, scales, zero = cukern.scaled_int8_quant(input, scale, azp, symmetric)
     if scale is not None:
         return q, scale, azp
     return q, scales.reshape(-1, 1), None if zero is None else zero.reshape(-1, 1)
 
 
-def _swizzled(scale: Any) -> Any:
+def _swizzle_scales(scale: Any) -> Any:
     """Copy scales [rows, groups] to the layout for Blackwell's tensor cores: tiles of 128 x 4, padded with zeros.
 
-    In a tile, the scale of (row, group) is at byte `row % 32 * 16 + row // 32 * 4 + group`.
+    In a tile of 128 x 4 scales, the scale of (row, group) is at byte `row % 32 * 16 + row // 32 * 4 + group`.
     """
     rows, groups = scale.shape
     tiles = -(-rows // 128), -(-groups // 4)
@@ -370,11 +359,9 @@ def scaled_fp4_quant(
     backend: str = "none",
     padded_n: int | None = None,
 ) -> tuple[AnyArray, AnyArray]:
-    """Call `cukern.scaled_fp4_quant` on rows. Swizzled scales are copied.
+    """Call `cukern.scaled_fp4_quant`. Swizzled scales are copied and padded to multiples of 128 x 4.
 
-    Returns uint8 [rows, n / 2] and scales float8_e4m3fn [rows, n / 16]. With `is_sf_swizzled_layout` the dimensions of
-    the scales are rounded up to multiples of 128 and 4. Refuses a `backend` with the 8x4 layout (trtllm, up to 32
-    rows), and a `padded_n` other than n.
+    Refuses a `backend` that takes scales in the 8x4 layout (trtllm for up to 32 rows), and a `padded_n` other than n.
     """
     rows = input.reshape(-1, input.shape[-1])
     if "trtllm" in backend and rows.shape[0] <= 32:
@@ -382,7 +369,7 @@ def scaled_fp4_quant(
     if padded_n is not None and padded_n != rows.shape[1]:
         refuse("scaled_fp4_quant", "padded_n", f"None or {rows.shape[1]}", padded_n)
     packed, scale = cukern.scaled_fp4_quant(rows, input_global_scale)
-    return packed, (_swizzled(scale) if is_sf_swizzled_layout else scale).view(_E4M3)
+    return packed, (_swizzle_scales(scale) if is_sf_swizzled_layout else scale).view(_E4M3)
 
 
 # --- penalties ----------------------------------------------------------------------------------------
@@ -391,7 +378,7 @@ def scaled_fp4_quant(
 def apply_repetition_penalties(
     logits: AnyArray, prompt_mask: AnyArray, output_mask: AnyArray, repetition_penalties: AnyArray
 ) -> None:
-    """Call `cukern.apply_penalties` for the tokens of both masks. Writes `logits`."""
+    """Call `cukern.apply_penalties`, which writes `logits`."""
     penalties: Any = repetition_penalties
     masks = {"prompt_mask": prompt_mask, "output_mask": output_mask}
     cukern.apply_penalties(logits, repetition_penalty=penalties.float(), **masks, out=logits)
@@ -407,7 +394,7 @@ def apply_repetition_penalties_cuda(
 def apply_repetition_penalties_torch(
     logits: AnyArray, prompt_mask: AnyArray, output_mask: AnyArray, repetition_penalties: AnyArray
 ) -> None:
-    """Apply repetition penalties with torch operations, which support any strides. Writes `logits`."""
+    """Apply repetition penalties with torch operations, which support any strides."""
     given: Any = logits
     is_used: Any = prompt_mask | output_mask
     penalties = torch.where(is_used, repetition_penalties.reshape(-1, 1), 1.0)
@@ -420,10 +407,7 @@ def apply_repetition_penalties_torch(
 def moe_sum(
     input: AnyArray, output: AnyArray, topk_ids: AnyArray | None = None, expert_map: AnyArray | None = None
 ) -> None:
-    """Call `cukern.moe_sum`, which writes `output`. An input that is not contiguous is copied.
-
-    Refuses `topk_ids` and `expert_map`. In vLLM these arguments leave out the experts of other ranks.
-    """
+    """Call `cukern.moe_sum`. Refuses `topk_ids` and `expert_map`, which leave out other ranks' experts in vLLM."""
     unless_default("moe_sum", None, topk_ids=topk_ids, expert_map=expert_map)
     rows: Any = input
     cukern.moe_sum(rows.contiguous(), output)
@@ -439,10 +423,9 @@ def moe_align_block_size(
     expert_map: AnyArray | None = None,
     scatter_idx: AnyArray | None = None,
 ) -> None:
-    """Call `cukern.moe_align_block_size`, which writes the three arrays.
+    """Call `cukern.moe_align_block_size`. `expert_map` leaves out the experts of other ranks.
 
-    With `expert_map`, experts of other ranks are left out. The arrays must be large enough for every possible
-    assignment of tokens to experts, as they are in vLLM's layers. Refuses `scatter_idx`.
+    The arrays need room for every assignment of tokens to experts, as in vLLM's layers. Refuses `scatter_idx`.
     """
     unless_default("moe_align_block_size", None, scatter_idx=scatter_idx)
     options: dict[str, Any] = {"ignore_invalid_experts": expert_map is not None}
@@ -453,7 +436,6 @@ def moe_align_block_size(
 def _topk(
     function: Any, topk_weights: Any, topk_ids: Any, token_expert_indices: Any, gating_output: Any, **options: Any
 ) -> None:
-    """Call the gate `function`. Convert the ids to the dtype of `topk_ids`, and write `token_expert_indices`."""
     tokens, topk = topk_ids.shape
     ids = topk_ids if topk_ids.dtype == torch.int32 else torch.empty_like(topk_ids, dtype=torch.int32)
     function(topk_weights, ids, gating_output, **options)
@@ -473,10 +455,9 @@ def topk_softmax(
     e_score_correction_bias: AnyArray | None = None,
     is_padding: AnyArray | None = None,
 ) -> None:
-    """Call `cukern.topk_softmax`, which writes `topk_weights` and `topk_ids`.
+    """Call `cukern.topk_softmax`. `token_expert_indices[t, s]` becomes `s * tokens + t`.
 
-    Element [t, s] of `token_expert_indices` becomes `s * tokens + t`. None instead of the array saves a kernel launch.
-    Refuses `is_padding`.
+    None for `token_expert_indices` saves a kernel launch. Refuses `is_padding`.
     """
     unless_default("topk_softmax", None, is_padding=is_padding)
     arrays = topk_weights, topk_ids, token_expert_indices, gating_output
@@ -493,7 +474,7 @@ def topk_sigmoid(
     routed_scaling_factor: float = 1.0,
     is_padding: AnyArray | None = None,
 ) -> None:
-    """Call `cukern.topk_sigmoid`, with the arguments of `topk_softmax`."""
+    """Call `cukern.topk_sigmoid`, with the arguments of `topk_softmax`. Refuses `is_padding`."""
     unless_default("topk_sigmoid", None, is_padding=is_padding)
     arrays = topk_weights, topk_ids, token_expert_indices, gating_output
     options = {"correction_bias": e_score_correction_bias, "routed_scaling_factor": routed_scaling_factor}
@@ -510,10 +491,7 @@ def grouped_topk(
     bias: AnyArray,
     scoring_func: int = 0,
 ) -> tuple[AnyArray, AnyArray]:
-    """Call `cukern.moe_fused_gate` on logits. Returns weights float32 and ids int32, [tokens, topk].
-
-    Refuses a `scoring_func` other than 1 (sigmoid), because with other values `scores` are not logits.
-    """
+    """Call `cukern.moe_fused_gate`. `scoring_func` must be 1, because `scores` are logits only with this value."""
     if scoring_func != 1:
         refuse("grouped_topk", "scoring_func", "1 (sigmoid of logits)", scoring_func)
     options = num_expert_group, topk_group, topk, 0, routed_scaling_factor, True

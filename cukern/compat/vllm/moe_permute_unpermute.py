@@ -1,9 +1,7 @@
-"""A replacement for `vllm.model_executor.layers.fused_moe.moe_permute_unpermute`.
+"""A replacement for `vllm.model_executor.layers.fused_moe.moe_permute_unpermute` of vLLM 0.33.0.
 
-The signatures match vLLM 0.33.0. For `moe_permute` of vLLM 0.10.2, with `align_block_size`, use `cukern.moe_permute`.
-Not covered: `scratch`, which raises NotImplementedError. If the expert of a pair (token, slot) is on another rank,
-`inv_permuted_idx` contains -1 for the pair. In vLLM it contains a row after the rows of the last expert.
-`moe_unpermute` accepts and ignores both.
+If the expert of a pair (token, slot) is on another rank, `inv_permuted_idx` is -1; in vLLM it is a row after the rows
+of the last expert.
 """
 
 from __future__ import annotations
@@ -36,11 +34,10 @@ def moe_permute(
     permuted_hidden_states: AnyArray | None = None,
     scratch: Any = None,
 ) -> tuple[AnyArray, AnyArray | None, AnyArray, AnyArray, AnyArray]:
-    """Call `cukern.moe_permute`, and also return the pair (token, slot) of each row.
+    """Call `cukern.moe_permute`, and also return `permuted_idx`, int32 [tokens * topk].
 
-    Returns rows, scales, expert_first_token_offset, inv_permuted_idx and permuted_idx. `permuted_idx`, int32
-    [tokens * topk], contains `token * topk + slot` for each row, or `tokens * topk` for a row without a pair. Refuses
-    `scratch`.
+    Element i of `permuted_idx` is `token * topk + slot` for the pair (token, slot) in row i, or `tokens * topk` if row
+    i has no pair. Refuses `scratch`.
     """
     unless_default("moe_permute", None, scratch=scratch)
     rows, scales, offsets, inverse, _ = cukern.moe_permute(
@@ -53,7 +50,7 @@ def moe_permute(
         permuted_hidden_states=permuted_hidden_states,
     )
     pairs = inverse.numel()
-    # Pairs without a row are written to an extra element at the end.
+    # The pairs without a row are written to an extra last element, which is not returned.
     permuted = torch.full((pairs + 1,), pairs, dtype=torch.int32, device=inverse.device)
     numbers = torch.arange(pairs, dtype=torch.int32, device=inverse.device)
     permuted.scatter_(0, torch.where(inverse < 0, pairs, inverse).long(), numbers)
@@ -67,10 +64,10 @@ def moe_unpermute(
     inv_permuted_idx: AnyArray,
     expert_first_token_offset: AnyArray | None = None,
 ) -> None:
-    """Call `cukern.moe_unpermute` into `out`."""
+    """Call `cukern.moe_unpermute`."""
     cukern.moe_unpermute(out, permuted_hidden_states, topk_weights, inv_permuted_idx, expert_first_token_offset)
 
 
 def moe_permute_unpermute_supported() -> bool:
-    """Return True, because both functions run on every GPU that cukern supports."""
+    """Return True, on every GPU that cukern supports."""
     return True
