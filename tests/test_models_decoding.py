@@ -638,7 +638,7 @@ def test_a_step_reads_the_low_word_of_its_counter() -> None:
     for library in ("torch", "numpy"):
         layers = kept("bart", library=library)._model.layers
         counters = layers.put(np.array([3, 70000]))
-        low = layers.low_word(counters[1:])
+        low = layers.low_int32(counters[1:])
         layers.add_(counters, 1)
         assert (str(low.dtype).removeprefix("torch."), layers.host(low).tolist()) == ("int32", [70001])
 

@@ -82,7 +82,7 @@ def test_many_rows_are_multiplied_biased_and_activated_at_once(
     monkeypatch.setattr(encoder_layer, "moe_gemm", lambda *a, **k: made.append(k) or moe_gemm(*a, **k))
     apart = numpy_of(layer._up(rows)).astype(np.float32)
     assert not made
-    monkeypatch.setattr(encoder_layer, "_FUSED_ROWS", 300)
+    monkeypatch.setattr(encoder_layer, "_FUSED_MIN_ROWS", 300)
     at_once = numpy_of(layer._up(rows)).astype(np.float32)
     assert [k["activation"] for k in made] == [f"{activation}_no_mul"]
     np.testing.assert_allclose(at_once, apart, rtol=error, atol=error)

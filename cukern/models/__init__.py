@@ -1,4 +1,4 @@
-"""Transformer models. They use the ops of cukern and the matrix multiplications of the array library."""
+"""Transformer models that call the ops of cukern and the matrix multiplication of the array library."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from cukern.runtime.tolerance import Tolerance
 
 #: Tolerances for comparing the models with transformers, keyed by result and dtype.
 TOLERANCES = {
-    # The reference for the hidden states after a few layers is transformers in float32. Hidden states have magnitude 1
-    # to 3. They differ because sums are in another order, and because 16-bit dtypes round after each operation.
+    # The reference is transformers in float32, after a few layers. Hidden states have magnitude 1 to 3. The models add
+    # in another order than transformers, and 16-bit dtypes round after each operation.
     "hidden_states": {
         "float32": Tolerance(relative=0, absolute=2e-5),
         "float16": Tolerance(relative=0, absolute=2e-2),
         "bfloat16": Tolerance(relative=2**-7, absolute=6e-2),
     },
-    # A text's vector is the mean of its hidden states, scaled to length 1.
     "vectors": {"float32": Tolerance(relative=0, absolute=1e-5)},
 }
 

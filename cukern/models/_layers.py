@@ -1,13 +1,13 @@
 """The array operations of a model for NumPy, CuPy and torch: linear layers, attention, buffers, logits, pooling.
 
-`layers_of` returns the operations for an array. `ArrayLayers` implements them for NumPy and CuPy, and `TorchLayers`
-for torch. The results on NumPy arrays are the reference. In this package a "word" is a token that is not padding.
+`ArrayLayers` runs on NumPy and CuPy, and documents the methods of `TorchLayers` too. The results on NumPy arrays are
+the reference. In this package a "word" is a token that is not padding.
 
-- Matrix multiplications use the array library, which calls cuBLAS on a GPU. All other operations compute in float32
-  and round once, and the result of a sequence depends only on that sequence.
+- Matrix multiplications use the array library. All other operations compute in float32 and round once, and the result
+  of a sequence depends only on that sequence.
 - A method whose name ends in an underscore writes to its first array argument.
-- Three methods make the host wait for the GPU: `host`, `flat_nonzero` and, on CuPy arrays, `pool` if `Words.bounds` is
-  None. A decoding step that calls none of them can be captured in a CUDA graph.
+- `host` and `flat_nonzero` make the host wait for the GPU. On CuPy, `pool` also does so if `Words.bounds` is None. A
+  CUDA graph can capture all other methods.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cukern.runtime import arrays, check
 from cukern.runtime.cuda import cupy, current_device
 
 DTYPES = ("float32", "float16", "bfloat16")
-#: Maps transformers' names of activations to the names that `add_bias_act` uses.
+#: Maps transformers' names to the names in `add_bias_act`.
 ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_python": "gelu",
@@ -46,13 +46,13 @@ class Affine(NamedTuple):
 
 
 class Words(NamedTuple):
-    """The start and end of each sequence in a batch without padding, whose words (tokens) are concatenated."""
+    """The bounds of each sequence in a batch without padding."""
 
-    cu_seqlens: Any  # int32 [batch + 1]: the index of the first word of each sequence, then the number of words
-    bounds: Sequence[int] | None = None  # cu_seqlens as Python ints, if the host knows them
+    cu_seqlens: Any  # int32 [batch + 1]: the index of each sequence's first word, then the number of words
+    bounds: Sequence[int] | None = None
 
     def on_host(self) -> Sequence[int]:
-        """Return `cu_seqlens` as Python ints. If `bounds` is None, this copies from the GPU and waits for it."""
+        """Return `cu_seqlens` as Python ints. Without `bounds` this waits for the GPU."""
         if self.bounds is not None:
             return self.bounds
         library = arrays.library_of(self.cu_seqlens)
@@ -61,7 +61,7 @@ class Words(NamedTuple):
 
 
 class ArrayLayers:
-    """The operations on NumPy arrays, or on CuPy arrays if `xp` is CuPy."""
+    """The operations on arrays of `xp`: NumPy or CuPy."""
 
     is_cuda_torch = False
 
@@ -70,36 +70,29 @@ class ArrayLayers:
         self.device = device
 
     def place(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager. The operations must run inside its context.
-
-        On a GPU the context makes the device of the weights current. On the CPU it silences NumPy's warnings.
-        """
+        """Return a context for the operations. It makes the weights' CUDA device current or silences NumPy warnings."""
         if self.device is None:
             return np.errstate(over="ignore", invalid="ignore")
         return current_device(self.device)
 
-    # --- arrays -----------------------------------------------------------------------------------------
-
     def cast(self, x: Any, dtype: str) -> Any:
-        """Return `x` as a contiguous array of the named dtype."""
         return self.xp.ascontiguousarray(x.astype(arrays.numpy_dtype(dtype), copy=False))
 
     def concatenate(self, parts: Sequence[Any], axis: int = 0) -> Any:
         return self.xp.concatenate(parts, axis)
 
-    def rows_filled(self, x: Any, rows: int) -> Any:
-        """Return `x` [n, columns] padded with rows of zeros to [rows, columns]."""
+    def pad_rows(self, x: Any, rows: int) -> Any:
         return self.xp.concatenate([x, self.xp.zeros((rows - len(x), x.shape[1]), x.dtype)])
 
     def arange(self, n: int) -> Any:
         return self.xp.arange(n)
 
     def flat_nonzero(self, x: Any) -> Any:
-        """Return the indices of the nonzero elements of the flattened array, int64."""
+        """Return the int64 indices of the nonzero elements of the flattened array."""
         return self.xp.flatnonzero(x)
 
     def cu_seqlens(self, lengths: Any) -> Any:
-        """Return the cumulative sums of `lengths` [batch], with a leading 0: int32 [batch + 1]."""
+        """Return the cumulative sums of `lengths` [batch] after a leading 0, int32 [batch + 1]."""
         sums = self.xp.zeros(len(lengths) + 1, np.int32)
         sums[1:] = lengths.cumsum()
         return sums
@@ -108,41 +101,35 @@ class ArrayLayers:
         return self.xp.full(shape, value, arrays.numpy_dtype(dtype))
 
     def put(self, x: np.ndarray[Any, Any]) -> Any:
-        """Copy a NumPy array to the weights' library and device."""
         return self.xp.asarray(x)
 
     def host(self, x: Any) -> np.ndarray[Any, Any]:
         return x if self.xp is np else self.xp.asnumpy(x)
 
     def is_capturing(self) -> bool:
-        """Return whether a CUDA graph is being captured on the current stream."""
         return self.xp is not np and bool(self.xp.cuda.get_current_stream().is_capturing())
 
     def assign_(self, x: Any, value: Any) -> None:
-        """Write `value`, an array or a number, to all of `x`."""
         x[...] = value
 
     def assign_rows_(self, x: Any, rows: Any, value: Any) -> None:
         x[rows] = value
 
     def take(self, x: Any, rows: Any) -> Any:
-        """Copy the rows of `x` whose int64 indices are `rows`."""
         return x[rows]
 
     def flat_parents(self, parents: Any) -> Any:
-        """Convert beam indices [batch, beams] to row indices in a [batch * beams, ...] array, int64 [batch * beams]."""
+        """Convert beam indices [batch, beams] to int64 row indices in [batch * beams, ...]."""
         batch, beams = parents.shape
         return (parents + beams * self.xp.arange(batch)[:, None]).reshape(-1)
 
     def float32(self, x: Any) -> Any:
         return x.astype(np.float32)
 
-    # --- a layer ----------------------------------------------------------------------------------------
-
     def linear(self, x: Any, weight: Any, bias: Any = None) -> Any:
         """Return x [rows, in] @ weight.T + bias, [rows, out], with weight [out, in] and bias [out]."""
         if self.xp is np and x.dtype != np.float32:
-            # NumPy multiplies 16-bit matrices with a 16-bit accumulator, so compute in float32.
+            # NumPy accumulates products of 16-bit matrices in 16 bits, so compute in float32.
             y = self.float32(x) @ self.float32(weight).T
             return (y if bias is None else y + self.float32(bias)).astype(x.dtype)
         y = x @ weight.T
@@ -151,32 +138,28 @@ class ArrayLayers:
     def attention(self, qkv: Any, heads: int, words: Words, variant: str = "auto") -> Any:
         """Return the self-attention softmax(q k^T / sqrt(head_dim)) v within each sequence, [words, hidden].
 
-        A row of `qkv` [words, 3 * hidden] contains q, k and v, each [heads, head_dim]. `variant` is passed to
-        `varlen_attention`.
+        A row of `qkv` [words, 3 * hidden] contains q, k and v, each [heads, head_dim].
         """
         return _attention(qkv, heads, words, variant)
 
-    def clipped(self, x: Any, most: float) -> Any:
-        """Clip a float16 `x` to [-most, most]; return other dtypes unchanged."""
-        return x.clip(-most, most) if x.dtype == np.float16 else x
-
-    # --- logits -----------------------------------------------------------------------------------------
+    def clipped(self, x: Any, bound: float) -> Any:
+        """Clip `x` to [-bound, bound] if it is float16."""
+        return x.clip(-bound, bound) if x.dtype == np.float16 else x
 
     def log_softmax(self, x: Any) -> Any:
-        """Return the log-softmax of logits [rows, vocab] of any dtype. The result is float32 and contiguous."""
         y = self.float32(x)
         y = y - y.max(-1, keepdims=True)
         return y - self.xp.log(self.xp.exp(y).sum(-1, keepdims=True))
 
     def force_(self, scores: Any, ids: Sequence[int]) -> None:
-        """Set the scores of the tokens `ids` to 0 in all rows, and all other scores to -inf."""
+        """Set the scores of `ids` to 0, and all other scores to -inf."""
         scores[...] = -np.inf
         scores[:, [*ids]] = 0
 
     # --- a step whose index is in an array, int64 [1] ---------------------------------------------------
 
-    def low_word(self, x: Any) -> Any:
-        """Return the low 32 bits of `x`, int64 [1], as an int32 [1] view. Assumes a little-endian machine."""
+    def low_int32(self, x: Any) -> Any:
+        """View the low 32 bits of an int64 [1] as int32 [1], in little-endian memory."""
         return x.view(np.int32)[:1]
 
     def add_(self, x: Any, n: int) -> None:
@@ -186,16 +169,13 @@ class ArrayLayers:
         """Write `value` [rows, ...] to a column of `x` [rows, columns, ...]."""
         x[:, column] = value[:, None]
 
-    def forbid_below_(self, scores: Any, ids: Sequence[int], length: Any, least: int) -> None:
-        """Set the scores of the tokens `ids` to -inf in all rows if `length` < `least`."""
+    def forbid_below_(self, scores: Any, ids: Sequence[int], length: Any, min_length: int) -> None:
+        """Set the scores of `ids` to -inf if `length` < `min_length`."""
         ids = [*ids]
-        scores[:, ids] = self.xp.where(length < least, np.float32(-np.inf), scores[:, ids])
+        scores[:, ids] = self.xp.where(length < min_length, np.float32(-np.inf), scores[:, ids])
 
     def forbid_repeats_(self, scores: Any, history: Any, length: Any, size: int) -> None:
-        """Set the scores of tokens that would repeat an n-gram of `size` tokens to -inf.
-
-        A token repeats an n-gram if it completes one that already occurs in `history[row, :length]`.
-        """
+        """Forbid each token that would repeat an n-gram (`size` tokens) of `history[row, :length]`."""
         windows = history.shape[1] - size + 1
         if windows < 1:
             return
@@ -207,20 +187,17 @@ class ArrayLayers:
         values = self.xp.where(found, np.float32(-np.inf), np.float32(np.inf))
         self.xp.minimum.at(scores, (self.xp.arange(len(history))[:, None], last), values)
 
-    # --- pooling ----------------------------------------------------------------------------------------
-
     def pool(self, x: Any, words: Words, mode: str) -> Any:
-        """Return one vector per sequence, float32 [batch, hidden].
+        """Return one vector per sequence, float32 [batch, hidden]; zeros for an empty sequence.
 
-        The vector is the hidden state of the sequence's first word (`mode` "cls"), or the mean or the maximum over its
-        words (`mode` "mean" or "max"). The vector of an empty sequence is zeros.
+        `mode` "cls" takes the first word's hidden state. "mean" and "max" reduce over all words.
         """
         bounds = words.on_host()
         out = self.xp.zeros((len(bounds) - 1, x.shape[1]), np.float32)
         for row, (first, last) in enumerate(itertools.pairwise(bounds)):
             if first < last:
-                own = self.float32(x[first:last])
-                out[row] = own[0] if mode == "cls" else own.max(0) if mode == "max" else own.sum(0) / (last - first)
+                seq = self.float32(x[first:last])
+                out[row] = seq[0] if mode == "cls" else seq.max(0) if mode == "max" else seq.sum(0) / (last - first)
         return out
 
     def normalized(self, x: Any) -> Any:
@@ -230,8 +207,6 @@ class ArrayLayers:
 
 
 class TorchLayers:
-    """The operations on torch tensors, on the CPU or a CUDA device."""
-
     def __init__(self, device: Any) -> None:
         import torch
 
@@ -241,10 +216,8 @@ class TorchLayers:
         self.is_cuda_torch = device.type == "cuda"
 
     def place(self) -> contextlib.AbstractContextManager[None]:
-        """Return an empty context, because torch takes the device from the tensors. See `ArrayLayers.place`."""
+        """Return an empty context, because torch takes the device from the tensors."""
         return contextlib.nullcontext()
-
-    # --- arrays -----------------------------------------------------------------------------------------
 
     def cast(self, x: Any, dtype: str) -> Any:
         return x.detach().to(getattr(self._torch, dtype)).contiguous()
@@ -252,7 +225,7 @@ class TorchLayers:
     def concatenate(self, parts: Sequence[Any], axis: int = 0) -> Any:
         return self._torch.cat([*parts], axis)
 
-    def rows_filled(self, x: Any, rows: int) -> Any:
+    def pad_rows(self, x: Any, rows: int) -> Any:
         return self._functional.pad(x, (0, 0, 0, rows - len(x)))
 
     def arange(self, n: int) -> Any:
@@ -298,18 +271,14 @@ class TorchLayers:
     def float32(self, x: Any) -> Any:
         return x.float()
 
-    # --- a layer ----------------------------------------------------------------------------------------
-
     def linear(self, x: Any, weight: Any, bias: Any = None) -> Any:
         return self._functional.linear(x, weight, bias)
 
     def attention(self, qkv: Any, heads: int, words: Words, variant: str = "auto") -> Any:
         return _attention(qkv, heads, words, variant)
 
-    def clipped(self, x: Any, most: float) -> Any:
-        return x.clip(-most, most) if x.dtype == self._torch.float16 else x
-
-    # --- logits -----------------------------------------------------------------------------------------
+    def clipped(self, x: Any, bound: float) -> Any:
+        return x.clip(-bound, bound) if x.dtype == self._torch.float16 else x
 
     def log_softmax(self, x: Any) -> Any:
         return self._torch.log_softmax(x.float(), -1)
@@ -319,9 +288,7 @@ class TorchLayers:
         for token in ids:
             scores[:, token].fill_(0)
 
-    # --- a step whose index is in a tensor, int64 [1] ---------------------------------------------------
-
-    def low_word(self, x: Any) -> Any:
+    def low_int32(self, x: Any) -> Any:
         return x.view(self._torch.int32)[:1]
 
     def add_(self, x: Any, n: int) -> None:
@@ -330,8 +297,8 @@ class TorchLayers:
     def assign_column_(self, x: Any, column: Any, value: Any) -> None:
         x.index_copy_(1, column, value.unsqueeze(1))
 
-    def forbid_below_(self, scores: Any, ids: Sequence[int], length: Any, least: int) -> None:
-        is_short = length < least
+    def forbid_below_(self, scores: Any, ids: Sequence[int], length: Any, min_length: int) -> None:
+        is_short = length < min_length
         for token in ids:
             scores[:, token].masked_fill_(is_short, -math.inf)
 
@@ -339,8 +306,8 @@ class TorchLayers:
         windows = history.shape[1] - size + 1
         if windows < 1:
             return
-        places = self._torch.arange(size - 1, device=self.device) + (length - size + 1)
-        latest = history.index_select(1, places.clamp_(min=0))
+        latest_indices = self._torch.arange(size - 1, device=self.device) + (length - size + 1)
+        latest = history.index_select(1, latest_indices.clamp_(min=0))
         found = self._torch.arange(windows, device=self.device) <= length - size
         for i in range(size - 1):
             found = found & (history[:, i : i + windows] == latest[:, i : i + 1])
@@ -348,27 +315,25 @@ class TorchLayers:
         values = self._torch.full(last.shape, math.inf, device=self.device).masked_fill_(found, -math.inf)
         scores.scatter_reduce_(1, last, values, "amin")
 
-    # --- pooling ----------------------------------------------------------------------------------------
-
     def pool(self, x: Any, words: Words, mode: str) -> Any:
-        """See `ArrayLayers.pool`. Words are added in order, so a sequence's sum does not depend on the batch."""
+        """Pool the words in order, so that a sum does not depend on the batch."""
         offsets = words.cu_seqlens.long()
         lengths = offsets.diff()[:, None]
         if not len(x):
-            # Some torch releases divide by the number of rows in `segment_reduce`, so it cannot take 0 rows.
+            # In `segment_reduce` some torch releases divide by the number of rows, which is 0 here.
             return self.full((len(lengths), x.shape[1]), 0, "float32")
         if mode == "cls":
             rows = x[offsets[:-1].clamp(max=len(x) - 1)].float()
         else:
             kind = "max" if mode == "max" else "sum"
-            # `unsafe` skips torch's check of the offsets. The check would make the host wait for the GPU.
+            # `unsafe` skips a check that makes the host wait for the GPU.
             rows = self._torch.segment_reduce(x.float(), kind, offsets=offsets, axis=0, unsafe=True)
             if mode == "mean":
                 rows = rows / lengths.clamp(min=1)
         return rows.masked_fill(lengths == 0, 0)
 
     def normalized(self, x: Any) -> Any:
-        # Add the columns in a fixed order, because the order of torch's own sum depends on the number of rows.
+        # Add in a fixed order: the order of torch's sum depends on the number of rows.
         squares = x * x
         while (n := squares.shape[1]) > 1:
             folded = squares[:, : n // 2] + squares[:, n // 2 : n // 2 * 2]
@@ -391,7 +356,7 @@ def place(device: int | None) -> str:
 
 
 def library_of(name: str, array: Any) -> arrays.Library:
-    """Return the library of the array argument `name`. Raises TypeError unless it is NumPy, CuPy or torch."""
+    """Return the library of the array argument `name`, or raise TypeError."""
     library = arrays.library_of(array)
     if library is None:
         check.fail(name, "an array of NumPy, CuPy or torch", type(array).__name__, TypeError)
@@ -399,7 +364,7 @@ def library_of(name: str, array: Any) -> arrays.Library:
 
 
 def layers_of(name: str, array: Any) -> Layers:
-    """Return the operations for the library and device of the array argument `name`; errors as in `library_of`."""
+    """Return the operations for an array's library and device. Raises the errors of `library_of`."""
     library = library_of(name, array)
     if library.name == "torch":
         return TorchLayers(array.device)

@@ -1,4 +1,4 @@
-"""An encoder-decoder model: the encoder for a batch without padding, and the decoder for one step."""
+"""An encoder-decoder model: the encoder without padding, and the decoder for one step."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ _EPSILON = 1e-5
 
 
 class Source(NamedTuple):
-    """A batch of source sequences without padding. The words (tokens) of all sequences are concatenated."""
+    """A batch of source sequences whose words (tokens that are not padding) are concatenated."""
 
     ids: np.ndarray[Any, Any]  # int32 [words]
-    columns: np.ndarray[Any, Any]  # int32 [words]: the position of each word
+    columns: np.ndarray[Any, Any]  # int32 [words]: the column in the padded batch, the word's position
     rows: np.ndarray[Any, Any]  # int64 [words]: the sequence of each word
     lengths: np.ndarray[Any, Any]  # int32 [batch]
 
     @property
-    def places(self) -> np.ndarray[Any, Any]:
+    def word_indices(self) -> np.ndarray[Any, Any]:
         """int64 [words]: the index of each word in its sequence."""
         first = np.cumsum(self.lengths) - self.lengths
         return np.arange(len(self.ids)) - first[self.rows]
 
 
 def read_source(input_ids: Any, attention_mask: Any, config: Config) -> Source:
-    """Remove the padding of a batch. Ids where the mask is 0 are padding.
+    """Remove the padding: the tokens whose mask is 0.
 
-    Raises the errors of `read_batch`. Raises ValueError for an id outside the vocabulary, and for a word whose position
-    exceeds the model's maximum.
+    Raises the errors of `read_batch`, and ValueError for an id or a position out of range.
     """
     ids, mask, _ = read_batch(input_ids, attention_mask).to_numpy()
     counts = np.ones(ids.shape, bool) if mask is None else mask != 0
@@ -51,15 +50,17 @@ def read_source(input_ids: Any, attention_mask: Any, config: Config) -> Source:
 
 
 class Seq2Seq:
-    """The layers of an encoder-decoder: embeddings, encoder layers, decoder layers and output projection."""
-
     def __init__(self, weights: Weights, layers: Layers, config: Config) -> None:
         self.config, self.weights, self.layers = config, weights, layers
         self.vocab = int(weights.head.shape[0])
-        before = config.family.normalize_before
-        form: dict[str, Any] = {"activation": config.activation, "normalize_before": before, "epsilon": _EPSILON}
-        self.encoder = [EncoderLayer(layers, layer, config.encoder_heads, **form) for layer in weights.encoder]
-        self.decoder = [Decoder(layer, config.decoder_heads, **form) for layer in weights.decoder]
+        normalize_before = config.family.normalize_before
+        options: dict[str, Any] = {
+            "activation": config.activation,
+            "normalize_before": normalize_before,
+            "epsilon": _EPSILON,
+        }
+        self.encoder = [EncoderLayer(layers, layer, config.encoder_heads, **options) for layer in weights.encoder]
+        self.decoder = [Decoder(layer, config.decoder_heads, **options) for layer in weights.decoder]
 
     @property
     def target_positions(self) -> int:
@@ -76,10 +77,8 @@ class Seq2Seq:
             x = embedding_lookup(table, ids, positions, step, position_ids=position_ids)
         return self._norm(x, side.embedding_norm)
 
-    # --- the encoder ------------------------------------------------------------------------------------
-
     def encode(self, source: Source) -> Any:
-        """Run the encoder. Return the last hidden state of each word, [words, hidden]."""
+        """Return the last hidden state of each word, [words, hidden]."""
         layers, weights = self.layers, self.weights
         bounds = np.concatenate([[0], np.cumsum(source.lengths)])
         words = Words(layers.put(bounds.astype(np.int32)), bounds.tolist())
@@ -87,8 +86,6 @@ class Seq2Seq:
         for layer in self.encoder:
             x = layer(x, words)
         return self._norm(x, weights.source.last_norm)
-
-    # --- the decoder ------------------------------------------------------------------------------------
 
     def logits(
         self,
@@ -101,7 +98,7 @@ class Seq2Seq:
     ) -> Any:
         """Return the logits [rows, vocab] of the next token. `words`, int32 [rows], are the tokens at `position`.
 
-        `position` and `length`, which is `position + 1`, are int32 arrays [1]. So one CUDA graph works for every step.
+        `position` and `length` (`position + 1`) are int32 arrays [1], so that one CUDA graph serves all steps.
         """
         x = self._embed(self.weights.target, words, 0, position)
         for layer, cache, memory in zip(self.decoder, caches, memories, strict=True):

@@ -1,4 +1,4 @@
-"""Read a model's configuration and weights from a directory written by transformers or sentence-transformers."""
+"""Read a model's directory in the format of transformers or sentence-transformers."""
 
 from __future__ import annotations
 
@@ -17,20 +17,15 @@ from cukern.runtime.cuda import cupy, need_cupy
 
 LIBRARIES = ("torch", "cupy", "numpy")
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-#: The weights file of older models. Only torch can read it.
 _PICKLED = "pytorch_model.bin"
-#: Possible names of a model on the Hugging Face Hub: `owner/name`, or `name`.
 _HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
-#: Map the dtype names of a safetensors file to NumPy's names. A tensor with a dtype in `_BUFFERS` is not a weight.
+#: NumPy's names of safetensors' dtypes. Tensors of the dtypes in `_BUFFERS` are not weights.
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 _BUFFERS = {"I64": "int64", "I32": "int32", "I16": "int16", "BOOL": "bool"}
 
 
 def need(package: str, what: str, extra: str = "models") -> Any:
-    """Import an optional package. If the package is missing, raise ImportError with the pip command that installs it.
-
-    The message names the feature `what`, and the pip command uses cukern's optional dependencies `extra`.
-    """
+    """Import an optional package, or raise ImportError with the feature `what` and the pip command."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -38,11 +33,7 @@ def need(package: str, what: str, extra: str = "models") -> Any:
 
 
 def expect_directory(path: str | Path) -> Path:
-    """Return the path of a model's directory.
-
-    Raises FileNotFoundError or NotADirectoryError if `path` is not a directory. If `path` could be the name of a model
-    on the Hugging Face Hub, the message contains the download command.
-    """
+    """Return a model's directory, or raise FileNotFoundError or NotADirectoryError."""
     folder, wanted = Path(path), "path must be a model's directory"
     if folder.is_dir():
         return folder
@@ -56,7 +47,7 @@ def expect_directory(path: str | Path) -> Path:
 
 
 def read_json(file: Path) -> Any:
-    """Return the content of a JSON file. Raises ValueError if the file is not JSON."""
+    """Read a JSON file, or raise ValueError."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -64,10 +55,7 @@ def read_json(file: Path) -> Any:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of a model's config.json.
-
-    Raises FileNotFoundError if the file is missing, and ValueError if it does not contain a JSON object.
-    """
+    """Read config.json. Raises FileNotFoundError for a missing file, and ValueError if it holds no JSON object."""
     file = folder / _CONFIG
     if not file.is_file():
         raise FileNotFoundError(f"{folder} has no {_CONFIG}, which says what model it is")
@@ -78,12 +66,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_optional(file: Path) -> dict[str, Any]:
-    """Return the content of a JSON file, or an empty dict if the file does not exist."""
     return read_json(file) if file.is_file() else {}
 
 
 def content(name: str, config: Any) -> Mapping[str, Any]:
-    """Return the argument `name`, a dictionary or a configuration object of transformers, as a dictionary."""
+    """Return the argument `name`, a dictionary or a configuration of transformers, as a dictionary."""
     found = config.to_dict() if hasattr(config, "to_dict") else config
     if not isinstance(found, Mapping):
         check.fail(name, "a dictionary, or a configuration of transformers", type(config).__name__, TypeError)
@@ -91,7 +78,6 @@ def content(name: str, config: Any) -> Mapping[str, Any]:
 
 
 def _weight_files(folder: Path, library: str) -> list[Path]:
-    """Return the weights files: either a single file, or the shards that the index file lists."""
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]
     index = folder / _INDEX
@@ -113,10 +99,7 @@ def _weight_files(folder: Path, library: str) -> list[Path]:
 
 
 def choose_library(library: str | None) -> str:
-    """Return the array library for weights from files: `library` if given, else torch, CuPy or NumPy.
-
-    The default is the first of these that is installed. CuPy also needs a GPU.
-    """
+    """Return `library` if it is given, else the first library that is available: torch, CuPy on a GPU, NumPy."""
     if library is not None:
         return check.one_of("library", library, LIBRARIES)
     return "torch" if importlib.util.find_spec("torch") else "cupy" if _gpu_for_cupy() else "numpy"
@@ -129,16 +112,10 @@ def _gpu_for_cupy() -> bool:
 
 
 def read_weights(folder: Path, library: str | None, device: Any) -> dict[str, Any]:
-    """Return a dict of the weights by name, as arrays of `library` on `device`.
+    """Return the weights by name, as arrays of `choose_library(library)`.
 
-    `library` is the argument of `choose_library`. `device` is a torch device, or a device number for CuPy. None is the
-    current GPU, or the CPU without a GPU.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ImportError: safetensors, or the library, is not installed.
-        TypeError: an unsupported dtype.
-        ValueError: a malformed file, or two files that contain a weight of the same name.
+    `device` is a torch device, or a number for CuPy; None is the current GPU, or the CPU without a GPU. Raises
+    ValueError for a malformed file and for a weight in two files.
     """
     library = choose_library(library)
     files = _weight_files(folder, library)
@@ -177,25 +154,25 @@ def _on(library: str, place: Any) -> dict[str, Any]:
 
 
 def _read(tensors: Any, name: str) -> Any:
-    """Read a tensor from an open file. Return None for an integer tensor, because it is a buffer and not a weight."""
+    """Return a tensor, or None for an integer tensor, which is a buffer."""
     kind = tensors.get_slice(name).get_dtype()
     return tensors.get_tensor(name) if _is_weight(name, _DTYPES.get(kind) or _BUFFERS.get(kind) or kind) else None
 
 
 def _is_weight(name: str, dtype: str) -> bool:
-    """Return whether a tensor is a weight and not a buffer. Raises TypeError for a quantized tensor."""
+    """Return whether a tensor is a weight and not an integer buffer. Raises TypeError for a quantized tensor."""
     if dtype not in (*_DTYPES.values(), *_BUFFERS.values()):
         check.fail(name, "float32, float16 or bfloat16 (quantized weights are not taken)", dtype, TypeError)
     return dtype in _DTYPES.values()
 
 
 def _read_pickle(file: Path, place: Any) -> dict[str, Any]:
-    """Return the weights of a torch file. Only tensors are read, so no code in the file runs."""
+    """Read only tensors of a torch file, so that no code in it runs."""
     torch = need("torch", f"reading {file}", "torch")
     try:
         state = torch.load(file, map_location=place, weights_only=True)
     except (EOFError, RuntimeError, pickle.UnpicklingError):
-        # Hide torch's message, because it suggests an option that runs the code in the file.
+        # Hide torch's message, which suggests an option that runs the code in the file.
         raise ValueError(f"{file} is not a state dict that can be read as tensors alone") from None
     if not isinstance(state, dict) or not all(isinstance(x, torch.Tensor) for x in state.values()):
         raise ValueError(f"{file} is not a state dict: it holds more than tensors by name")
@@ -207,8 +184,8 @@ def _to_cupy(weights: dict[str, np.ndarray[Any, Any]], device: int | None) -> di
         return {name: cupy.asarray(weight) for name, weight in weights.items()}
 
 
-def listed(names: Iterable[str], most: int = 3) -> str:
-    """Join the first `most` of the sorted names for a message, and add how many further names there are."""
+def listed(names: Iterable[str], limit: int = 3) -> str:
+    """Join the first `limit` of the sorted names, and count the others."""
     found = sorted(names)
-    others = f" and {len(found) - most} more" if len(found) > most else ""
-    return ", ".join(found[:most]) + others
+    others = f" and {len(found) - limit} more" if len(found) > limit else ""
+    return ", ".join(found[:limit]) + others

@@ -1,4 +1,4 @@
-"""A decoder layer: self-attention over a KV cache, cross-attention over the encoder output, and feed-forward."""
+"""A decoder layer: self-attention, cross-attention and feed-forward."""
 
 from __future__ import annotations
 
@@ -34,19 +34,16 @@ class Decoder:
 
         x = x + self_attention(norm(x));  x = x + cross_attention(norm(x), memory);  x = x + feed_forward(norm(x))
 
-    The formula is for `normalize_before` (pre-norm, as in FasterTransformer and mBART). Otherwise (post-norm, as in
-    Marian and BART) the layer normalizes each sum `x + ...` instead of the inputs. The array library computes the
-    matrix multiplications. `cukern.masked_attention` and `cukern.cross_attention` compute the attention. After a matrix
-    multiplication, a single kernel adds the bias and the residual, and normalizes.
+    The formula above is for `normalize_before` (pre-norm, as in FasterTransformer and mBART). A post-norm layer
+    (Marian, BART) normalizes each sum `x + ...` instead of the inputs. Fused kernels after the matrix multiplications
+    add the bias and the residual, and normalize.
 
     Args:
-        weights: the layer's weights, NumPy, CuPy or torch arrays. The layer runs in their library and on their device.
+        weights: the layer's weights, NumPy, CuPy or torch arrays.
         heads: the number of heads of both attentions.
         activation: the feed-forward's activation: "gelu" (with the error function), "gelu_tanh", "relu" or "silu".
         normalize_before: True for a pre-norm layer, False for a post-norm layer.
         epsilon: epsilon of the layer norms.
-
-    Raises ValueError or TypeError for invalid arguments.
     """
 
     def __init__(
@@ -79,10 +76,7 @@ class Decoder:
         self._biases = q, k, v
 
     def memory(self, states: AnyArray) -> tuple[AnyArray, AnyArray]:
-        """Return the keys and values of the cross-attention, [words, hidden] each, from encoder states [words, hidden].
-
-        Both are strided views of the output of one matrix multiplication.
-        """
+        """Return the keys and the values of encoder states [words, hidden]. Both are strided views [words, hidden]."""
         both = self._layers.linear(states, *self.weights.cross_kv)
         return both[:, : self.hidden], both[:, self.hidden :]
 
@@ -101,14 +95,14 @@ class Decoder:
         Args:
             x: [batch, hidden], of the weights' dtype.
             key_cache, value_cache: [max_steps, batch, heads, head_dim]; the new token is written at `step - 1`.
-            step: the number of tokens of each sequence, including the new one, from 1 to max_steps. It is an int or an
-                int32 array [1]. With an array, one CUDA graph works for every step.
-            key_memory, value_memory: [batch, memory_len, heads, head_dim], the result of `memory` for each sequence; or
-                [batch / beams, ...], where `beams` consecutive sequences share an entry.
+            step: the number of tokens of each sequence, including the new one, an int or an int32 array [1]. With an
+                array, one CUDA graph serves all steps.
+            key_memory, value_memory: [batch, memory_len, heads, head_dim], the results of `memory`; or [batch / beams,
+                ...], where `beams` consecutive sequences share an entry.
             memory_lengths: int32 [batch] or [batch / beams], the number of encoder states of each sequence. With length
                 0 the cross-attention returns zeros.
 
-        Returns [batch, hidden]. Nothing waits for a GPU. Raises the errors of `cukern.masked_attention` and
+        Returns [batch, hidden] without waiting for a GPU. Raises the errors of `cukern.masked_attention` and
         `cukern.cross_attention`.
         """
         weights, layers, n = self.weights, self._layers, self.hidden
@@ -130,20 +124,17 @@ class Decoder:
     def _norm(self, x: Any, norm: Affine) -> Any:
         return layer_norm(x, *norm, self.epsilon)
 
-    def _add(self, term: Any, product: Affine, residual: Any, norm: Affine, next_norm: Affine | None) -> Any:
-        """Apply the linear layer `product` to `term`, and add `residual`.
-
-        Return the sum, and the input of the next attention or feed-forward block of the layer.
-        """
+    def _add(self, term: Any, projection: Affine, residual: Any, norm: Affine, next_norm: Affine | None) -> Any:
+        """Return linear(term) + residual, normalized in a post-norm layer, and the input of the next sublayer."""
         layers, epsilon = self._layers, self.epsilon
         if self.normalize_before and next_norm is None:
-            x = layers.linear(term, *product) + residual
+            x = layers.linear(term, *projection) + residual
             return x, x
-        y = layers.linear(term, product.weight)
+        y = layers.linear(term, projection.weight)
         if next_norm is not None and self.normalize_before:
             weight, bias = next_norm
             return y, fused_add_layer_norm(
-                y, residual, weight, bias, epsilon, input_bias=product.bias, residual_out=y
+                y, residual, weight, bias, epsilon, input_bias=projection.bias, residual_out=y
             )  # fmt: skip
-        x = fused_add_layer_norm(y, residual, *norm, epsilon, input_bias=product.bias, out=y)
+        x = fused_add_layer_norm(y, residual, *norm, epsilon, input_bias=projection.bias, out=y)
         return x, x

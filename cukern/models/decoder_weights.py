@@ -1,4 +1,4 @@
-"""Read the weights and the configuration of Hugging Face's Marian, BART and mBART, from a directory or from memory."""
+"""Read the weights and the configuration of Hugging Face's Marian, BART and mBART."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from cukern.runtime import check
 
 
 class Family(NamedTuple):
-    """Properties of a model family that transformers' code fixes, so that they are not in the configuration."""
+    """Properties that transformers' code fixes, so that no configuration contains them."""
 
     learned_positions: bool
-    position_offset: int  # the row of position 0 in the table of position embeddings
+    position_offset: int  # the table's row of position 0
     embedding_norm: bool
     normalize_before: bool  # pre-norm layers, and a norm after the last layer
 
@@ -44,15 +44,12 @@ class Config(NamedTuple):
     activation: str
     scale_embedding: bool
     max_positions: int
-    tied: bool  # the output projection uses the embedding table as its weight
+    tied: bool  # the output projection's weight is the embedding table
     shared: bool  # source and target share the embedding table
 
 
 def read_config(config: Any) -> tuple[Config, dict[str, Any]]:
-    """Read the configuration `config`, a dict or an object with `to_dict`. Return its sizes, and itself as a dict.
-
-    Raises ValueError for an architecture that is not in `FAMILIES`, and for a missing key.
-    """
+    """Return a configuration's sizes, and the configuration (a dict or an object with `to_dict`) as a dict."""
     found = checkpoint.content("config", config)
     kind = found.get("model_type")
     if kind not in FAMILIES:
@@ -82,7 +79,7 @@ def read_config(config: Any) -> tuple[Config, dict[str, Any]]:
 
 
 class Side(NamedTuple):
-    """The weights of the encoder or of the decoder outside its layers: the embeddings and the norms."""
+    """Weights of the encoder or the decoder outside its layers."""
 
     embeddings: Any  # [vocab, hidden]
     positions: Any  # [positions, hidden]
@@ -91,21 +88,18 @@ class Side(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """All weights of an encoder-decoder, of one dtype."""
-
     source: Side
     target: Side
     encoder: list[EncoderLayerWeights]
     decoder: list[DecoderWeights]
     head: Any  # [target vocab, hidden]
-    head_bias: Any  # [target vocab]; None for no bias
+    head_bias: Any  # [target vocab] or None
 
 
 def sinusoids(positions: int, hidden: int) -> np.ndarray[Any, Any]:
-    """Return Marian's position encodings, float32 [positions, hidden].
+    """Return Marian's position encodings, float32 [positions, hidden]: hidden / 2 sines, then hidden / 2 cosines.
 
-    A row contains hidden / 2 sines, then hidden / 2 cosines. "Attention Is All You Need" (arXiv:1706.03762) has the
-    same values but interleaves sines and cosines.
+    "Attention Is All You Need" (arXiv:1706.03762) interleaves the same values.
     """
     rates = np.power(10000.0, 2 * (np.arange(hidden) // 2) / hidden)
     angles = np.arange(positions)[:, None] / rates
@@ -113,24 +107,21 @@ def sinusoids(positions: int, hidden: int) -> np.ndarray[Any, Any]:
 
 
 class _State:
-    """A state dict whose keys are Hugging Face's names without the prefix `model.`."""
+    """A state dict without the prefix `model.` in its keys."""
 
     def __init__(self, state: Mapping[str, Any], layers: Layers, dtype: str) -> None:
         self._state = {key.removeprefix("model."): value for key, value in state.items()}
         self._layers, self._dtype = layers, dtype
-        self._kept: dict[int, Any] = {}
+        self._converted: dict[int, Any] = {}
 
     def get(self, *keys: str) -> Any:
-        """Return the array of the first key that exists, converted to the dtype of the model.
-
-        If several keys have the same array, they share its converted copy.
-        """
+        """Return the array of the first key that exists, in the model's dtype. Each array is converted only once."""
         for key in keys:
             if key in self._state:
                 array = self._state[key]
-                if id(array) not in self._kept:
-                    self._kept[id(array)] = self._layers.cast(array, self._dtype)
-                return self._kept[id(array)]
+                if id(array) not in self._converted:
+                    self._converted[id(array)] = self._layers.cast(array, self._dtype)
+                return self._converted[id(array)]
         names = " or ".join(f"'model.{key}'" if key != "lm_head.weight" else repr(key) for key in keys)
         check.fail("state", f"a state dict with {names}", f"{len(self._state)} keys without it")
 
@@ -138,12 +129,11 @@ class _State:
         return self.get(key) if key in self._state else None
 
     def affine(self, *names: str) -> Affine:
-        """Return the weight and bias of a module, or of several modules concatenated along the output dimension."""
         both = [[self.get(f"{name}.{part}") for name in names] for part in ("weight", "bias")]
         return Affine(*(x[0] if len(x) == 1 else self._layers.concatenate(x) for x in both))
 
     def attention(self, name: str) -> tuple[Affine, Affine]:
-        """Return the QKV projection of a self-attention, with q, k and v concatenated, and the output projection."""
+        """Return a self-attention's QKV projection and output projection."""
         return self.affine(*(f"{name}.{x}_proj" for x in "qkv")), self.affine(f"{name}.out_proj")
 
 
@@ -154,7 +144,6 @@ def _encoder_layer(state: _State, name: str) -> EncoderLayerWeights:
 
 
 def decoder_layer(state: _State, name: str) -> DecoderWeights:
-    """Return the weights of the decoder layer `name`. Its keys are `<name>.self_attn.q_proj.weight` and so on."""
     qkv, out = state.attention(f"{name}.self_attn")
     cross = f"{name}.encoder_attn"
     return DecoderWeights(
@@ -168,7 +157,7 @@ def decoder_layer(state: _State, name: str) -> DecoderWeights:
 def _side(state: _State, name: str, config: Config, layers: Layers, dtype: str) -> Side:
     names = [f"{name}.embed_tokens.weight", *(["shared.weight"] if config.shared else [])]
     if config.shared and config.tied:
-        # Tied embeddings are one array, which a file may store under any of its names.
+        # A file may store tied embeddings under any of their names.
         names = ["shared.weight", "decoder.embed_tokens.weight", "encoder.embed_tokens.weight", "lm_head.weight"]
     embeddings = state.get(*names)
     key = f"{name}.embed_positions.weight"
@@ -186,11 +175,7 @@ def _side(state: _State, name: str, config: Config, layers: Layers, dtype: str) 
 
 
 def read_weights(state: Mapping[str, Any], config: Config, dtype: str | None) -> tuple[Weights, Layers, str]:
-    """Read the weights from a Hugging Face state dict. Return them, the operations on their arrays, and their dtype.
-
-    If `dtype` is None, the weights keep the dtype of the state dict. Raises ValueError for a missing key; the message
-    names the key.
-    """
+    """Return a state dict's weights, the operations on them, and their dtype. Raises ValueError for a missing key."""
     if not isinstance(state, Mapping) or not state:
         check.fail("state", "a dict of arrays by name", f"{type(state).__name__}", TypeError)
     first = next(iter(state.values()))
@@ -217,10 +202,7 @@ def read_weights(state: Mapping[str, Any], config: Config, dtype: str | None) ->
 
 
 def read_directory(path: str | Path, library: str | None, device: Any) -> tuple[dict[str, Any], Any, Any]:
-    """Read a model's directory. Return the state dict, `config.json`, and `generation_config.json` or None.
-
-    Raises the errors of `checkpoint.read_weights`.
-    """
+    """Return the state dict, `config.json`, and `generation_config.json` or None."""
     library, folder = checkpoint.choose_library(library), checkpoint.expect_directory(path)
     config = checkpoint.read_config(folder)
     read_config(config)

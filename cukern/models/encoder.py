@@ -1,4 +1,4 @@
-"""Transformer encoders (BERT, RoBERTa, XLM-R, DistilBERT) that remove the padding of a batch before they compute."""
+"""Encoders (BERT, RoBERTa, XLM-R, DistilBERT) that remove the padding of a batch."""
 
 from __future__ import annotations
 
@@ -22,26 +22,21 @@ from cukern.runtime import check
 from cukern.runtime.arrays import Array
 from cukern.runtime.progress import progress as progress_bar
 
-#: For a batch without padding, the sequence offsets and positions are cached, for at most this many batch sizes.
-_MOST_WHOLES = 16
+_MAX_CACHED_SIZES = 16
 
 
 class Encoder:
     """An encoder of the BERT family that computes only the words of a batch (tokens that are not padding).
 
-    `Encoder.from_directory` and `Encoder.from_state_dict` make an encoder. Its weights are NumPy, CuPy or torch arrays.
-    The encoder runs on the device of the weights, and returns arrays of their library. The inputs of a call may be
-    arrays of any of these libraries.
+    Make one with `Encoder.from_directory` or `Encoder.from_state_dict`. It runs in the library (NumPy, CuPy or torch)
+    and on the device of its weights, and converts inputs of the other libraries. As in ByteDance's Effective
+    Transformer and FasterTransformer v2.1, the padding is removed before the embedding and restored after the last
+    layer.
 
-    The padding is removed before the embedding and restored after the last layer, as in ByteDance's Effective
-    Transformer and FasterTransformer v2.1. `EncoderLayer` describes a layer.
-
-    The kernels of cukern return the same bits for a text in any batch. The matrix multiplications of the array library
-    do not, because the library chooses a kernel by the number of rows. With `product_rows` each matrix multiplication
-    has exactly that many rows, and the last one of a batch is padded with rows of zeros. A text then has the same bits
-    in any batch. `product_rows` costs time, because the batch is padded to a multiple of `product_rows` words, and
-    because matrix multiplications with few rows use a GPU badly. NumPy's result also depends on the index of a row, so
-    NumPy needs `product_rows=1`.
+    A text has the same bits in any batch only with `product_rows`, because the array library chooses a matrix
+    multiplication kernel by the number of rows. The words of a batch are padded to a multiple of `product_rows`, and
+    every matrix multiplication takes exactly `product_rows` rows. A small `product_rows` uses a GPU badly. NumPy needs
+    `product_rows=1`, because its result also depends on the index of a row.
 
     Args:
         config: the configuration.
@@ -67,7 +62,7 @@ class Encoder:
         self.product_rows = None if product_rows is None else check.integer("product_rows", product_rows, 1)
         self._library = library_of("weights.word", weights.word)
         self._layers = layers_of("weights.word", weights.word)
-        self._wholes: dict[tuple[int, int], tuple[Words, Any]] = {}
+        self._unpadded_words: dict[tuple[int, int], tuple[Words, Any]] = {}
         self._stack = [
             EncoderLayer(
                 self._layers,
@@ -79,8 +74,6 @@ class Encoder:
             )
             for layer in weights.layers
         ]
-
-    # --- making one -------------------------------------------------------------------------------------
 
     @classmethod
     def from_directory(
@@ -94,23 +87,20 @@ class Encoder:
     ) -> Encoder:
         """Read an encoder from a directory that transformers or sentence-transformers wrote.
 
-        The directory contains config.json, and the weights in model.safetensors, in its shards or (torch only) in
-        pytorch_model.bin. Optional files are tokenizer.json, tokenizer_config.json, and sentence-transformers'
-        modules.json with the files that modules.json names.
-
         Args:
-            path: the directory.
+            path: the directory. It contains config.json, and the weights in model.safetensors, in its shards or (torch
+                only) in pytorch_model.bin. Optional files are tokenizer.json, tokenizer_config.json, and modules.json
+                with the files that it names.
             library: "torch", "cupy" or "numpy"; None is torch if installed, else CuPy if there is a GPU, else NumPy.
             device: "cuda:1" and the like for torch, a number for CuPy; None is the current GPU, if there is one.
             dtype: "float32", "float16" or "bfloat16"; None keeps the weights' dtype.
             product_rows: see the class.
 
         Raises:
-            FileNotFoundError: the directory or a file in it does not exist; the message names it.
-            ImportError: a package is missing; the message contains the command that installs it.
+            FileNotFoundError: the directory or a file in it does not exist.
+            ImportError: a package is missing.
             TypeError: an unsupported dtype.
-            ValueError: an unsupported architecture or feature, missing or superfluous weights, or a malformed file; the
-                message names the cause.
+            ValueError: an unsupported architecture or feature, missing or superfluous weights, or a malformed file.
         """
         folder, text = read_text_config(expect_directory(path))
         config = EncoderConfig.from_dict(read_config(folder))
@@ -129,10 +119,10 @@ class Encoder:
         tokenizer: Tokenizer | None = None,
         product_rows: int | None = None,
     ) -> Encoder:
-        """Make an encoder with these weights. Arrays that need no dtype conversion are shared, not copied.
+        """Make an encoder from weights in memory. Arrays that need no dtype conversion are not copied.
 
         Args:
-            state: arrays by transformers' names. The names may have a prefix, such as `bert.` in a model with a head.
+            state: arrays by transformers' names, which may have a prefix, such as `bert.` in a model with a head.
             config: an `EncoderConfig`, the content of a config.json, or a configuration of transformers.
             dtype, product_rows: as in `from_directory`, with the same errors.
             text, tokenizer: see the class.
@@ -160,8 +150,6 @@ class Encoder:
             f"{sizes.num_attention_heads} heads, {self.dtype}, {self._library.name}{where})"
         )
 
-    # --- hidden states ----------------------------------------------------------------------------------
-
     def __call__(
         self,
         input_ids: Array | Sequence[Sequence[int]],
@@ -172,25 +160,24 @@ class Encoder:
     ) -> Any:
         """Return the last hidden states of a batch, with zeros for padding.
 
-        Ids and token types at padding do not affect the result. A sequence may be empty, and padding may be on either
-        side. Without a mask, or with `valid_word_num`, the host does not wait for the GPU, and a CUDA graph can capture
-        the call. With a mask but without `valid_word_num`, the host waits for the number of words. Inputs that are not
-        on the device of the weights are copied to that device.
+        With a mask but without `valid_word_num`, the host waits for the GPU to count the words. In all other cases a
+        CUDA graph can capture the call.
 
         Args:
             input_ids: int32 or int64 [batch, seq], of any library and on any device, or lists. An id outside the
                 vocabulary raises ValueError if the ids are in host memory. On a GPU its embedding is zeros.
-            attention_mask: bool or integer [batch, seq], nonzero for a word and 0 for padding; None: no padding.
+            attention_mask: bool or integer [batch, seq], nonzero for a word and 0 for padding (on either side of the
+                words); None: no padding. A sequence may be empty.
             token_type_ids: int32 or int64 [batch, seq]; None: all types are 0.
-            valid_word_num: the number of words in the batch. Pass it only if all padding is at the ends of the
-                sequences. None: the encoder counts the words.
+            valid_word_num: the number of words, if all padding is at the ends of the sequences; None: the encoder
+                counts the words.
 
         Returns:
             [batch, seq, hidden_size] in the dtype of the weights, in their library and on their device.
 
         Raises:
             TypeError: an unsupported dtype, or an argument that is neither an array nor lists.
-            ValueError: invalid shapes, ids or sizes; the message names the argument.
+            ValueError: invalid shapes, ids or sizes.
         """
         read = self._read_inputs(input_ids, attention_mask, token_type_ids)
         batch, seq = read.input_ids.shape
@@ -204,7 +191,6 @@ class Encoder:
             return rebuild_sequence_length_padding(hidden, offsets, batch, seq)
 
     def _read_inputs(self, *given: Any) -> Batch:
-        """Check the ids, mask and types, and convert them to the library and the device of the weights."""
         read, config = read_batch(*given), self.config
         seq = read.input_ids.shape[1]
         if seq > config.max_seq_len:
@@ -221,16 +207,12 @@ class Encoder:
         return moved
 
     def _find_words(self, batch: int, seq: int, mask: Any, valid_word_num: int | None) -> tuple[Any, Any, Words]:
-        """Return the index of each word in the padded batch, the padding offset of each word, and the `Words`.
-
-        The padding offset is the number of padded places before the word. Without a mask the indices and the offsets
-        are None.
-        """
+        """Return each word's index in the padded batch, the number of padding tokens before it, and the `Words`."""
         layers = self._layers
         if mask is None:
             if valid_word_num not in (None, batch * seq):
                 check.fail("valid_word_num", f"{batch * seq} without an attention_mask", valid_word_num)
-            return None, None, self._whole(batch, seq)[0]
+            return None, None, self._words_without_padding(batch, seq)[0]
         is_word = mask != 0
         lengths = layers.cast(is_word.sum(-1), "int32")
         if valid_word_num is not None:
@@ -239,62 +221,54 @@ class Encoder:
                 check.fail("attention_mask", wanted, "a word after a padded place")
             built = build_sequence_length_padding_offset(lengths, seq, valid_word_num=valid_word_num)
             offsets, cu_seqlens, count = built
-            # Clamp the index, because `valid_word_num` may exceed the number of words. Results past it are not used.
+            # Clamp the index, because `valid_word_num` may exceed the number of words.
             index = (layers.arange(count) + offsets).clip(0, max(batch * seq - 1, 0))
             return index, offsets, Words(cu_seqlens.clip(0, count))
         index = layers.flat_nonzero(is_word)
         offsets = layers.cast(index - layers.arange(len(index)), "int32")
         return index, offsets, Words(layers.cu_seqlens(lengths))
 
-    def _whole(self, batch: int, seq: int) -> tuple[Words, Any]:
-        """Return the `Words` of a batch without padding, and the position of each word, int64 [words].
-
-        Both are cached for the latest batch sizes, because computing them on a GPU takes five small kernels.
-        """
+    def _words_without_padding(self, batch: int, seq: int) -> tuple[Words, Any]:
+        """Return the `Words` and the positions. Cache both, because computing them takes five small kernels."""
         layers, size = self._layers, (batch, seq)
-        if size not in self._wholes:
+        if size not in self._unpadded_words:
             cu_seqlens = layers.cast(layers.arange(batch + 1) * seq, "int32")
             positions = layers.arange(batch * seq) % max(seq, 1)
             made = Words(cu_seqlens, [row * seq for row in range(batch + 1)]), positions
             if layers.is_capturing():
-                return made  # not cached, because the memory belongs to the graph's pool
-            layers.host(positions[:1])  # wait for the GPU, because the next reader may be on another stream
-            while len(self._wholes) >= _MOST_WHOLES:
-                self._wholes.pop(next(iter(self._wholes)), None)
-            self._wholes[size] = made
-        return self._wholes[size]
+                return made  # not cached: the memory belongs to the graph's pool
+            layers.host(positions[:1])  # wait, because the next reader may be on another stream
+            while len(self._unpadded_words) >= _MAX_CACHED_SIZES:
+                self._unpadded_words.pop(next(iter(self._unpadded_words)), None)
+            self._unpadded_words[size] = made
+        return self._unpadded_words[size]
 
     def _upload(self, array: np.ndarray[Any, Any]) -> Any:
         return self._library.from_numpy(array, self.weights.word)
 
     def _table_rows(self, ids: Any, mask: Any, types: Any, index: Any) -> Any:
-        """Return the row of each word in the table of position plus token type embeddings, int64 [words].
+        """Return each word's row in the table `EncoderWeights.position`.
 
-        The table has `max_position_embeddings` rows for each token type.
+        The table has max_position_embeddings rows per token type.
         """
         config, (batch, seq) = self.config, ids.shape
         if config.family.positions_after_padding:
             real = ids != config.pad_token_id
-            rows = self._counted(real if mask is None else real & (mask != 0)).reshape(-1)
+            rows = self._positions_after_padding(real if mask is None else real & (mask != 0)).reshape(-1)
             rows = rows if index is None else rows[index]
         else:
-            rows = self._whole(batch, seq)[1] if index is None else index % max(seq, 1)
+            rows = self._words_without_padding(batch, seq)[1] if index is None else index % max(seq, 1)
         if types is not None:
-            own = types.reshape(-1)
-            rows = rows + (own if index is None else own[index]) * config.max_position_embeddings
+            word_types = types.reshape(-1)
+            rows = rows + (word_types if index is None else word_types[index]) * config.max_position_embeddings
         return rows
 
-    def _counted(self, real: Any) -> Any:
-        """Return RoBERTa's positions: words count up from `pad_token_id + 1`, and padding gets `pad_token_id`."""
+    def _positions_after_padding(self, real: Any) -> Any:
+        """Return RoBERTa's positions: words count up from `pad_token_id + 1`."""
         return real.cumsum(-1) * real + self.config.pad_token_id
 
-    # --- the forward pass -------------------------------------------------------------------------------
-
     def _encode(self, ids: Any, rows: Any, words: Words) -> Any:
-        """Run the encoder on words without padding. Return their last hidden states [words, hidden].
-
-        `rows` are the results of `_table_rows`.
-        """
+        """Return the last hidden states [words, hidden]. `rows` is a result of `_table_rows`."""
         weights = self.weights
         hidden = embedding_lookup(weights.word, ids, weights.position, position_ids=rows)
         hidden = layer_norm(hidden, *weights.norm, self.config.layer_norm_eps)
@@ -302,26 +276,24 @@ class Encoder:
             hidden = layer(hidden, words)
         return hidden
 
-    # --- texts ------------------------------------------------------------------------------------------
-
     def tokenize(self, texts: Sequence[str], max_length: int | None = None) -> list[list[int]]:
         """Return the token ids of texts, including special tokens.
 
         Args:
             texts: the texts; a text may be empty.
-            max_length: maximum tokens of a text, at most the model's maximum; None: the model's maximum. A longer text
-                is cut after `max_length` tokens, and a warning gives the number of texts that were cut.
+            max_length: the maximum number of tokens of a text; None: the model's maximum. A warning gives the number of
+                cut texts.
 
         Raises:
             FileNotFoundError: the directory has no tokenizer.json.
-            ImportError: the package tokenizers is missing; the message contains the command that installs it.
+            ImportError: the package tokenizers is missing.
             TypeError: texts is not a list of texts.
-            ValueError: the encoder has no tokenizer, or max_length is out of range.
+            ValueError: the encoder has no tokenizer, or max_length exceeds the model's maximum.
         """
         return self._tokenize(texts, max_length)
 
     def _tokenize(self, texts: Sequence[str], max_length: int | None) -> list[list[int]]:
-        """Implement `tokenize`. Warnings refer to the line of the user's call, two calls above this function."""
+        """Implement `tokenize`. Warnings refer to the user's call, two calls above this function."""
         found = check_texts(texts)
         if self.tokenizer is None:
             raise ValueError("the encoder has no tokenizer: give it one, or call embed_tokens with token ids")
@@ -340,13 +312,13 @@ class Encoder:
     ) -> Any:
         """Return one vector for each text, in the order of the texts.
 
-        Texts of similar lengths are encoded together, without padding. The model's sentence-transformers configuration
-        decides how the words of a text are pooled, and whether vectors are normalized. Without that configuration a
-        vector is the mean over the words, normalized to length 1.
+        The model's sentence-transformers configuration decides the pooling and the normalization. The default is the
+        mean over the words, normalized to length 1.
 
         Args:
             texts: the texts; a text may be empty.
-            batch_size: the number of texts per batch; None: as many texts as have at most 16384 tokens together.
+            batch_size: the number of texts per batch; None: as many texts as have at most 16384 tokens together. The
+                texts of a batch have similar lengths.
             max_length: as in `tokenize`, with the same errors.
             normalize: whether vectors are normalized to length 1; None follows the model's configuration.
             progress: whether to show a progress bar on stderr; None: only if stderr is a terminal.
@@ -366,12 +338,10 @@ class Encoder:
         normalize: bool | None = None,
         progress: bool | None = None,
     ) -> Any:
-        """Return the vectors that `embed` returns, for texts that are given as token ids, including special tokens.
+        """Return the vectors of `embed` for texts given as token ids, including special tokens.
 
-        The vector of a text without tokens is zeros.
-
-        Raises:
-            ValueError: an id outside the vocabulary, or a text that is too long; the message names it.
+        The vector of a text without tokens is zeros. Raises ValueError for an id outside the vocabulary and for a text
+        that is too long.
         """
         _check_batch_size(batch_size)
         for i, ids in enumerate(tokens):
@@ -390,26 +360,24 @@ class Encoder:
         return out
 
     def _encode_tokens(self, tokens: Sequence[Sequence[int]]) -> tuple[Any, Words]:
-        """Run the encoder on a batch of texts without padding. Return the hidden states and the `Words`."""
         texts = [np.asarray(ids, np.int64) for ids in tokens]
         bounds = np.cumsum([0, *map(len, texts)])
         if self.config.family.positions_after_padding:
-            rows = [self._counted(ids != self.config.pad_token_id) for ids in texts]
+            rows = [self._positions_after_padding(ids != self.config.pad_token_id) for ids in texts]
         else:
             rows = [np.arange(len(ids)) for ids in texts]
-        # Pack the three arrays into one, so that a single copy to the GPU suffices. Each starts at a multiple of 16
-        # bytes.
+        # Pack three arrays into one for a single copy to the GPU. Each array starts at a multiple of 16 bytes.
         parts = [np.concatenate(texts), np.concatenate(rows), bounds]
         starts = np.cumsum([0, *(-(-len(part) // 4) * 4 for part in parts)])
         packed = np.zeros(starts[-1], np.int32)
         for part, start in zip(parts, starts, strict=False):
             packed[start : start + len(part)] = part
         uploaded = self._upload(packed)
-        ids, places, cu_seqlens = (
+        ids, rows_on_device, cu_seqlens = (
             uploaded[start : start + len(part)] for part, start in zip(parts, starts, strict=False)
         )
         words = Words(cu_seqlens, bounds.tolist())
-        return self._encode(ids, places, words), words
+        return self._encode(ids, rows_on_device, words), words
 
 
 def _check_batch_size(batch_size: Any) -> None:

@@ -14,9 +14,9 @@ from cukern.runtime import check
 
 
 class Names(NamedTuple):
-    """The names of a family's weights, without `.weight` and `.bias`. In a layer the prefix `layer` precedes a name."""
+    """The names of a family's weights, without `.weight` and `.bias`. `layer` is the prefix of a layer's names."""
 
-    layer: str  # the prefix of a layer's weights, with {} for the index of the layer
+    layer: str  # the prefix in a layer; {} is the layer's index
     query: str
     key: str
     value: str
@@ -54,21 +54,19 @@ _DISTILBERT = Names(
     final_norm="output_layer_norm",
 )
 
-#: Weights outside the layers that do not affect the last hidden states.
+#: Weights that do not affect the last hidden states.
 _UNUSED = ("pooler.", "embeddings.position_ids", "embeddings.token_type_ids")
 
 
 class Family(NamedTuple):
-    """The differences between architectures."""
-
     names: Names
-    #: Maps the names of this class's configuration keys to their names in this family.
+    #: Maps the fields of `EncoderConfig` to this family's configuration keys.
     renamed: Mapping[str, str]
     #: Whether positions start at pad_token_id + 1 and count only words, instead of starting at 0.
     positions_after_padding: bool
     pad_token_id: int
     has_token_types: bool = True
-    layer_norm_eps: float | None = None  # the value for families whose configurations have no such key
+    layer_norm_eps: float | None = None  # for families whose configurations have no such key
 
 
 _DISTILBERT_KEYS = {
@@ -79,7 +77,6 @@ _DISTILBERT_KEYS = {
     "hidden_act": "activation",
 }
 
-#: The families, keyed by the `model_type` of config.json.
 FAMILIES = {
     "bert": Family(_BERT, {}, False, 0),
     "roberta": Family(_BERT, {}, True, 1),
@@ -94,10 +91,10 @@ class EncoderConfig:
 
     Args:
         model_type: "bert", "roberta", "xlm-roberta" or "distilbert".
-        vocab_size, hidden_size, num_hidden_layers, num_attention_heads, intermediate_size: sizes.
-        max_position_embeddings: the number of rows of the table of position embeddings.
-        type_vocab_size: the number of rows of the table of token type embeddings; 0 if there is no such table.
-        layer_norm_eps: epsilon of the layer norms, which is added to the variance.
+        vocab_size, hidden_size, num_hidden_layers, num_attention_heads, intermediate_size: the sizes of the model.
+        max_position_embeddings: rows of the table of position embeddings.
+        type_vocab_size: rows of the table of token type embeddings; 0 if there is no such table.
+        layer_norm_eps: the number that the layer norms add to the variance.
         hidden_act: one of `ACTIVATIONS`; "gelu" uses the error function.
         pad_token_id: the id of padding. RoBERTa's positions start at pad_token_id + 1.
     """
@@ -133,10 +130,10 @@ class EncoderConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any] | Any) -> EncoderConfig:
-        """Make a configuration from the content of a config.json, or from a configuration object of transformers.
+        """Make a configuration from the content of a config.json or a configuration object of transformers.
 
-        Raises ValueError for an unsupported architecture, activation or feature, and for a missing size; the message
-        names the key. Raises TypeError if `config` is neither a dictionary nor a configuration object.
+        Raises ValueError for an unsupported architecture, activation or feature, and for a missing size. Raises
+        TypeError for another type of `config`.
         """
         config = content("config", config)
         model_type = config.get("model_type")
@@ -162,17 +159,16 @@ class EncoderConfig:
 
     @property
     def first_position(self) -> int:
-        """The position of the first word of a sequence."""
+        """The position of a sequence's first word."""
         return self.pad_token_id + 1 if self.family.positions_after_padding else 0
 
     @property
     def max_seq_len(self) -> int:
-        """The maximum number of words of a sequence."""
         return self.max_position_embeddings - self.first_position
 
 
 def _refuse_features(config: Mapping[str, Any]) -> None:
-    """Raise ValueError if the configuration has a feature that changes the forward pass and is not implemented."""
+    """Raise ValueError for an unimplemented feature that changes the forward pass."""
     if (kind := config.get("position_embedding_type")) not in (None, "absolute"):
         check.fail("config.position_embedding_type", "'absolute' (relative positions are not supported)", repr(kind))
     for name, what in (
@@ -191,13 +187,13 @@ class EncoderWeights(NamedTuple):
     """The weights of an encoder, of one dtype, in one library and on one device."""
 
     word: Any  # [vocab, hidden]
-    position: Any  # [token types * positions, hidden], position plus token type embeddings; or [positions, hidden]
+    position: Any  # [types * positions, hidden], sums of two embeddings; or [positions, hidden]
     norm: Affine
     layers: tuple[EncoderLayerWeights, ...]
 
 
 def _prefix(state: Mapping[str, Any], names: Names, model_type: str) -> str:
-    """Return the prefix of the encoder's names in `state`. In a model with a head it is `bert.` or similar, else ''."""
+    """Return the prefix of the encoder's names, such as `bert.` in a model with a head."""
     word = f"{names.word}.weight"
     found = sorted(key.removesuffix(word) for key in state if key.endswith(word))
     if len(found) != 1:
@@ -207,7 +203,7 @@ def _prefix(state: Mapping[str, Any], names: Names, model_type: str) -> str:
 
 
 def _modern(key: str) -> str:
-    """Replace TensorFlow's names `gamma` and `beta`, which old checkpoints use, by `weight` and `bias`."""
+    """Replace `gamma` and `beta`, TensorFlow's names in old checkpoints, by `weight` and `bias`."""
     for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
         if key.endswith(f"LayerNorm{old}"):
             return key.removesuffix(old) + new
@@ -215,8 +211,6 @@ def _modern(key: str) -> str:
 
 
 class _Reader:
-    """Reads weights from a state dict, and checks their names and shapes."""
-
     def __init__(self, state: Mapping[str, Any], prefix: str, dtype: str | None, first: str) -> None:
         self.weights = {_modern(key).removeprefix(prefix): x for key, x in state.items() if key.startswith(prefix)}
         self.unread = {*self.weights}
@@ -228,7 +222,7 @@ class _Reader:
         check.dtype(f"the dtype of {prefix}{first}" if dtype is None else "dtype", self.dtype, DTYPES)
 
     def require(self, wanted: set[str]) -> None:
-        """Raise ValueError if a wanted name is missing or an unknown name is present."""
+        """Raise ValueError for a missing or unknown name."""
         if missing := wanted - {*self.weights}:
             raise ValueError(f"state has no {listed(self.prefix + name for name in missing)}")
         extra = {name for name in self.weights if name not in wanted and not name.startswith(_UNUSED)}
@@ -247,7 +241,6 @@ class _Reader:
         return self.layers.cast(weight, self.dtype)
 
     def affine(self, name: str, *shape: int) -> Affine:
-        """Return the weight and bias of the linear layer or norm `name`, whose weight has this shape."""
         return Affine(self.take(f"{name}.weight", *shape), self.take(f"{name}.bias", shape[0]))
 
 
@@ -265,18 +258,11 @@ def _wanted(config: EncoderConfig) -> set[str]:
 def read_state(state: Mapping[str, Any], config: EncoderConfig, dtype: str | None = None) -> EncoderWeights:
     """Return the weights of an encoder from a state dict with transformers' names.
 
-    The names of the encoder's weights may have a common prefix, as in a model with a head (`bert.encoder...`). Names
-    without the prefix belong to the head and are ignored. The sum of the position and token type embeddings is computed
-    in float32, and rounded once if the dtype is float16 or bfloat16.
+    In a model with a head, the encoder's names have a common prefix (`bert.encoder...`), and names without the prefix
+    are ignored. The sum of position and token type embeddings is computed in float32 and rounded once. If `dtype` is
+    None, the weights get the dtype of the word embeddings.
 
-    Args:
-        state: arrays of one library on one device.
-        config: the configuration.
-        dtype: "float32", "float16" or "bfloat16"; None keeps the dtype of the word embeddings.
-
-    Raises:
-        TypeError: a value that is not an array, or an unsupported dtype.
-        ValueError: missing names, unknown names, and shapes that do not match the configuration.
+    Raises TypeError for an unsupported type or dtype, and ValueError for missing names, unknown names, or wrong shapes.
     """
     names, hidden = config.family.names, config.hidden_size
     prefix = _prefix(state, names, config.model_type)
@@ -285,22 +271,22 @@ def read_state(state: Mapping[str, Any], config: EncoderConfig, dtype: str | Non
     concatenate = reader.layers.concatenate
 
     def layer(number: int) -> EncoderLayerWeights:
-        own = names.layer.format(number)
-        parts = [reader.affine(own + part, hidden, hidden) for part in (names.query, names.key, names.value)]
+        layer_prefix = names.layer.format(number)
+        parts = [reader.affine(layer_prefix + part, hidden, hidden) for part in (names.query, names.key, names.value)]
         return EncoderLayerWeights(
             Affine(concatenate([x.weight for x in parts]), concatenate([x.bias for x in parts])),
-            reader.affine(own + names.out, hidden, hidden),
-            reader.affine(own + names.self_norm, hidden),
-            reader.affine(own + names.up, config.intermediate_size, hidden),
-            reader.affine(own + names.down, hidden, config.intermediate_size),
-            reader.affine(own + names.final_norm, hidden),
+            reader.affine(layer_prefix + names.out, hidden, hidden),
+            reader.affine(layer_prefix + names.self_norm, hidden),
+            reader.affine(layer_prefix + names.up, config.intermediate_size, hidden),
+            reader.affine(layer_prefix + names.down, hidden, config.intermediate_size),
+            reader.affine(layer_prefix + names.final_norm, hidden),
         )
 
     word = reader.take(f"{names.word}.weight", config.vocab_size, hidden)
     position = reader.take(f"{names.position}.weight", config.max_position_embeddings, hidden)
     if config.type_vocab_size:
-        kinds = reader.take(f"{names.token_type}.weight", config.type_vocab_size, hidden)
-        wide, cast = [reader.layers.cast(x, "float32") for x in (position, kinds)], reader.layers.cast
-        position = concatenate([cast(wide[0] + kind, reader.dtype) for kind in wide[1]])
+        token_types = reader.take(f"{names.token_type}.weight", config.type_vocab_size, hidden)
+        float32_tables, cast = [reader.layers.cast(x, "float32") for x in (position, token_types)], reader.layers.cast
+        position = concatenate([cast(float32_tables[0] + token_type, reader.dtype) for token_type in float32_tables[1]])
     layers = tuple(layer(number) for number in range(config.num_hidden_layers))
     return EncoderWeights(word, position, reader.affine(names.norm, hidden), layers)

@@ -1,4 +1,4 @@
-"""Check the settings of a call that generates tokens. The settings have the names of transformers' `generate`."""
+"""Check the settings of a call, which have the names of transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ DEFAULTS: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-#: The maximum number of new tokens if neither max_new_tokens nor max_length is set, as in transformers.
-_NEW_TOKENS = 20
-#: Settings that are not implemented, each with the values that are accepted because they have no effect.
+#: The default of transformers.
+_DEFAULT_NEW_TOKENS = 20
+#: The settings that are not implemented, and for each setting the values that have no effect.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "constraints": (),
     "diversity_penalty": (0,),
@@ -65,7 +65,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class Settings(NamedTuple):
-    """The settings of a call after all checks. Lengths include the start token, as in transformers."""
+    """Checked settings. Lengths include the start token, as in transformers."""
 
     start: int
     ends: tuple[int, ...]
@@ -73,7 +73,7 @@ class Settings(NamedTuple):
     max_length: int
     min_length: int
     beams: int
-    copies: int  # rows per source: the beams or the samples
+    copies: int  # rows per source: beams or samples
     returned: int  # generated sequences per source
     sampled: bool
     early_stopping: bool | str
@@ -85,11 +85,11 @@ class Settings(NamedTuple):
     repetition_penalty: float | None
     presence_penalty: float | None
     frequency_penalty: float | None
-    repeated: int  # the number of tokens in the n-grams that must not repeat; 0: no limit
+    ngram_size: int  # tokens in an n-gram that must not repeat; 0: no limit
     bad_words: tuple[tuple[int, ...], ...]
     stop_words: tuple[tuple[int, ...], ...]
-    first: tuple[int, ...]  # tokens forced in the first step; empty for none
-    last: tuple[int, ...]  # tokens forced in the last step; empty for none
+    first: tuple[int, ...]  # forced in the first step; may be empty
+    last: tuple[int, ...]  # forced in the last step; may be empty
     renormalized: bool
 
     @property
@@ -98,20 +98,15 @@ class Settings(NamedTuple):
 
     @property
     def needs_history(self) -> bool:
-        """Whether the choice of a row's next token depends on a penalty, a bad word or a repeated n-gram.
-
-        These need the earlier tokens of the row.
-        """
+        """Whether penalties, n-grams or bad words make a row's next token depend on its earlier tokens."""
         penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
-        return bool(self.bad_words or self.repeated) or any(x is not None for x in penalties)
+        return bool(self.bad_words or self.ngram_size) or any(x is not None for x in penalties)
 
 
 def defaults_of(config: Mapping[str, Any], generation_config: Any) -> dict[str, Any]:
-    """Return the default settings of a model.
+    """Return a model's default settings, which are in its generation configuration.
 
-    The settings come from the generation configuration, and from the model's configuration if there is none, as in
-    older models. Ids of special tokens that the generation configuration does not contain come from the model's
-    configuration.
+    Older models have the settings in the model's configuration, which may also contain the token ids.
     """
     source = config if generation_config is None else content("generation_config", generation_config)
     found = {key: source[key] for key in (*DEFAULTS, *_UNSUPPORTED) if source.get(key) is not None}
@@ -124,13 +119,11 @@ def defaults_of(config: Mapping[str, Any], generation_config: Any) -> dict[str, 
 
 
 def _ids(name: str, value: Any, vocab: int) -> tuple[int, ...]:
-    """Return an id or a list of ids as a tuple. Raises ValueError for an id outside the vocabulary."""
     several = value if isinstance(value, Iterable) else () if value is None else (value,)
     return tuple(dict.fromkeys(check.integer(name, x, 0, vocab - 1, "the vocabulary") for x in several))
 
 
 def _words(name: str, value: Any, vocab: int) -> tuple[tuple[int, ...], ...]:
-    """Convert words, which are lists of token ids, to tuples. Raises ValueError for an id outside the vocabulary."""
     words = []
     for word in () if value is None else value:
         if not isinstance(word, Sequence) or not word:
@@ -150,16 +143,15 @@ def _unless(value: float, off: float) -> float | None:
     return None if value == off else value
 
 
-def _lengths(found: Mapping[str, Any], most: int) -> tuple[int, int]:
-    """Return the maximum and the minimum length, including the start token. `most` is the number of positions."""
+def _lengths(found: Mapping[str, Any], max_positions: int) -> tuple[int, int]:
     if found["max_new_tokens"] is not None:
         longest = check.integer("max_new_tokens", found["max_new_tokens"], 1) + 1
     elif found["max_length"] is not None:
         longest = check.integer("max_length", found["max_length"], 2)
     else:
-        longest = min(_NEW_TOKENS + 1, most)
-    if longest - 1 > most:
-        check.fail("max_length", f"at most {most + 1}, for the model has {most} positions", longest)
+        longest = min(_DEFAULT_NEW_TOKENS + 1, max_positions)
+    if longest - 1 > max_positions:
+        check.fail("max_length", f"at most {max_positions + 1}, for the model has {max_positions} positions", longest)
     if found["min_new_tokens"] is not None:
         return longest, check.integer("min_new_tokens", found["min_new_tokens"], 0) + 1
     return longest, check.integer("min_length", found["min_length"], 0)
@@ -168,7 +160,7 @@ def _lengths(found: Mapping[str, Any], most: int) -> tuple[int, int]:
 def settle(
     defaults: Mapping[str, Any], given: Mapping[str, Any], stop_words: Any, vocab: int, positions: int
 ) -> Settings:
-    """Combine the model's settings with the settings of a call, which take precedence, by the rules of transformers.
+    """Combine the model's settings with a call's settings, which take precedence, by the rules of transformers.
 
     Raises TypeError for an unknown setting, and ValueError for an unimplemented setting or an invalid value.
     """

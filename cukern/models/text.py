@@ -1,4 +1,4 @@
-"""Read a model's sentence-transformers configuration, and pool the hidden states of each text into one vector."""
+"""Read a model's sentence-transformers configuration, and pool hidden states."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from cukern.models._layers import Layers, Words
 from cukern.models.checkpoint import read_json, read_optional
 from cukern.runtime import check
 
-#: The implemented pooling modes. sentence-transformers concatenates their vectors in this order.
+#: The implemented pooling modes, in the order in which sentence-transformers concatenates their vectors.
 POOLINGS = ("cls", "max", "mean")
-#: Maps sentence-transformers' configuration keys to its pooling modes, including modes that are not implemented.
+#: sentence-transformers' pooling modes, keyed by the configuration keys that select them.
 _POOLING_KEYS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -24,73 +24,63 @@ _POOLING_KEYS = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 _MODULES = ("Transformer", "Pooling", "Normalize")
-#: Default maximum of tokens per batch. On a GPU a matrix multiplication with more rows is hardly faster per row.
+#: Maximum tokens per batch. On a GPU a matrix multiplication with more rows is hardly faster per row.
 _BATCH_TOKENS = 16384
 
 
 class TextConfig(NamedTuple):
-    """The settings for tokenizing a text, and for pooling the hidden states of its words (tokens) into one vector."""
+    """The settings for tokenizing a text and for pooling the hidden states of its words (tokens)."""
 
     #: The pooling modes, in the order of `POOLINGS`. Their vectors are concatenated.
     pooling: tuple[str, ...] = ("mean",)
     normalize: bool = True
-    #: Maximum tokens of a text; None: only the tokenizer and the model's positions limit a text.
+    #: Maximum tokens of a text; None: the tokenizer's and the model's limits.
     max_seq_length: int | None = None
     lower_case: bool = False
     strip: bool = False
-    prompt: str = ""  # a prefix of each text
+    prompt: str = ""  # precedes each text
 
 
 def read_text_config(folder: Path) -> tuple[Path, TextConfig]:
-    """Find the encoder in a model's directory. Return its folder and its sentence-transformers configuration.
+    """Return the encoder's folder in a model's directory, and its sentence-transformers configuration.
 
-    Without a modules.json, the folder is the directory itself, and the configuration is the default: the mean over the
-    words, normalized.
-
-    Raises:
-        FileNotFoundError: a file that modules.json names is missing.
-        ValueError: an unsupported module, pooling or option.
+    Without a modules.json, return the directory and the default configuration. Raises ValueError for an unsupported
+    module, pooling or option.
     """
     listing = folder / "modules.json"
     if not listing.is_file():
         return folder, TextConfig()
-    places: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
     for module in read_json(listing):
         kind = str(module.get("type")).rpartition(".")[2]
         check.one_of(f"the type of a module of {listing}", kind, _MODULES)
-        places[kind] = folder / module.get("path", "")
-    if "Transformer" not in places:
+        folders[kind] = folder / module.get("path", "")
+    if "Transformer" not in folders:
         raise ValueError(f"{listing} has no module Transformer")
-    own = _sentence_config(places["Transformer"])
-    pooling = _read_pooling(places["Pooling"]) if "Pooling" in places else {}
+    sentence = _sentence_config(folders["Transformer"])
+    pooling = _read_pooling(folders["Pooling"]) if "Pooling" in folders else {}
     prompt = _default_prompt(folder / "config_sentence_transformers.json")
     if prompt and not pooling.get("include_prompt", True):
         check.fail("include_prompt of the pooling", "true where the model has a default prompt", "false")
     text = TextConfig(
         pooling.get("modes", ("mean",)),
-        "Normalize" in places,
-        own.get("max_seq_length"),
-        bool(own.get("do_lower_case")),
+        "Normalize" in folders,
+        sentence.get("max_seq_length"),
+        bool(sentence.get("do_lower_case")),
         True,
         prompt,
     )
-    return places["Transformer"], text
+    return folders["Transformer"], text
 
 
 def _sentence_config(folder: Path) -> dict[str, Any]:
-    """Return the options of sentence-transformers' module `Transformer`, from its sentence_*_config.json.
-
-    Older versions put the architecture into the file name, for example sentence_roberta_config.json.
-    """
+    """Return the content of sentence_*_config.json, whose name depends on the version of sentence-transformers."""
     files = sorted(folder.glob("sentence_*_config.json"))
     return read_json(files[0]) if files else {}
 
 
 def _read_pooling(folder: Path) -> dict[str, Any]:
-    """Read the configuration of sentence-transformers' module `Pooling`.
-
-    Return the pooling modes in the order of `POOLINGS`, and whether the words of the prompt are pooled too.
-    """
+    """Return the pooling modes in the order of `POOLINGS`, and whether the prompt is pooled too."""
     file = folder / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file}, the configuration of the pooling, does not exist")
@@ -111,7 +101,6 @@ def _default_prompt(file: Path) -> str:
 
 
 def check_texts(texts: Any) -> list[str]:
-    """Return `texts` as a list. Raises TypeError if it is not a list of texts."""
     if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
         check.fail("texts", "a list of texts", type(texts).__name__, TypeError)
     found = list(texts)
@@ -122,20 +111,17 @@ def check_texts(texts: Any) -> list[str]:
 
 
 def pooled(layers: Layers, hidden: Any, words: Words, modes: Sequence[str], normalize: bool) -> Any:
-    """Pool the hidden states of each sequence with each mode, and concatenate the vectors.
-
-    The result is float32 [batch, len(modes) * hidden]. `ArrayLayers.pool` describes the modes.
-    """
+    """Pool the hidden states by each mode, and concatenate the vectors: float32 [batch, len(modes) * hidden]."""
     parts = [layers.pool(hidden, words, mode) for mode in modes]
     vectors = parts[0] if len(parts) == 1 else layers.concatenate(parts, 1)
     return layers.normalized(vectors) if normalize else vectors
 
 
 def by_length(tokens: Sequence[Sequence[int]], batch_size: int | None) -> list[np.ndarray[Any, np.dtype[np.intp]]]:
-    """Split texts into batches of similar lengths. Return the indices of the texts in each batch.
+    """Group texts of similar lengths into batches of `batch_size` texts. Return the indices of each batch's texts.
 
-    The longest texts come first, so that the first batch fails if memory is too small. A batch has `batch_size` texts.
-    If `batch_size` is None, a batch has as many texts as fit in `_BATCH_TOKENS` tokens, but at least one.
+    The longest texts come first, so that the first batch fails if memory is too small. Without `batch_size` a batch has
+    at most `_BATCH_TOKENS` tokens, or one text.
     """
     lengths = np.array([len(ids) for ids in tokens], np.int64)
     order = np.argsort(-lengths, kind="stable")
@@ -144,9 +130,9 @@ def by_length(tokens: Sequence[Sequence[int]], batch_size: int | None) -> list[n
     ends: list[int] = []
     count = 0
     for number, length in enumerate(lengths[order].tolist()):
-        # Count a text without tokens as one token, because it is still a sequence of the batch.
+        # Count a text without tokens as one token.
         count += max(length, 1)
         if count > _BATCH_TOKENS and number > (ends[-1] if ends else 0):
             ends.append(number)
             count = max(length, 1)
-    return [part for part in np.split(order, ends) if len(part)]
+    return [batch for batch in np.split(order, ends) if len(batch)]

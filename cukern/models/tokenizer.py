@@ -1,4 +1,4 @@
-"""Read and run the tokenizer in the directory of an encoder or of an encoder-decoder."""
+"""Read and run the tokenizer of an encoder or of an encoder-decoder."""
 
 from __future__ import annotations
 
@@ -18,22 +18,16 @@ _UNKNOWN, _END, _SPECIAL = "<unk>", "</s>", ("</s>", "<pad>", "<unk>")
 
 
 def _open(file: Path) -> Any:
-    """Open a tokenizer.json with the package `tokenizers`.
-
-    Raises ImportError with the pip command if the package is missing, and ValueError for a malformed file.
-    """
+    """Open a tokenizer.json. Raises ValueError for a malformed file."""
     tokenizers = need("tokenizers", "reading texts")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the package raises the class `Exception` itself, not a subclass
+    except Exception as error:  # the package raises `Exception` itself
         raise ValueError(f"{file} is not a tokenizer: {error}") from None
-    # The file may ask for padding to a fixed length. Turn it off, because batches here have no padding.
+    # Turn off padding and truncation, which the file may ask for.
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
-
-
-# --- of an encoder --------------------------------------------------------------------------------------
 
 
 class Tokenizer:
@@ -41,8 +35,8 @@ class Tokenizer:
 
     Args:
         folder: the folder with tokenizer.json, and tokenizer_config.json if there is one.
-        text: the settings for the preprocessing of a text, and for its maximum number of tokens.
-        positions: the number of tokens of a text that the model has positions for.
+        text: the settings for preprocessing a text, and its maximum number of tokens.
+        positions: the number of positions of the model, which limits the tokens of a text.
     """
 
     def __init__(self, folder: Path, text: TextConfig, positions: int) -> None:
@@ -50,7 +44,7 @@ class Tokenizer:
         self.text = text
         self._config = read_optional(folder / "tokenizer_config.json")
         limits = text.max_seq_length, self._config.get("model_max_length")
-        #: Maximum tokens of a text. In a configuration 1e30 means that there is no limit.
+        #: The maximum number of tokens of a text. A tokenizer without a limit may have a `model_max_length` of 1e30.
         self.max_length = int(min([positions, *(limit for limit in limits if limit)]))
 
     @functools.cached_property
@@ -61,12 +55,12 @@ class Tokenizer:
         return _open(self.file)
 
     def __call__(self, texts: Sequence[str], max_length: int | None = None) -> tuple[list[list[int]], int]:
-        """Return the token ids of each text, including special tokens, and the number of texts cut to `max_length`."""
+        """Return the token ids of `texts` with special tokens, and the number of texts cut to `max_length`."""
         tokenizer = self._tokenizer
-        least = tokenizer.num_special_tokens_to_add(False) + 1
-        why = f"{least - 1} special tokens and a word, up to what the model takes"
+        min_length = tokenizer.num_special_tokens_to_add(False) + 1
+        why = f"{min_length - 1} special tokens and a word, up to what the model takes"
         limit = self.max_length if max_length is None else max_length
-        limit = check.integer("max_length", limit, least, max(self.max_length, least), why)
+        limit = check.integer("max_length", limit, min_length, max(self.max_length, min_length), why)
         tokenizer.enable_truncation(limit, direction=self._config.get("truncation_side", "right"))
         found = tokenizer.encode_batch_fast([self._prepared(text) for text in texts])
         return [encoding.ids for encoding in found], sum(bool(encoding.overflowing) for encoding in found)
@@ -78,18 +72,13 @@ class Tokenizer:
 
 
 def warn_of_cut(cut: int, total: int, limit: int) -> None:
-    """Warn the caller of the encoder that texts were longer than `limit` tokens and have been cut."""
+    """Warn the caller of the encoder that texts have been cut."""
     if cut:
         what = f"{cut} of {total} texts are longer than {limit} tokens: only the first {limit} tokens count"
         warnings.warn(what, UserWarning, stacklevel=4)
 
 
-# --- of an encoder-decoder ------------------------------------------------------------------------------
-
-
 class Translator(Protocol):
-    """The tokenizer of an encoder-decoder."""
-
     def encode(self, text: str) -> list[int]:
         """Return the ids of a source text, including special tokens."""
 
@@ -98,8 +87,6 @@ class Translator(Protocol):
 
 
 class _Fast:
-    """A tokenizer that is read from `tokenizer.json` with the package `tokenizers`."""
-
     def __init__(self, file: Path) -> None:
         self._tokenizer = _open(file)
 
@@ -111,7 +98,7 @@ class _Fast:
 
 
 class _Marian:
-    """Marian's tokenizer: two SentencePiece models, for source and target, and a file with the ids of their tokens."""
+    """Marian's tokenizer: two SentencePiece models, and a file with the ids of their tokens."""
 
     def __init__(self, directory: Path) -> None:
         try:
@@ -134,7 +121,7 @@ class _Marian:
 
     def encode(self, text: str) -> list[int]:
         pieces = []
-        if text.startswith(">>") and "<<" in text:  # the code of the target language, such as >>fra<<
+        if text.startswith(">>") and "<<" in text:  # the target language, such as >>fra<<
             code, text = text.split("<<", 1)
             pieces = [f"{code}<<"]
         pieces += self._source.encode(text, out_type=str)
@@ -146,11 +133,10 @@ class _Marian:
 
 
 def read_translator(directory: Path) -> Translator:
-    """Read the tokenizer of an encoder-decoder from tokenizer.json, or from Marian's three files.
+    """Read a tokenizer.json, or Marian's source.spm, target.spm and vocab.json.
 
-    Marian's files are source.spm, target.spm and vocab.json. Raises FileNotFoundError if the directory has neither
-    tokenizer.json nor Marian's files, ImportError with the pip command for a missing package, and ValueError for a
-    malformed file.
+    Raises FileNotFoundError for missing files, ImportError (with the pip command) for a missing package, and ValueError
+    for a malformed file.
     """
     if (directory / _FAST).is_file():
         return _Fast(directory / _FAST)
