@@ -470,7 +470,7 @@ def test_a_cache_takes_keys_of_any_strides(batch: int, order: tuple[int, ...]) -
     given = torch.randn(batch, *(sizes[i] for i in order))
     states = given.permute(0, *(1 + order.index(i) for i in range(3)))
     cache, slots = _cache.static_cache(small_model(), 32, *(torch.zeros(x, dtype=torch.int64) for x in ((), batch)))
-    slots.begin(5)
+    slots.prepare_prefill(5)
     keys, values = cache.layers[0].update(states, states + 1)
     assert torch.equal(keys[:, :, :5], states) and torch.equal(values[:, :, :5], states + 1)
 
@@ -599,10 +599,10 @@ def test_a_sum_is_made_where_it_is_asked_for() -> None:
     terms = torch.ones(2, 3), torch.full((2, 3), 2.0)
     made = _deferred.Sum.of(*terms)
     assert made.shape == (2, 3) and torch.equal(made * 2, torch.full((2, 3), 6.0))
-    assert type(made * 2) is torch.Tensor and made.parts() is None
+    assert type(made * 2) is torch.Tensor and made.terms() is None
     kept = _deferred.Sum.of(*terms)
-    assert kept.parts() == terms
-    kept.keep(torch.zeros(2, 3))
+    assert kept.terms() == terms
+    kept.store(torch.zeros(2, 3))
     assert kept.sum() == 0
     ids = _deferred.Ids.of(torch.tensor([[3, 1]], dtype=torch.int32))
     assert ids.raw.dtype == torch.int32 and ids.dtype == torch.int64 and ids.tolist() == [[3, 1]]

@@ -71,7 +71,7 @@ def test_below_the_length_a_session_serves_the_model() -> None:
 def test_own_preparing_is_found_by_what_it_gives() -> None:
     """Without longrope Phi-3 drops its cache all the same, once the tokens pass its original positions."""
     model = longrope(rope_parameters={"rope_type": "default", "rope_theta": 1e4})
-    assert _fit.prepares_alike(model, 5, 27) and not _fit.prepares_alike(model, 5, 29)
+    assert _fit.prepares_default_inputs(model, 5, 27) and not _fit.prepares_default_inputs(model, 5, 29)
     got, wanted = both(model, [PROMPT], max_new_tokens=40)
     assert got.tokens == wanted and got.why == "it prepares the inputs of its steps itself"
 

@@ -167,7 +167,7 @@ def test_a_configuration_is_probed_once(monkeypatch: pytest.MonkeyPatch) -> None
     owners = (
         (_routers, "gate_of"),
         (_experts, "match_activation"),
-        (_norms, "_numbers_of"),
+        (_norms, "_constants_of"),
         (_products, "_activation_of"),
     )
     for owner, name in owners:
@@ -180,7 +180,7 @@ def test_a_configuration_is_probed_once(monkeypatch: pytest.MonkeyPatch) -> None
         "experts": 5,
     }
     # Norms are of three widths. The dense perceptron has another width than the shared experts.
-    assert sorted(probed) == ["_activation_of"] * 2 + ["_numbers_of"] * 2 + ["gate_of", "match_activation"]
+    assert sorted(probed) == ["_activation_of"] * 2 + ["_constants_of"] * 2 + ["gate_of", "match_activation"]
 
 
 # --- routers by their formula ---------------------------------------------------------------------------
@@ -303,13 +303,13 @@ NORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def test_a_norm_is_found() -> None:
-    assert _norms._numbers_of(ToyRMSNorm(_rms)) == ((1e-6, 0.0), "")
+    assert _norms._constants_of(ToyRMSNorm(_rms)) == ((1e-6, 0.0), "")
 
 
 @pytest.mark.parametrize("regime", NORMS)
 def test_a_norm_that_differs_in_one_regime_stays(regime: str) -> None:
     module = ToyRMSNorm(NORMS[regime])
-    assert _norms._numbers_of(module) == (None, f"it differs from rms_norm for {regime}")
+    assert _norms._constants_of(module) == (None, f"it differs from rms_norm for {regime}")
 
 
 def test_a_norm_takes_the_whole_signature() -> None:

@@ -7,9 +7,9 @@
     ck.generate(model, prompts, max_new_tokens=100)
     ck.disable(model)                # as it was
 
-Experts and attention are registered through interfaces of transformers. There is no such interface for routers, norms
-and rotary embeddings. So `enable` replaces the `forward` of such a module if the module computes the same formula as a
-kernel. To find out, `enable` runs both on random inputs. It does not use a list of models.
+Experts and attention are registered through interfaces of transformers. `enable` replaces the `forward` of each router,
+norm and rotary embedding that computes the formula of a kernel. It compares module and kernel on random inputs, so it
+needs no list of models.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ PARTS = tuple(_ENABLE)
 
 
 def _check_model(model: Any) -> torch.device:
-    """Check that `enable` supports a model, and return its device. Raises TypeError or ValueError if not."""
     if not isinstance(model, PreTrainedModel):
         check.fail("model", "a PreTrainedModel of transformers", type(model).__name__, TypeError)
     if model.training:
@@ -67,14 +66,14 @@ def enable(model: Any, *, parts: Sequence[str] = PARTS) -> Report:
     """Make a model of transformers run on cukern's kernels, in place.
 
     Args:
-        model: a `PreTrainedModel` in evaluation mode, on one device. On the CPU the NumPy references run, and a warning
-            says that they are slow.
+        model: a `PreTrainedModel` in evaluation mode, on one device. On the CPU the slow NumPy references run, with a
+            warning.
         parts: the kinds of modules to replace: "experts", "routers", "norms", "sums" (a residual sum and the norm after
             it), "rotary", "attention" and "products" (the matrix multiplications of linear layers).
 
     Returns:
-        A report that lists the replaced modules, and the other modules with the reason why they were not replaced. If
-        the model is already enabled, the earlier report.
+        A report of the replaced modules, and of the reasons why the others were kept. If the model is already enabled,
+        the earlier report.
 
     Raises:
         TypeError: not a model of transformers.
@@ -83,8 +82,7 @@ def enable(model: Any, *, parts: Sequence[str] = PARTS) -> Report:
     The model's own code runs if a gradient may be needed, that is, outside of `torch.no_grad()` and `generate`. Do not
     pickle an enabled model. `save_pretrained` writes the same files as for a model that is not enabled.
 
-    With a version of transformers outside the tested range, `enable` may not recognize some modules. It then warns,
-    once per model class.
+    `enable` may miss modules in an untested version of transformers. It then warns, once per model class.
     """
     device = _check_model(model)
     for part in parts:
@@ -114,10 +112,7 @@ def enable(model: Any, *, parts: Sequence[str] = PARTS) -> Report:
 
 
 def disable(model: Any) -> None:
-    """Undo `enable`: the model runs as it did before. A model that is not enabled is not changed.
-
-    Raises TypeError if `model` is not a model of transformers.
-    """
+    """Undo `enable`, if the model is enabled. Raises TypeError if `model` is not a model of transformers."""
     if not isinstance(model, PreTrainedModel):
         check.fail("model", "a PreTrainedModel of transformers", type(model).__name__, TypeError)
     state = model.__dict__.pop(ATTRIBUTE, None)

@@ -1,13 +1,12 @@
 """The attention of an enabled model: `paged_attention` for decoding, and torch's sdpa for prefill.
 
-A decoding step has one new token per sequence. `paged_attention` needs pages, so the cache, which is
-[batch, kv_heads, tokens, head_dim], is viewed as overlapping pages of 16 tokens: every token starts a page, except the
-last 15 tokens. So a sequence may start at any token, for example after padding, and the cache may have any length.
+A decoding step has one new token per sequence. `paged_attention` needs pages, so the cache [batch, kv_heads, tokens,
+head_dim] is viewed as overlapping pages of 16 tokens: every token except the last 15 starts a page. So a sequence may
+start at any token, for example after padding.
 
-The last page of a sequence may be incomplete. If that page would extend past the end of the cache, the tokens are
-divided differently: the remainder is taken from the start of the sequence, and full pages follow it. The last entry of
-the block table is then the page at the first token. Only its first tokens, the remainder, count. The order of the keys
-does not matter for the attention of one query token.
+The last page of a sequence must not extend past the cache. If it would, full pages cover the last tokens of the
+sequence. The last entry of the block table is then the page that starts at the first token. It covers the remaining
+tokens. The order of the keys does not matter for one query token.
 """
 
 from __future__ import annotations
@@ -22,21 +21,17 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import cukern
-from cukern.integrations.transformers._rewrite import read_globals, written
+from cukern.integrations.transformers._rewrite import read_globals, undecorated_forward
 from cukern.integrations.transformers._state import NAME, Notes, State, active, is_traced, wants_gradient
 
 PAGE = 16
 MAX_HEAD_DIM = 256
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-#: The attribute of a mask tensor that caches its `Rows`.
 _ROWS = "_cukern_rows"
-#: The name of the global variable of transformers that maps names to attention functions.
-_CHOICE = "ALL_ATTENTION_FUNCTIONS"
+_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 
 
 class Rows(NamedTuple):
-    """The range of tokens in the cache that a step attends to, for each sequence."""
-
     starts: torch.Tensor  # int64 [batch]
     lengths: torch.Tensor  # int32 [batch]
     shortest: int | None  # None: unknown on the host
@@ -48,22 +43,22 @@ class Rows(NamedTuple):
 
     @classmethod
     def of_mask(cls, mask: torch.Tensor, batch: int) -> Rows | None:
-        """Return the range of visible tokens of each sequence in a mask, bool [batch or 1, 1, 1, tokens].
+        """Return the tokens that a mask, bool [batch or 1, 1, 1, tokens], shows; None if a sequence has gaps.
 
-        Return None if the visible tokens of a sequence are not contiguous. During tracing or capture the host cannot
-        read the mask. Such a sequence then gets a length that exceeds every cache, which makes its result NaN.
+        During tracing or capture the host cannot read the mask. A sequence with gaps then gets a length that exceeds
+        every cache, which makes its result NaN.
         """
         seen = mask[:, 0, 0].expand(batch, -1)
         lengths, starts = seen.sum(-1, dtype=torch.int32), seen.int().argmax(-1)
-        begins = (seen[:, 1:] & ~seen[:, :-1]).sum(-1) + seen[:, 0]
+        range_count = (seen[:, 1:] & ~seen[:, :-1]).sum(-1) + seen[:, 0]
         if is_traced():
-            return cls(starts, torch.where(begins > 1, 2**30 + 1, lengths).int(), None)
-        most, shortest = torch.stack([begins.max(), lengths.min().to(begins.dtype)]).tolist()
-        return None if most > 1 else cls(starts, lengths, shortest)
+            return cls(starts, torch.where(range_count > 1, 2**30 + 1, lengths).int(), None)
+        max_ranges, shortest = torch.stack([range_count.max(), lengths.min().to(range_count.dtype)]).tolist()
+        return None if max_ranges > 1 else cls(starts, lengths, shortest)
 
 
 def _rows(mask: torch.Tensor | None, query: torch.Tensor, tokens: int) -> Rows | None:
-    """Return the range of tokens that a step attends to. It is computed once for all layers that share a mask."""
+    """Return the tokens that a step attends to. Read a mask once for all layers that share it."""
     batch = query.shape[0]
     if mask is None:
         return Rows.of_all(batch, tokens, query.device)
@@ -77,7 +72,7 @@ def _rows(mask: torch.Tensor | None, query: torch.Tensor, tokens: int) -> Rows |
 
 
 class Pages(NamedTuple):
-    """A cache that is viewed as pages, and the block tables, which list the pages of each sequence."""
+    """A cache viewed as pages. The block tables list each sequence's pages."""
 
     keys: torch.Tensor  # [blocks, PAGE, kv_heads, head_dim], overlapping
     values: torch.Tensor
@@ -85,19 +80,16 @@ class Pages(NamedTuple):
     lengths: torch.Tensor
 
 
-def _as_blocks(x: torch.Tensor) -> torch.Tensor | None:
-    """View keys or values [batch, kv_heads, tokens, head_dim] as overlapping pages.
-
-    Return None if the strides do not allow such a view.
-    """
+def _as_pages(x: torch.Tensor) -> torch.Tensor | None:
+    """View keys or values [batch, kv_heads, tokens, head_dim] as overlapping pages, if the strides allow it."""
     batch, heads, tokens, dim = x.shape
-    of_batch, of_head, of_token, of_number = x.stride()
+    batch_stride, head_stride, token_stride, dim_stride = x.stride()
     if batch == 1:
-        of_batch = tokens * of_token
-    if of_number != 1 or of_token <= 0 or of_batch % of_token or tokens < PAGE:
+        batch_stride = tokens * token_stride
+    if dim_stride != 1 or token_stride <= 0 or batch_stride % token_stride or tokens < PAGE:
         return None
-    blocks = (batch - 1) * (of_batch // of_token) + tokens - PAGE + 1
-    return x.as_strided((blocks, PAGE, heads, dim), (of_token, of_token, of_head, 1))
+    blocks = (batch - 1) * (batch_stride // token_stride) + tokens - PAGE + 1
+    return x.as_strided((blocks, PAGE, heads, dim), (token_stride, token_stride, head_stride, 1))
 
 
 def _sequence_distance(x: torch.Tensor) -> int:
@@ -105,46 +97,37 @@ def _sequence_distance(x: torch.Tensor) -> int:
 
 
 def tables(starts: torch.Tensor, distance: int, pages: int) -> torch.Tensor:
-    """Return block tables [batch, pages] for a cache with PAGE unused tokens after each sequence.
-
-    Sequence i starts at token `i * distance + starts[i]`.
-    """
+    """Return block tables [batch, pages]. Sequence i starts at token `i * distance + starts[i]`."""
     batch = torch.arange(len(starts), device=starts.device) * distance
     first = (batch + starts)[:, None]
     return (first + torch.arange(pages, device=starts.device) * PAGE).int()
 
 
-def _tables_within(rows: Rows, distance: int, tokens: int) -> torch.Tensor:
-    """Return block tables for a cache without unused tokens after each sequence.
-
-    The last page starts at the first token of the sequence, as the module docstring describes.
-    """
+def _tables_without_slack(rows: Rows, distance: int, tokens: int) -> torch.Tensor:
+    """Return block tables whose last page starts at the first token, so that no page exceeds the cache."""
     batch = torch.arange(len(rows.starts), device=rows.starts.device) * distance
     first = (batch + rows.starts)[:, None]
-    rest, whole = (rows.lengths % PAGE)[:, None], (rows.lengths // PAGE)[:, None]
+    remainder, full_pages = (rows.lengths % PAGE)[:, None], (rows.lengths // PAGE)[:, None]
     page = torch.arange(-(-tokens // PAGE), device=rows.starts.device)
-    return torch.where(page < whole, first + rest + page * PAGE, first).int()
+    return torch.where(page < full_pages, first + remainder + page * PAGE, first).int()
 
 
 def _pages(key: torch.Tensor, value: torch.Tensor, rows: Rows, mask: torch.Tensor | None) -> Pages | None:
-    keys, values = _as_blocks(key), _as_blocks(value)
+    keys, values = _as_pages(key), _as_pages(value)
     distance = _sequence_distance(key)
     if keys is None or values is None or keys.shape != values.shape or distance != _sequence_distance(value):
         return None
     session = active.session
     if session is not None and mask is not None and mask is session.mask:
-        own = session.block_tables(distance)
+        block_tables = session.block_tables(distance)
     elif torch.compiler.is_compiling() or mask is None:
-        own = _tables_within(rows, distance, key.shape[2])
+        block_tables = _tables_without_slack(rows, distance, key.shape[2])
     else:
         kept = mask.__dict__.setdefault("_cukern_tables", {})
-        own = kept.get((distance, key.shape[2]))
-        if own is None:
-            own = kept[distance, key.shape[2]] = _tables_within(rows, distance, key.shape[2])
-    return Pages(keys, values, own, rows.lengths)
-
-
-# --- the interface --------------------------------------------------------------------------------------
+        block_tables = kept.get((distance, key.shape[2]))
+        if block_tables is None:
+            block_tables = kept[distance, key.shape[2]] = _tables_without_slack(rows, distance, key.shape[2])
+    return Pages(keys, values, block_tables, rows.lengths)
 
 
 def attention_mask(
@@ -158,10 +141,10 @@ def attention_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Return the mask for transformers' `AttentionMaskInterface`.
+    """Return the mask for transformers' `AttentionMaskInterface`: bool, True where a token is visible; None: all
+    tokens.
 
-    The mask is bool and True where a token is visible. None means that all tokens are visible. A step of `generate`
-    uses the mask of its session. All other calls return the mask that transformers makes for sdpa.
+    Steps of `generate` use their session's mask. All other calls use transformers' mask for sdpa.
     """
     session = active.session
     if session is not None and session.tokens and q_length == 1:
@@ -175,7 +158,6 @@ def attention_mask(
 
 
 def _why_not(query: Any, key: Any, value: Any, mask: Any, dropout: float, kwargs: dict[str, Any]) -> str:
-    """Return the reason why a call must use sdpa. The reason is empty if `paged_attention` can run the call."""
     if query.shape[2] != 1:
         return "prefill"
     if key.shape[-1] != value.shape[-1] or key.shape[-1] % 8 or key.shape[-1] > MAX_HEAD_DIM:
@@ -222,10 +204,7 @@ def _step(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: Any,
     kwargs: dict[str, Any],
 ) -> torch.Tensor | None:  # fmt: skip
-    """Run the attention of one new token per sequence with `paged_attention`.
-
-    Return None if the cache cannot be viewed as pages.
-    """
+    """Run `paged_attention` on one new token per sequence. Return None if the cache cannot be viewed as pages."""
     rows = _rows(mask, query, key.shape[2])
     if rows is None or (rows.shortest is not None and rows.shortest < PAGE):
         return None
@@ -240,15 +219,14 @@ def _step(
             sinks=None if sinks is None else sinks.detach().float().contiguous(),
         )  # fmt: skip
         if rows.shortest is None and mask is not None:
-            # The page of a sequence shorter than PAGE may extend past the cache, so torch computes its attention.
+            # Compute a sequence shorter than PAGE without pages, because its page may extend past the cache.
             out = torch.where(
-                (rows.lengths < PAGE)[:, None, None], _short(query, key, value, mask, scaling, kwargs), out
+                (rows.lengths < PAGE)[:, None, None], _one_token(query, key, value, mask, scaling, kwargs), out
             )
     return out[:, None]
 
 
-def _short(query: Any, key: Any, value: Any, mask: Any, scaling: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Compute the attention of one token with torch operations. Return [batch, heads, head_dim]."""
+def _one_token(query: Any, key: Any, value: Any, mask: Any, scaling: Any, kwargs: dict[str, Any]) -> torch.Tensor:
     return _composed(None, query, key, value, mask, scaling, kwargs)[:, 0]
 
 
@@ -256,7 +234,7 @@ def _composed(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: Any,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:  # fmt: skip
-    """Compute attention with torch operations, for a softcap or sinks, which sdpa does not support."""
+    """Compute attention with torch operations, because sdpa supports neither a softcap nor sinks."""
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -264,43 +242,37 @@ def _composed(
         scores = torch.tanh(scores / kwargs["softcap"]) * kwargs["softcap"]
     if mask is None and query.shape[2] > 1 and getattr(module, "is_causal", True):
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device)
-        # A static cache also has room for the tokens of later steps, which must not be visible.
+        # A static cache also has room for later tokens, which must not be visible.
         mask = mask.tril(0 if module is not None and key.shape[2] > query.shape[2] else key.shape[2] - query.shape[2])
     if mask is not None:
         mask = mask[..., : key.shape[2]]
         floor = torch.finfo(scores.dtype).min
         scores = scores.masked_fill(~mask, floor) if mask.dtype == torch.bool else scores + mask
     if (sinks := kwargs.get("s_aux")) is not None:
-        of_sinks = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, of_sinks], dim=-1)
+        sink_scores = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink_scores], dim=-1)
     weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     return (weights[..., : key.shape[2]] @ value).transpose(1, 2).contiguous()
 
 
-# --- enable ---------------------------------------------------------------------------------------------
-
-
-def _classes(model: Any) -> list[Any]:
-    """Return the modules of a model whose `forward` looks up an attention function by name."""
-    return [module for module in model.modules() if _CHOICE in read_globals(module)]
+def _attention_modules(model: Any) -> list[Any]:
+    return [module for module in model.modules() if _REGISTRY in read_globals(module)]
 
 
 def _tells_sdpa(module: Any) -> bool:
-    """Return whether a module's `forward` contains a test for the attention name "sdpa"."""
-    constants = getattr(getattr(written(module), "__code__", None), "co_consts", ())
+    constants = getattr(getattr(undecorated_forward(module), "__code__", None), "co_consts", ())
     return any(x == "sdpa" or (isinstance(x, tuple) and "sdpa" in x) for x in constants)
 
 
 def _extends_mask(module: Any) -> bool:
-    """Return whether a module's `forward` extends its mask with floats. This fails for a bool mask."""
-    code = getattr(written(module), "__code__", None)
+    """Return whether a module's `forward` extends its mask with floats, which fails for a bool mask."""
+    code = getattr(undecorated_forward(module), "__code__", None)
     if code is None or not {"cat", "pad", "concat"} & {*code.co_names}:
         return False
     return any(x.opname == "STORE_FAST" and x.argval == "attention_mask" for x in dis.get_instructions(code))
 
 
-def _why_bound(module: Any) -> str:
-    """Return the reason why a module's attention cannot be replaced. The reason is empty if it can."""
+def _why_not_replaceable(module: Any) -> str:
     if _tells_sdpa(module):
         return "a forward of its configuration tells sdpa from other attentions"
     if _extends_mask(module):
@@ -308,8 +280,7 @@ def _why_bound(module: Any) -> str:
     return ""
 
 
-def _why_never(module: Any) -> str:
-    """Return the reason why a module can never use `paged_attention`. It is empty if the sizes allow it."""
+def _why_not_paged(module: Any) -> str:
     keys, values = (getattr(module, name, None) for name in ("qk_head_dim", "v_head_dim"))
     keys = getattr(module, "head_dim", None) if not isinstance(keys, int) else keys
     if isinstance(keys, int) and isinstance(values, int) and keys != values:
@@ -320,23 +291,22 @@ def _why_never(module: Any) -> str:
 
 
 def enable(model: Any, state: State, notes: Notes) -> None:
-    """Make the model attend with `attention_forward`."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
     if not getattr(model, "_supports_attention_backend", False) and not getattr(model, "_supports_sdpa", False):
         notes.kept.add("attention", model, "transformers gives it no choice of an attention")
         return
-    modules = _classes(model)
+    modules = _attention_modules(model)
     if not modules:
-        notes.kept.add("attention", model, f"no forward that can be read names {_CHOICE}")
+        notes.kept.add("attention", model, f"no forward that can be read names {_REGISTRY}")
         return
     configs = {id(module.config): module.config for module in (model, *modules) if hasattr(module, "config")}
     for config in list(configs.values()):
         for name in getattr(config, "sub_configs", {}) or {}:
-            if (own := getattr(config, name, None)) is not None:
-                configs[id(own)] = own
-    bound = {id(module.config): why for module in modules if (why := _why_bound(module))}
-    for key in bound:
+            if (sub_config := getattr(config, name, None)) is not None:
+                configs[id(sub_config)] = sub_config
+    unsupported = {id(module.config): why for module in modules if (why := _why_not_replaceable(module))}
+    for key in unsupported:
         del configs[key]
     for config in configs.values():
         before = config._attn_implementation
@@ -345,9 +315,9 @@ def enable(model: Any, state: State, notes: Notes) -> None:
             lambda config=config, before=before: setattr(config, "_attn_implementation_internal", before)  # type: ignore[misc]
         )
     for module in modules:
-        if id(module.config) in bound:
-            notes.kept.add("attention", module, bound[id(module.config)])
-        elif reason := _why_never(module):
+        if id(module.config) in unsupported:
+            notes.kept.add("attention", module, unsupported[id(module.config)])
+        elif reason := _why_not_paged(module):
             notes.kept.add("attention", module, f"sdpa, since {reason}")
         else:
             notes.replaced.add("attention", module, "paged_attention for a step over a cache, sdpa for more tokens")

@@ -1,7 +1,4 @@
-"""Tensors that are computed only when other code reads them.
-
-A kernel of this package can use the inputs of such a tensor instead, so that the tensor need not be computed.
-"""
+"""Tensors that are computed only when other code reads them. A kernel can take their inputs instead."""
 
 from __future__ import annotations
 
@@ -11,39 +8,32 @@ import torch
 
 
 class Deferred(torch.Tensor):
-    """A placeholder for a tensor. Any torch function or attribute access computes the tensor and uses it.
+    """A placeholder for a tensor. Any torch function or attribute access computes the tensor."""
 
-    Functions of this package check for the subclasses first, and use the inputs of the computation instead.
-    """
-
-    def made(self) -> torch.Tensor:
-        """Compute the tensor and return it."""
+    def compute(self) -> torch.Tensor:
+        """Return the computed tensor."""
         raise NotImplementedError
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*_made(args), **_made(kwargs or {}))
+        return func(*_computed(args), **_computed(kwargs or {}))
 
 
-def _made(x: Any) -> Any:
-    """Replace the deferred tensors in `x`, also in tuples, lists and dicts, by the computed tensors."""
+def _computed(x: Any) -> Any:
+    """Compute the deferred tensors in `x`, also in tuples, lists and dicts."""
     if isinstance(x, Deferred):
-        return x.made()
+        return x.compute()
     if type(x) in (tuple, list):
-        return type(x)(map(_made, x))
-    return {name: _made(value) for name, value in x.items()} if type(x) is dict else x
+        return type(x)(map(_computed, x))
+    return {name: _computed(value) for name, value in x.items()} if type(x) is dict else x
 
 
-def plain(x: torch.Tensor) -> torch.Tensor:
-    """Return the tensor. If it is deferred, compute it first."""
-    return x.made() if isinstance(x, Deferred) else x
+def computed(x: torch.Tensor) -> torch.Tensor:
+    return x.compute() if isinstance(x, Deferred) else x
 
 
 class Sum(Deferred):
-    """The deferred sum `residual + hidden_states`. A layer returns it during `generate`.
-
-    The norm of the next layer then adds the two tensors in its own kernel.
-    """
+    """The sum `residual + hidden_states`, a layer's output in `generate`. The next layer's norm kernel adds the two."""
 
     @staticmethod
     def of(hidden_states: torch.Tensor, residual: torch.Tensor) -> Sum:
@@ -52,25 +42,25 @@ class Sum(Deferred):
         self.__dict__.update(_parts=(hidden_states, residual), _made=None)
         return self
 
-    def made(self) -> torch.Tensor:
-        own = object.__getattribute__(self, "__dict__")
-        if own["_made"] is None:
-            hidden_states, residual = own["_parts"]
-            own["_made"] = residual + hidden_states
-        return own["_made"]  # type: ignore[no-any-return]
+    def compute(self) -> torch.Tensor:
+        fields = object.__getattribute__(self, "__dict__")
+        if fields["_made"] is None:
+            hidden_states, residual = fields["_parts"]
+            fields["_made"] = residual + hidden_states
+        return fields["_made"]  # type: ignore[no-any-return]
 
-    def parts(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return `hidden_states` and `residual`. Return None if the sum has been computed."""
-        own = object.__getattribute__(self, "__dict__")
-        return None if own["_made"] is not None else own["_parts"]
+    def terms(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return `hidden_states` and `residual`, or None if the sum has been computed."""
+        fields = object.__getattribute__(self, "__dict__")
+        return None if fields["_made"] is not None else fields["_parts"]
 
-    def keep(self, made: torch.Tensor) -> None:
+    def store(self, made: torch.Tensor) -> None:
         """Store the sum that a kernel has computed. The kernel may have overwritten `hidden_states` or `residual`."""
         object.__getattribute__(self, "__dict__")["_made"] = made
 
 
 class Ids(Deferred):
-    """The int32 expert ids of a router. They are converted to int64 only when other code reads them."""
+    """The int32 expert ids of a router, converted to int64 only when other code reads them."""
 
     @staticmethod
     def of(ids: torch.Tensor) -> Ids:
@@ -82,5 +72,5 @@ class Ids(Deferred):
     def raw(self) -> torch.Tensor:
         return object.__getattribute__(self, "__dict__")["_raw"]  # type: ignore[no-any-return]
 
-    def made(self) -> torch.Tensor:
+    def compute(self) -> torch.Tensor:
         return self.raw.long()

@@ -1,8 +1,4 @@
-"""Run the experts of a model on cukern.
-
-They run on `fused_experts` if it implements their activation. Otherwise they run on the grouped GEMMs of cukern, and
-the model's own code computes the activation between them.
-"""
+"""Run the experts of a model on `fused_experts`, or on two grouped GEMMs around the model's own activation."""
 
 from __future__ import annotations
 
@@ -18,13 +14,12 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 import cukern
 from cukern.integrations.transformers._deferred import Ids
 from cukern.integrations.transformers._regimes import difference
-from cukern.integrations.transformers._rewrite import written
+from cukern.integrations.transformers._rewrite import undecorated_forward
 from cukern.integrations.transformers._state import NAME, Notes, State, simple_attributes, wants_gradient
 
-#: The attribute of a module of experts that holds its `MatchedActivation`.
 _MATCHED = "_cukern_activation"
-#: The number of arguments of an experts' forward: the module, tokens, ids and weights.
-_ARGUMENTS = 4
+#: The number of arguments of an experts module's forward: the module, tokens, ids and weights.
+_FORWARD_ARGUMENTS = 4
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -36,11 +31,9 @@ _GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class MatchedActivation:
-    """The kernel activation that equals the activation of a module of experts, if there is one."""
-
-    activation: str | None  # the name of the kernel activation; None: the module's own code computes it
-    options: dict[str, Any] = field(default_factory=dict)  # options of the activation
-    why: str = ""  # without a match: the most similar kernel activation, and how the module differs from it
+    activation: str | None  # None: the module's own code computes it
+    options: dict[str, Any] = field(default_factory=dict)
+    why: str = ""  # without a match: how the module differs from the most similar activation
 
     @property
     def is_fused(self) -> bool:
@@ -53,18 +46,17 @@ class MatchedActivation:
 
 
 def is_experts(module: torch.nn.Module) -> bool:
-    """Return whether transformers looks up the implementation of this module of experts by name."""
+    """Return whether transformers looks up the implementation of this module by name."""
     return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "_apply_gate", "down_proj"))
 
 
-def _first(module: Any) -> torch.Tensor:
+def _up_weights(module: Any) -> torch.Tensor:
     weights = module.gate_up_proj if module.has_gate else module.up_proj
     assert isinstance(weights, torch.Tensor)
     return weights
 
 
-def _bounds(module: Any) -> Iterator[tuple[float, float]]:
-    """Yield (alpha, limit), the constants of the activation swigluoai, if the module has such attributes."""
+def _swigluoai_constants(module: Any) -> Iterator[tuple[float, float]]:
     for alpha in ("alpha", "swiglu_alpha"):
         for limit in ("limit", "swiglu_limit"):
             found = getattr(module, alpha, None), getattr(module, limit, None)
@@ -73,10 +65,9 @@ def _bounds(module: Any) -> Iterator[tuple[float, float]]:
 
 
 def _candidates(module: Any) -> Iterator[tuple[str, dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]]:
-    """Yield each activation of the kernels: its name, its options, and a function that computes it in torch.
+    """Yield the name, the options and the formula of each kernel activation.
 
-    The input of the function is the output of the first GEMM. Its rows contain gates and ups, or only ups without a
-    gate.
+    The formula takes the output of the first GEMM: gates and ups, or only ups.
     """
     if not module.has_gate:
         for name, function in _GATES.items():
@@ -90,7 +81,7 @@ def _candidates(module: Any) -> Iterator[tuple[str, dict[str, Any], Callable[[to
         shared = {"interleaved": True} if interleaved else {}
         for name, function in _GATES.items():
             yield name, shared, lambda x, f=function, h=halves: f(h(x)[0]) * h(x)[1]  # type: ignore[misc]
-        for alpha, limit in _bounds(module):
+        for alpha, limit in _swigluoai_constants(module):
 
             def oai(x: torch.Tensor, a: float = alpha, m: float = limit, h: Any = halves) -> torch.Tensor:
                 gate, up = h(x)
@@ -105,9 +96,9 @@ def match_activation(module: Any) -> MatchedActivation:
     """Find the kernel activation that equals a module's activation, by running both on random numbers."""
     if getattr(module, "has_post_expert_norm", False):
         return MatchedActivation(None)
-    device = _first(module).device
+    device = _up_weights(module).device
 
-    def own(rows: torch.Tensor) -> Any:
+    def module_activation(rows: torch.Tensor) -> Any:
         rows = rows.to(device)
         return (module._apply_gate(rows) if module.has_gate else module.act_fn(rows)).cpu()
 
@@ -117,14 +108,11 @@ def match_activation(module: Any) -> MatchedActivation:
         def kernel(rows: torch.Tensor, formula: Any = formula) -> torch.Tensor:
             return formula(rows.float()).to(rows.dtype)  # type: ignore[no-any-return]
 
-        regime = difference(own, kernel, {"": (64, 32), " of 14 numbers": (3, 14)}, spread=6.0)
+        regime = difference(module_activation, kernel, {"": (64, 32), " of 14 numbers": (3, 14)}, spread=6.0)
         if regime == "":
             return MatchedActivation(name, options)
         found += [f", which differs from {name} for {regime}"] * (regime is not None)
     return MatchedActivation(None, why=found[0] if found else "")
-
-
-# --- the forward ----------------------------------------------------------------------------------------
 
 
 def experts_forward(
@@ -132,15 +120,14 @@ def experts_forward(
 ) -> torch.Tensor:
     """Run the experts on tokens [tokens, hidden], as a function for transformers' `ExpertsInterface`.
 
-    Return the weighted sum over the experts of each token. An id that is not the id of an expert adds nothing; expert
-    parallelism uses such ids for experts of other ranks. If a gradient is needed, the module's own code runs.
+    With expert parallelism, an id out of range stands for an expert of another rank, and adds nothing.
     """
-    first, second = _first(self), self.down_proj
+    first, second = _up_weights(self), self.down_proj
     if wants_gradient(hidden_states, first, top_k_weights):
-        return written(self)(self, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+        return undecorated_forward(self)(self, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
     with torch.no_grad():
         matched = self.__dict__.get(_MATCHED)
-        if matched is None:  # `enable` was called for another model with the same configuration, not for this one
+        if matched is None:  # `enable` ran for another model with the same configuration
             matched = self.__dict__[_MATCHED] = match_activation(self)
         biases = None, None
         if self.has_bias:
@@ -148,7 +135,7 @@ def experts_forward(
         x = hidden_states.to(first.dtype).contiguous()
         ids = top_k_index.raw if isinstance(top_k_index, Ids) else top_k_index
         weights, ids = top_k_weights.float().contiguous(), ids.contiguous()
-        if self.is_transposed:  # the weights are [experts, in, out]; pass transposed views, which are not copied
+        if self.is_transposed:  # [experts, in, out]; the transposed views are not copied
             first, second = first.transpose(1, 2), second.transpose(1, 2)
         if matched.is_fused:
             out = cukern.fused_experts(
@@ -156,14 +143,14 @@ def experts_forward(
                 **matched.options,
             )  # fmt: skip
         else:
-            out = _in_pieces(self, x, weights, ids, (first, second), biases)
+            out = _run_unfused(self, x, weights, ids, (first, second), biases)
         return out.to(hidden_states.dtype)
 
 
-def _in_pieces(
+def _run_unfused(
     self: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, products: Any, biases: Any
 ) -> torch.Tensor:
-    """Run the experts with two grouped GEMMs, and with the module's own activation and norm between and after them."""
+    """Run two grouped GEMMs, with the module's own activation between them and its norm after them."""
     rows, _, offsets, inverse, _ = cukern.moe_permute(x, None, ids, products[0].shape[0])
     sums: Any = cukern.moe_gemm(rows, products[0], offsets, bias=biases[0])
     activated = self._apply_gate(sums) if self.has_gate else self.act_fn(sums)
@@ -173,22 +160,18 @@ def _in_pieces(
     return cukern.moe_unpermute(torch.empty_like(x), sums.contiguous(), weights, inverse, offsets)  # type: ignore
 
 
-# --- enable ---------------------------------------------------------------------------------------------
-
-
 def _why_not(module: Any) -> str:
-    first = _first(module)
+    first = _up_weights(module)
     if first.dim() != 3 or first.dtype not in _DTYPES:
         return f"weights of {str(first.dtype).removeprefix('torch.')} {list(first.shape)}"
     if first.dtype != module.down_proj.dtype:
         return "its two weights have different dtypes"
-    if len(inspect.signature(written(module)).parameters) != _ARGUMENTS:
+    if len(inspect.signature(undecorated_forward(module)).parameters) != _FORWARD_ARGUMENTS:
         return "its forward takes more than tokens, ids and weights"
     return ""
 
 
 def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
-    """Make all experts of the model run on cukern's kernels."""
     ExpertsInterface.register(NAME, experts_forward)
     assert NAME in ALL_EXPERTS_FUNCTIONS
     configs: dict[int, tuple[Any, Any]] = {}
@@ -211,7 +194,6 @@ def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
             raise ValueError(
                 "model has experts of one configuration that the kernels take, and others that they do not"
             )
-        # A module looks up its implementation under a name in its configuration. Modules share a configuration.
         config._experts_implementation_internal = NAME
         state.undo.append(
             lambda config=config, before=before: setattr(config, "_experts_implementation_internal", before)  # type: ignore[misc]

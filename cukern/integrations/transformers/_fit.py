@@ -1,8 +1,4 @@
-"""Check whether a session gives the same results as the model.
-
-A session (`Session`) decodes with a static cache, so that its steps can be captured in a CUDA graph. The check runs a
-session and the model's own code on random tokens, and reads properties of the model.
-"""
+"""Check on random tokens whether a session, with its static cache, gives the same results as the model's own code."""
 
 from __future__ import annotations
 
@@ -22,37 +18,35 @@ from cukern.integrations.transformers._rewrite import read_names
 from cukern.integrations.transformers._session import Session
 from cukern.integrations.transformers._state import ATTRIBUTE
 
-#: Kinds of rotary embeddings whose angles depend only on the position.
+#: The types of rotary embeddings whose angles depend only on the position.
 _FIXED_ROPE = "default", "linear", "llama3", "proportional", "yarn"
-#: The lengths of the test prompts, and the number of test prompts of each length.
-_LENGTHS, _ROWS = (6, 4), 2
-#: The cache length of the session in the check. It is much longer than the prompts, so that the check notices whether
-#: results depend on the cache length.
-_TOKENS = 1024
-#: Largest allowed distance (see `_distance`) between the logits of the session and the logits of the model.
+_LENGTHS, _PROMPTS_PER_LENGTH = (6, 4), 2
+#: The cache is much longer than the prompts, so that the check notices results that depend on its length.
+_CACHE_TOKENS = 1024
+#: The largest allowed `_distance` between the logits of the session and of the model.
 _BOUND_OF_32_BITS = 1e-3
 _BOUND_OF_16_BITS = 0.1
-#: A token attends to later tokens if they change its logits by at least this distance.
-_SEEN = 1e-2
-#: Exceptions that a `forward` may raise if it cannot handle the arguments that a session passes.
+#: A token attends to later tokens if they change its logits by at least this `_distance`.
+_CAUSAL_BOUND = 1e-2
+#: Errors of a `forward` that cannot run in a session.
 _REFUSALS = (
     ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
 
 
 class Fit(NamedTuple):
-    """The result of the check: whether a session can run a model, and with which prompts."""
+    """Whether a session can run a model, and whether it can run prompts of different lengths in one batch."""
 
-    why: str  # the reason why a session cannot run the model; empty if it can
-    pads: bool  # whether a session can run prompts of different lengths in one batch
-    sees_later: bool = False  # whether tokens attend to later tokens, as in an encoder
+    why: str  # why a session cannot run the model; empty if it can
+    pads: bool  # whether a batch may have prompts of different lengths
+    sees_later: bool = False  # whether tokens attend to later tokens
 
 
 _known: weakref.WeakKeyDictionary[Any, dict[bool, Fit]] = weakref.WeakKeyDictionary()
 
 
 def fit(model: Any) -> Fit:
-    """Check a model, and return the result. The result is cached, separately for the enabled and the original model."""
+    """Check a model. Cache one result for the enabled model, and one for the original model."""
     found = _known.setdefault(model, {})
     enabled = ATTRIBUTE in model.__dict__
     if enabled not in found:
@@ -61,35 +55,29 @@ def fit(model: Any) -> Fit:
 
 
 def _distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the distance between two arrays of logits [rows, vocab].
-
-    For each row this is the norm of the difference, divided by the norm of the wanted logits minus their mean. The
-    distance is the median over the rows.
-    """
+    """Return the median over the rows of ||got - wanted|| / ||wanted - mean(wanted)||, for logits [rows, vocab]."""
     spread = (wanted - wanted.mean(1, keepdim=True)).norm(dim=1)
     return float(((got - wanted).norm(dim=1) / spread.clamp(min=1e-30)).nan_to_num(float("inf")).median())
 
 
 def _distance_of(model: Any, batches: list[torch.Tensor]) -> float:
-    """Return the distance between the logits of a session and the logits of the model.
+    """Return the distance between the logits of a session and of the model, after the prompts and one more token.
 
-    The logits after the prompts and after one more token are compared. The model runs each batch separately, and all
-    prompts of a batch have the same length. The session runs all prompts in one batch.
+    The session runs all prompts together. The model runs one batch, whose prompts have the same length, at a time.
     """
     prompts = [x for batch in batches for x in batch]
-    session = Session(model, len(prompts), _TOKENS, Sampling())
+    session = Session(model, len(prompts), _CACHE_TOKENS, Sampling())
     logits = [session.prefill(prompts, 0, [0] * len(prompts)).float()]
-    drawn = session.token.clone()
+    sampled = session.token.clone()
     logits.append(session.advance().float())
     worst = 0.0
     for i, batch in enumerate(batches):
-        own = slice(i * _ROWS, (i + 1) * _ROWS)
-        for got, ids in zip(logits, (batch, torch.cat([batch, drawn[own]], 1)), strict=True):
-            # transformers passes `position_ids` to a `forward` that has this argument, so do the same.
-            places = {"position_ids": torch.arange(ids.shape[1], device=ids.device)[None].expand_as(ids)}
-            options = places if "position_ids" in session.takes else {}
+        rows = slice(i * _PROMPTS_PER_LENGTH, (i + 1) * _PROMPTS_PER_LENGTH)
+        for got, ids in zip(logits, (batch, torch.cat([batch, sampled[rows]], 1)), strict=True):
+            position_ids = {"position_ids": torch.arange(ids.shape[1], device=ids.device)[None].expand_as(ids)}
+            options = position_ids if "position_ids" in session.parameter_names else {}
             wanted = model(input_ids=ids, use_cache=False, **options).logits[:, -1].float()
-            worst = max(worst, _distance(got[own], wanted))
+            worst = max(worst, _distance(got[rows], wanted))
     return worst
 
 
@@ -102,19 +90,18 @@ def _measured(model: Any) -> Fit:
         return Fit(why, False, sees)
     vocab = model.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(5)
-    batches = [torch.randint(vocab, (_ROWS, count), generator=generator).to(device) for count in _LENGTHS]
-    alone = _tried(model, batches[:1])
-    if isinstance(alone, str):
-        return Fit(f"its forward does not take a static cache ({alone})", False, sees)
+    batches = [torch.randint(vocab, (_PROMPTS_PER_LENGTH, count), generator=generator).to(device) for count in _LENGTHS]
+    unpadded = _tried(model, batches[:1])
+    if isinstance(unpadded, str):
+        return Fit(f"its forward does not take a static cache ({unpadded})", False, sees)
     bound = _BOUND_OF_32_BITS if model.dtype in (torch.float32, torch.float64) else _BOUND_OF_16_BITS
-    if alone > bound:
+    if unpadded > bound:
         return Fit("its steps over a static cache give other logits than its forward without one", False, sees)
     padded = _tried(model, batches)
     return Fit("", not isinstance(padded, str) and padded <= bound, sees)
 
 
 def _tried(model: Any, batches: list[torch.Tensor]) -> float | str:
-    """Return the distance, or the error message if the model's `forward` fails with the arguments of a session."""
     try:
         return _distance_of(model, batches)
     except torch.OutOfMemoryError:
@@ -124,23 +111,16 @@ def _tried(model: Any, batches: list[torch.Tensor]) -> float | str:
 
 
 def _sees_later(model: Any) -> bool:
-    """Return whether the logits of a token depend on later tokens.
-
-    Only a model whose configuration says that it is not a decoder is tested; for other models the result is False.
-    """
+    """Return whether logits depend on later tokens, in a model with the configuration `is_decoder=False`."""
     if getattr(model.config, "is_decoder", None) is not False:
         return False
     device = next(model.parameters()).device
     ids = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 6]], device=device)
     logits = model(input_ids=ids).logits[:, 1].float()
-    return _distance(logits[:1], logits[1:]) > _SEEN
-
-
-# --- properties of a model ------------------------------------------------------------------------------
+    return _distance(logits[:1], logits[1:]) > _CAUSAL_BOUND
 
 
 def _named(numbers: Any, name: str) -> Iterator[int]:
-    """Yield all integer values of the key `name` in nested dicts."""
     for key, value in numbers.items() if isinstance(numbers, dict) else ():
         if key == name and isinstance(value, int):
             yield value
@@ -148,16 +128,13 @@ def _named(numbers: Any, name: str) -> Iterator[int]:
 
 
 def positions(model: Any) -> int | None:
-    """Return the maximum number of positions of a model. Return None if its configuration does not contain it."""
+    """Return max_position_embeddings, or None if the configuration does not have it."""
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def drops_seen_tokens(model: Any, tokens: int) -> bool:
-    """Return whether the model's own cache drops tokens to which the model would attend if they were kept.
-
-    A session keeps all `tokens` tokens, so its results would differ for such a model.
-    """
+    """Return whether the model's own cache drops tokens that the model would attend to in a session."""
     layers = StaticCache(config=model.config, max_cache_len=tokens).layers
     if all(type(x) is not StaticSlidingWindowLayer or x.max_cache_len >= tokens for x in layers):
         return False
@@ -166,10 +143,7 @@ def drops_seen_tokens(model: Any, tokens: int) -> bool:
 
 
 def rope_limit(model: Any) -> int | None:
-    """Return the sequence length above which a rotary embedding of the model depends on the sequence length.
-
-    Return None if no rotary embedding does.
-    """
+    """Return the length above which a rotary embedding depends on the sequence length, or None."""
     limits: list[int] = []
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -184,23 +158,23 @@ def rope_limit(model: Any) -> int | None:
 
 
 def is_dynamic(model: Any) -> bool:
-    """Return whether a rotary embedding of the model is of a "dynamic" type, which remembers the longest sequence."""
+    """Return whether a rotary embedding has a "dynamic" type, which remembers the longest sequence."""
     kinds = [getattr(x, "rope_type", None) for x in model.modules()]
     return any("dynamic" in str(kind) for kind in kinds)
 
 
-def _is_alike(one: Any, other: Any) -> bool:
+def _is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
     return one is other or (type(one) is type(other) and one == other)
 
 
-def prepares_alike(model: Any, prompt: int, most: int) -> bool:
-    """Return whether the model's `prepare_inputs_for_generation` returns the same inputs as transformers' default."""
-    common = GenerationMixin.prepare_inputs_for_generation
-    if type(model).prepare_inputs_for_generation is common:
+def prepares_default_inputs(model: Any, prompt: int, steps: int) -> bool:
+    """Return whether the model prepares the inputs of a step as transformers' default does."""
+    default = GenerationMixin.prepare_inputs_for_generation
+    if type(model).prepare_inputs_for_generation is default:
         return True
-    for length in range(prompt, prompt + most):
+    for length in range(prompt, prompt + steps):
         seen = 0 if length == prompt else length - 1
         cache = SimpleNamespace(get_seq_length=lambda *_, seen=seen: seen)
         ids = torch.arange(length)[None]
@@ -209,10 +183,10 @@ def prepares_alike(model: Any, prompt: int, most: int) -> bool:
             "attention_mask": torch.ones_like(ids), "position_ids": ids, "use_cache": True, CACHE_NAME: cache,
         }  # fmt: skip
         try:
-            own, wanted = (f(model, ids, **given) for f in (type(model).prepare_inputs_for_generation, common))
+            inputs, wanted = (f(model, ids, **given) for f in (type(model).prepare_inputs_for_generation, default))
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
             return False
-        own = {name: x for name, x in own.items() if x is not None and (name, x) != ("logits_to_keep", 0)}
-        if own.keys() != wanted.keys() or not all(_is_alike(own[name], wanted[name]) for name in own):
+        inputs = {name: x for name, x in inputs.items() if x is not None and (name, x) != ("logits_to_keep", 0)}
+        if inputs.keys() != wanted.keys() or not all(_is_equal(inputs[name], wanted[name]) for name in inputs):
             return False
     return True

@@ -1,7 +1,4 @@
-"""`generate`: continue prompts with a model of transformers. If possible, a step is the replay of a CUDA graph.
-
-The host reads the tokens of a step while the next step runs, so the GPU does not wait for the host.
-"""
+"""`generate`: continue prompts with a model of transformers, in replays of a CUDA graph if possible."""
 
 from __future__ import annotations
 
@@ -27,31 +24,26 @@ from cukern.models._steps import watch
 from cukern.runtime import check
 from cukern.runtime.progress import progress as progress_bar
 
-#: The cache length is rounded up to a multiple of this, so that calls with similar prompt lengths share a graph.
+#: The cache length is a multiple of this, so that calls with similar prompt lengths share a graph.
 _CAPACITY = 256
-#: Maximum number of sessions that a model keeps, each with a cache and a graph.
+#: Maximum sessions of a model, each with a cache and a graph.
 _SESSIONS = 4
 
 
 @dataclass(frozen=True)
 class Generated:
-    """The result of `generate`."""
-
-    tokens: list[list[int]]  # the new tokens of each prompt, including a stop token
-    steps: int  # the number of steps, which is the largest number of new tokens of a prompt
-    ready_s: float  # seconds to capture a step; about 0 if a session of these sizes already exists
-    prefill_s: float  # seconds from the capture until the first token of each prompt
+    tokens: list[list[int]]  # of each prompt, including a stop token
+    steps: int  # the largest number of new tokens
+    ready_s: float  # seconds to capture a step; about 0 if a session of these sizes exists
+    prefill_s: float  # seconds until the first token of each prompt
     decode_s: float  # seconds for all further tokens
-    captured: bool  # whether the steps were replays of a CUDA graph
-    why: str  # the reason why the steps were not replays; empty if they were
+    captured: bool  # whether the steps replayed a CUDA graph
+    why: str  # the reason if they did not, else empty
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the decoding throughput of the batch in tokens/s. The first token of each prompt does not count."""
+        """Decoding throughput in tokens/s, without the first token of each prompt."""
         return (sum(map(len, self.tokens)) - len(self.tokens)) / self.decode_s if self.decode_s > 0 else 0.0
-
-
-# --- inputs ---------------------------------------------------------------------------------------------
 
 
 def _vocabulary(model: Any, embeddings: Any) -> int:
@@ -62,7 +54,6 @@ def _vocabulary(model: Any, embeddings: Any) -> int:
 
 
 def _row(prompt: Any) -> torch.Tensor:
-    """Return the token ids of one prompt as an integer tensor."""
     if isinstance(prompt, (str, bytes)):
         check.fail("prompts", "of token ids, which a tokenizer makes of texts", type(prompt).__name__, TypeError)
     try:
@@ -75,7 +66,6 @@ def _row(prompt: Any) -> torch.Tensor:
 
 
 def _prompts(prompts: Any, attention_mask: Any, vocab: int, device: torch.device) -> list[torch.Tensor]:
-    """Check the prompts. Return the tokens of each prompt, without padding, on the device."""
     if isinstance(prompts, torch.Tensor):
         rows = _rows(prompts, attention_mask)
     else:
@@ -86,8 +76,8 @@ def _prompts(prompts: Any, attention_mask: Any, vocab: int, device: torch.device
         rows = [_row(x) for x in prompts]
         if not rows or min(map(len, rows)) < 1:
             check.fail("prompts", "of at least one prompt, each of at least one token", [len(x) for x in rows])
-    least, most = torch.stack([x.aminmax()[i].cpu() for x in rows for i in (0, 1)]).aminmax()
-    for value in (int(least), int(most)):
+    smallest, largest = torch.stack([x.aminmax()[i].cpu() for x in rows for i in (0, 1)]).aminmax()
+    for value in (int(smallest), int(largest)):
         if not 0 <= value < vocab:
             check.fail("prompts", f"of ids in the vocabulary, [0, {vocab - 1}]", value)
     return [x.to(device) for x in rows]
@@ -105,7 +95,7 @@ def _rows(prompts: torch.Tensor, attention_mask: Any) -> list[torch.Tensor]:
     mask = mask.to(prompts.device) != 0
     if not bool((mask.long().diff(dim=1) >= 0).all()) or not bool(mask[:, -1].all()):
         check.fail("attention_mask", "of prompts that are padded on the left alone", "zeros elsewhere")
-    return [row[own] for row, own in zip(prompts, mask, strict=True)]
+    return [row[visible] for row, visible in zip(prompts, mask, strict=True)]
 
 
 def _check_model(model: Any) -> State | None:
@@ -128,19 +118,15 @@ def _check_model(model: Any) -> State | None:
     return state  # type: ignore[no-any-return]
 
 
-# --- execution ------------------------------------------------------------------------------------------
-
-
 def _session(state: State | None, model: Any, batch: int, tokens: int, sampling: Sampling) -> Session:
-    """Return a session for these sizes: an existing session, or a new one."""
     tokens = -(-(tokens + _attention.PAGE) // _CAPACITY) * _CAPACITY
     if state is None:
         return Session(model, batch, tokens, sampling)
-    # A graph holds the addresses of the weights, so drop the sessions if a weight has moved.
-    places = hash(tuple(x.data_ptr() for x in (*model.parameters(), *model.buffers())))
-    if state.places != places:
+    # A graph holds the weights' addresses, so drop it if a weight has moved.
+    weights_hash = hash(tuple(x.data_ptr() for x in (*model.parameters(), *model.buffers())))
+    if state.weights_hash != weights_hash:
         state.sessions.clear()
-        state.places = places
+        state.weights_hash = weights_hash
     key = batch, tokens, sampling
     found = state.sessions.pop(key, None)
     while len(state.sessions) >= _SESSIONS:
@@ -150,12 +136,12 @@ def _session(state: State | None, model: Any, batch: int, tokens: int, sampling:
 
 
 def _why_growing(model: Any, lengths: list[int], options: Options) -> str:
-    """Return the reason why a call must use the model's own cache (`Growing`). It is empty if a session can run it."""
+    """Return why a call needs the model's own cache (`Growing`), or "" if a session can run it."""
     if options.config.use_cache is False:
         return "use_cache is False"
     if options.processed:
         return f"a processor of transformers serves {options.processed}"
-    longest = max(x + most for x, most in zip(lengths, options.most, strict=True))
+    longest = max(x + max_count for x, max_count in zip(lengths, options.max_new_tokens, strict=True))
     if (limit := _fit.rope_limit(model)) is not None and longest > limit:
         if len(set(lengths)) > 1 and _fit.is_dynamic(model):
             wanted = f"of one length, since the rotary embedding remembers lengths above {limit}"
@@ -168,7 +154,7 @@ def _why_growing(model: Any, lengths: list[int], options: Options) -> str:
         return "padding changes its logits"
     if _fit.drops_seen_tokens(model, longest):
         return "its cache drops tokens that its masks show"
-    if not _fit.prepares_alike(model, min(lengths), longest - min(lengths)):
+    if not _fit.prepares_default_inputs(model, min(lengths), longest - min(lengths)):
         return "it prepares the inputs of its steps itself"
     return ""
 
@@ -195,33 +181,32 @@ def generate(
     progress: bool | None = False,
     **settings: Any,
 ) -> Generated:
-    """Generate tokens with a model of transformers. If possible, each step is the replay of one CUDA graph.
+    """Generate tokens with a model of transformers. If possible, each step replays one CUDA graph.
 
     The default of an argument comes from the model's generation_config, or else from transformers.
 
     Args:
-        model: an enabled decoder. Its steps are captured if it gives the same results with a static cache of keys and
-            values. Otherwise, and on a CPU, a loop without a graph runs, and `Generated.why` gives the reason.
+        model: an enabled decoder. Its steps are captured in a CUDA graph if it gives the same results with a static KV
+            cache. Otherwise, and on a CPU, a loop without a graph runs, and `Generated.why` gives the reason.
         prompts: token ids [batch, tokens], or a sequence of prompts of any lengths.
         attention_mask: [batch, tokens], 0 for padding. Only for `prompts` in one tensor, padded on the left.
         max_new_tokens: maximum new tokens of each prompt. The default is 128 if nothing else limits the tokens.
         max_length: maximum tokens of a prompt and its new tokens together, if max_new_tokens is not set.
-        min_new_tokens: minimum new tokens of each prompt. No stop token is generated before.
-        do_sample: whether to sample tokens. If not, each token is the token with the largest logit.
-        temperature: the sampling temperature. With 0, each token is the token with the largest logit. A value above 0
-            implies sampling, unless do_sample is False.
+        min_new_tokens: minimum new tokens of each prompt, before which stop tokens are forbidden.
+        do_sample: whether to sample tokens instead of taking the largest logit.
+        temperature: the sampling temperature. 0 takes the largest logit. A value above 0 implies sampling, unless
+            do_sample is False.
         top_k, top_p, min_p: as in `cukern.sample`. None turns a limit off; so do a `top_k` of 0, -1 or at least the
             vocabulary size, a `top_p` of 1, and a `min_p` of 0.
-        repetition_penalty: applies to tokens that have already occurred in the sequence. Their positive logits are
-            divided by this number, and their negative logits are multiplied by it.
+        repetition_penalty: divides the positive logits, and multiplies the negative logits, of the sequence's tokens.
         seed: the seed for sampling.
-        eos_token_id: the token, or a list of tokens, that end a sequence. None: no token ends a sequence.
+        eos_token_id: the token, or a list of tokens, that end a sequence; None: no token.
         pad_token_id: the token that pads short prompts. The results do not depend on it.
         on_token: called with the index of each step and its tokens, int64 [batch], while the next step runs. If it
             returns False, generation ends.
         progress: whether to show a progress bar; None: only on a terminal.
         settings: a `generation_config` that replaces the model's, and other settings of a GenerationConfig. A setting
-            such as no_repeat_ngram_size needs a logits processor of transformers; then steps are not captured.
+            that needs a logits processor of transformers, such as no_repeat_ngram_size, prevents the capture.
 
     Returns:
         The new tokens of each prompt, and the times.
@@ -231,10 +216,9 @@ def generate(
         ValueError: a model that cannot generate on its own or is in training mode, an unsupported setting, or an
             invalid value.
 
-    A session consists of a cache and a graph for one batch size, one number of tokens (prompt and new tokens, rounded
-    up to a multiple of 256) and one set of sampling parameters. The model keeps its four latest sessions; `disable`
-    frees them. The first call runs a few short random prompts, to find out whether a session gives the same results as
-    the model.
+    The model keeps its four latest sessions; `disable` frees them. A session consists of a cache and a graph for one
+    batch size, one number of tokens (prompt and new tokens, rounded up to a multiple of 256) and one set of sampling
+    parameters. The first call compares a session with the model on short random prompts.
     """
     state = _check_model(model)
     device = next(model.parameters()).device
@@ -251,60 +235,62 @@ def generate(
     seed = check.integer("seed", seed, 0, 2**63 - 1)
     pad = 0 if pad_token_id is None else check.integer("pad_token_id", pad_token_id, 0, vocab - 1)
     if why := _why_growing(model, lengths, options):
-        own: Any = Growing(model, len(rows), options, why)
+        runner: Any = Growing(model, len(rows), options, why)
     else:
-        longest = max(lengths) + max(options.most)
-        own = _session(state, model, len(rows), longest, options.sampling)
-    return _decode(own, rows, (seed, options.fewest, pad), options.most, on_token, progress)
+        longest = max(lengths) + max(options.max_new_tokens)
+        runner = _session(state, model, len(rows), longest, options.sampling)
+    return _decode(runner, rows, (seed, options.min_new_tokens, pad), options.max_new_tokens, on_token, progress)
 
 
 def _decode(
-    own: Session | Growing, rows: list[torch.Tensor], begin: tuple[int, list[int], int], most: list[int], on_token: Any,
-    progress: bool | None,
+    runner: Session | Growing, rows: list[torch.Tensor], prefill_arguments: tuple[int, list[int], int],
+    limits: list[int], on_token: Any, progress: bool | None,
 ) -> Generated:  # fmt: skip
     columns: list[NDArray[np.int64]] = []
-    layers: Any = SimpleNamespace(is_cuda_torch=own.device.type == "cuda", device=own.device, host=lambda x: x.numpy())
-    seen, ended = watch(layers), False
+    layers: Any = SimpleNamespace(
+        is_cuda_torch=runner.device.type == "cuda", device=runner.device, host=lambda x: x.numpy()
+    )
+    watcher, ended = watch(layers), False
     times = [time.perf_counter()]
 
-    def passed() -> None:
-        if own.device.type == "cuda":
-            torch.cuda.synchronize(own.device)
+    def record_time() -> None:
+        if runner.device.type == "cuda":
+            torch.cuda.synchronize(runner.device)
         times.append(time.perf_counter())
 
-    own.ready()
-    passed()
-    own.prefill(rows, *begin)
-    passed()
+    runner.ready()
+    record_time()
+    runner.prefill(rows, *prefill_arguments)
+    record_time()
 
-    def take(found: Iterable[Any]) -> bool:
-        """Store the tokens of the steps whose results are on the host. Return whether generation ends."""
+    def take(step_results: Iterable[Any]) -> bool:
         end = False
-        for step, (tokens, finished) in found:
+        for step, (tokens, finished) in step_results:
             columns.append(tokens[:, 0])
             advance(1)
             end |= on_token is not None and on_token(step, tokens[:, 0]) is False
-            end |= bool(own.sampling.stop) and bool(finished.all())
+            end |= bool(runner.sampling.stop) and bool(finished.all())
         return end
 
-    with progress_bar("generating", max(most), progress) as advance:
-        for step in range(max(most)):
+    with progress_bar("generating", max(limits), progress) as advance:
+        for step in range(max(limits)):
             if step:
-                own.run()
-            ended = take(seen.after(step, [own.token, own.finished]))
+                runner.run()
+            ended = take(watcher.after(step, [runner.token, runner.finished]))
             if ended:
                 break
         if not ended:
-            take(seen.rest())
+            take(watcher.remaining())
     times.append(time.perf_counter())
     ready_s, prefill_s, decode_s = (after - before for before, after in itertools.pairwise(times))
-    drawn = np.stack(columns, axis=1)
-    tokens = [_until(row.tolist(), own.sampling.stop)[:count] for row, count in zip(drawn, most, strict=True)]
+    sampled = np.stack(columns, axis=1)
+    tokens = [
+        _through_stop(row.tolist(), runner.sampling.stop)[:count] for row, count in zip(sampled, limits, strict=True)
+    ]
     steps = max(map(len, tokens))
-    return Generated(tokens, steps, ready_s, prefill_s, decode_s, own.captures, own.why)
+    return Generated(tokens, steps, ready_s, prefill_s, decode_s, runner.captures, runner.why)
 
 
-def _until(tokens: list[int], stop: tuple[int, ...]) -> list[int]:
-    """Return the tokens up to and including the first stop token."""
+def _through_stop(tokens: list[int], stop: tuple[int, ...]) -> list[int]:
     end = next((i for i, x in enumerate(tokens) if x in stop), len(tokens))
     return tokens[: end + 1]

@@ -1,8 +1,7 @@
 """Fuse the operations before the attention in an attention layer, during this package's `generate`.
 
-One matrix multiplication computes q, k and v. Then `fused_qk_norm_rope_and_cache` runs the head norms, the rotary
-embedding and the cache update in one kernel. The source text of the model's `forward` shows which statements these two
-calls can replace.
+One matrix multiplication computes q, k and v. `fused_qk_norm_rope_and_cache` applies norms and rotary embedding, and
+writes the cache. The calls of both replace known statements in the source text of the model's `forward`.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from cukern.integrations.transformers._state import State, active
 
 _NAMES = ("q_proj", "k_proj", "v_proj")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_HEAD = "query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)"
+_ROTARY = "query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)"
 _UPDATE = "key_states, value_states = {cache}.update(key_states, value_states, self.layer_idx{more})"
-#: Arguments that some versions of transformers also pass to the cache update.
-_MORE = "", ", cache_kwargs", ", kwargs=kwargs"
+#: Further arguments of the cache update, which depend on the version of transformers.
+_EXTRA_ARGUMENTS = "", ", cache_kwargs", ", kwargs=kwargs"
 
 
 def _product(name: str, states: str, norm: str = "") -> str:
@@ -32,20 +31,17 @@ def _product(name: str, states: str, norm: str = "") -> str:
 
 
 def _texts() -> dict[str, tuple[bool, str]]:
-    """Return the source texts of the statements that can be replaced.
-
-    Each text is mapped to a pair: whether the statements normalize the heads, and the name of the cache.
-    """
+    """Map each replaceable source text to a pair: whether it normalizes the heads, and the name of the cache."""
     value = _product("v_proj", "value_states")
     plain = _product("q_proj", "query_states"), _product("k_proj", "key_states"), value
     normed = _product("q_proj", "query_states", "q_norm"), _product("k_proj", "key_states", "k_norm"), value
     after = *plain, "query_states = self.q_norm(query_states)", "key_states = self.k_norm(key_states)"
     found = {}
     begins = (plain, False), (normed, True), (after, True)
-    for (begin, norms), cache, more in itertools.product(begins, CACHE_NAMES, _MORE):
+    for (begin, norms), cache, more in itertools.product(begins, CACHE_NAMES, _EXTRA_ARGUMENTS):
         options = ['cache_kwargs = {"sin": sin, "cos": cos}'] * ("cache_kwargs" in more)
         update = "\n    ".join((*options, _UPDATE.format(cache=cache, more=more)))
-        lines = *begin, "cos, sin = position_embeddings", _HEAD, f"if {cache} is not None:\n    {update}"
+        lines = *begin, "cos, sin = position_embeddings", _ROTARY, f"if {cache} is not None:\n    {update}"
         found[ast.unparse(ast.parse("\n".join(lines)))] = norms, cache
     return found
 
@@ -54,10 +50,9 @@ _TEXTS = _texts()
 
 
 def fused(body: list[ast.stmt]) -> tuple[list[ast.stmt], bool | None]:
-    """Replace the statements whose text is known by a call of `states`. They still run if `states` returns None.
+    """Replace known statements by a call of `states`. The known statements still run if `states` returns None.
 
-    Returns the new statements, and whether the replaced statements normalize heads. The latter is None if nothing was
-    replaced.
+    Return the new statements, and whether the replaced statements normalize the heads (None: nothing was replaced).
     """
     for count in (6, 8):
         for begin in range(len(body) - count + 1):
@@ -78,10 +73,7 @@ def fused(body: list[ast.stmt]) -> tuple[list[ast.stmt], bool | None]:
 
 
 def _layer(module: Any, cache: Any, key: torch.Tensor) -> PagedLayer | None:
-    """Return the cache layer of a module, or None if the layer is not a `PagedLayer`.
-
-    If the layer is not allocated yet, allocate it for keys like `key` [batch, kv_heads, tokens, head_dim].
-    """
+    """Return a module's cache layer, allocated for keys [batch, kv_heads, tokens, head_dim], or None."""
     layer = cache.layers[module.layer_idx]
     if type(layer) is not PagedLayer:
         return None
@@ -90,34 +82,36 @@ def _layer(module: Any, cache: Any, key: torch.Tensor) -> PagedLayer | None:
     return layer
 
 
-def _norm_of(module: Any, norms: bool) -> tuple[Any, Any, float | None, float] | None:
-    """Return the weights of q_norm and k_norm, epsilon and weight_offset. Return None if the norms cannot be fused."""
+def _norm_arguments(module: Any, norms: bool) -> tuple[Any, Any, float | None, float] | None:
+    """Return both norm weights, epsilon and weight_offset, or None if the norms cannot be fused."""
     if not norms:
         return None, None, None, 0.0
-    of_query, of_key = (getattr(module, name).__dict__.get(_norms.NUMBERS) for name in ("q_norm", "k_norm"))
-    if of_query is None or of_query != of_key:
+    q_constants, k_constants = (
+        getattr(module, name).__dict__.get(_norms.NORM_CONSTANTS) for name in ("q_norm", "k_norm")
+    )
+    if q_constants is None or q_constants != k_constants:
         return None
     weights = [getattr(getattr(module, name), "weight", None) for name in ("q_norm", "k_norm")]
     if any(x is not None and (x.dim() != 1 or len(x) != module.head_dim) for x in weights):
         return None
-    return *(None if x is None else x.detach() for x in weights), *of_query  # type: ignore[return-value]
+    return *(None if x is None else x.detach() for x in weights), *q_constants  # type: ignore[return-value]
 
 
 def states(
     module: Any, hidden_states: torch.Tensor, position_embeddings: Any, cache: Any, norms: bool, formula: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """Compute the queries [batch, heads, tokens, head_dim], and write the new keys and values to the cache.
+    """Write the new keys and values to the cache. Return the queries, and all keys and values of the cache.
 
-    Return the queries, and all keys and values of the cache. Return None if the original statements must run.
+    Return None if the original statements must run.
     """
     session = active.session
     if torch.compiler.is_compiling() or session is None or cache is None:
         return None
     if getattr(session, "slots", None) is None or cache is not session.cache:
         return None
-    own, numbers, dim = _products.together(module, _NAMES), _norm_of(module, norms), module.head_dim
+    joined, norm, dim = _products.joined_weights(module, _NAMES), _norm_arguments(module, norms), module.head_dim
     cos, sin = position_embeddings
-    if own is None or numbers is None or own.weight.dtype != hidden_states.dtype or cos.dim() != 3:
+    if joined is None or norm is None or joined.weight.dtype != hidden_states.dtype or cos.dim() != 3:
         return None
     columns = cos.shape[-1]
     if hidden_states.dtype not in _DTYPES:
@@ -128,14 +122,16 @@ def states(
     if dim % 16 or dim > 512 or rotary_dim % 16 or rotary_dim > dim or cos.dtype != sin.dtype:
         return None
     batch, tokens, hidden = hidden_states.shape
-    rows = _products.product(hidden_states.reshape(-1, hidden), own.weight, own.bias).view(batch * tokens, -1, dim)
+    rows = _products.product(hidden_states.reshape(-1, hidden), joined.weight, joined.bias).view(
+        batch * tokens, -1, dim
+    )
     kv_heads = module.k_proj.weight.shape[0] // dim
     query, key, value = rows.split([rows.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     layer = _layer(module, cache, key.view(batch, tokens, kv_heads, dim).transpose(1, 2))
     if layer is None or layer.pages is None:
         return None
     cos, sin = (x.expand(batch, tokens, columns).reshape(-1, columns) for x in (cos, sin))
-    weights, (epsilon, offset) = numbers[:2], numbers[2:]
+    weights, (epsilon, offset) = norm[:2], norm[2:]
     cukern.fused_qk_norm_rope_and_cache(
         query, key, value, cos, sin, *layer.pages, session.slots.slots, *weights, epsilon, weight_offset=offset,
         layout=formula.layout, rotary_dim=rotary_dim,
@@ -145,6 +141,6 @@ def states(
 
 
 def prepare(module: Any, state: State) -> bool:
-    """Join the weights of q, k and v, so that one matrix multiplication suffices. Return whether that is possible."""
+    """Join the weights of q, k and v. Return whether that is possible."""
     sizes = getattr(module, "head_dim", None), getattr(module, "layer_idx", None)
     return all(isinstance(x, int) for x in sizes) and _products.join(module, _NAMES, state)

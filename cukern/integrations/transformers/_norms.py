@@ -9,25 +9,24 @@ from typing import Any
 import torch
 
 import cukern
-from cukern.integrations.transformers._deferred import Sum, plain
+from cukern.integrations.transformers._deferred import Sum, computed
 from cukern.integrations.transformers._regimes import LARGE_HALVES, REGIMES, difference
-from cukern.integrations.transformers._rewrite import NOT_ONE, alone, rewritten, takes_one
+from cukern.integrations.transformers._rewrite import MANY_ARGUMENTS, only_argument, rewritten, takes_one_argument
 from cukern.integrations.transformers._state import (
     Notes,
     State,
     active,
-    copied,
+    randomized_copy,
     simple_attributes,
     wants_gradient,
 )
 
-#: The attribute of a norm module that holds the pair (epsilon, weight_offset).
-NUMBERS = "_cukern_norm"
+#: The attribute of a norm that holds (epsilon, weight_offset).
+NORM_CONSTANTS = "_cukern_norm"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def _takes(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
-    """Return whether the kernel supports `x` and the weight without a copy."""
+def _supports(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
     if x.dtype not in _DTYPES or (weight is not None and weight.dtype not in (x.dtype, torch.float32)):
         return False
     return x.stride(-1) == 1 and (x.dim() <= 3 or x.is_contiguous()) and not wants_gradient(x, weight)
@@ -38,79 +37,65 @@ def _detached(weight: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def norm_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Run a norm on the kernel. If a call has further arguments, such as a gate, run the module's own `forward`."""
-    hidden_states = alone(args, kwargs)
+    """Run a norm on the kernel. With further arguments, such as a gate, run the norm's own `forward`."""
+    hidden_states = only_argument(args, kwargs)
     if isinstance(hidden_states, Sum):
         return entry_norm(self, hidden_states)[0]
     weight = getattr(self, "weight", None)
-    if hidden_states is None or not _takes(plain(hidden_states), weight):
-        own = {name: plain(x) for name, x in kwargs.items()}
-        return type(self).forward(self, *map(plain, args), **own)  # type: ignore[no-any-return]
-    epsilon, offset = self.__dict__[NUMBERS]
-    return cukern.rms_norm(plain(hidden_states), _detached(weight), epsilon, weight_offset=offset)  # type: ignore[return-value]
+    if hidden_states is None or not _supports(computed(hidden_states), weight):
+        computed_kwargs = {name: computed(x) for name, x in kwargs.items()}
+        return type(self).forward(self, *map(computed, args), **computed_kwargs)  # type: ignore[no-any-return]
+    epsilon, offset = self.__dict__[NORM_CONSTANTS]
+    return cukern.rms_norm(computed(hidden_states), _detached(weight), epsilon, weight_offset=offset)  # type: ignore[return-value]
 
 
 def add_norm(norm: Any, hidden_states: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return norm(hidden_states + residual), and the sum hidden_states + residual."""
-    hidden_states, residual = plain(hidden_states), plain(residual)
-    weight, numbers = getattr(norm, "weight", None), norm.__dict__.get(NUMBERS)
-    fits = numbers is not None and hidden_states.dtype == residual.dtype and hidden_states.shape == residual.shape
-    # The kernel overwrites both tensors. Code that records hidden states would see wrong values, so the kernel runs
-    # only in `generate`, where no such code runs.
-    if active.session is not None and fits and _takes(hidden_states, weight) and _takes(residual, weight):
+    hidden_states, residual = computed(hidden_states), computed(residual)
+    weight, constants = getattr(norm, "weight", None), norm.__dict__.get(NORM_CONSTANTS)
+    fits = constants is not None and hidden_states.dtype == residual.dtype and hidden_states.shape == residual.shape
+    # The kernel overwrites both tensors, so it runs only in a session, where no other code reads them.
+    if active.session is not None and fits and _supports(hidden_states, weight) and _supports(residual, weight):
         return cukern.fused_add_rms_norm(  # type: ignore[return-value]
-            hidden_states, residual, _detached(weight), numbers[0], weight_offset=numbers[1]
+            hidden_states, residual, _detached(weight), constants[0], weight_offset=constants[1]
         )
     residual = residual + hidden_states
     return norm(residual), residual
 
 
 def entry_norm(norm: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the first norm of a layer, or the norm after the last layer. Return the result and the norm's input.
-
-    If `hidden_states` is a deferred sum, one kernel computes the sum and the norm.
-    """
-    if isinstance(hidden_states, Sum) and (parts := hidden_states.parts()) is not None:
-        normed, made = add_norm(norm, *parts)
-        hidden_states.keep(made)
+    """Return norm(hidden_states) and hidden_states. One kernel computes a deferred sum and its norm."""
+    if isinstance(hidden_states, Sum) and (terms := hidden_states.terms()) is not None:
+        normed, made = add_norm(norm, *terms)
+        hidden_states.store(made)
         return normed, made
-    hidden_states = plain(hidden_states)
+    hidden_states = computed(hidden_states)
     return norm(hidden_states), hidden_states
 
 
 def last_sum(hidden_states: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """Return hidden_states + residual, the output of a layer. During `generate` the result is a deferred sum.
-
-    The next norm then computes the sum in its own kernel.
-    """
-    hidden_states, residual = plain(hidden_states), plain(residual)
-    alike = hidden_states.dtype == residual.dtype and hidden_states.shape == residual.shape
-    if alike and not torch.compiler.is_compiling() and active.session is not None:
+    """Return hidden_states + residual, which the next norm's kernel computes during `generate`."""
+    hidden_states, residual = computed(hidden_states), computed(residual)
+    same_type = hidden_states.dtype == residual.dtype and hidden_states.shape == residual.shape
+    if same_type and not torch.compiler.is_compiling() and active.session is not None:
         return Sum.of(hidden_states, residual)
     return residual + hidden_states
 
 
-# --- which modules are norms ----------------------------------------------------------------------------
-
-
 @torch.no_grad()
-def _numbers_of(module: Any) -> tuple[tuple[float, float] | None, str]:
-    """Find epsilon and weight_offset of an RMS norm, by running it on random inputs.
-
-    Return (epsilon, weight_offset) and an empty text. For a module with another formula, return None and the reason.
-    """
-    other = "its formula is not that of an RMS norm alone"
+def _constants_of(module: Any) -> tuple[tuple[float, float] | None, str]:
+    """Find an RMS norm's (epsilon, weight_offset) on random inputs. Return (constants, "") or (None, reason)."""
+    unknown = "its formula is not that of an RMS norm alone"
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
     if not isinstance(epsilon, (int, float)) or (weight is not None and weight.dim() != 1):
-        return None, other
-    probes = {dtype: copied(module).to(dtype) for dtype in _DTYPES}
+        return None, unknown
+    probes = {dtype: randomized_copy(module).to(dtype) for dtype in _DTYPES}
     width = 24 if weight is None else len(weight)
     shapes: dict[str, tuple[int, ...]] = {"": (5, width), " in four dimensions": (2, 3, 1, width)}
     if weight is None:
         shapes[" of 7 numbers"] = (3, 7)
 
-    def own(rows: torch.Tensor) -> Any:
+    def original(rows: torch.Tensor) -> Any:
         return type(module).forward(probes[rows.dtype], rows)
 
     found: list[str] = []
@@ -120,15 +105,14 @@ def _numbers_of(module: Any) -> tuple[tuple[float, float] | None, str]:
             weight = getattr(probes[rows.dtype], "weight", None)
             return cukern.rms_norm(rows, weight, float(epsilon), weight_offset=offset)  # type: ignore[return-value]
 
-        regime = difference(own, kernel, shapes, regimes=(*REGIMES, LARGE_HALVES))
+        regime = difference(original, kernel, shapes, regimes=(*REGIMES, LARGE_HALVES))
         if regime == "":
             return (float(epsilon), offset), ""
         found += [f"it differs from rms_norm for {regime}"] * (regime is not None)
-    return None, found[0] if found else other
+    return None, found[0] if found else unknown
 
 
 def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
-    """Make all RMS norms of the model run on `rms_norm`."""
     known: dict[Any, tuple[tuple[float, float] | None, str]] = {}
     for module in model.modules():
         if "RMSNorm" not in type(module).__name__ or next(module.children(), None) is not None:
@@ -136,23 +120,20 @@ def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
         if "forward" in module.__dict__:
             notes.kept.add("norms", module, "its forward was replaced before")
             continue
-        if not takes_one(module):
-            notes.kept.add("norms", module, NOT_ONE)
+        if not takes_one_argument(module):
+            notes.kept.add("norms", module, MANY_ARGUMENTS)
             continue
         key = simple_attributes(module)
         if key not in known:
-            known[key] = _numbers_of(module)
-        numbers, why_not = known[key]
-        if numbers is None:
+            known[key] = _constants_of(module)
+        constants, why_not = known[key]
+        if constants is None:
             notes.kept.add("norms", module, why_not)
             continue
-        module.__dict__[NUMBERS] = numbers
-        state.undo.append(lambda module=module: module.__dict__.pop(NUMBERS, None))  # type: ignore[misc]
+        module.__dict__[NORM_CONSTANTS] = constants
+        state.undo.append(lambda module=module: module.__dict__.pop(NORM_CONSTANTS, None))  # type: ignore[misc]
         state.replace_forward(module, norm_forward)
-        notes.replaced.add("norms", module, f"rms_norm{', of weights that are stored minus 1' * bool(numbers[1])}")
-
-
-# --- sums before norms ----------------------------------------------------------------------------------
+        notes.replaced.add("norms", module, f"rms_norm{', of weights that are stored minus 1' * bool(constants[1])}")
 
 
 def _is(statement: ast.stmt, text: str) -> bool:
@@ -177,7 +158,7 @@ def _replaced(text: str, at: ast.stmt) -> ast.stmt:
 def _fused(body: list[ast.stmt]) -> tuple[list[ast.stmt], list[str]]:
     """Fuse each residual sum with the norm after it. Return the new statements, and the names of these norms.
 
-    The sum that a layer returns is fused with the first norm of the next layer.
+    A layer's last sum is fused with the next layer's first norm.
     """
     added, kept, made = "hidden_states = residual + hidden_states", "residual = hidden_states", list(body)
     names: list[str] = []
@@ -199,10 +180,7 @@ def _fused(body: list[ast.stmt]) -> tuple[list[ast.stmt], list[str]]:
 
 
 def _rewritten(module: Any) -> tuple[Callable[..., Any], list[str]] | None:
-    """Return a copy of a layer's `forward` that calls `add_norm` for each residual sum before a norm.
-
-    Also return the names of the norms. Return None if there is no such sum, or if the source is not available.
-    """
+    """Return a copy of `forward` with fused sums, and the names of their norms; None: no such sum."""
     names: list[str] = []
     functions = {"_cukern_add_norm": add_norm, "_cukern_entry_norm": entry_norm, "_cukern_last_sum": last_sum}
 
@@ -216,7 +194,6 @@ def _rewritten(module: Any) -> tuple[Callable[..., Any], list[str]] | None:
 
 
 def enable_sums(model: torch.nn.Module, state: State, notes: Notes) -> None:
-    """Make the layers of the model compute each residual sum and norm in one kernel during `generate`."""
     known: dict[Any, Any] = {}
     for module in model.modules():
         forward = type(module).forward
@@ -227,7 +204,7 @@ def enable_sums(model: torch.nn.Module, state: State, notes: Notes) -> None:
         if known[forward] is None:
             continue
         made, names = known[forward]
-        if not all(NUMBERS in getattr(module, name).__dict__ for name in names):
+        if not all(NORM_CONSTANTS in getattr(module, name).__dict__ for name in names):
             notes.kept.add("sums", module, "their norm is not replaced")
             continue
         state.replace_forward(module, made)

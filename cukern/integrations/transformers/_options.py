@@ -10,31 +10,31 @@ from transformers import GenerationConfig
 
 from cukern.runtime import check
 
-#: Maximum new tokens of a prompt if neither an argument nor the generation_config limits them.
-NEW_TOKENS = 128
-#: Unsupported settings that change the tokens, each with the values that are accepted because they have no effect.
+#: Maximum new tokens if nothing else limits them.
+DEFAULT_NEW_TOKENS = 128
+#: Unsupported settings, and for each setting the values that have no effect.
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,), "num_beam_groups": (1,), "num_return_sequences": (1,), "typical_p": (1.0,), "top_h": (),
     "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,), "guidance_scale": (1.0,), "watermarking_config": (),
     "token_healing": (False,), "max_time": (), "stop_strings": (), "prompt_lookup_num_tokens": (), "use_mtp": (False,),
     "penalty_alpha": (0.0,), "dola_layers": (), "constraints": (), "force_words_ids": (), "assistant_early_exit": (),
 }  # fmt: skip
-#: Settings that a logits processor of transformers implements on the host, each with the values that have no effect.
+#: Settings that need logits processors of transformers, and for each setting the values that have no effect.
 _PROCESSED: dict[str, tuple[Any, ...]] = {
     "no_repeat_ngram_size": (0,), "bad_words_ids": (), "sequence_bias": (), "suppress_tokens": (),
     "begin_suppress_tokens": (), "forced_bos_token_id": (), "forced_eos_token_id": (),
     "exponential_decay_length_penalty": (), "remove_invalid_values": (False,),
     "encoder_repetition_penalty": (1.0,), "encoder_no_repeat_ngram_size": (0,),
 }  # fmt: skip
-#: The sampling filters, each with the values that turn the filter off.
+#: The sampling filters, and the values that turn them off.
 _UNLIMITED: dict[str, tuple[float, ...]] = {"top_k": (0, -1), "top_p": (1.0,), "min_p": (0.0,)}
-#: Settings that `generate` accepts although they are not arguments of it.
-_TAKEN = "min_length", "use_cache", "bos_token_id", "renormalize_logits", "early_stopping", "length_penalty"
+#: Further accepted settings.
+_ACCEPTED = "min_length", "use_cache", "bos_token_id", "renormalize_logits", "early_stopping", "length_penalty"
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling parameters. A CUDA graph contains their values, so other values need another graph."""
+    """The sampling parameters. A CUDA graph contains their values."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -42,18 +42,16 @@ class Sampling:
     min_p: float | None = None
     stop: tuple[int, ...] = ()
     repetition_penalty: float = 1.0
-    delays_stop: bool = False  # whether stop tokens are forbidden in the first steps (min_new_tokens)
+    delays_stop: bool = False  # whether min_new_tokens forbids stop tokens at first
 
 
 @dataclass
 class Options:
-    """The options of one call of `generate`."""
-
     sampling: Sampling
-    most: list[int]  # maximum new tokens of each prompt
-    fewest: list[int]  # minimum new tokens of each prompt
-    config: GenerationConfig  # for the logits processors of transformers
-    processed: str  # a setting that needs a logits processor of transformers; empty if there is none
+    max_new_tokens: list[int]  # of each prompt
+    min_new_tokens: list[int]  # of each prompt
+    config: GenerationConfig  # for transformers' logits processors
+    processed: str  # a setting that needs a logits processor, or empty
 
 
 def _stop_tokens(given: Any) -> tuple[int, ...]:
@@ -64,7 +62,7 @@ def _stop_tokens(given: Any) -> tuple[int, ...]:
 
 
 def _is_unlimited(name: str, value: Any, vocab: int) -> bool:
-    """Return whether a value turns a sampling filter off in vLLM, SGLang, FlashInfer or transformers."""
+    """Return whether a value turns a filter off in vLLM, SGLang, FlashInfer or transformers."""
     if value is None:
         return True
     if isinstance(value, (bool, str)):
@@ -73,20 +71,18 @@ def _is_unlimited(name: str, value: Any, vocab: int) -> bool:
 
 
 def _check_known(options: dict[str, Any]) -> None:
-    """Raise TypeError for an unknown setting of transformers, and ValueError for an unsupported one."""
     known = GenerationConfig()
     for name, value in options.items():
         if not hasattr(known, name) or name.startswith("_"):
             taken = "its own arguments and the settings of a GenerationConfig"
             raise TypeError(f"generate of cukern takes {taken}, got {name}")
-        if name in _REFUSED or name in _PROCESSED or name in _TAKEN:
+        if name in _REFUSED or name in _PROCESSED or name in _ACCEPTED:
             continue
         if value is not None and value is not False and value != getattr(known, name):
             check.fail(name, "left out, since generate of cukern does not serve it", repr(value))
 
 
 def _merged(model: Any, generation_config: Any, options: dict[str, Any]) -> GenerationConfig:
-    """Merge the settings: the arguments override `generation_config`, then the model's own, then the defaults."""
     if generation_config is not None and not isinstance(generation_config, GenerationConfig):
         check.fail("generation_config", "a GenerationConfig", type(generation_config).__name__, TypeError)
     with warnings.catch_warnings():
@@ -100,7 +96,7 @@ def _merged(model: Any, generation_config: Any, options: dict[str, Any]) -> Gene
     return config  # type: ignore[no-any-return]
 
 
-def _processed(config: GenerationConfig) -> str:
+def _needs_processor(config: GenerationConfig) -> str:
     for name, neutral in _PROCESSED.items():
         value = getattr(config, name, None)
         if value is not None and value not in neutral:
@@ -108,7 +104,7 @@ def _processed(config: GenerationConfig) -> str:
     return ""
 
 
-def _draw(config: GenerationConfig, given: dict[str, Any], vocab: int) -> dict[str, Any]:
+def _sampling_parameters(config: GenerationConfig, given: dict[str, Any], vocab: int) -> dict[str, Any]:
     """Return the sampling parameters. A temperature above 0 implies sampling if `do_sample` is not given."""
     asked = given["temperature"]
     temperature = float(check.number("temperature", config.temperature if asked is None else asked))
@@ -124,51 +120,50 @@ def _draw(config: GenerationConfig, given: dict[str, Any], vocab: int) -> dict[s
     return {"temperature": temperature, **found}
 
 
-def _first(name: str, low: int, *places: Any) -> int | None:
-    """Return the first value in `places` that is not None. Raises if it is not an integer of at least `low`."""
-    value = next((x for x in places if x is not None), None)
+def _first(name: str, low: int, *values: Any) -> int | None:
+    """Return the first value that is not None."""
+    value = next((x for x in values if x is not None), None)
     return None if value is None else check.integer(name, value, low, 2**24)
 
 
 def _lengths(
     model: Any, generation_config: Any, given: dict[str, Any], prompts: list[int], limit: int | None
 ) -> tuple[list[int], list[int]]:
-    """Return the maximum and the minimum new tokens of each prompt; `limit` is max_position_embeddings."""
-
     def found(name: str, low: int) -> int | None:
-        places = (getattr(x, name, None) for x in (generation_config, model.generation_config))
-        return _first(name, low, given.get(name), *places)
+        values = (getattr(x, name, None) for x in (generation_config, model.generation_config))
+        return _first(name, low, given.get(name), *values)
 
     new, length = found("max_new_tokens", 1), found("max_length", 1)
     if new is not None:
-        most = [new] * len(prompts)
+        max_new_tokens = [new] * len(prompts)
     elif length is not None:
         if max(prompts) >= length:
             check.fail("max_length", f"more than the longest prompt has, {max(prompts)} tokens", length)
-        most = [length - x for x in prompts]
+        max_new_tokens = [length - x for x in prompts]
     else:
-        most = [NEW_TOKENS if limit is None else max(1, min(NEW_TOKENS, limit - x)) for x in prompts]
-    longest = max(x + new for x, new in zip(prompts, most, strict=True))
+        max_new_tokens = [
+            DEFAULT_NEW_TOKENS if limit is None else max(1, min(DEFAULT_NEW_TOKENS, limit - x)) for x in prompts
+        ]
+    longest = max(x + new for x, new in zip(prompts, max_new_tokens, strict=True))
     if limit is not None and longest > limit:
         check.fail("prompts", f"of at most {limit} tokens with the new ones (max_position_embeddings)", longest)
-    fewest = found("min_new_tokens", 0) or 0
-    least = 0 if fewest else found("min_length", 0) or 0
-    return most, [max(fewest, least - x) for x in prompts]
+    min_new_tokens = found("min_new_tokens", 0) or 0
+    min_length = 0 if min_new_tokens else found("min_length", 0) or 0
+    return max_new_tokens, [max(min_new_tokens, min_length - x) for x in prompts]
 
 
 def resolve(
     model: Any, prompts: list[int], vocab: int, limit: int | None, given: dict[str, Any], others: dict[str, Any]
 ) -> Options:
-    """Combine all settings of a call of `generate` into its options, for prompts of these lengths.
+    """Combine all settings of a `generate` call. `prompts` contains the prompts' lengths.
 
-    `given` contains the named arguments. `others` contains `generation_config` and settings of a GenerationConfig.
-
-    Raises TypeError or ValueError for unsupported settings.
+    `given` contains the named arguments, and `others` the settings of a GenerationConfig. Raises TypeError or
+    ValueError for unsupported settings.
     """
     others = dict(others)
     generation_config = others.pop("generation_config", None)
     _check_known(others)
-    most, fewest = _lengths(model, generation_config, {**others, **given}, prompts, limit)
+    max_new_tokens, min_new_tokens = _lengths(model, generation_config, {**others, **given}, prompts, limit)
     merged = {name: given[name] for name in ("do_sample", "repetition_penalty") if given[name] is not None}
     if given["eos_token_id"] != "model":
         stop = _stop_tokens(given["eos_token_id"])
@@ -176,7 +171,7 @@ def resolve(
             check.fail("eos_token_id", f"in the vocabulary of {vocab}", max(stop))
         merged["eos_token_id"] = list(stop) or None
     config = _merged(model, generation_config, {**others, **merged})
-    # A generation_config may contain stop tokens outside the vocabulary. Ignore them.
+    # A generation_config may contain stop tokens outside the vocabulary.
     stop = tuple(x for x in _stop_tokens(config.eos_token_id) if x < vocab)
     penalty = (
         1.0
@@ -186,6 +181,9 @@ def resolve(
     if penalty <= 0:
         check.fail("repetition_penalty", "above 0", penalty)
     sampling = Sampling(
-        **_draw(config, given, vocab), stop=stop, repetition_penalty=penalty, delays_stop=bool(stop) and max(fewest) > 0
+        **_sampling_parameters(config, given, vocab),
+        stop=stop,
+        repetition_penalty=penalty,
+        delays_stop=bool(stop) and max(min_new_tokens) > 0,
     )
-    return Options(sampling, most, fewest, config, _processed(config))
+    return Options(sampling, max_new_tokens, min_new_tokens, config, _needs_processor(config))

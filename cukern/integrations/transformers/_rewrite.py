@@ -1,4 +1,4 @@
-"""Rewrite the `forward` of a module of transformers: find the undecorated function, and change its statements."""
+"""Rewrite the `forward` of a module of transformers."""
 
 from __future__ import annotations
 
@@ -10,45 +10,41 @@ from collections.abc import Callable
 from typing import Any
 
 
-def written(module: Any) -> Any:
+def undecorated_forward(module: Any) -> Any:
     """Return the `forward` of a module's class without its decorators."""
     return inspect.unwrap(type(module).forward)
 
 
-#: The reason in the report for a module that is not replaced because `takes_one` is False.
-NOT_ONE = "its forward has an argument besides the rows whose default is not None"
+MANY_ARGUMENTS = "its forward has an argument besides the rows whose default is not None"
 
 
-def takes_one(module: Any) -> bool:
-    """Return whether a module's `forward` has one required argument, and all other arguments default to None."""
-    takes = list(inspect.signature(written(module)).parameters.values())[1:]
+def takes_one_argument(module: Any) -> bool:
+    """Return whether every argument of a `forward`, except the first, has the default None."""
+    takes = list(inspect.signature(undecorated_forward(module)).parameters.values())[1:]
     named = [x for x in takes if x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL)]
     return bool(named) and named[0].default is inspect.Parameter.empty and all(x.default is None for x in named[1:])
 
 
-def alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the first positional argument of a call. Return None if the call has other arguments that are not None."""
+def only_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return a call's first argument, or None if another argument is not None."""
     if not args or any(x is not None for x in (*args[1:], *kwargs.values())):
         return None
     return args[0]
 
 
 def read_globals(module: Any) -> dict[str, Any]:
-    """Return the global variables that a module's undecorated `forward` reads, by name."""
-    forward = written(module)
+    forward = undecorated_forward(module)
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
     scope = getattr(forward, "__globals__", {})
     return {name: scope[name] for name in names if name in scope}
 
 
 def read_names(module: Any) -> set[str]:
-    """Return the names that a module's undecorated `forward` and its lambdas read."""
-
     def found(code: types.CodeType) -> set[str]:
         inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
         return {*code.co_names}.union(*map(found, inner))
 
-    code = getattr(written(module), "__code__", None)
+    code = getattr(undecorated_forward(module), "__code__", None)
     return set() if code is None else found(code)
 
 
@@ -59,14 +55,13 @@ def rewritten(
 ) -> Callable[..., Any] | None:
     """Return a copy of the `forward` of a module's class with changed statements.
 
-    `names` maps some global variables of the function to other values. They are free variables of the copy. The copy
-    shares all other global variables with the original function, so that torch.compile finds them in their module. The
-    decorators of the original function also wrap the copy.
+    `names` maps global variables of the function to other values. The copy shares its other global variables and its
+    decorators with the original, so that torch.compile finds them in their module.
 
     Return None if the source is not available, if the undecorated function is a closure, or if a decorator does not
     have the function in its closure.
     """
-    forward = written(module)
+    forward = undecorated_forward(module)
     if not isinstance(forward, types.FunctionType) or forward.__closure__:
         return None
     try:
@@ -78,7 +73,7 @@ def rewritten(
         return None
     function.body = change(function.body)
     function.decorator_list = []
-    # Remove annotations and defaults, because they would be evaluated again. The defaults are copied below.
+    # Remove annotations and defaults, which would be evaluated again. The defaults are copied below.
     arguments = function.args
     for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
         if argument is not None:
@@ -98,20 +93,17 @@ def rewritten(
     return _wrapped(type(module).forward, found)
 
 
-def _wrapped(forward: Any, made: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Wrap `made` in copies of the decorators of `forward`.
-
-    Return None if a decorator does not have the function in its closure.
-    """
+def _wrapped(forward: Any, replacement: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Wrap `replacement` in copies of the decorators of `forward`, or return None."""
     if not hasattr(forward, "__wrapped__"):
-        return made
-    inner = _wrapped(forward.__wrapped__, made)
+        return replacement
+    inner = _wrapped(forward.__wrapped__, replacement)
     cells = getattr(forward, "__closure__", None) or ()
-    holds = [x.cell_contents is forward.__wrapped__ for x in cells]
-    if inner is None or not any(holds) or not isinstance(forward, types.FunctionType):
+    is_inner = [x.cell_contents is forward.__wrapped__ for x in cells]
+    if inner is None or not any(is_inner) or not isinstance(forward, types.FunctionType):
         return None
-    own = tuple(types.CellType(inner) if held else x for x, held in zip(cells, holds, strict=True))
-    copied = types.FunctionType(forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, own)
+    closure = tuple(types.CellType(inner) if held else x for x, held in zip(cells, is_inner, strict=True))
+    copied = types.FunctionType(forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, closure)
     copied.__kwdefaults__ = forward.__kwdefaults__
     copied.__dict__.update(forward.__dict__, __wrapped__=inner)
     return copied

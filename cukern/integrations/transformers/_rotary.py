@@ -13,7 +13,7 @@ import torch
 import cukern
 from cukern.integrations.transformers import _heads
 from cukern.integrations.transformers._regimes import REGIMES, difference
-from cukern.integrations.transformers._rewrite import read_globals, rewritten, written
+from cukern.integrations.transformers._rewrite import read_globals, rewritten, undecorated_forward
 from cukern.integrations.transformers._state import Notes, State, active, is_traced, wants_gradient
 
 _PREFIX = "apply_rotary_pos_emb"
@@ -21,10 +21,8 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class RotaryFormula(NamedTuple):
-    """The formula of a rotary function of transformers."""
-
     layout: str
-    halves: int  # cos has `halves * rotary_dim / 2` columns: 2 if they are repeated for the second half, otherwise 1
+    halves: int  # 2 if cos has rotary_dim columns, which repeat for the second half; 1 for rotary_dim / 2
     takes_float32: bool  # whether 16-bit queries with float32 cos and sin give 16-bit results
 
     def __str__(self) -> str:
@@ -34,36 +32,33 @@ class RotaryFormula(NamedTuple):
 def _probe(
     function: Callable[..., Any], formula: RotaryFormula, angles: torch.dtype | None = None
 ) -> tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], torch.Tensor]]:
-    """Return a rotary function and the kernel, both wrapped as functions of one array [batch, heads, tokens, head_dim].
+    """Return a rotary function and the kernel as functions of one array [batch, heads, tokens, head_dim].
 
-    The array contains the heads of the queries, then the heads of the keys.
+    The array of both functions contains the heads of the queries, then the heads of the keys.
     """
 
-    def given(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def inputs(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         generator = torch.Generator().manual_seed(5)
-        # Make both halves of cos and sin equal. They are equal in all models, and some functions read only one half.
+        # Make the two halves of cos and of sin equal, as in all models, because some functions read only one half.
         shape = rows.shape[0], rows.shape[2], rows.shape[3] // 2
         cos, sin = (torch.randn(shape, generator=generator).repeat(1, 1, formula.halves) for _ in range(2))
         query, key = rows.split([rows.shape[1] // 3 * 2, rows.shape[1] // 3], 1)
         dtype = angles or rows.dtype
         return query.contiguous(), key.contiguous(), cos.to(dtype), sin.to(dtype)
 
-    def own(rows: torch.Tensor) -> Any:
-        return torch.cat(function(*given(rows)), 1)
+    def original(rows: torch.Tensor) -> Any:
+        return torch.cat(function(*inputs(rows)), 1)
 
     def kernel(rows: torch.Tensor) -> torch.Tensor:
-        made = cukern.rotary_embedding(*given(rows), layout=formula.layout, rotary_dim=rows.shape[-1])
+        made = cukern.rotary_embedding(*inputs(rows), layout=formula.layout, rotary_dim=rows.shape[-1])
         return torch.cat(made, 1)  # type: ignore[arg-type]
 
-    return own, kernel
+    return original, kernel
 
 
 @torch.no_grad()
 def _formula_of(function: Callable[..., Any]) -> tuple[RotaryFormula | None, str]:
-    """Find the formula of a rotary function, by running it on random inputs.
-
-    Return the formula and an empty text. Return None and the reason for an unknown formula.
-    """
+    """Find a rotary function's formula on random inputs. Return (formula, "") or (None, reason)."""
     found: list[str] = []
     shapes = {"": (2, 6, 5, 16), " of one head and 7 tokens": (1, 3, 7, 16)}
     for halves, layout in itertools.product((2, 1), ("half", "interleaved", "deinterleaved")):
@@ -77,10 +72,7 @@ def _formula_of(function: Callable[..., Any]) -> tuple[RotaryFormula | None, str
 
 
 def _in_place(function: Callable[..., Any], formula: RotaryFormula) -> Callable[..., Any]:
-    """Return a function that rotates in place on the kernel.
-
-    For arguments that the kernel does not support, it calls the original function.
-    """
+    """Return a function that rotates in place on the kernel. Unsupported arguments go to `function`."""
 
     def rotate(*args: Any, **kwargs: Any) -> Any:
         if len(args) != 4 or kwargs.keys() - {"unsqueeze_dim"}:
@@ -108,14 +100,12 @@ def _in_place(function: Callable[..., Any], formula: RotaryFormula) -> Callable[
     return rotate
 
 
-# --- angles ---------------------------------------------------------------------------------------------
-
-#: Types of rotary embeddings whose angles depend on the sequence length, not only on the position.
-_OF_LENGTH = ("dynamic", "longrope")
+#: The types of rotary embeddings whose angles depend on the sequence length.
+_LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def angles_forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Return cos and sin of the positions. During `generate` they come from a table, which saves nine small kernels."""
+    """Return cos and sin of the positions. In `generate` they come from a table, which saves nine small kernels."""
     session = None if torch.compiler.is_compiling() else active.session
     if session is None or args or kwargs or not getattr(session, "tokens", 0) or position_ids.dim() != 2:
         return type(self).forward(self, x, position_ids, *args, **kwargs)
@@ -132,75 +122,69 @@ def angles_forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor, *args
 
 
 def _table(module: Any, x: torch.Tensor, tokens: int) -> torch.Tensor | None:
-    """Return a table with cos and sin of all positions. Return None if the angles depend on more than the position."""
-    if getattr(module, "rope_type", "default") in _OF_LENGTH:
+    """Return cos and sin of all positions, or None if they depend on more than the position."""
+    if getattr(module, "rope_type", "default") in _LENGTH_DEPENDENT:
         return None
 
-    def of(positions: torch.Tensor) -> torch.Tensor | None:
+    def angles_of(positions: torch.Tensor) -> torch.Tensor | None:
         found = type(module).forward(module, x, positions[None])
         if not isinstance(found, tuple) or len(found) != 2 or found[0].shape[:2] != (1, len(positions)):
             return None
         return torch.cat([found[0][0], found[1][0]], -1)
 
-    every = of(torch.arange(tokens, device=x.device))
-    some = torch.tensor([0, 1, tokens // 2, tokens - 1], device=x.device)
-    own = of(some)
-    return every if every is not None and own is not None and torch.equal(every[some], own) else None
+    table = angles_of(torch.arange(tokens, device=x.device))
+    probes = torch.tensor([0, 1, tokens // 2, tokens - 1], device=x.device)
+    samples = angles_of(probes)
+    return table if table is not None and samples is not None and torch.equal(table[probes], samples) else None
 
 
 def _has_angles(module: Any) -> bool:
-    """Return whether the module is a rotary embedding whose `forward` takes only `x` and the positions."""
     if not type(module).__name__.endswith("RotaryEmbedding") or "forward" in module.__dict__:
         return False
-    takes = list(inspect.signature(written(module)).parameters)
+    takes = list(inspect.signature(undecorated_forward(module)).parameters)
     return takes == ["self", "x", "position_ids"] and isinstance(getattr(module, "rope_type", "default"), str)
 
 
-# --- modules --------------------------------------------------------------------------------------------
-
-
 def _rewritten(module: Any, found: dict[str, tuple[Any, RotaryFormula]]) -> tuple[Callable[..., Any] | None, bool]:
-    """Return a copy of a module's `forward` that rotates in place.
-
-    Also return whether `_heads` can replace some of its statements.
-    """
+    """Return a `forward` that rotates in place, and whether `_heads` can replace some of its statements."""
     functions = {name: _in_place(function, formula) for name, (function, formula) in found.items()}
     formula = found[_PREFIX][1] if _PREFIX in found else None
-    knows: list[bool] = []
+    matches: list[bool] = []
 
     def heads(module: Any, hidden_states: Any, angles: Any, cache: Any, norms: bool) -> Any:
         return _heads.states(module, hidden_states, angles, cache, norms, formula)
 
     def change(body: list[ast.stmt]) -> list[ast.stmt]:
         made, norms = _heads.fused(body)
-        knows.append(norms is not None)
+        matches.append(norms is not None)
         return made if formula is not None else body
 
     made = rewritten(module, functions | {"_cukern_heads": heads}, change)
-    return made, formula is not None and any(knows)
+    return made, formula is not None and any(matches)
 
 
 def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
-    """Make the attention modules of the model rotate in place."""
     formulas: dict[Any, tuple[RotaryFormula | None, str]] = {}
     made: dict[Any, Any] = {}
     for module in filter(_has_angles, list(model.modules())):
         state.replace_forward(module, angles_forward)
         notes.replaced.add("rotary", module, "rows of a table, in generate of this package")
     for module in model.modules():
-        own = {name: function for name, function in read_globals(module).items() if name.startswith(_PREFIX)}
-        if not own or "forward" in module.__dict__:
+        rotary_functions = {
+            name: function for name, function in read_globals(module).items() if name.startswith(_PREFIX)
+        }
+        if not rotary_functions or "forward" in module.__dict__:
             continue
-        for function in own.values():
+        for function in rotary_functions.values():
             if function not in formulas:
                 formulas[function] = _formula_of(function)
         found = {
             name: (function, formula)
-            for name, function in own.items()
+            for name, function in rotary_functions.items()
             if (formula := formulas[function][0]) is not None
         }
-        for name in sorted(own.keys() - found.keys()):
-            notes.kept.add("rotary", module, f"the formula of {name} {formulas[own[name]][1]}")
+        for name in sorted(rotary_functions.keys() - found.keys()):
+            notes.kept.add("rotary", module, f"the formula of {name} {formulas[rotary_functions[name]][1]}")
         if not found:
             continue
         key = type(module).forward

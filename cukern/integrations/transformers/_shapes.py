@@ -1,4 +1,4 @@
-"""Configurations of well-known models, to make models with random weights instead of a checkpoint."""
+"""Well-known configurations, for models with random weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _QWEN3_MOE = {
     "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
     "max_position_embeddings": 40960, "tie_word_embeddings": False,
 }  # fmt: skip
-#: Configurations by name. All entries except "model_type" are arguments of the configuration class.
+#: All entries except "model_type" are arguments of the configuration class.
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": _QWEN3_MOE,
     "qwen3-30b-a3b-12-layers": _QWEN3_MOE | {"num_hidden_layers": 12},
@@ -40,7 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def configuration(name: str) -> PreTrainedConfig:
-    """Return the configuration in `SHAPES` with this name, or the configuration in a directory with a config.json."""
+    """Return the configuration of the directory `name` if it has a config.json, otherwise `SHAPES[name]`."""
     if Path(name, "config.json").is_file():
         return AutoConfig.from_pretrained(name)
     if name not in SHAPES:
@@ -53,7 +53,7 @@ def configuration(name: str) -> PreTrainedConfig:
 def random_model(
     config: PreTrainedConfig, *, dtype: torch.dtype = torch.bfloat16, device: Any = "cuda", seed: int = 0
 ) -> Any:
-    """Make a model with random weights on the device. The weights are scaled so that hidden states have magnitude 1."""
+    """Make a model with random weights, scaled so that hidden states have a magnitude of about 1."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 
-#: The attribute of a model that holds its `State`.
 ATTRIBUTE = "_cukern"
-#: The name of this package's functions in the interfaces of transformers.
 NAME = "cukern"
 
 
@@ -21,22 +19,22 @@ NAME = "cukern"
 class Line:
     """A line of the report: modules of one class, and how they run."""
 
-    part: str  # the kind of the modules, such as "experts"
-    what: str  # the class of the modules
+    part: str  # a kind of modules, such as "experts"
+    what: str
     count: int
     how: str  # the ops that run the modules, or the reason why they were not replaced
 
 
 @dataclass
 class Report:
-    """The modules that `enable` has replaced, and the other modules with the reason. `str(report)` is a table."""
+    """The modules that `enable` has replaced, and the reasons why it kept the others. `str(report)` is a table."""
 
     model: str
     replaced: list[Line] = field(default_factory=list)
     kept: list[Line] = field(default_factory=list)
 
     def parts(self) -> set[str]:
-        """Return the kinds of modules ("experts", "norms", ...) with at least one replaced module."""
+        """Return the kinds ("experts", "norms", ...) of the replaced modules."""
         return {line.part for line in self.replaced}
 
     def __str__(self) -> str:
@@ -48,16 +46,16 @@ class Report:
 
 
 class State:
-    """The changes that `enable` has made to a model, so that `disable` can undo them."""
+    """The changes that `disable` undoes."""
 
     def __init__(self, report: Report) -> None:
         self.report = report
         self.undo: list[Callable[[], None]] = []
-        self.sessions: dict[Any, Any] = {}  # the sessions of `generate`, keyed by sizes and sampling parameters
-        self.places = 0  # a hash of the addresses of the weights that the sessions use
+        self.sessions: dict[Any, Any] = {}  # of `generate`, keyed by sizes and sampling parameters
+        self.weights_hash = 0  # a hash of the weights' addresses in the sessions
 
     def replace_forward(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
-        """Replace the `forward` of one module. Other modules of the class keep theirs."""
+        """Replace the `forward` of one module, not of its class."""
         before = module.__dict__.get("forward")
         module.forward = types.MethodType(forward, module)
 
@@ -69,15 +67,12 @@ class State:
         self.undo.append(restore)
 
     def restore(self) -> None:
-        """Undo all changes, the last one first."""
         while self.undo:
             self.undo.pop()()
         self.sessions.clear()
 
 
-class _Gathered(dict[tuple[str, str, str], int]):
-    """The lines of a report, each mapped to the number of modules that it describes."""
-
+class _LineCounts(dict[tuple[str, str, str], int]):
     def add(self, part: str, module: Any, how: str) -> None:
         name = module if isinstance(module, str) else type(module).__name__
         key = part, name, how
@@ -88,29 +83,24 @@ class _Gathered(dict[tuple[str, str, str], int]):
 
 
 class Notes:
-    """Collects the lines of a report while `enable` runs."""
-
     def __init__(self) -> None:
-        self.replaced, self.kept = _Gathered(), _Gathered()
-
-
-# --- conditions for the kernels -------------------------------------------------------------------------
+        self.replaced, self.kept = _LineCounts(), _LineCounts()
 
 
 def wants_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Return whether a gradient may be needed. Then the model's own code runs, because the kernels lack a backward."""
+    """Return whether autograd may need a gradient. The kernels have no backward pass."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def is_traced() -> bool:
-    """Return whether the host must not read from the device: during torch.compile tracing or CUDA graph capture."""
+    """Return whether the host cannot read from the device, because of torch.compile or graph capture."""
     if torch.compiler.is_compiling():
         return True
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class _Active(threading.local):
-    """The session of the `generate` call that runs in this thread, or None."""
+    """The session of the `generate` call in this thread."""
 
     session: Any = None
 
@@ -120,10 +110,7 @@ active = _Active()
 
 @contextlib.contextmanager
 def running(session: Any) -> Iterator[None]:
-    """Make `session` the active session of this thread within the context.
-
-    Within the context the kernels may overwrite hidden states, because no other code reads them.
-    """
+    """Make `session` active. Kernels may then overwrite hidden states, because no other code reads them."""
     before, active.session = active.session, session
     try:
         yield
@@ -131,8 +118,8 @@ def running(session: Any) -> Iterator[None]:
         active.session = before
 
 
-def copied(module: torch.nn.Module) -> torch.nn.Module:
-    """Return a float32 copy of a small module on the CPU, with random parameters, to compare it with a formula."""
+def randomized_copy(module: torch.nn.Module) -> torch.nn.Module:
+    """Return a float32 copy of a small module on the CPU, with random parameters."""
     import copy
 
     generator = torch.Generator().manual_seed(1)
@@ -149,10 +136,7 @@ def copied(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def simple_attributes(module: torch.nn.Module) -> tuple[Any, ...]:
-    """Return a key for caching the formula of a module. Modules with the same key have the same formula.
-
-    The key contains the module's class, simple attributes, functions, configuration, parameter shapes and children.
-    """
+    """Return the attributes that a module's formula may depend on, as a key for the cached formula."""
     plain = (str, int, float, bool, type(None), types.FunctionType, types.BuiltinFunctionType)
     own = {k: v for k, v in vars(module).items() if isinstance(v, plain) and k not in ("layer_idx", "forward")}
     shapes = {k: tuple(x.shape) for k, x in [*module.named_parameters(), *module.named_buffers()]}

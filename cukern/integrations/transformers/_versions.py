@@ -1,4 +1,4 @@
-"""The tested versions of transformers, and the warning if `enable` misses modules in an untested version."""
+"""The tested versions of transformers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import transformers
 from cukern.integrations.transformers._state import Report
 
 TESTED = "5.17", "5.24"
-#: The suffixes of class names that identify each kind of module. A model has modules of a kind if, for each suffix of
-#: the kind, it has a class whose name ends in the suffix. cukern replaces modules of the class with the last suffix.
+#: The suffixes of class names for each kind of module. A model has modules of a kind if, for each suffix of the kind, a
+#: class name ends with it. cukern replaces the modules whose class name ends with the last suffix.
 _KINDS = {
     "experts": ("Experts",),
     "routers": ("Router",),
@@ -26,12 +26,10 @@ _warned: set[type] = set()
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Return the major and the minor number of a version."""
     return tuple(map(int, version.split(".")[:2]))
 
 
-def _left(model: Any, report: Report, parts: Sequence[str]) -> list[str]:
-    """Return the kinds of modules that the model has but that `enable` has not replaced."""
+def _missed_kinds(model: Any, report: Report, parts: Sequence[str]) -> list[str]:
     names = {type(x).__name__ for x in model.modules()}
 
     def has(part: str) -> bool:
@@ -42,16 +40,16 @@ def _left(model: Any, report: Report, parts: Sequence[str]) -> list[str]:
 
 
 def warn(model: Any, report: Report, parts: Sequence[str]) -> None:
-    """Warn, once per model class, if `enable` misses modules and the version of transformers is not tested."""
+    """Warn, once per model class, if `enable` misses modules in an untested version of transformers."""
     version = transformers.__version__
     first, last = map(numbers, TESTED)
     if first <= numbers(version) <= last or type(model) in _warned:
         return
-    if left := _left(model, report, parts):
+    if missed := _missed_kinds(model, report, parts):
         _warned.add(type(model))
         age = "newer" if numbers(version) > last else "older"
         warnings.warn(
             f"transformers {version} is {age} than the tested {TESTED[0]} to {TESTED[1]}: "
-            f"{', '.join(left)} of {type(model).__name__} stay as they were",
+            f"{', '.join(missed)} of {type(model).__name__} stay as they were",
             stacklevel=3,
         )
