@@ -1,4 +1,4 @@
-"""The commands of `cukern`, one module each, and the functions that they share."""
+"""The commands of `cukern`, one module each."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from cukern.runtime import nvrtc
 from cukern.runtime.nvrtc import Resources as Resources
 from cukern.runtime.nvrtc import resources as resources
 
-#: The command that installs CuPy and NVRTC.
 INSTALL = 'pip install "cukern[cuda13]"'
 
 
 class UserError(Exception):
-    """An error in the user's input. The message fits on one line."""
+    """An error in the user's input. The message is one line."""
 
 
 def console(width: int | None = None) -> Any:
-    """Return a console on stdout that does not break the cells of a table.
+    """Return a console on stdout that does not break table cells.
 
-    A table that is too wide is printed as several tables. Each of these contains the first column and some of
-    the other columns. A table with a folding column contains prose, so it is wrapped between words instead.
+    A wide table is split into tables that repeat the first column. A table with a folding column is printed whole, and
+    the text of this column wraps between words.
     """
     from rich.console import Console
     from rich.table import Table
@@ -47,7 +46,7 @@ def console(width: int | None = None) -> Any:
 
 
 def _parts(console: Any, table: Any) -> Iterator[Any]:
-    """Yield the table if it fits on the console. Otherwise yield narrower tables with some of its columns each."""
+    """Yield the table if it fits, otherwise narrower tables with some of its columns."""
     if not table.columns or any(column.overflow == "fold" for column in table.columns):
         yield table
         return
@@ -69,11 +68,11 @@ def _parts(console: Any, table: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to. At the end it is renamed to `path`, or removed after an exception.
+    """Yield a temporary path, which is renamed to `path` at the end, or removed after an exception.
 
     Raises UserError if the file cannot be written.
     """
-    # A device or a pipe cannot be replaced, so yield `path` itself.
+    # A device or a pipe is written directly, because no file can replace it.
     whole = not path.exists() or path.is_file()
     target = path.resolve()
     temporary = target.with_name(f".{os.getpid()}-{target.name}") if whole else path
@@ -89,12 +88,10 @@ def writing(path: Path) -> Iterator[Path]:
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether `name` has the form of a model name on Hugging Face, `owner/name`."""
     return re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) is not None
 
 
 def no_directory(option: str, path: Path) -> UserError:
-    """Return the error for an option whose value, a model's directory, does not exist."""
     if is_hub_id(str(path)):
         fetch = f"hf download {path} --local-dir {path.name}"
         return UserError(f"{option}: {path} is no directory here; download it first: `{fetch}`")
@@ -102,7 +99,7 @@ def no_directory(option: str, path: Path) -> UserError:
 
 
 def check_device(device: str | None) -> None:
-    """Raise UserError for a device that torch does not have here, or that cukern does not support."""
+    """Raise UserError for a device that torch lacks here or cukern does not support."""
     import torch
 
     try:
@@ -116,7 +113,7 @@ def check_device(device: str | None) -> None:
 
 
 def refusal(arch: str) -> str | None:
-    """Return the reason why NVRTC cannot compile for `arch`, or None if it can."""
+    """Return why NVRTC cannot compile for `arch`, or None."""
     try:
         nvrtc.compile_cubin("template <int N> __global__ void probe() {}", "probe.cu", "probe<0>", [f"-arch=sm_{arch}"])
     except RuntimeError as error:
@@ -125,7 +122,6 @@ def refusal(arch: str) -> str | None:
 
 
 def require_nvrtc() -> None:
-    """Raise UserError if this machine cannot compile kernels."""
     if reason := compiler.available():
         raise UserError(f"NVRTC cannot be used ({reason.splitlines()[0]}): {INSTALL}")
     try:

@@ -1,4 +1,4 @@
-"""`cukern bench`: measure the ops on one GPU or several. The benchmarks are in the repository only."""
+"""`cukern bench`: measure ops on GPUs. The benchmarks are only in the repository."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from cukern.runtime.progress import progress
 _ROOT = Path(__file__).resolve().parents[2]
 _REPLAYS, _QUICK_REPLAYS = 11, 3
 _IMPORT = "import"
-# Without a terminal, rich would fold the tables at 80 characters.
+# Without this width, rich folds tables at 80 characters if there is no terminal.
 _WIDTH = 160
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the command."""
     parser.add_argument(
         "ops",
         nargs="*",
@@ -71,21 +70,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _functions_by_stem() -> dict[str, list[str]]:
-    """Return the public functions and classes of each family that has a file benchmarks/bench_*.py."""
     functions = {}
     for stem in sorted(path.stem.removeprefix("bench_") for path in (_ROOT / "benchmarks").glob("bench_*.py")):
-        # A family is a module of `cukern.ops`, or a package of cukern or of `cukern.integrations` that composes ops.
+        # A family is a module of `cukern.ops`, or a package that composes ops.
         names = (f"cukern.{room}{stem}" for room in ("ops.", "", "integrations."))
         name = next(name for name in names if importlib.util.find_spec(name) is not None)
         if name.startswith("cukern.integrations.") and importlib.util.find_spec(stem) is None:
-            continue  # the library that the integration is for is not installed
+            continue  # the integration's library is not installed
         module = importlib.import_module(name)
         functions[stem] = [name for name in module.__all__ if callable(getattr(module, name))]
     return {**functions, _IMPORT: [_IMPORT]}
 
 
 def _chosen(wanted: Sequence[str], families: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Return the requested functions, keyed by family."""
     if not wanted:
         return families
     chosen: dict[str, list[str]] = {}
@@ -100,7 +97,7 @@ def _chosen(wanted: Sequence[str], families: dict[str, list[str]]) -> dict[str, 
 
 
 def _require(args: argparse.Namespace) -> None:
-    """Raise UserError if there is no GPU, or for arguments that would otherwise fail only after the measurement."""
+    """Raise UserError if there is no GPU, and for arguments that would fail only after the measurement."""
     if args.quick and args.results:
         raise UserError("--results keeps figures, and --quick takes them with too few replays for that")
     if args.results and (args.case or args.seconds is not None):
@@ -121,7 +118,6 @@ def _require(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print the tables and write the requested files. Return 1 if an op failed."""
     if not (_ROOT / "benchmarks" / "harness.py").is_file():
         raise UserError("the benchmarks are in the repository, not in the installed package: run this in a clone of it")
     begin = time.monotonic()
@@ -129,10 +125,10 @@ def run(args: argparse.Namespace) -> int:
     chosen = _chosen(args.ops, families)
     _require(args)
 
-    # Put the clone first on the path, because another package may have a folder `benchmarks`.
+    # Another package may have a folder `benchmarks`, so the folder of this clone goes first.
     sys.path.insert(0, str(_ROOT))
     report: Any = importlib.import_module("benchmarks.report")
-    # Measure the time of the import first, because it is slower while the GPU is in use.
+    # The import of cukern is slower while the GPU is in use, so it is timed first.
     of_import = importlib.import_module("benchmarks.start_up").rows() if chosen.pop(_IMPORT, None) else []
     cases = []
     for stem, functions in chosen.items():
@@ -181,7 +177,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lacking(gpus: int) -> str | None:
-    """Return the reason why cases that need `gpus` GPUs cannot be measured, or None if they can."""
     count = kernel.device_count()
     if gpus > count:
         return f"they take {gpus} GPUs, and there {'is' if count == 1 else 'are'} {count}"
@@ -192,16 +187,15 @@ def _lacking(gpus: int) -> str | None:
 
 
 def _paths(path: Path, count: int) -> list[Path]:
-    """Return [path] for `count` 1. For 2, add a second path for several GPUs, with "-several" after the stem."""
     return [path, path.with_stem(f"{path.stem}-several")][:count]
 
 
 def _measured(
     cases: Sequence[Any], gpus: int, args: argparse.Namespace, begin: float, problems: list[str], failed: list[str]
 ) -> tuple[dict[str, Any], list[Any]]:
-    """Measure cases that use `gpus` GPUs. Return the ceilings (the measured limits of the GPU) and the result rows.
+    """Measure cases. Return the GPU's measured limits (ceilings) and the result rows.
 
-    Errors are appended to `problems` and `failed`.
+    Add errors of baselines to `problems`, and errors of ops to `failed`.
     """
     harness: Any = importlib.import_module("benchmarks.harness")
     options: dict[str, Any] = {"baselines": not args.no_baselines, "slow": not args.quick}
@@ -214,7 +208,7 @@ def _measured(
         several: Any = importlib.import_module("benchmarks.several")
         clock, measure = several.Clock(replays, gpus), several.measure
     rows = {}
-    # Measure cases with host times first, because baselines with torch.compile start threads that slow the host.
+    # Baselines with torch.compile start threads that slow the host, so cases with host times come first.
     order = sorted(range(len(cases)), key=lambda i: (not cases[i].host, cases[i].has_baselines))
     with progress("measuring", len(cases)) as advance:
         advance(0, "ceilings")

@@ -1,8 +1,8 @@
 """`cukern compile`: fill the cache of compiled kernels before they are needed.
 
-Compiles the kernel instances that `import cukern` compiles. `--for` adds the instances that serving a model launches;
-`cukern.commands.serving` finds them. `--all` compiles all instances that the families list, and the instances that
-`--for` adds for every model that it knows.
+By default it compiles the instances that `import cukern` compiles. `--for` adds the instances that an engine launches
+to serve a model (`cukern.commands.serving`). `--all` adds every listed instance, and what `--for` adds for every known
+model.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _archs(given: list[str] | None) -> list[str]:
             wanted = "like 80, 90a or sm_100a, or a card such as H200, L40S or A100"
             raise UserError(f"--arch must be {wanted}, got {text.strip()!r}")
         number, suffix = int(match[1]), match[2]
-        # From 90 on, use the target with the suffix "a", which has architecture-specific instructions.
+        # Compile targets from "90" on need the suffix "a" for architecture-specific instructions.
         archs[f"{number}{suffix}" if suffix else compile.arch_of(divmod(number, 10))] = None
     for arch in archs:
         if reason := refusal(arch):
@@ -105,16 +105,12 @@ def _archs(given: list[str] | None) -> list[str]:
 
 
 def _stems(given: list[str] | None) -> dict[str, list[str]]:
-    """Return the families to compile, and for each the names of the functions whose kernels are compiled.
-
-    If the list of names is empty, all kernels of the family are compiled.
-    """
+    """Return, for each family to compile, the functions whose kernels are compiled (empty: all functions)."""
     stems: dict[str, list[str]] = {}
     wholes = set()
     for op in given or kernel.KERNELS:
         function = getattr(sys.modules["cukern"], op, None)
         module = getattr(function, "__module__", "")
-        # A family of kernels is a module `cukern.ops.<family>`, or a package with several modules.
         stem = module.split(".")[2] if module.startswith("cukern.ops.") else op
         if stem not in kernel.KERNELS:
             raise UserError(f"--op must be one of {', '.join(kernel.KERNELS)} or a function of cukern, got {op!r}")
@@ -129,7 +125,7 @@ def _stem_of(instance: Instance) -> str:
 
 
 def _wanted(args: argparse.Namespace, arch: str) -> list[Instance]:
-    """Return the instances to compile for an architecture. The instances that `import cukern` compiles come first."""
+    """Return the instances to compile for an architecture. Those of `import cukern` come first."""
     from cukern.commands.serving import instances_of
 
     found = list(kernel.instances())
@@ -156,10 +152,7 @@ def _specialized(text: str) -> list[Instance]:
 
 
 def _of_functions(names: list[str], instances: list[Instance], arch: str) -> list[Instance]:
-    """Return the instances that calls of these functions launch.
-
-    Return all instances if none is found, if `names` is empty, or if `arch` is unknown.
-    """
+    """Return the instances that these functions launch; all instances if none is found or `arch` is unknown."""
     from cukern.commands.explain import reached_by
 
     if not names or arch not in gpu.BY_ARCH:
@@ -169,10 +162,7 @@ def _of_functions(names: list[str], instances: list[Instance], arch: str) -> lis
 
 
 def _rest(names: list[str], own: list[Instance], family: list[Instance], row: list[str]) -> str:
-    """Return a line about the other kernels of the family, which the named functions do not launch.
-
-    The line contains an estimate of the time that compiling them would take.
-    """
+    """Return a line about the family's kernels that the named functions do not launch, with their compile time."""
     stem, arch, _, compiled, _, seconds, *_ = row
     others = [i for i in family if i not in own]
     left = len(compile.missing(others, arch.removeprefix("sm_")))
@@ -186,7 +176,6 @@ def _rest(names: list[str], own: list[Instance], family: list[Instance], row: li
 
 
 def _row(stem: str, arch: str, instances: list[Instance], absent: list[Instance], seconds: float) -> list[str]:
-    """Return the table row of a family. `absent` contains the instances that were not in the cache before."""
     notes = [compile.read_note(compile.cached_path(instance, arch)) for instance in instances]
     used = [resources(note) for note in notes if note]
     registers = sorted({r.registers for r in used} or {0})
@@ -216,10 +205,9 @@ def _table(*numbers: str) -> Any:
 
 
 def _check(wanted: dict[tuple[str, str], list[Instance]]) -> int:
-    """Print how many of the wanted kernels are in the cache. Return 1 if some are missing."""
     table, total, absent = _table("kernels", "cached", "missing"), 0, 0
     for (stem, arch), instances in wanted.items():
-        # Count a cached file as missing if it cannot be loaded, for example because it is truncated.
+        # A cached file that cannot be loaded, such as a truncated one, counts as missing.
         missing = sum(not compile.is_intact(compile.cached_path(i, arch)) for i in instances)
         table.add_row(stem, f"sm_{arch}", *map(str, (len(instances), len(instances) - missing, missing)))
         total += len(instances)
@@ -235,7 +223,6 @@ def _check(wanted: dict[tuple[str, str], list[Instance]]) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile the kernels that the cache lacks, and show the contents of the cache."""
     stems = _stems(args.op)
     require_nvrtc()
     archs = _archs(args.arch)

@@ -1,4 +1,4 @@
-"""`cukern demo`: route tokens with a model's gate, show the load of the experts, and encode texts without padding."""
+"""`cukern demo`: route tokens, show the load of the experts, and encode texts without padding."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ Array = NDArray[Any]
 
 
 class Model(NamedTuple):
-    """The router of a model: its sizes and its scoring function."""
-
     name: str
     experts: int
     groups: int
@@ -51,13 +49,13 @@ MODELS = {
 }
 _DTYPES = f"{', '.join(gate_kernels.DTYPES)} or float64"
 _TOKENS = 8192
-_MOST_TOKENS = 1 << 20  # maximum tokens; with 256 experts their float32 logits take 1 GiB
+_MOST_TOKENS = 1 << 20  # float32 logits of 256 experts then take 1 GiB
 _HIDDEN = 512
 _TOPICS = 16
 _BALANCED_ON = 4096
 _SHOWN = 5
-# The random logits are computed in chunks of this many tokens, and the NumPy reference routes such chunks, to limit
-# the memory. The comparison of the kernel with the reference uses only the first chunk.
+# Random logits and the NumPy reference take this many tokens at a time, to limit memory. The kernel's results are
+# compared for the first chunk only.
 _CHUNK = 8192
 
 
@@ -85,11 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _made_up(model: Model, rng: np.random.Generator) -> Callable[[int], Array]:
-    """Return a function that makes random logits [n, experts] for n tokens. As with a real router, the load is uneven.
+    """Return a function that makes random logits [n, experts] with an uneven load, as from a real router.
 
-    A hidden state is the sum of a topic vector and noise, with variance 1. The logits are the hidden state multiplied
-    by a router weight. Some topics are more frequent than others, and all topic vectors have a common component. So
-    some experts get more tokens than others.
+    A hidden state is a topic vector plus noise; logits are the hidden state times a router weight. Some topics are
+    frequent, and topic vectors share a component, so some experts get more tokens.
     """
     common = rng.standard_normal(_HIDDEN, np.float32)
     topics = 0.8 * rng.standard_normal((_TOPICS, _HIDDEN), np.float32) + 0.6 * common
@@ -109,11 +106,10 @@ def _made_up(model: Model, rng: np.random.Generator) -> Callable[[int], Array]:
 
 
 def balancing_bias(model: Model, logits: Array, steps: int = 30) -> Array:
-    """Return a correction bias [experts] with which the experts get nearly equal numbers of the tokens in `logits`.
+    """Return a correction bias [experts] that balances the experts' loads for `logits`.
 
-    This is DeepSeek-V3's load balancing without an auxiliary loss (arXiv:2408.15664): route the tokens, then add
-    an increment to the bias of each expert whose load is below the mean, and subtract it from the other biases. In the
-    paper the increment is fixed, because training is long. Here it gets smaller with each of the `steps` iterations.
+    As in DeepSeek-V3 (arXiv:2408.15664), raise the bias of experts with a load below the mean, and lower the others.
+    The paper's increment is fixed; here it shrinks over the `steps` iterations.
     """
     bias = np.zeros(model.experts, np.float32)
     here = _place(logits)
@@ -132,14 +128,13 @@ def _named(names: Sequence[str], get: Callable[[str], Any]) -> tuple[Any, Any]:
 
 
 def _read(path: Path) -> tuple[Any, Any]:
-    """Return the logits of a file, and its bias or None."""
     suffix = path.suffix.lower()
     if suffix in (".npy", ".npz"):
-        # Map the file into memory, so that --tokens reads only the first rows.
+        # Map the file into memory, so that `--tokens` reads only the first rows.
         try:
             loaded = np.load(path, mmap_mode="r", allow_pickle=False)
         except ValueError as error:
-            # NumPy assumes that any other file contains pickled objects. Hide its message, which suggests loading them.
+            # NumPy takes a file in any other format for pickled objects. Its message suggests loading them, so hide it.
             if "pickle" in str(error):
                 raise ValueError("not a file of NumPy, or one of Python objects, which are not loaded") from None
             raise
@@ -168,9 +163,9 @@ def _read(path: Path) -> tuple[Any, Any]:
 
 
 def _regular(name: str, array: Any, notes: list[str]) -> Array:
-    """Convert the array for the gate: contiguous, in native byte order, with a supported dtype."""
+    """Convert an array for the gate: contiguous, native byte order, a supported dtype."""
     if array.dtype.kind == "V" and array.dtype.itemsize == 2 and array.dtype.fields is None:
-        # A .npy file stores bfloat16 elements as raw 2-byte values, without the name of the dtype.
+        # A .npy file stores bfloat16 as raw 2-byte values without a dtype name.
         array = array.view(arrays.numpy_dtype("bfloat16"))
     if array.dtype.name == "float64":
         notes.append(f"{name} converted from float64 to float32")
@@ -181,10 +176,7 @@ def _regular(name: str, array: Any, notes: list[str]) -> Array:
 
 
 def _load_file(path: Path, tokens: int | None) -> tuple[Array, Array | None, str]:
-    """Return logits [tokens, experts], the bias if there is one, and a description of both.
-
-    Raises UserError for a file without such arrays.
-    """
+    """Return logits [tokens, experts], the bias or None, and a description."""
     notes: list[str] = []
     try:
         if path.is_dir():
@@ -211,7 +203,6 @@ def _load_file(path: Path, tokens: int | None) -> tuple[Array, Array | None, str
 
 
 def _model_for(experts: int, biased: bool) -> Model:
-    """Return a router for logits with this number of experts, with or without a bias."""
     for model in MODELS.values():
         if model.experts == experts and (model.biased or not biased):
             return model
@@ -222,7 +213,7 @@ def _model_for(experts: int, biased: bool) -> Model:
 
 
 def _place(array: Array) -> Any:
-    """Copy the array to the GPU. Without a GPU, return it unchanged."""
+    """Copy the array to the GPU if there is one."""
     if not kernel.device_count():
         return array
     import cupy
@@ -231,14 +222,12 @@ def _place(array: Array) -> Any:
 
 
 def _outputs(model: Model, logits: Any) -> tuple[Any, Any]:
-    """Return arrays for weights and ids, in the library and on the device of the logits."""
     library, shape = arrays.library_of(logits), (len(logits), model.topk)
     assert library is not None
     return library.empty(shape, "float32", logits), library.empty(shape, "int32", logits)
 
 
 def route(model: Model, logits: Any, bias: Any, out: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
-    """Run the model's router on the logits. Return the pair (weights, ids)."""
     out = out or _outputs(model, logits)
     if model.scoring == "softmax":
         return cukern.topk_softmax(*out, logits, renormalize=True)
@@ -252,7 +241,6 @@ def _route_on_host(model: Model, logits: Array, bias: Array | None) -> tuple[Arr
 
 
 def _load(ids: Any, experts: int) -> Array:
-    """Return the number of tokens per expert."""
     library = arrays.library_of(ids)
     assert library is not None
     return np.bincount(library.to_numpy(ids).ravel(), minlength=experts)
@@ -279,7 +267,7 @@ def _first_tokens(model: Model, weights: Array, ids: Array) -> Any:
 
 
 def _bar(share: float, glyphs: str) -> Any:
-    """Return a colored character that shows the load of an expert. `share` is the load divided by the mean load."""
+    """Return a colored character for an expert's load. `share` is load / mean load."""
     from rich.text import Text
 
     level = 0 if share == 0 else min(max(round(share / 2 * (len(glyphs) - 1)), 1), len(glyphs) - 1)
@@ -287,7 +275,6 @@ def _bar(share: float, glyphs: str) -> Any:
 
 
 def _load_chart(model: Model, loads: dict[str, Array], utf8: bool) -> Any:
-    """Return a table of the load of each expert, with one column for each entry of `loads`."""
     from rich import box
     from rich.console import Group
     from rich.table import Table
@@ -326,12 +313,11 @@ def _load_chart(model: Model, loads: dict[str, Array], utf8: bool) -> Any:
 # --- the kernel ---------------------------------------------------------------------------------------
 
 
-#: The architecture that the kernel is compiled for on a machine without a GPU.
+#: Compile target on a machine without a GPU.
 _ARCH = "90a"
 
 
 def _call(model: Model, logits: Any, bias: Any) -> tuple[str, dict[str, Any]]:
-    """Return the name of the function that routes for the model, and its arguments."""
     if model.scoring == "softmax":
         weights, ids = _outputs(model, logits)
         return "topk_softmax", {
@@ -342,13 +328,11 @@ def _call(model: Model, logits: Any, bias: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _kernels(model: Model, logits: Any, bias: Any, arch: str | None) -> Sequence[Launch]:
-    """Return the kernel launches of the call that routes for the model, from `cukern.explain`."""
     name, arguments = _call(model, logits, bias)
     return cukern.explain(getattr(cukern, name), **arguments, arch=arch).launches
 
 
 def _build(model: Model, logits: Array, bias: Array | None) -> str:
-    """Compile the kernel of the model's call. Return a description of its time, registers and spills."""
     if reason := compile.available():
         return f"Nor can a kernel be compiled here ({reason.splitlines()[0]}): {INSTALL}"
     instances = [*launched(*_call(model, logits, bias), gpu.BY_ARCH[_ARCH])]
@@ -367,12 +351,12 @@ def _build(model: Model, logits: Array, bias: Array | None) -> str:
 
 
 def _microseconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Return the time per call in microseconds: the median time of replays of a CUDA graph with all calls."""
+    """Return the time per call: the median over replays of a CUDA graph of all calls."""
     import cupy
 
     stream = cupy.cuda.Stream(non_blocking=True)
     start, stop = cupy.cuda.Event(), cupy.cuda.Event()
-    # Wait for the GPU, because the arguments were made on another stream.
+    # Another stream made the arguments.
     cupy.cuda.runtime.deviceSynchronize()
     with stream:
         for call in calls:
@@ -388,12 +372,12 @@ def _microseconds(calls: Sequence[Callable[[], object]]) -> float:
             stop.record(stream)
             stop.synchronize()
             times.append(cupy.cuda.get_elapsed_time(start, stop))
-    # Ignore the first replays, during which the graph is uploaded and the clocks rise.
+    # The first replays do not count: they upload the graph, and the clocks still rise.
     return float(np.median(times[3:])) / len(calls) * 1000
 
 
 def _measure(model: Model, logits: Any, bias: Any) -> list[tuple[str, str]]:
-    """Measure the kernel on this GPU. Return texts about its time and about the floor, the minimum possible time."""
+    """Return texts about the kernel's time, and about the floor, the minimum possible time."""
     import cupy
 
     runtime = cupy.cuda.runtime
@@ -401,7 +385,7 @@ def _measure(model: Model, logits: Any, bias: Any) -> list[tuple[str, str]]:
     l2 = runtime.deviceGetAttribute(runtime.cudaDevAttrL2CacheSize, device)
     free, _ = runtime.memGetInfo()
 
-    # Use several copies of the inputs, so that together they exceed the L2 cache, if memory allows.
+    # Together, the copies of the inputs are larger than the L2 cache, if memory allows.
     count = max(1, min(-(-2 * l2 // logits.nbytes), 1024, free // (4 * logits.nbytes)))
     shape = (len(logits), model.topk)
     sets = [(logits.copy(), (cupy.empty(shape, np.float32), cupy.empty(shape, np.int32))) for _ in range(count)]
@@ -409,8 +393,8 @@ def _measure(model: Model, logits: Any, bias: Any) -> list[tuple[str, str]]:
 
     size = min(1 << 30, free // 8)
     source, target = cupy.zeros(size, np.uint8), cupy.empty(size, np.uint8)
-    # Measure the copy without a CUDA graph, because memcpy nodes of a graph are slower. The copy is large enough that
-    # its launch time is negligible.
+    # memcpy nodes of a CUDA graph are slower, so copy without one. The copy is so large that its launch time is
+    # negligible.
     start, stop = cupy.cuda.Event(), cupy.cuda.Event()
     times = []
     for _ in range(8):
@@ -424,7 +408,7 @@ def _measure(model: Model, logits: Any, bias: Any) -> list[tuple[str, str]]:
     launch = _microseconds([lambda: empty((1,), (32,), ())] * 64)
 
     moved = logits.nbytes + 8 * len(logits) * model.topk
-    bandwidth = 2 * size / copy  # bytes per microsecond
+    bandwidth = 2 * size / copy  # per microsecond
     floor = max(moved / bandwidth, launch)
     words = f"{moved / 1e6:.2f} MB at the {bandwidth / 1e6:.2f} TB/s of a copy"
     if floor == launch:
@@ -438,7 +422,7 @@ def _measure(model: Model, logits: Any, bias: Any) -> list[tuple[str, str]]:
 
 
 def _choice(model: Model, logits: Array, bias: Array | None) -> Array:
-    """Return the values by which the router ranks the experts of each token."""
+    """Return the values that rank the experts of each token."""
     x = logits.astype(np.float64)
     return x if bias is None else 1 / (1 + np.exp(-x)) + bias.astype(np.float64)
 
@@ -446,7 +430,6 @@ def _choice(model: Model, logits: Array, bias: Array | None) -> Array:
 def agreement(
     model: Model, logits: Array, bias: Array | None, weights: Array, ids: Array, twin: tuple[Array, Array]
 ) -> str:
-    """Describe how the weights and ids of the kernel differ from the weights and ids of the reference."""
     twin_weights, twin_ids = twin
     equal = (ids == twin_ids).all(axis=1)
     difference = np.abs(weights - twin_weights)[equal].max(initial=0)
@@ -459,7 +442,6 @@ def agreement(
 
 
 def _input(args: argparse.Namespace) -> tuple[Model, Array, Array | None, str]:
-    """Return the router, the logits, the bias if there is one, and a description of them."""
     if args.tokens is not None and args.tokens < 1:
         raise UserError(f"--tokens must be at least 1, got {args.tokens}")
     if not args.logits and (args.tokens or 0) > _MOST_TOKENS:
@@ -489,7 +471,6 @@ def _input(args: argparse.Namespace) -> tuple[Model, Array, Array | None, str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Route the tokens and show the load of the experts. Then encode texts, unless the logits are from a file."""
     screen = console()
     _show_routing(args, screen)
     if not args.logits:
@@ -504,7 +485,6 @@ def _show_routing(args: argparse.Namespace, screen: Any) -> None:
 
     model, logits, bias, words = _input(args)
     zeros = np.zeros(model.experts, np.float32)
-    # If the router has a bias but the file does not contain one, use a bias of zeros.
     used = zeros if model.biased and bias is None else bias
     placed, placed_bias = _place(logits), None if used is None else _place(used)
     on_gpu = kernel.device_count() > 0

@@ -1,4 +1,4 @@
-"""The last part of `cukern demo`: run a tiny encoder with random weights, once with padding and once without."""
+"""Part of `cukern demo`: run a tiny encoder with random weights, with and without padding."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from cukern.runtime.progress import progress
 
 _HIDDEN, _LAYERS, _HEADS, _INTER = 128, 2, 2, 512
 _MOST_WORDS = 128
-#: On a GPU the batch contains this many copies of the texts. With fewer texts the launches on the host would take
-#: longer than the kernels. On the CPU the NumPy references run on every third text only, without copies.
+#: The batch on a GPU has _COPIES copies of each text. With fewer copies, launching takes longer than the kernels. On
+#: the CPU, the references run every third text once.
 _COPIES = 32
 _STEP_ON_HOST = 3
 _REPEATS = 5
@@ -28,21 +28,21 @@ _SHOWN = 4
 
 
 def descriptions() -> dict[str, str]:
-    """Return the texts of the demo by function name: the docstrings of cukern's functions up to "Args:"."""
+    """Return the demo's texts: the docstrings of cukern's functions up to "Args:", by name."""
     functions = {name: getattr(cukern, name) for name in cukern.__all__}
     documented = {name: inspect.getdoc(x) for name, x in functions.items() if inspect.isfunction(x)}
     return {name: text.split("\n\nArgs:")[0] for name, text in documented.items() if text}
 
 
 def tokenized(texts: list[str]) -> tuple[list[list[int]], int]:
-    """Return the word ids of each text, at most `_MOST_WORDS`, and the size of the vocabulary. Id 0 is padding."""
+    """Return the ids of the first `_MOST_WORDS` words of each text, and the vocabulary size. Id 0 is padding."""
     vocabulary: dict[str, int] = {}
     words = [re.findall(r"\w+|[^\w\s]", text.lower())[:_MOST_WORDS] for text in texts]
     return [[vocabulary.setdefault(word, len(vocabulary) + 1) for word in own] for own in words], len(vocabulary) + 1
 
 
 def random_state(config: EncoderConfig, rng: np.random.Generator) -> dict[str, NDArray[Any]]:
-    """Return random weights by the names of a BERT's state dict."""
+    """Return random weights, keyed by the names in a BERT's state dict."""
     hidden, inter = config.hidden_size, config.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.word_embeddings.weight": (config.vocab_size, hidden),
@@ -70,16 +70,16 @@ def random_state(config: EncoderConfig, rng: np.random.Generator) -> dict[str, N
 
 
 class Batch(NamedTuple):
-    """A batch of texts with padding: their word ids, and which ids are words."""
+    """A padded batch of texts: the word ids, and which ids are words."""
 
     ids: NDArray[np.int32]  # [batch, seq]
     mask: NDArray[np.bool_]  # [batch, seq]
 
     def with_padding(self) -> Batch:
-        """Return a batch [2 * batch, seq] that repeats each text, with a mask that selects only the padding.
+        """Return a batch [2 * batch, seq] that repeats each text with a mask that selects only its padding.
 
-        With this batch, an encoder that removes padding does the same work as an encoder that does not: words do not
-        attend to the padding, but the padding takes part in every matrix multiplication.
+        With this batch, an encoder that removes padding does as much work as an encoder that keeps padding: padding
+        takes part in every matrix multiplication, but words do not attend to it.
         """
         both = np.stack([self.mask, ~self.mask], 1)
         return Batch(np.repeat(self.ids, 2, 0), both.reshape(-1, self.mask.shape[1]))
@@ -94,10 +94,7 @@ def padded(tokens: list[list[int]]) -> Batch:
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """Return the result of a call, and its time in milliseconds, including the time on the host.
-
-    On a GPU the first call compiles the kernels. The time is the median of several further calls.
-    """
+    """Return a call's result, and the median time of further calls in milliseconds, including host time."""
     times = []
     for _ in range(1 + _REPEATS if kernel.device_count() else 1):
         start = time.perf_counter()
@@ -115,8 +112,8 @@ def _on_host(array: Any) -> NDArray[Any]:
 
 
 def _neighbours(names: list[str], vectors: NDArray[Any]) -> str:
-    """Describe the pairs of texts with the most similar vectors. With random weights, such texts share words."""
-    # Subtract the mean, because the common part of all vectors would hide the differences.
+    """Describe the most similar pairs of texts. With random weights, similar texts share words."""
+    # Subtract the mean, because the vectors' common part would hide their differences.
     own = vectors - vectors.mean(0)
     own /= np.linalg.norm(own, axis=1, keepdims=True)
     cosines = np.triu(own @ own.T, 1)
@@ -126,7 +123,6 @@ def _neighbours(names: list[str], vectors: NDArray[Any]) -> str:
 
 
 def show(console: Any) -> None:
-    """Encode the texts with and without their padding, and print the work, the times and the results."""
     from rich import box
     from rich.table import Table
 
@@ -136,7 +132,7 @@ def show(console: Any) -> None:
     tokens, vocabulary = tokenized([found[name] for name in names])
     batch = padded(tokens * (_COPIES if on_gpu else 1))
     sizes = _HIDDEN, _LAYERS, _HEADS, _INTER, _MOST_WORDS
-    # Use the tanh approximation of GELU, because the error function in NumPy is much slower.
+    # NumPy's error function is slow, so use GELU's tanh approximation.
     config = EncoderConfig("bert", vocabulary, *sizes, hidden_act="gelu_new")
     place = cupy.asarray if on_gpu else np.asarray
     state = {name: place(x) for name, x in random_state(config, np.random.default_rng(0)).items()}

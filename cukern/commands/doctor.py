@@ -1,7 +1,6 @@
-"""`cukern doctor`: report what works on this machine, what does not, and how to fix it. Creates no CUDA context.
+"""`cukern doctor`: report what works on this machine and how to fix the rest. Creates no CUDA context.
 
-The command compiles one instance of each kernel into the cache. A kernel that NVRTC refuses is thus found before its
-first use.
+It compiles an instance of each kernel. So it reports a kernel that NVRTC refuses before a program needs this kernel.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from cukern.runtime import compile, kernel
 from cukern.runtime.compile import Instance
 from cukern.runtime.gpu import BY_ARCH
 
-#: The columns of the report where the subject and the state start.
+#: The columns of the report at which the subject and the state of a line start.
 _SUBJECT, _STATE = 9, 23
 _OLDEST = (8, 0)
 _OLDEST_NVRTC = (12, 8)
-#: The architecture that kernels are compiled for on a machine without a GPU.
+#: Compile target on a machine without a GPU.
 _TRIED = "90a"
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
-#: The command that installs the NVRTC version that the kernels are tested with.
+#: The command that installs the NVRTC release with which the kernels are tested.
 _TESTED = 'pip install "cuda-toolkit[cudart,nvrtc]==13.0.*"'
 _PACKAGE_OF_CUDA = {12: "cukern[cuda12]", 13: "cukern[cuda13]"}
 
 
 class Finding(NamedTuple):
-    """A line of the report. `fix` is a command or advice for the user. A problem has a fix; a note may have one."""
+    """A line of the report. `fix` is a command or advice. A problem always has a `fix`."""
 
     subject: str
     state: str
@@ -56,7 +55,7 @@ class Gpu(NamedTuple):
 
 
 class Driver(NamedTuple):
-    """The NVIDIA driver: its CUDA version (None without a driver), its GPUs, and the reason why it cannot be used."""
+    """The NVIDIA driver. `cuda` is None without a driver; `error` tells why the driver cannot be used."""
 
     cuda: tuple[int, int] | None
     gpus: list[Gpu]
@@ -64,7 +63,7 @@ class Driver(NamedTuple):
 
 
 def driver() -> Driver:
-    """Query the driver library directly, which needs neither CuPy nor a CUDA context."""
+    """Query the driver library, without CuPy or a CUDA context."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -93,7 +92,6 @@ def driver() -> Driver:
     return Driver(version, gpus)
 
 
-#: The environment variables that affect cukern, CuPy and the driver.
 _VARIABLES = (
     "CUKERN_COMPILE", "CUKERN_CACHE_DIR", "CUDA_VISIBLE_DEVICES", "CUDA_PATH", "CUDA_HOME", "CUDA_LAUNCH_BLOCKING",
     "CUPY_CACHE_DIR", "LD_LIBRARY_PATH",
@@ -101,7 +99,6 @@ _VARIABLES = (
 
 
 def look_at_software() -> list[Finding]:
-    """Report the versions of cukern and its required packages, the system, and the variables that are set."""
     import cukern
 
     place = Path(cukern.__file__).parent
@@ -130,7 +127,6 @@ def _text(version: tuple[int, int]) -> str:
 
 
 def _extra_for(found: Driver) -> str:
-    """Return the pip command for the extra of cukern whose CuPy works with this driver."""
     major = 13 if found.cuda is None or found.cuda[0] >= 13 else 12
     return f'pip install "{_PACKAGE_OF_CUDA[major]}"'
 
@@ -160,7 +156,6 @@ def look_at_driver(found: Driver) -> list[Finding]:
 
 
 def cupy_packages() -> list[tuple[str, str]]:
-    """Return name and version of each installed distribution of CuPy."""
     found = set()
     for distribution in importlib.metadata.distributions():
         name = (distribution.metadata["Name"] or "").lower()
@@ -170,13 +165,13 @@ def cupy_packages() -> list[tuple[str, str]]:
 
 
 def look_at_cupy(found: Driver, packages: list[tuple[str, str]], failure: Exception | None) -> list[Finding]:
-    """Report whether CuPy works. `failure` is the error of `import cupy`, or None."""
+    """Report whether CuPy works. `failure` is the error of its import, or None."""
     words = ", ".join(f"{name} {version}" for name, version in packages)
     if not packages and failure:
         kind = "problem" if found.gpus else "note"
         return [Finding("CuPy", "not installed: kernels can neither compile nor run", kind, _extra_for(found))]
     if failure:
-        # CuPy creates its cache folder when it is imported, so an OSError means that it cannot create the folder.
+        # An OSError means that CuPy cannot create its cache folder.
         fix = "export CUPY_CACHE_DIR=/a/folder/of/yours" if isinstance(failure, OSError) else _extra_for(found)
         reason = " ".join(str(failure).split()) or repr(failure)
         return [Finding("CuPy", f"{words} does not import: {reason}", "problem", fix)]
@@ -258,20 +253,18 @@ def look_at_cache() -> list[Finding]:
 
 
 class Row(NamedTuple):
-    """The numbers of cached kernels of a family for an architecture."""
-
     stem: str
     arch: str
-    present: int  # cached kernels among those that `import cukern` compiles
-    total: int  # kernels that `import cukern` compiles
-    first_use: int  # cached kernels of the installed sources that `import cukern` does not compile
-    others: int  # cached kernels of other versions of the sources
+    present: int  # cached kernels of `import cukern`
+    total: int  # kernels of `import cukern`
+    first_use: int  # other cached kernels of the installed sources
+    others: int  # cached kernels of other source versions
 
 
 def _cached() -> tuple[dict[tuple[str, str], set[str]], Counter[tuple[str, str]]]:
-    """Return the cached instances of the installed sources, and the number of cubins of other versions.
+    """Return cached instances of the installed sources, and counts of other cubins.
 
-    The keys are (family, architecture).
+    The keys of both dictionaries are (family, architecture).
     """
     kernel_of = {k.function: k for kernels in kernel.KERNELS.values() for k in kernels}
     current: dict[tuple[str, str], set[str]] = defaultdict(set)
@@ -293,7 +286,6 @@ def _cached() -> tuple[dict[tuple[str, str], set[str]], Counter[tuple[str, str]]
 
 
 def look_at_kernels(found: Driver) -> tuple[list[Row], list[Finding]]:
-    """Return a row for each family and architecture, and a finding if kernels that the import compiles are missing."""
     current, others = _cached()
     here = _archs_of(found)
     rows: list[Row] = []
@@ -318,12 +310,10 @@ def look_at_kernels(found: Driver) -> tuple[list[Row], list[Finding]]:
 
 
 def _archs_of(found: Driver) -> list[str]:
-    """Return the architectures of the GPUs that can run the kernels."""
     return sorted({gpu.arch for gpu in found.gpus if gpu.compute_capability >= _OLDEST})
 
 
 def _sum_of(rows: list[Row], arch: str) -> Finding:
-    """Report the number of compiled kernels of all families for an architecture."""
     own = [row for row in rows if row.arch == arch]
     present, total, first_use, others = (sum(column) for column in zip(*(row[2:] for row in own), strict=True))
     words = f"; {others} of other versions" if others else ""
@@ -336,10 +326,9 @@ def _sum_of(rows: list[Row], arch: str) -> Finding:
 
 
 def one_of_each(arch: str) -> list[Instance]:
-    """Return one instance of each kernel, preferably an instance that is in the cache.
+    """Return one instance of each kernel, if possible a cached one.
 
-    The candidates are the instances that the families list, and the instances that the smallest calls of well-known
-    models launch.
+    Candidates are the listed instances, and the instances of the smallest calls of well-known models.
     """
     from cukern.commands.serving import smallest_of
 
@@ -353,7 +342,7 @@ def one_of_each(arch: str) -> list[Instance]:
 
 
 def try_kernels(arch: str) -> list[Finding]:
-    """Compile one instance of each kernel that has no instance in the cache. Report each family that fails."""
+    """Compile one instance of each kernel that has no cached instance. Report each family that fails."""
     tried = one_of_each(arch)
     with contextlib.suppress(compile.CompileError):
         kernel.compile_with_progress([(i, arch) for i in compile.missing(tried, arch)], f"trying kernels for sm_{arch}")
@@ -370,10 +359,7 @@ def try_kernels(arch: str) -> list[Finding]:
 
 
 def look_at_templates(found: Driver) -> list[Finding]:
-    """Compile one instance of each kernel for the GPUs of this machine, and report the failures.
-
-    Report nothing if this machine cannot compile or store any kernel.
-    """
+    """Try each kernel on this machine's GPUs, and report failures."""
     archs = [arch for arch in _archs_of(found) or [_TRIED] if refusal(arch) is None]
     try:
         compile.cuda_include_directory()
@@ -387,7 +373,6 @@ def _names(instances: list[Instance]) -> str:
 
 
 def _why(instance: Instance, arch: str) -> str:
-    """Return the first error in NVRTC's message."""
     try:
         compile.cubin(instance, arch)
     except compile.CompileError as error:
@@ -409,7 +394,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _show_combinations() -> None:
-    """Print which pairs of classes can form a mixture-of-experts layer, and why the other pairs cannot."""
     from rich import box
     from rich.table import Table
 
@@ -438,9 +422,9 @@ def _show_combinations() -> None:
 
 
 def _hanging(begin: str, text: str, width: int) -> str:
-    """Return `begin` followed by the text. The text is wrapped between words and indented to the end of `begin`.
+    """Return `begin` followed by the wrapped text. The text's later lines are indented to the end of `begin`.
 
-    A word that is too long for that column, such as a path, gets its own line, which starts at column `_SUBJECT`.
+    A word too long for the indented lines, such as a path, gets a line that starts at `_SUBJECT`.
     """
     lines, indent = [begin], " " * len(begin)
     for word in text.split(" "):
@@ -455,7 +439,6 @@ def _hanging(begin: str, text: str, width: int) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print all findings. Return 1 if there is a problem."""
     if args.moe:
         _show_combinations()
         return 0

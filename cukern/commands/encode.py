@@ -1,4 +1,4 @@
-"""`cukern encode`: compute one vector for each text of a file, with a model in a directory."""
+"""`cukern encode`: compute a vector for each text of a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ _SHOWN = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the command."""
     model = "the directory of a model of the BERT family, as transformers or sentence-transformers write it"
     texts.add_arguments(parser, model, "where to keep the vectors, float32", "FILE.npy")
     parser.epilog = (
@@ -26,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _nearest(vectors: NDArray[Any], shown: int) -> list[tuple[int, float]]:
-    """Return, for each of the first texts, the nearest other text and the cosine between the two."""
+    """Return, for each of the first `shown` texts, the nearest other text and the cosine of the two."""
     unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     cosines = unit[:shown] @ unit.T
     np.fill_diagonal(cosines, -np.inf)
@@ -40,7 +39,7 @@ def _show(lines: list[str], tokens: list[list[int]], vectors: NDArray[Any]) -> N
     from rich.text import Text
 
     screen = console()
-    # Reserve 30 characters of a row for the numbers. The two texts of the row share the rest.
+    # The numbers of a row take 30 characters; two texts share the rest.
     room = max(8, min(48, (screen.width - 30) // 2))
 
     def words(number: int) -> Text:
@@ -63,7 +62,6 @@ def _show(lines: list[str], tokens: list[list[int]], vectors: NDArray[Any]) -> N
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read the texts and the model, and show or save the vectors."""
     from cukern.models import Encoder
     from cukern.runtime import arrays
 

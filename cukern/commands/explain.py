@@ -1,7 +1,7 @@
-"""`cukern explain`: explain the kernels of a call from its sizes. The arrays have no memory, and nothing runs.
+"""`cukern explain`: explain a call's kernels from its sizes. The arrays have no memory, and no kernel runs.
 
-The shape and the dtypes of each argument come from the docstring of the function: "logits: float32 [tokens, experts]".
-If the docstring refers to another function ("as in `rms_norm`"), they come from the docstring of that function.
+Shapes and dtypes come from docstrings: "logits: float32 [tokens, experts]", or "as in `rms_norm`", which refers to the
+docstring of `rms_norm`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cukern.runtime.compile import Instance
 from cukern.runtime.progress import progress
 from cukern.runtime.template import TemplateError
 
-#: Default sizes, keyed by the names that the docstrings use. All other sizes default to 8.
+#: Default sizes by name in docstrings. Other sizes are 8.
 SIZES = {
     "tokens": 4096, "rows": 4096, "words": 4096, "memory_tokens": 4096, "experts": 256, "topk": 8, "topk_group": 4,
     "hidden": 4096, "width": 4096, "inter": 2048, "k": 4096, "n": 4096, "vocab": 131072, "positions": 4096, "heads": 32,
@@ -40,7 +40,7 @@ SIZES = {
     "group_size": 128, "num_experts": 256, "n_expert": 256, "step": 1, "end_id": 2, "batch_size": 64,
     "num_heads_per_head_k": 128, "num_heads_k": 1,
 }  # fmt: skip
-#: Default sizes for functions that use all of these names, which are the functions for attention over latents (MLA).
+#: These defaults hold for functions whose docstrings have all four sizes: attention over latents (MLA).
 _OF_LATENTS = {"head_dim": 576, "head_dim_v": 512, "heads": 128, "kv_heads": 1}
 _ANOTHER = 8
 _FLOATS = ("bfloat16", "float16", "float32")
@@ -49,14 +49,12 @@ _SHAPE = re.compile(r"(?<![\w\])])\[([^\[\]]*)\](?! or less)")
 #: Matches "of the dtype of `a`", "of q's dtype", "of the query's dtype", "the same dtype" and "a dtype as in".
 _LIKE = re.compile(r"\b(?:dtype of `(\w+)`|(?:of (?:the )?(\w+)'s dtype)|the same dtype|a dtype as in)")
 _A_FLOAT = 0.9
-#: Errors that a function raises for invalid arguments. TemplateError: a size does not fit in a field of the kernel.
+#: Errors for invalid arguments. TemplateError: a size does not fit in a kernel's field.
 _REFUSALS = (TypeError, ValueError, TemplateError)
-#: Maximum characters of a line.
 _WIDEST = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the command."""
     parser.add_argument("function", metavar="FUNCTION", help="a function of cukern, such as moe_fused_gate")
     parser.add_argument(
         "--shape",
@@ -108,16 +106,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 # --- parsing docstrings -----------------------------------------------------------------------------------
 
 
-class Said(NamedTuple):
-    """The text about an argument in a docstring, and the shape that the text gives."""
+class ArgumentDoc(NamedTuple):
+    """The text about an argument in a docstring."""
 
     text: str
-    shape: str  # such as "experts, 2 * inter, hidden"; empty if the argument is a number or a string
+    shape: str  # such as "experts, 2 * inter, hidden"; empty for a number or a string
 
 
 @functools.cache
-def _entries(function: str) -> dict[str, Said]:
-    """Return the description of each argument that the function's docstring lists."""
+def _entries(function: str) -> dict[str, ArgumentDoc]:
     text = inspect.getdoc(getattr(cukern, function)) or ""
     groups: list[tuple[list[str], str]] = []
     for line in text.partition("\nArgs:\n")[2].splitlines():
@@ -127,58 +124,57 @@ def _entries(function: str) -> dict[str, Said]:
             groups.append((found[1].strip(",").split(", "), found[2] or ""))
         elif groups:
             groups[-1] = (groups[-1][0], f"{groups[-1][1]} {line.strip()}")
-    entries: dict[str, Said] = {}
+    entries: dict[str, ArgumentDoc] = {}
     before = ""
-    for names, said in groups:
-        shape = _SHAPE.search(said)
+    for names, doc in groups:
+        shape = _SHAPE.search(doc)
         if shape:
             before = shape[1]
-        elif not re.search(r"\bthe same\b(?! dtype)", said):
+        elif not re.search(r"\bthe same\b(?! dtype)", doc):
             before = ""
-        # A text such as "key_cache, value_cache: [...], and [...]" gives one shape for each name.
-        pair = re.search(r"\[([^\]]*)\](?: with [^;\[]*)?,(?: and)? \[([^\]]*)\]", said) if len(names) == 2 else None
+        # "key_cache, value_cache: [...], and [...]" gives a shape for each name.
+        pair = re.search(r"\[([^\]]*)\](?: with [^;\[]*)?,(?: and)? \[([^\]]*)\]", doc) if len(names) == 2 else None
         for i, name in enumerate(names):
-            entries[name] = Said(said, pair[i + 1] if pair else before)
+            entries[name] = ArgumentDoc(doc, pair[i + 1] if pair else before)
     return entries
 
 
-def _said(function: str, name: str, asked: tuple[tuple[str, str], ...] = ()) -> Said | None:
-    """Return the text about an argument from the function's docstring, or from a docstring that it refers to."""
+def _doc_of(function: str, name: str, asked: tuple[tuple[str, str], ...] = ()) -> ArgumentDoc | None:
+    """Return the text about an argument from a function's docstring, or from a docstring to which it refers."""
     if (function, name) in asked or not inspect.isfunction(getattr(cukern, function, None)):
         return None
     asked = (*asked, (function, name))
     whole = inspect.getdoc(getattr(cukern, function)) or ""
-    own = _entries(function).get(name, Said("", ""))
+    own = _entries(function).get(name, ArgumentDoc("", ""))
     if own.shape:
         return own
     renamed = dict(re.findall(r"`(\w+)` for `(\w+)`", whole))
     for other in re.findall(r"`(?:cukern\.)?(\w+)`", f"{own.text}\n{whole}"):
         for known in dict.fromkeys((renamed.get(name, name), name)):
-            if found := _said(other, known, asked):
+            if found := _doc_of(other, known, asked):
                 return found
     if inline := re.search(rf"`{name}`[^`\[]*\[([^\]]*)\]", whole):
-        return Said(own.text or inline[0], inline[1])
+        return ArgumentDoc(own.text or inline[0], inline[1])
     return own if own.text else None
 
 
-def _shape_with(said: Said, scalars: Mapping[str, Any]) -> str:
-    """Return the shape of an array. The text may give one per value of a string argument: 'layout "flash": [...]'."""
+def _shape_with(doc: ArgumentDoc, scalars: Mapping[str, Any]) -> str:
+    """Return an array's shape. A text may give one shape per value of a string argument: 'layout "flash": [...]'."""
     for word in scalars.values():
-        if found := re.search(rf'"{word}":[^\[]*\[([^\]]*)\]', said.text):
+        if found := re.search(rf'"{word}":[^\[]*\[([^\]]*)\]', doc.text):
             return found[1]
-    return said.shape
+    return doc.shape
 
 
 # --- the call ---------------------------------------------------------------------------------------------
 
 
 def _size(text: str, sizes: Mapping[str, int]) -> int:
-    """Evaluate a size expression from a docstring, such as "ceil(k / 64)"."""
+    """Evaluate a size expression such as "ceil(k / 64)"."""
     return math.ceil(eval(text, {"ceil": math.ceil}, dict(sizes)))
 
 
 def _array(name: str, dtype: str, shape: Sequence[str], sizes: Mapping[str, int]) -> Any:
-    """Return an array without memory. Raises UserError if its size is not in the docstring, or is too large."""
     try:
         numbers = tuple(_size(text, sizes) for text in shape)
     except (SyntaxError, NameError, TypeError):
@@ -190,7 +186,7 @@ def _array(name: str, dtype: str, shape: Sequence[str], sizes: Mapping[str, int]
 
 
 def _dimensions(shape: str) -> list[str]:
-    """Return the size expressions of a shape; "..." stands for at most one dimension."""
+    """Return a shape's size expressions; "..." stands for at most one dimension."""
     parts = [
         part.strip().removeprefix("*").removeprefix("all ") for part in re.split(r",(?![^(]*\))", shape) if part.strip()
     ]
@@ -204,38 +200,35 @@ def _names(expressions: Sequence[str]) -> list[str]:
 
 
 class Parameter(NamedTuple):
-    """An argument of the function: an array, a list with one array, an integer, or something else."""
-
     name: str
-    kind: str  # "array", "arrays", "int" or "other"
+    kind: str  # "array", "arrays" (a list with one array), "int" or "other"
     is_required: bool
-    is_left_out: bool  # whether calls usually pass None for it
+    is_left_out: bool  # whether calls usually pass None
     annotation: str
-    said: Said
+    doc: ArgumentDoc
 
 
 @functools.cache
 def parameters(function: Callable[..., Any]) -> list[Parameter]:
-    """Return the arguments of a function of cukern."""
     found = []
     for own in inspect.signature(function).parameters.values():
         annotation = str(own.annotation)
-        said = _said(function.__name__, own.name) or Said("", "")
+        doc = _doc_of(function.__name__, own.name) or ArgumentDoc("", "")
         kind = "other"
         if re.search(r"\b(int|Size)\b", annotation):
             kind = "int"
-        elif "Array" in annotation and "float" not in annotation and (said.shape or "one element" in said.text):
+        elif "Array" in annotation and "float" not in annotation and (doc.shape or "one element" in doc.text):
             kind = "arrays" if annotation.startswith("Sequence[") else "array"
-        is_left_out = "None" in annotation and (kind == "other" or " or None" in said.text)
-        found.append(Parameter(own.name, kind, own.default is own.empty, is_left_out, annotation, said))
+        is_left_out = "None" in annotation and (kind == "other" or " or None" in doc.text)
+        found.append(Parameter(own.name, kind, own.default is own.empty, is_left_out, annotation, doc))
     return found
 
 
 def _dtype(parameter: Parameter, first: str, chosen: Mapping[str, str]) -> str:
-    """Return the dtype of an array: the chosen dtype if the docstring allows it, else the docstring's first dtype."""
+    """Return an array's dtype: the chosen one if the docstring allows it, else the docstring's first."""
     if parameter.name in chosen:
         return chosen[parameter.name]
-    common, text = chosen[""], parameter.said.text
+    common, text = chosen[""], parameter.doc.text
     before, _, after = text.partition("[")
     named = _DTYPE.findall(before)
     if not named and before.startswith("bytes"):
@@ -247,16 +240,14 @@ def _dtype(parameter: Parameter, first: str, chosen: Mapping[str, str]) -> str:
 
 
 def _shapes(function: Callable[..., Any], scalars: Mapping[str, Any], optional: Sequence[str]) -> dict[str, list[str]]:
-    """Return the size expressions of each array of a call."""
     return {
-        p.name: _dimensions(_shape_with(p.said, scalars) or "1")
+        p.name: _dimensions(_shape_with(p.doc, scalars) or "1")
         for p in parameters(function)
         if p.kind in ("array", "arrays") and (p.name in optional or (p.is_required and not p.is_left_out))
     }
 
 
 def sizes_of(function: Callable[..., Any], scalars: Mapping[str, Any], optional: Sequence[str]) -> list[str]:
-    """Return the names of all sizes of a call: the sizes in the shapes of its arrays, and its integer arguments."""
     names = _names([text for shape in _shapes(function, scalars, optional).values() for text in shape])
     return list(dict.fromkeys([*names, *(p.name for p in parameters(function) if p.kind == "int")]))
 
@@ -268,7 +259,6 @@ def call_of(
     scalars: Mapping[str, Any],
     optional: Sequence[str],
 ) -> dict[str, Any]:
-    """Return the arguments of a call with these sizes. Raises UserError for a name that the function does not have."""
     own, title = parameters(function), f"cukern.{function.__name__}"
     arrays_of = [p for p in own if p.kind in ("array", "arrays")]
     shapes = _shapes(function, scalars, optional)
@@ -300,12 +290,11 @@ def call_of(
 
 
 def _value(parameter: Parameter, title: str) -> Any:
-    """Return a value for a required argument that is neither an array nor an integer."""
     if "bool" in parameter.annotation:
         return True
     if "float" in parameter.annotation:
         return _A_FLOAT
-    if parameter.annotation == "str" and (word := re.search(r'"(\w+)"', parameter.said.text)):
+    if parameter.annotation == "str" and (word := re.search(r'"(\w+)"', parameter.doc.text)):
         return word[1]
     if "None" in parameter.annotation or parameter.is_left_out:
         return None
@@ -322,22 +311,22 @@ def _refuse_others(option: str, given: Any, known: Any, what: str) -> None:
 
 # --- the kernels of a function ----------------------------------------------------------------------------
 
-#: Sizes at which some functions launch different kernels. `reached_by` tries these sizes, and all integers that are
-#: template arguments of the listed instances.
+#: Sizes where the launched kernels may change. `reached_by` also tries, as sizes, all integer template arguments of the
+#: listed instances.
 _SWEPT = (1, 16, 64, 1024, 4096, 8192, 65536)
-_LOADS = (4, 8)  # elements per 16-byte load; some template arguments give a width in such loads
+_LOADS = (4, 8)  # elements per 16-byte vector; some template arguments count such vectors
 
 
 def reached_by(name: str, listed: Collection[Instance], on: gpu.Gpu) -> set[Instance]:
-    """Return the instances among `listed` that calls of a function launch on a GPU, for any dtypes, options and sizes.
+    """Return the instances among `listed` that calls of a function may launch on a GPU.
 
-    The search first changes one option or size at a time. Then it tries all pairs of sizes that affect the result.
+    It changes one option or one size at a time, then each pair of the sizes that affect the result.
     """
     function = getattr(cukern, name)
     own = parameters(function)
     values = sorted({*_SWEPT, *(x for i in listed for x in i.arguments if type(x) is int and x > 0)})
     words = [(p.name, word) for p in own if p.annotation == "str" and p.name != "variant"
-             for word in re.findall(r'"(\w+)"', p.said.text)]  # fmt: skip
+             for word in re.findall(r'"(\w+)"', p.doc.text)]  # fmt: skip
     flags = [(p.name, value) for p in own if p.annotation == "bool" for value in (False, True)]
     optional = [
         p.name for p in own if p.kind == "array" and (p.is_left_out or not p.is_required) and "out" not in p.name
@@ -349,8 +338,8 @@ def reached_by(name: str, listed: Collection[Instance], on: gpu.Gpu) -> set[Inst
     ones = {p.name: 1 for p in own if p.kind == "int" and p.is_required}
 
     def at(dtype: str, option: tuple[dict[str, Any], list[str]], **sizes: int) -> frozenset[Instance]:
-        # An integer argument, such as the number of groups, may be too large for these sizes, and the function then
-        # raises. In that case try again with 1 for all integer arguments.
+        # An integer argument, such as the number of groups, may be too large for these sizes. Then try again with 1 for
+        # all integers.
         for given in (sizes, ones | sizes):
             with contextlib.suppress(*_REFUSALS, UserError):
                 return launched(name, call_of(function, given, {"": dtype}, *option), on)
@@ -378,7 +367,6 @@ def reached_by(name: str, listed: Collection[Instance], on: gpu.Gpu) -> set[Inst
 
 
 def _pairs(option: str, given: Sequence[str]) -> dict[str, str]:
-    """Return the pairs NAME=VALUE of an option."""
     pairs = {}
     for text in given:
         name, _, value = (part.strip() for part in text.partition("="))
@@ -397,7 +385,7 @@ def _sizes(given: Sequence[str]) -> dict[str, int]:
 
 
 def _dtypes(given: Sequence[str]) -> dict[str, str]:
-    """Return the dtypes by array name. The key "" contains the dtype of all other arrays."""
+    """Return dtypes by array name. The key "" is for all other arrays."""
     dtypes = {"": _FLOATS[0]}
     for text in given:
         name, _, dtype = text.rpartition("=")
@@ -408,7 +396,7 @@ def _dtypes(given: Sequence[str]) -> dict[str, str]:
 
 
 def _literal(text: str) -> Any:
-    """Parse a value as a Python literal. If it is not a literal, return it as a string."""
+    """Parse a Python literal; return any other text unchanged."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -416,21 +404,18 @@ def _literal(text: str) -> Any:
 
 
 def _written(value: Any) -> str:
-    """Return the text of an argument in the printed call."""
     if isinstance(value, list):
         return f"[{', '.join(map(_written, value))}]"
     return f"{value.dtype} {list(value.shape)}" if hasattr(value, "dtype") else repr(value)
 
 
 def functions() -> list[str]:
-    """Return the names of cukern's functions that work on arrays."""
     public = {name: getattr(cukern, name) for name in cukern.__all__}
     rooms = ("cukern.ops.", "cukern.fused_moe")
     return [name for name, x in public.items() if inspect.isfunction(x) and x.__module__.startswith(rooms)]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the call, and its launches."""
     if args.function not in functions():
         near = difflib.get_close_matches(args.function, functions()) or ["moe_fused_gate"]
         raise UserError(f"FUNCTION must be a function of cukern, such as {' or '.join(near)}, got {args.function!r}")
@@ -443,11 +428,11 @@ def run(args: argparse.Namespace) -> int:
     scalars = {name: _literal(value) for name, value in _pairs("--set", args.scalars).items()}
     arguments = call_of(function, _sizes(args.shape), _dtypes(args.dtype), scalars, args.optional)
     try:
-        said = cukern.explain(function, **arguments, arch=arch)
+        explanation = cukern.explain(function, **arguments, arch=arch)
     except _REFUSALS as error:
         raise UserError(str(error)) from None
     width = min(_WIDEST, shutil.get_terminal_size((WIDTH, 24)).columns)
     shown = ", ".join(f"{name}={_written(value)}" for name, value in arguments.items())
     print(textwrap.fill(f"{args.function}({shown})", width, subsequent_indent="    ", break_long_words=False))
-    print(said.text(width))
+    print(explanation.text(width))
     return 0

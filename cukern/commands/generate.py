@@ -1,4 +1,4 @@
-"""`cukern generate`: continue prompts with a model of transformers on cukern's kernels."""
+"""`cukern generate`: continue prompts with a transformers model on cukern's kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ _RANDOM_TOKENS = 32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the command."""
     add = parser.add_argument
     add(
         "--model",
@@ -45,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise UserError for a combination of arguments that is not allowed."""
     if args.random_weights != (args.config is not None):
         raise UserError("--config NAME and --random-weights go together")
     if (args.model is None) == (args.config is None):
@@ -68,7 +66,6 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, Any, list[list[int]]]:
-    """Load the model. Return the model, its tokenizer or None, and the token ids of the prompts."""
     import torch
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -99,7 +96,6 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any, list[list[int]]]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load the model, enable cukern's kernels, and continue the prompts."""
     _check(args)
     try:
         import torch  # noqa: F401

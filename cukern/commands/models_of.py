@@ -1,4 +1,4 @@
-"""The sizes of the models that `cukern compile --for` supports, by name or from a directory."""
+"""Sizes of the models for `cukern compile --for`, by name or from a directory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LLAMA_8B = {
     "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
     "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 131072, "torch_dtype": "bfloat16",
 }  # fmt: skip
-#: Maps each model name to its checkpoints, and each checkpoint to its configuration, with Hugging Face's keys.
+#: Maps a model name to checkpoints, and a checkpoint to its configuration with Hugging Face's keys.
 NAMED: dict[str, dict[str, dict[str, Any]]] = {
     "deepseek-v3": {"DeepSeek-V3": _DEEPSEEK_V3},
     "qwen3-moe": {
@@ -51,14 +51,14 @@ NAMED: dict[str, dict[str, dict[str, Any]]] = {
 
 
 class Kind(NamedTuple):
-    """Properties of a model that follow from its model_type, so that the configuration does not contain them."""
+    """The facts about a `model_type` that its configuration does not state."""
 
     has_experts: bool = False
     is_latent: bool = False  # attention over latents, as in DeepSeek-V3
-    norms_heads: bool = False  # the model normalizes the heads of queries and keys
+    norms_heads: bool = False  # normalizes heads of queries and keys
     has_sinks: bool = False
-    is_biased: bool = False  # the experts have biases
-    scoring: str = "softmax"  # the router's scoring function
+    is_biased: bool = False  # biases in the experts
+    scoring: str = "softmax"  # of the router
     activation: str = "silu"
 
 
@@ -77,9 +77,9 @@ _DTYPES = tuple(arrays.CUDA_TYPE)
 
 
 class Model(NamedTuple):
-    """The sizes of a model. A size is 0 or None if the model does not have what it describes."""
+    """The sizes of a model; 0 or None for absent parts."""
 
-    source: str  # the name or the file of the model, for messages
+    source: str  # name or file, for messages
     kind: Kind
     dtype: str
     quantization: str | None  # "fp8_block", "fp8", "mxfp4"
@@ -89,7 +89,7 @@ class Model(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
-    inter: int  # intermediate size of the dense layers
+    inter: int  # of dense layers
     window: int | None
     has_attention_bias: bool
     q_rank: int = 0
@@ -100,11 +100,10 @@ class Model(NamedTuple):
     expert_inter: int = 0
     groups: int = 1
     topk_group: int = 1
-    local_experts: int = 0  # experts per rank
+    local_experts: int = 0  # per rank
 
 
 def models_of(wanted: str) -> list[Model]:
-    """Return the models with this name or in this directory. Raises UserError if `wanted` is neither."""
     if wanted in NAMED:
         return [_model(config, wanted) for config in NAMED[wanted].values()]
     folder = Path(wanted)
@@ -125,8 +124,6 @@ def models_of(wanted: str) -> list[Model]:
 
 
 class _Reader:
-    """Reads the values of a configuration, and checks them."""
-
     def __init__(self, config: dict[str, Any], source: str) -> None:
         self.config, self.source = config, source
 
@@ -135,7 +132,7 @@ class _Reader:
         return UserError(f"--for {self.source}: {name} must be {wanted}, got {got}")
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """Return the value of the first existing key in `names`. Raises UserError if it is not a positive integer."""
+        """Return the value of the first key in `names` that exists, a positive integer."""
         name = next((name for name in names if self.config.get(name) is not None), None)
         if name is None and default is not None:
             return default

@@ -1,4 +1,4 @@
-"""`cukern profile-moe`: write a trace of one forward pass of the fused mixture-of-experts layer."""
+"""`cukern profile-moe`: trace one forward pass of the fused mixture-of-experts layer."""
 
 from __future__ import annotations
 
@@ -54,10 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _layer(args: argparse.Namespace, ranks: int) -> Layer:
-    """Return the arguments of the layer for all ranks, in NumPy.
-
-    Raises UserError if the classes or the sizes cannot form a layer.
-    """
+    """Return the layer's arguments for all ranks, in NumPy."""
     able, why_not = quantizations_of(args.pf_type, args.experts_type)
     if not able:
         raise UserError(why_not)
@@ -80,7 +77,7 @@ def _layer(args: argparse.Namespace, ranks: int) -> Layer:
 
 
 class HostTrace:
-    """Records the host time of the public functions of `cukern.ops` and of the layer's stages, as a Chrome trace."""
+    """Records a Chrome trace of the host time of `cukern.ops`' public functions and of the layer's stages."""
 
     _STAGES = ("forward", "prepare", "prepare_no_receive", "workspace_shapes", "apply", "finalize")
 
@@ -91,7 +88,7 @@ class HostTrace:
     def _name(self, frame: FrameType) -> str | None:
         module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
         if module == "cukern.runtime.op":
-            # The body of an op runs only while its plan is recorded, so measure the method `call` instead.
+            # An op's body runs only while its plan is recorded, so measure the method `call`.
             called = frame.f_locals["op"].name if name == "call" else "_"
             return None if called.startswith("_") else called
         if module.startswith("cukern.ops."):
@@ -129,7 +126,6 @@ class HostTrace:
 
 
 def _torch_with_gpu() -> Any:
-    """Return the module torch if it is installed and can use a GPU of this machine, else None."""
     if not kernel.device_count():
         return None
     try:
@@ -140,10 +136,7 @@ def _torch_with_gpu() -> Any:
 
 
 def _place(torch: Any, device: Any) -> Callable[[Any], Any]:
-    """Return a function that moves an array to a rank's device, with torch if available, else with CuPy.
-
-    Without a GPU the function leaves the array in host memory.
-    """
+    """Return a function that moves an array to a rank's device. Without a GPU the function returns its argument."""
     if torch is not None:
         like = torch.empty(0, device=device)
         library: Any = arrays.library_of(like)
@@ -154,15 +147,13 @@ def _place(torch: Any, device: Any) -> Callable[[Any], Any]:
 
     def put(array: Any) -> Any:
         with current_device(device):
-            # CuPy does not have FP8 dtypes, so pass the elements as bytes.
+            # CuPy has no FP8 dtypes.
             return cupy.asarray(array.view(np.uint8) if "float8" in array.dtype.name else array)
 
     return put
 
 
 class _Rank(NamedTuple):
-    """A rank of this process: its layer, and the layer's arguments."""
-
     module: FusedMoEModularKernel
     layer: Layer
 
@@ -176,7 +167,7 @@ def _rank(args: argparse.Namespace, pf: FusedMoEPrepareAndFinalize, layer: Layer
 
 
 def _part(layer: Layer, rank: int, ranks: int) -> Layer:
-    """Return the arguments of the layer for one rank, which gets an equal share of the tokens and of the experts."""
+    """Return a rank's equal share of the tokens and experts."""
     tokens, experts = len(layer.hidden_states) // ranks, len(layer.w1) // ranks
     first = rank * experts
     return layer.of_rank(slice(rank * tokens, (rank + 1) * tokens), np.arange(first, first + experts))
@@ -184,10 +175,7 @@ def _part(layer: Layer, rank: int, ranks: int) -> Layer:
 
 @contextlib.contextmanager
 def _processes(args: argparse.Namespace) -> Iterator[tuple[Any, int, int]]:
-    """Yield torch, the rank of this process, and the number of ranks, which is 1 without torchrun.
-
-    Raises UserError if torch is not installed.
-    """
+    """Yield torch, the rank of this process and the number of ranks, 1 without torchrun."""
     try:
         import torch
         import torch.distributed
@@ -199,7 +187,7 @@ def _processes(args: argparse.Namespace) -> Iterator[tuple[Any, int, int]]:
         raise UserError(f"{args.pf_type} takes a process for each GPU: {command}")
     if devices:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    # Without torchrun, use a store in memory, because it does not need a network port.
+    # Without torchrun, use an in-memory store, because it needs no network port.
     own = {} if started else {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
     torch.distributed.init_process_group("nccl" if devices else "gloo", **own)
     try:
@@ -210,7 +198,6 @@ def _processes(args: argparse.Namespace) -> Iterator[tuple[Any, int, int]]:
 
 @contextlib.contextmanager
 def _ranks(args: argparse.Namespace) -> Iterator[list[_Rank]]:
-    """Set up the ranks of this process, and yield them."""
     devices = kernel.device_count()
     if args.pf_type.startswith("Nccl"):
         with _processes(args) as (torch, rank, ranks):
@@ -248,7 +235,6 @@ def _ranks(args: argparse.Namespace) -> Iterator[list[_Rank]]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a layer a few times, trace one more forward pass, and write the trace."""
     if not args.trace.absolute().parent.is_dir():
         raise UserError(f"--trace {args.trace}: there is no folder {args.trace.parent}")
     if args.trace.is_dir():
@@ -273,7 +259,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _trace_kernels(path: Path, ranks: list[_Rank], torch: Any) -> None:
-    """Write a torch.profiler trace of one forward pass of each rank."""
 
     def run_all(times: int) -> None:
         for _ in range(times):

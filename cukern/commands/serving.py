@@ -1,10 +1,10 @@
 """Find the kernel instances that a serving engine launches for a model.
 
-`calls_of` derives the calls of cukern's functions from the sizes of the model. In a `Call` some sizes vary, such as the
-number of tokens. `reached` returns the instances that a call launches over all values of these sizes. `launched` runs
-the host code of a call on descriptions of arrays, without a GPU.
+`calls_of` derives the calls of cukern's functions from the model's sizes. Some sizes of a `Call` vary, such as the
+number of tokens. `reached` returns the instances that a call launches for all values of these sizes. `launched` runs a
+call's host code on descriptions of arrays, without a GPU.
 
-Not included: exchanges between GPUs, beam search, penalties, and FP8 caches of keys and values.
+The calls do not include exchanges between GPUs, beam search, penalties, or FP8 caches of keys and values.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from cukern.runtime import arrays, gpu, kernel
 from cukern.runtime.compile import Instance
 from cukern.runtime.progress import progress
 
-#: Maximum tokens of a forward pass, and maximum sequences of a batch.
+#: The maximum number of tokens of a forward pass, and of sequences of a batch.
 MOST = 16384
-#: Tokens per page of keys and values, and per page of latents.
+#: Tokens per page, in a cache of keys and values, and in a cache of latents.
 PAGE, LATENT_PAGE = 16, 64
-#: The numbers of GPUs that a model may be split over. Each GPU gets some of the attention heads, and either some
-#: columns of every expert or some whole experts.
+#: The numbers of GPUs that may share a model. Each GPU gets some attention heads, and either columns of every expert or
+#: whole experts.
 RANKS = (1, 2, 4, 8)
-#: Query tokens per sequence in a step: 1 in ordinary decoding, more with draft tokens or chunked prefill.
+#: Query tokens per sequence in a step: 1 in plain decoding, more with draft tokens or chunked prefill.
 _QUERY_TOKENS = (1, 2, 4, 8, 16)
-#: The 16-bit kernel for few rows takes at most _DENSE_ROWS rows. The calls of this kernel pass the number of rows as
-#: `expected_m`, but at most _DENSE_EXPECTED.
+#: The 16-bit kernel for few rows takes at most _DENSE_ROWS rows. Its calls pass min(rows, _DENSE_EXPECTED) as
+#: `expected_m`.
 _DENSE_ROWS, _DENSE_EXPECTED = 4, 2
 _GROUP = 128  # elements per FP8 scale
 
@@ -52,14 +52,12 @@ class Axis(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """An array without memory. Each size is a number or an `Axis`."""
-
     dtype: str
     shape: tuple[int | Axis, ...]
 
 
 class Call(NamedTuple):
-    """A call of a public function of cukern. If the call is optional and the function raises, the call is skipped."""
+    """A call of a public function. An optional call is skipped if the function raises."""
 
     function: str
     arguments: tuple[tuple[str, Any], ...]
@@ -67,12 +65,10 @@ class Call(NamedTuple):
 
     @property
     def axes(self) -> dict[str, int]:
-        """The names of the varying sizes, with their maximum values."""
         specs = [value for _, value in self.arguments if isinstance(value, Spec)]
         return {size.name: size.most for spec in specs for size in spec.shape if isinstance(size, Axis)}
 
     def at(self, sizes: dict[str, int]) -> dict[str, Any]:
-        """Return the arguments for these sizes."""
         return {name: _array(x, sizes) if isinstance(x, Spec) else x for name, x in self.arguments}
 
 
@@ -88,7 +84,7 @@ def _array(spec: Spec, sizes: dict[str, int]) -> Any:
 
 @functools.lru_cache(1 << 12)
 def placeholder(dtype: str, shape: tuple[int, ...]) -> Any:
-    """Return a NumPy array of any shape that takes only 64 bytes of memory. Its elements must not be read."""
+    """Return a NumPy array that occupies 64 bytes of memory, whatever its shape. Its elements must not be read."""
     kind = arrays.numpy_dtype(dtype)
     strides = [kind.itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape))]
     return np.lib.stride_tricks.as_strided(np.zeros(64, np.uint8).view(kind)[:1], shape, strides)
@@ -98,16 +94,16 @@ def placeholder(dtype: str, shape: tuple[int, ...]) -> Any:
 
 
 def launched(function: str, arguments: dict[str, Any], on: gpu.Gpu) -> frozenset[Instance]:
-    """Return the kernel instances that a call launches on a GPU. Raises the function's errors for the arguments."""
+    """Return the instances that a call launches on a GPU. Raises the function's errors."""
     trace, _ = _Described(getattr(cukern, function), (), arguments).trace(on)
     return frozenset(step.variant.instance for step in trace.steps)
 
 
 def _sweep(at: Callable[[int], frozenset[Instance]], points: set[int]) -> frozenset[Instance]:
-    """Return the union of the results of `at(n)` for all n from the smallest to the largest of `points`.
+    """Return the union of `at(n)` for all n between the smallest and largest of `points`.
 
-    The search bisects between neighbouring points with different results. For each change of the result, it adds the
-    last n before the change and the first n after the change to `points`.
+    Bisects between points with different results. Adds two values of n to `points` for each change of the result: the
+    last n before it, and the first n after it.
     """
     known = {n: at(n) for n in sorted(points)}
     pairs = list(itertools.pairwise(known))
@@ -125,11 +121,11 @@ def _sweep(at: Callable[[int], frozenset[Instance]], points: set[int]) -> frozen
 
 
 def reached(call: Call, on: gpu.Gpu) -> frozenset[Instance]:
-    """Return the instances that a call launches on a GPU, for all values of its varying sizes.
+    """Return the instances that a call launches on a GPU for all values of its varying sizes.
 
-    The first varying size is swept over all values (`_sweep`, starting from the powers of two and their successors). A
-    second varying size takes only the powers of two and its maximum. Sizes are skipped if the function raises for them.
-    If the function raises for the smallest sizes and the call is not optional, `reached` raises the same error.
+    The first varying size takes all values: `_sweep` starts from powers of two and their successors. A second varying
+    size takes only powers of two and its maximum. Sizes for which the function raises are skipped. If the function
+    raises even for the smallest sizes, the error is raised again, unless the call is optional.
     """
     axes = call.axes
     try:
@@ -160,10 +156,7 @@ def reached(call: Call, on: gpu.Gpu) -> frozenset[Instance]:
 
 
 def gpus_of(arch: str) -> list[gpu.Gpu]:
-    """Return the GPUs to compile for: the reference GPU of an architecture, and the GPUs of this machine.
-
-    Raises UserError for an unknown architecture.
-    """
+    """Return the GPUs to compile for: the architecture's reference GPU, and this machine's GPUs."""
     if arch not in gpu.BY_ARCH:
         raise UserError(f"--for takes --arch {', '.join(gpu.BY_ARCH)}, got {arch!r}")
     here = [found for found in map(gpu.of_device, range(kernel.device_count())) if found.arch == arch]
@@ -171,10 +164,7 @@ def gpus_of(arch: str) -> list[gpu.Gpu]:
 
 
 def instances_of(models: Collection[Model], arch: str) -> list[Instance]:
-    """Return the instances that serving these models launches on an architecture.
-
-    Raises UserError if a function of cukern raises for the sizes of a model.
-    """
+    """Return the instances that serving these models launches on an architecture."""
     model_of: dict[Call, Model] = {}
     for model in models:
         for call in calls_of(model):
@@ -191,7 +181,7 @@ def instances_of(models: Collection[Model], arch: str) -> list[Instance]:
 
 
 def smallest_of(arch: str) -> Iterator[Instance]:
-    """Yield the instances that the smallest calls of the models in `NAMED` launch on an architecture."""
+    """Yield the instances of the smallest calls of the models in `NAMED`."""
     for name in NAMED:
         for model in models_of(name):
             for call in calls_of(model):
@@ -207,7 +197,7 @@ _IDS, _FLOAT = "int32", "float32"
 
 
 def calls_of(model: Model) -> Iterator[Call]:
-    """Yield the calls of cukern's functions that run a model on one GPU, and split over several GPUs."""
+    """Yield the calls that run a model on one GPU, and the calls that run it on several GPUs."""
     for ranks in RANKS:
         own = _of_rank(model, ranks)
         if own is None:
@@ -220,7 +210,7 @@ def calls_of(model: Model) -> Iterator[Call]:
 
 
 def _of_rank(model: Model, ranks: int) -> Model | None:
-    """Return the sizes on each GPU if `ranks` GPUs share the model. Return None if it cannot be split evenly."""
+    """Return the sizes per GPU if `ranks` GPUs share the model; None if its heads cannot be divided among them."""
     if model.heads % ranks or (model.kv_heads % ranks and ranks % model.kv_heads):
         return None
     return model._replace(
@@ -233,7 +223,6 @@ def _of_rank(model: Model, ranks: int) -> Model | None:
 
 
 def _rows(m: Model) -> Iterator[Call]:
-    """Yield the calls for the embeddings and the norms."""
     yield _call("embedding_lookup", embedding_table=Spec(m.dtype, (m.vocab, m.hidden)), word_ids=Spec(_IDS, (TOKENS,)))
     widths = [m.hidden] + [rank for rank in (m.q_rank, m.kv_rank) if rank]
     for width in widths:
@@ -247,7 +236,7 @@ def _rows(m: Model) -> Iterator[Call]:
 
 
 def _products(m: Model) -> Iterator[Call]:
-    """Yield the calls for the linear layers, and for the activation of the feed-forward layers."""
+    """Yield the calls for linear layers and feed-forward activations."""
     sizes: list[tuple[int, int, str | None]]  # (result columns n, row length k, activation)
     if m.kind.is_latent:
         own = m.heads * (m.head_dim - m.rotary_dim)
@@ -262,7 +251,8 @@ def _products(m: Model) -> Iterator[Call]:
             ((m.heads + 2 * m.kv_heads) * m.head_dim, m.hidden, None),
             (m.hidden, m.heads * m.head_dim, None),
         ]
-    # Models with attention over latents have dense feed-forward layers, and shared experts, which are dense too.
+    # Models with attention over latents have dense layers of two sizes: feed-forward (`inter`) and shared experts
+    # (`expert_inter`).
     for inter in (m.inter, m.expert_inter) if m.kind.is_latent else () if m.experts else (m.inter,):
         sizes += [(2 * inter, m.hidden, m.kind.activation), (m.hidden, inter, None)]
         rows = Spec(m.dtype, (TOKENS, 2 * inter))
@@ -277,7 +267,7 @@ def _products(m: Model) -> Iterator[Call]:
 
 
 def _few_rows(m: Model, n: int, k: int, activation: str | None) -> Iterator[Call]:
-    """Yield the calls for a linear layer with 16-bit weights and the few rows of a decoding step."""
+    """Yield the calls for a 16-bit linear layer in a decoding step."""
     bias = Spec(m.dtype, (1, n)) if m.has_attention_bias and activation is None else None
     for rows in range(1, _DENSE_ROWS + 1):
         yield _call(
@@ -287,7 +277,7 @@ def _few_rows(m: Model, n: int, k: int, activation: str | None) -> Iterator[Call
 
 
 def _fp8_products(m: Model, n: int, k: int) -> Iterator[Call]:
-    """Yield the calls for a linear layer with FP8 weights and any number of rows, and for quantizing these rows."""
+    """Yield the calls for an FP8 linear layer, and for quantizing its rows."""
     rows, blocks = Spec(m.dtype, (TOKENS, k)), -(-k // _GROUP)
     if m.quantization == "fp8_block":
         yield _call("per_token_group_quant_fp8", x=rows, group_size=_GROUP)
@@ -305,7 +295,7 @@ def _fp8_products(m: Model, n: int, k: int) -> Iterator[Call]:
 
 
 def _gate(m: Model) -> Iterator[Call]:
-    """Yield the calls for the gate, and for the functions that sort tokens by expert."""
+    """Yield the calls for the gate and for sorting tokens by expert."""
     if not m.experts:
         return
     weights, ids = Spec(_FLOAT, (TOKENS, m.topk)), Spec(_IDS, (TOKENS, m.topk))
@@ -329,9 +319,9 @@ def _gate(m: Model) -> Iterator[Call]:
 
 
 def _experts(m: Model) -> Iterator[Call]:
-    """Yield the calls for the mixture-of-experts layer, with both ways to split the layer over ranks.
+    """Yield the calls for the mixture-of-experts layer.
 
-    Each rank gets either some columns of every expert, or some whole experts and an expert map.
+    A rank gets either columns of every expert, or whole experts and an expert map.
     """
     if not m.experts:
         return
@@ -341,7 +331,7 @@ def _experts(m: Model) -> Iterator[Call]:
 
 
 def _layers(m: Model) -> Iterator[Call]:
-    """Yield the calls of `fused_experts`, with the checkpoint's weights and with prepared weights."""
+    """Yield the calls of `fused_experts`, with checkpoint weights and with prepared weights."""
     both, inter = 2 * m.expert_inter, m.expert_inter
     common: dict[str, Any] = {
         "hidden_states": Spec(m.dtype, (TOKENS, m.hidden)),
@@ -390,12 +380,11 @@ def _attention(m: Model) -> Iterator[Call]:
 
 
 def _pages(m: Model, page: int) -> Axis:
-    """Return the number of columns of a block table, as an `Axis`."""
     return Axis("pages", -(-m.positions // page))
 
 
 def _paged_attention(m: Model) -> Iterator[Call]:
-    """Yield the calls for attention over a paged KV cache, and for the functions before it."""
+    """Yield the calls that fill a paged KV cache and attend to it."""
     heads, kv = (Spec(m.dtype, (TOKENS, n, m.head_dim)) for n in (m.heads, m.kv_heads))
     slots, blocks = Spec("int64", (TOKENS,)), -(-m.positions // PAGE)
     flash = Spec(m.dtype, (blocks, PAGE, m.kv_heads, m.head_dim))
@@ -414,7 +403,7 @@ def _paged_attention(m: Model) -> Iterator[Call]:
             "fused_qk_norm_rope_and_cache", query=heads, key=kv, value=kv, cos=angles, sin=angles, key_cache=flash,
             value_cache=flash, slot_mapping=slots, **norm,
         )  # fmt: skip
-        yield fused._replace(is_optional=True)  # it supports fewer head sizes than the functions that it replaces
+        yield fused._replace(is_optional=True)  # supports fewer head sizes than the functions that it replaces
     stored = {"key": kv, "value": kv, "slot_mapping": slots, "kv_cache_dtype": "auto", "k_scale": 1.0, "v_scale": 1.0}
     yield _call("reshape_and_cache_flash", **stored, key_cache=flash, value_cache=flash)
     yield _call("reshape_and_cache", **stored, key_cache=keys, value_cache=values)
@@ -431,14 +420,14 @@ def _paged_attention(m: Model) -> Iterator[Call]:
 
 
 def _prefill(m: Model, heads: Spec, kv: Spec) -> Iterator[Call]:
-    """Yield the calls for the attention of whole sequences, and for the merge with attention over earlier tokens."""
+    """Yield the calls for attention within whole sequences, and for merging it with the attention to earlier tokens."""
     sums, lse = Spec(_IDS, (Axis("sequences", MOST, 1, 1),)), Spec(_FLOAT, (TOKENS, m.heads))
     yield _call("varlen_attention", q=heads, k=kv, v=kv, cu_seqlens_q=sums, causal=True)
     yield _call("merge_attention_states", out_a=heads, lse_a=lse, out_b=heads, lse_b=lse)
 
 
 def _latent_attention(m: Model) -> Iterator[Call]:
-    """Yield the calls for attention over a paged cache of latents, and for the functions before it."""
+    """Yield the calls that fill a paged cache of latents and attend to it."""
     latent, width = m.kv_rank, m.kv_rank + m.rotary_dim
     blocks, slots = -(-m.positions // LATENT_PAGE), Spec("int64", (TOKENS,))
     for dtype, layout in itertools.product(dict.fromkeys((m.dtype, _FLOAT)), ("interleaved", "deinterleaved")):

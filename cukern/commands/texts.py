@@ -1,4 +1,4 @@
-"""Shared functions of the commands that run a model on the texts of a file: arguments, reading of lines, errors."""
+"""The code that commands share if they run a model on a file of texts: arguments, reading lines, and errors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from cukern.runtime import kernel
 def add_arguments(
     parser: argparse.ArgumentParser, model: str, output: str, metavar: str = "FILE", *, batch_size: int | None = None
 ) -> None:
-    """Declare the arguments for files and for the model's device. `model` and `output` are help texts.
+    """Declare the arguments for files and the device. `model` and `output` are help texts.
 
-    If `batch_size` is None, the default is the default of `Encoder.embed`.
+    `batch_size` is the default of the option `--batch-size`; None: `Encoder.embed` chooses.
     """
     add = parser.add_argument
     add("--model", type=Path, required=True, metavar="DIR", help=model)
@@ -33,7 +33,7 @@ def add_arguments(
 
 
 def placed(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments library, device and dtype of `from_directory`. Raises UserError for invalid arguments."""
+    """Return the arguments `library`, `device` and `dtype` of `from_directory`. Raises UserError if one is invalid."""
     if not args.model.is_dir() and not args.model.exists():
         raise no_directory("--model", args.model)
     if args.batch_size is not None and args.batch_size < 1:
@@ -52,7 +52,6 @@ def placed(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the lines of a file. Raises UserError if it cannot be read."""
     try:
         lines = path.read_bytes().decode().split("\n")
     except OSError as error:
@@ -60,13 +59,13 @@ def read_lines(path: Path) -> list[str]:
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from None
     if lines[-1] == "":
-        # The file ends with a newline, so the last element is not a line.
+        # After the last newline.
         lines.pop()
     return [line.removesuffix("\r") for line in lines]
 
 
 def check_output(path: Path | None, suffix: str = "") -> None:
-    """Raise UserError if a file cannot be written. Commands call this before they compute the contents of the file."""
+    """Raise UserError if an output file cannot be written. Commands check this before they compute."""
     if path is None:
         return
     if not path.name.endswith(suffix):
@@ -79,12 +78,12 @@ def check_output(path: Path | None, suffix: str = "") -> None:
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """Convert errors of the models, and out-of-memory errors, to a UserError."""
+    """Convert the models' errors and out-of-memory errors to UserError."""
     try:
         yield
     except (OSError, ImportError, TypeError, ValueError, OverflowError, MemoryError) as error:
         raise UserError(str(error) or type(error).__name__) from None
     except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's class, compared by name
+        if type(error).__name__ != "OutOfMemoryError":  # torch's class
             raise
         raise UserError(str(error)) from None

@@ -14,7 +14,6 @@ from cukern.runtime.progress import progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the command."""
     add = parser.add_argument
     model = "the directory of Marian, BART or mBART, as Hugging Face keeps them"
     texts.add_arguments(parser, model, "where the translations go, one a line (default: stdout)", batch_size=32)
@@ -34,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of the call of the model, from the arguments that the user has given."""
     if args.seed < 0:
         raise UserError(f"--seed must be at least 0, got {args.seed}")
     draws = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
@@ -53,7 +51,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _encode(lines: list[str], tokenizer: Any, most: int) -> dict[int, list[int]]:
-    """Return the tokens of each non-empty text, keyed by line. Texts that are too long are cut, with a message."""
+    """Return the tokens of each non-empty text by line number. Cut texts that are too long, with a message."""
     encoded = {line: tokenizer.encode(text) for line, text in enumerate(lines) if text.strip()}
     for line, ids in encoded.items():
         if len(ids) > most:
@@ -63,7 +61,6 @@ def _encode(lines: list[str], tokenizer: Any, most: int) -> dict[int, list[int]]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Translate the texts."""
     from cukern.models import Decoding
     from cukern.models.text import by_length
     from cukern.models.tokenizer import read_translator
