@@ -104,9 +104,9 @@ peer-tests: $(READY)
 
 notebooks: $(READY)
 ifdef SOURCES
-	$(PY) -m notebooks.refresh $(OPS:%=notebooks/%.ipynb)
+	$(PY) -m notebooks.refresh $$($(PY) -m notebooks.names $(OPS))
 else
-	$(PY) -c 'from nbclient.cli import main; main()' --inplace $(or $(OPS:%=notebooks/%.ipynb),notebooks/*.ipynb)
+	$(PY) -c 'from nbclient.cli import main; main()' --inplace $(if $(OPS),$$($(PY) -m notebooks.names $(OPS)),notebooks/*.ipynb)
 endif
 
 .venv/demo.stamp: pyproject.toml $(PINS)

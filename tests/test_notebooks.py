@@ -11,6 +11,7 @@ import nbformat
 import pytest
 from nbformat import NotebookNode
 
+from notebooks import names
 from notebooks.refresh import code_cells, printed, run, shows_files, text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,6 +59,12 @@ def test_a_notebook_is_well_formed(path: Path) -> None:
     assert len(set(ids)) == len(ids)
     notebook: Any = nbformat.read(path, as_version=nbformat.NO_CONVERT)
     nbformat.validate(notebook)
+
+
+@notebooks
+def test_the_notebook_of_a_stem_links_to_its_other_lessons(path: Path) -> None:
+    first = nbformat.read(path, as_version=4).cells[0].source
+    assert not [name for name in names.of_stem(path.stem)[1:] if f"]({name}.ipynb)" not in first]
 
 
 @notebooks

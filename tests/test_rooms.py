@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 
 import cukern
+from notebooks import names
 from tests import function_lengths, gpu_record
 from tests.gpu_record import compositions, integrations
 from tests.specs import SPECS
@@ -57,6 +58,8 @@ def _stems_in(pattern: str) -> set[str]:
         stems |= {path.parent.name for path in ROOT.glob(OPS_PACKAGE.format("*"))}
     if pattern == ROOMS["cuda_src"]:
         stems |= {path.parent.name for path in ROOT.glob("cuda_src/*/*.cu")}
+    if pattern == ROOMS["notebooks"]:
+        stems = {names.owner(stem, {*SPECS, *NOTEBOOKS, *INTEGRATIONS}) for stem in stems}
     return {stem for stem in stems if not stem.startswith("_")}
 
 
