@@ -1,7 +1,6 @@
-"""`python -m docs`: build the site into `build/docs/html`, or report what is wrong with it.
+"""`python -m docs`: build the site into `build/docs/html`, or report errors.
 
-These are errors: a warning of Sphinx, a dead link, an argument without documentation, a public function that is on no
-page, and a test that a page names and that does not exist.
+The errors are warnings of Sphinx, dead links, undocumented arguments, public functions on no page, and missing tests.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ BUILD = ROOT / "build" / "docs"
 
 
 def problems_of_docstrings() -> list[str]:
-    """Return a message for each argument of a public function or method that is not documented."""
     found = []
     for module in (cukern, cukern.models, cukern.fused_moe):
         for name in module.__all__:
@@ -42,7 +40,6 @@ def problems_of_docstrings() -> list[str]:
 
 
 def problems_of_tests(sources: Path) -> list[str]:
-    """Return a message for each test that a page names and that does not exist."""
     found = []
     for page in sources.rglob("*.md"):
         for file, name in re.findall(r"(tests/\w+\.py)::(\w+)", page.read_text()):
@@ -53,9 +50,8 @@ def problems_of_tests(sources: Path) -> list[str]:
 
 
 def main() -> int:
-    """Build the site. Return 1 if anything is wrong."""
     sources, html = BUILD / "source", BUILD / "html"
-    # Delete the old build: Sphinx does not rebuild an unchanged page when other pages change its navigation.
+    # Delete the old build, because Sphinx does not rebuild an unchanged page when other pages change its navigation.
     shutil.rmtree(BUILD, ignore_errors=True)
     pages.write(sources)
     problems = problems_of_docstrings() + problems_of_tests(sources)

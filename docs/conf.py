@@ -1,4 +1,4 @@
-"""Configure Sphinx. `python -m docs` collects the sources of the site and runs Sphinx."""
+"""Configure Sphinx, which `python -m docs` runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton", "sphinx_desi
 html_theme = "furo"
 html_title = f"cukern {release}"
 html_show_sourcelink = False
-html_use_index = False  # the search and the pages of the families list every name
+html_use_index = False  # the families' pages list every name
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 
@@ -27,19 +27,16 @@ nb_execution_mode = "off"  # the notebooks keep their stored outputs, from an H2
 nb_number_source_lines = False
 myst_enable_extensions = ["colon_fence", "dollarmath", "fieldlist"]
 myst_heading_anchors = 3
-# In some notebooks the first headings are two levels apart.
+# Suppress the warning that the first headings of a notebook are two levels apart.
 suppress_warnings = ["myst.header", "mystnb.unknown_mime_type"]
 
 autodoc_member_order = "bysource"
 maximum_signature_line_length = 88
 toc_object_entries_show_parents = "hide"
-# The copy button leaves out the prompt.
 copybutton_prompt_text = "$ "
 
 
 def setup(app: Any) -> None:
-    """Make autodoc convert docstrings with `to_rst`, and print signatures as written in the source."""
-
     def convert(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
         lines[:] = to_rst(lines)
 

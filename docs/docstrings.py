@@ -1,7 +1,6 @@
 """Convert docstrings of cukern to reStructuredText, and find the arguments that they document.
 
-A docstring has paragraphs, formulas (indented lines), and sections such as `Args:`. An entry of a section begins with
-one or several names: "alpha, limit: of swigluoai."
+An entry of a section such as `Args:` begins with one or several names: "alpha, limit: of swigluoai."
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _FUNCTIONS = {name for name in cukern.__all__ if inspect.isfunction(getattr(cuke
 
 
 def inline(text: str) -> str:
-    """Convert text to reStructuredText: `...` to code, functions and papers to links, and escape all other markup."""
+    """Convert `...` to code, functions and papers to links, and escape all other markup."""
 
     def code(found: str) -> str:
         name = found.removeprefix("cukern.")
@@ -36,14 +35,15 @@ def inline(text: str) -> str:
             parts[i] = re.sub(r"arXiv:(\d+\.\d+)", r"`arXiv:\1 <https://arxiv.org/abs/\1>`__", escaped)
     joined = parts[0]
     for before, part in itertools.pairwise(parts):
-        # Inline markup must begin and end at a word boundary; an escaped blank separates it without a visible blank.
+        # In reStructuredText, inline markup must begin and end at a word boundary. An escaped blank makes such a
+        # boundary, and is invisible.
         touching = re.search(r"\w$", before) if part[:1] in ("`", ":") else re.match(r"\w", part)
         joined += ("\\ " if touching else "") + part
     return joined
 
 
 def _blocks(lines: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the parts of a docstring as (section name, lines without indentation); the name is "" outside sections."""
+    """Yield (section name, lines without indentation); the name is "" outside sections."""
     name, held = "", []
     for line in lines:
         heading = re.fullmatch(r"(\w+):", line)
@@ -96,7 +96,6 @@ def _text(lines: Sequence[str]) -> list[str]:
 
 
 def to_rst(lines: Iterable[str]) -> list[str]:
-    """Convert a docstring to reStructuredText, and escape text that would be read as markup."""
     result: list[str] = []
     for name, held in _blocks(lines):
         if not name:
@@ -114,7 +113,7 @@ def to_rst(lines: Iterable[str]) -> list[str]:
 
 
 def signature(function: Callable[..., Any]) -> tuple[str, str | None]:
-    """Return the arguments and the return type of a function, with annotations as written in the source."""
+    """Return the arguments and the return type, with annotations as in the source."""
 
     class Written(str):
         __slots__ = ()
@@ -131,7 +130,7 @@ def signature(function: Callable[..., Any]) -> tuple[str, str | None]:
 
 
 def _said(function: Callable[..., Any]) -> tuple[set[str], set[str]]:
-    """Return the arguments that a docstring documents, and the functions of cukern that it names."""
+    """Return the documented arguments, and the functions of cukern that the docstring names."""
     text = inspect.getdoc(function) or ""
     arguments = {
         name
@@ -145,7 +144,7 @@ def _said(function: Callable[..., Any]) -> tuple[set[str], set[str]]:
 
 
 def undocumented(function: Callable[..., Any]) -> list[str]:
-    """Return the arguments that neither the function's docstring nor a docstring that it refers to documents."""
+    """Return the arguments that are documented neither in this docstring nor in a function that it names."""
     known: set[str] = set()
     seen: set[Any] = set()
     waiting = [function]
@@ -161,16 +160,12 @@ def undocumented(function: Callable[..., Any]) -> list[str]:
 
 
 def _methods(cls: type) -> dict[str, Callable[..., Any]]:
-    """Return the methods that a class defines in its own module."""
     own = {name: getattr(member, "__func__", member) for name, member in vars(cls).items()}
     return {name: x for name, x in own.items() if inspect.isfunction(x) and x.__module__ == cls.__module__}
 
 
 def undocumented_methods(cls: type) -> dict[str, list[str]]:
-    """Return the undocumented arguments of a class's public methods, by method.
-
-    An argument is documented if the class, a base class or any method of these documents it.
-    """
+    """Return the arguments of public methods that the class, its bases and their methods all leave undocumented."""
     known = {"self", "cls"}
     for base in cls.__mro__:
         if base.__module__.startswith("cukern"):
@@ -180,7 +175,7 @@ def undocumented_methods(cls: type) -> dict[str, list[str]]:
         if name.startswith("_") and name not in ("__init__", "__call__"):
             continue
         lacking = [x for x in undocumented(method) if x not in known]
-        # The method's summary may document a single argument.
+        # A single undocumented argument is allowed, because the method's summary may document it.
         if len(lacking) > 1:
             found[f".{name}"] = lacking
     return found

@@ -1,7 +1,7 @@
 """Run the examples of the pages and store their outputs: `make pages`.
 
-The Python blocks of a page share their names. A `console` block has commands of cukern after `$`. A `text` block after
-a Python block is its output. A Python block that begins with `# on a GPU` runs only on a machine with a GPU.
+The Python blocks of a page share their names. A `console` block has commands of cukern after `$`. A Python block that
+begins with `# on a GPU` runs only on a machine with a GPU.
 """
 
 from __future__ import annotations
@@ -29,22 +29,18 @@ _TERMINAL = {"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}
 
 
 def pages() -> list[Path]:
-    """Return the pages that may have examples: the README and the pages of the documentation."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def has_any(text: str) -> bool:
-    """Return whether a page has examples."""
     return _BLOCK.search(text) is not None
 
 
 def without_output(text: str) -> list[str]:
-    """Return the Python blocks of a page without an output block."""
     return [code for kind, code, output in _BLOCK.findall(text) if kind == "python" and not output]
 
 
 def with_outputs(text: str) -> str:
-    """Return the text of a page with the current outputs of its examples."""
     names: dict[str, Any] = {"__name__": "__main__"}
 
     def run(found: re.Match[str]) -> str:
@@ -68,7 +64,6 @@ def with_outputs(text: str) -> str:
 
 
 def _commands(code: str) -> Iterator[str]:
-    """Yield each command of a block, followed by its output."""
     for line in code.splitlines(keepends=True):
         if line.startswith("$ "):
             program, *arguments = shlex.split(line[2:])
@@ -80,7 +75,7 @@ def _commands(code: str) -> Iterator[str]:
 
 
 def main(names: Sequence[str]) -> None:
-    """Write the generated parts of the named pages, or of all pages: ends of families' pages, tables and outputs."""
+    """Write the generated parts of the named pages, or of all pages."""
     # Import here, because these modules need nbformat and Sphinx, which a GPU machine may lack.
     from docs import family_pages
     from docs import pages as source_pages

@@ -1,7 +1,4 @@
-"""Generate the end of each family's page: signatures, measured speed and the notebook.
-
-`make pages` writes it. `tests/test_docs.py` compares it with the stored pages.
-"""
+"""Generate the end of each family's page for `make pages`: signatures, measured speed and the notebook."""
 
 from __future__ import annotations
 
@@ -20,7 +17,6 @@ _MARK = "<!-- `make pages` writes the rest of this page. -->"
 
 
 def with_sections(text: str, stem: str) -> str:
-    """Return the text of a family's page with its generated end."""
     module = pages.family_module(stem)
     table = pages.FIRST_CELL.findall(text)
     names = sorted(pages.public_of(module), key=lambda name: table.index(name) if name in table else len(table))
@@ -50,13 +46,11 @@ _PEERS = "Time of every other library divided by the time of cukern (above 1: cu
 
 
 def notebook_title(name: str) -> str:
-    """Return the title of a notebook."""
     first = nbformat.read(pages.ROOT / "notebooks" / f"{name}.ipynb", as_version=4).cells[0].source
     return first.split("\n\n")[0].removeprefix("# ").strip()
 
 
 def _beside_peers(content: report.Document, names: list[str]) -> list[list[str]]:
-    """Return a table row for each function and each library that was measured beside it."""
     ratios: dict[tuple[str, str], list[float]] = {}
     for row in content["rows"]:
         if row["op"] in names:
@@ -70,14 +64,13 @@ def _is_enum(thing: Any) -> bool:
 
 
 class _Named(str):
-    """A long default value, which a signature shows as its type."""
+    """The text that a signature shows for a long default value: its type."""
 
     __slots__ = ()
     __repr__ = str.__str__
 
 
 def _signature(module: Any, name: str) -> str:
-    """Return the signature of a function or class, without annotations and long default values."""
     of = inspect.signature(getattr(module, name))
     short = [
         x.replace(default=_Named(f"{type(x.default).__name__}()")) if len(repr(x.default)) > 40 else x

@@ -12,8 +12,6 @@ from sphinx.util.inventory import InventoryFile
 
 
 class _Page(HTMLParser):
-    """The anchors of a page, and the targets of its links and images."""
-
     def __init__(self) -> None:
         super().__init__()
         self.anchors: set[str] = set()
@@ -28,7 +26,6 @@ class _Page(HTMLParser):
 
 
 def problems(html: Path) -> list[str]:
-    """Return a message for each link within the site whose file or anchor does not exist."""
     pages = {}
     for path in html.rglob("*.html"):
         pages[path] = _Page()
@@ -49,9 +46,9 @@ def problems(html: Path) -> list[str]:
 
 
 def missing(inventory: Path, names: Iterable[str]) -> list[str]:
-    """Return a message for each public name that is on no page."""
     with inventory.open("rb") as file:
-        # Sphinx warns of a name on several pages, and the warning fails the build.
+        # Only names on no page are found here. For a name on several pages, Sphinx gives a warning, which fails the
+        # build.
         data = InventoryFile.load(file, "", lambda base, path: path)
     objects = {name for kind in ("py:function", "py:class", "py:exception") for name in data.get(kind, {})}
     count = Counter(name.removeprefix("cukern.") for name in objects)

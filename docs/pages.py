@@ -1,7 +1,4 @@
-"""Generate the sources of the site from the pages of this folder and from other files of the repository.
-
-The other sources are the docstrings of functions, the files of results, the GPU record, and the stored notebooks.
-"""
+"""Generate the sources of the site from this folder, docstrings, results, the GPU record and the stored notebooks."""
 
 from __future__ import annotations
 
@@ -29,11 +26,9 @@ from tests.specs import FUNCTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = Path(__file__).resolve().parent
-#: The stems of the families. Each family has a page and a spec.
 FAMILIES = sorted(path.stem for path in (DOCS / "families").glob("*.md"))
-#: Matches the first cell of a row in a family's table: the name of a function or class.
+#: The name of a function or class in the first cell of a family's table.
 FIRST_CELL = re.compile(r"^\| `(?:cukern\.models\.)?(\w+)` \|", re.MULTILINE)
-#: The URL where the files of the repository are published.
 SOURCES = re.search(r'^Source = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)[1] + "/blob/main"  # type: ignore[index]
 #: The public names that belong to no family.
 TOOLS = ("explain", "specialize", "CompileError", "PerformanceWarning")
@@ -43,7 +38,6 @@ _OTHERS = ("FasterTransformer", "DeepGEMM", "DeepEP", "FlashAttention", "transfo
 
 
 def write(folder: Path) -> None:
-    """Write all sources of the site into `folder`."""
     shutil.copytree(DOCS, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     shutil.copytree(report.RESULTS, folder / "results")
     shutil.copy(ROOT / "CHANGELOG.md", folder / "changelog.md")
@@ -64,12 +58,11 @@ def write(folder: Path) -> None:
 
 
 def _append(page: Path, text: str) -> None:
-    """Append generated text to a page."""
     page.write_text(f"{page.read_text(encoding='utf-8')}\n{text}", encoding="utf-8")
 
 
 def _toctrees() -> str:
-    """Return a hidden table of contents for each section of the first page, from the links of the section."""
+    """Return a hidden table of contents for each section of the first page."""
     index = DOCS / "index.md"
     _, *sections = re.split(r"^## ", index.read_text(encoding="utf-8"), flags=re.MULTILINE)
     trees = []
@@ -80,10 +73,7 @@ def _toctrees() -> str:
 
 
 def site_link(page: Path, target: str, measured: Collection[str] = ()) -> str:
-    """Return the target that a link of a page in `docs` has in the site.
-
-    The pages link to files of the repository. `measured` holds the families that have a page of benchmarks.
-    """
+    """Return the site's target for a page's link to a file. `measured` holds the families with a page of benchmarks."""
     path, _, anchor = target.partition("#")
     if not path or "://" in path:
         return target
@@ -108,15 +98,13 @@ def site_link(page: Path, target: str, measured: Collection[str] = ()) -> str:
 
 
 def _with_site_links(page: Path, measured: Collection[str]) -> str:
-    """Return the text of a page with its links replaced by links of the site."""
-
     def linked(found: re.Match[str]) -> str:
         return f"]({site_link(page, found[1], measured)})"
 
     return re.sub(r"\]\(([^)\s]+)\)", linked, page.read_text(encoding="utf-8"))
 
 
-#: The column headings of the tables of batch invariance.
+#: The column headings of the tables in `docs/batch_invariance.md`.
 _BITS = {
     "row": ("functions", "the bits of", "depend on"),
     "copies": ("functions",),
@@ -125,8 +113,6 @@ _BITS = {
 
 
 def with_bits(text: str) -> str:
-    """Return the page of batch invariance with its tables, generated from the specs of the families."""
-
     def table(found: re.Match[str]) -> str:
         heads, names = _BITS[found[1]], dict[tuple[str, ...], list[str]]()
         for name, own in FUNCTIONS.items():
@@ -140,7 +126,7 @@ def with_bits(text: str) -> str:
 
 
 def with_sizes(text: str) -> str:
-    """Return a page with the table of the sizes that `cukern.specialize` takes, as the families declare them."""
+    """Return a page with the table of the sizes that `cukern.specialize` takes."""
     rows = ["| family | sizes and their defaults | other defaults |", "| --- | --- | --- |"]
     for stem in FAMILIES:
         module = family_module(stem)
@@ -176,34 +162,29 @@ def family_module(stem: str) -> Any:
 
 
 def _family(text: str, stem: str) -> str:
-    """Return a family's page with links in its table, and with the full reference instead of the signatures."""
+    """Return a family's page with links in its table, and with docstrings instead of the signatures."""
     module = family_module(stem)
     text = FIRST_CELL.sub(lambda found: f"| {{py:obj}}`~{public_name(module, found[1])}` |", text)
     text = re.sub(r"^## Signatures\n.*?(?=^## )", "", text, flags=re.MULTILINE | re.DOTALL)
-    # Functions of the table come first, in its order.
     names = sorted(public_of(module), key=lambda name: text.find(f".{name}`") % len(text))
     reference = "".join(_directive(public_name(module, name), getattr(module, name)) for name in names)
     return f"{text}\n## Reference\n{reference}"
 
 
 def public_of(module: Any) -> list[str]:
-    """Return the names of a family's public functions and classes."""
     own = [name for name in module.__all__ if callable(getattr(module, name))]
     return [name for name in own if _owner(module) != "cukern" or name in cukern.__all__]
 
 
 def _owner(module: Any) -> str:
-    """Return the name of the package that exports a family's functions."""
     return "cukern" if module.__name__ not in ("cukern.models", "cukern.fused_moe") else module.__name__
 
 
 def public_name(module: Any, name: str) -> str:
-    """Return the name that users write for a function or class of a family."""
     return f"cukern.{name}" if name in cukern.__all__ else f"{_owner(module)}.{name}"
 
 
 def _directive(name: str, thing: Any) -> str:
-    """Return the autodoc directive of a function or class."""
     if inspect.isclass(thing):
         kind = "autoexception" if issubclass(thing, Exception) else "autoclass"
         options = "" if kind == "autoexception" else "   :members:\n"
@@ -213,7 +194,6 @@ def _directive(name: str, thing: Any) -> str:
 
 
 def _write_index(folder: Path) -> None:
-    """Write the page that lists all functions by family."""
     lines = ["# Functions by family", ""]
     for stem in FAMILIES:
         text = (folder / f"{stem}.md").read_text(encoding="utf-8")
@@ -228,7 +208,7 @@ def _reference(name: str) -> str:
 
 
 def _counterparts() -> str:
-    """Return tables of the functions that replace functions of libraries without a module in `cukern.compat`."""
+    """Return the tables of cukern's counterparts to functions of libraries that are not in `cukern.compat`."""
     text = [
         "\n## FasterTransformer, DeepGEMM and others\n",
         "These have no module in `cukern.compat`, and their functions take arguments of another kind: kernels of C++,",
@@ -249,7 +229,7 @@ def _counterparts() -> str:
 
 
 def _write_notebooks(folder: Path) -> dict[str, str]:
-    """Copy the stored notebooks and write the gallery. Return the titles of the notebooks."""
+    """Copy the stored notebooks and write the gallery. Return their titles."""
     (folder / "thumbnails").mkdir(parents=True)
     titles, cards = {}, []
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
@@ -276,7 +256,7 @@ def _card(stem: str, title: str, paragraph: str, image: str) -> str:
 
 
 def _thumbnail(notebook: Any, folder: Path, stem: str) -> str:
-    """Write a notebook's first picture as a thumbnail. Return its path from the folder of the notebooks, or ""."""
+    """Write a notebook's first picture as a thumbnail. Return its path, or ""."""
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             if encoded := output.get("data", {}).get("image/png"):
@@ -291,10 +271,7 @@ def _thumbnail(notebook: Any, folder: Path, stem: str) -> str:
 
 
 def _end_of_panel(picture: Image.Image) -> int:
-    """Return the x coordinate where the left part of a wide picture ends, because the whole would be too small.
-
-    The cut is at the widest gap between panels that is white from top to bottom, if such a gap exists.
-    """
+    """Return the x coordinate of the widest white gap between panels, or the maximum width of a thumbnail."""
     most = int(1.9 * picture.height)
     if picture.width <= most:
         return picture.width
@@ -316,7 +293,7 @@ def family_of(op: str) -> str:
 
 
 def _write_benchmarks(folder: Path, contents: list[report.Document]) -> dict[str, str]:
-    """Write a page of results for each family, and the index page. Return the titles of the measured families."""
+    """Write a page of results for each family, and the index. Return the titles of the measured families."""
     folder.mkdir()
     ops = dict.fromkeys(row["op"] for content in contents for row in content["rows"])
     by_family: dict[str, list[str]] = {}
@@ -341,7 +318,6 @@ def _write_benchmarks(folder: Path, contents: list[report.Document]) -> dict[str
                 text += report.of_op(content, op, f"../{report.RESULTS.name}")
         (folder / f"{stem}.md").write_text("\n".join(text), encoding="utf-8")
     introduction = report.introduction(contents, f"../{report.RESULTS.name}").replace("# Results", "# Benchmarks", 1)
-    # Link the name of each function to its results.
     introduction = re.sub(
         r"^\| (\w+) \|",
         lambda found: (
@@ -360,7 +336,7 @@ def _write_benchmarks(folder: Path, contents: list[report.Document]) -> dict[str
 
 
 def _commands() -> str:
-    """Return the documentation of the commands, from their `--help`."""
+    """Return the `--help` of each command."""
     from cukern.__main__ import _parser
 
     text = []

@@ -1,7 +1,6 @@
 """Generate the support matrix: the dtypes and strides that each function takes on each architecture, and the proofs.
 
-A plan decides without a GPU whether a call can be launched on an architecture (`cukern.explain`). The matrix tries the
-calls of the tests with each dtype and with strided rows. The GPU record names the GPU that a family's tests passed on.
+`cukern.explain` tries the calls of the tests with each dtype and with strided rows, without a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _PROVED, _PROVED_BEFORE, _COMPILED, _NO = "●", "◐", "○", "–"
 
 
 def tables(titles: dict[str, str]) -> str:
-    """Return the tables of `support.md`. `titles` maps stems to titles, in the order of the page."""
+    """Return the tables of `support.md`. `titles` maps stems to titles, in the page's order."""
     record = json.loads(RECORD.read_text())
     fresh = {stem: not gpu_record.unproved(stem, of) for stem, of in record["stems"].items()}
     text: list[str] = []
@@ -58,7 +57,7 @@ def _table(heads: list[str], lines: Iterable[list[str]]) -> str:
 
 
 def _rows(name: str, proved: dict[str, Any], is_fresh: bool) -> list[list[str]]:
-    """Return the table rows of a function: one row for all dtypes with the same marks."""
+    """Return one row for each group of dtypes with the same marks."""
     calls = [call for call in CALLS.values() if call.name == name]
     passed = bool(proved) and not proved["failed"] and not any(proved["sanitizer"].values())
 
@@ -83,7 +82,6 @@ def _rows(name: str, proved: dict[str, Any], is_fresh: bool) -> list[list[str]]:
 
 
 def _can(call: Call, arch: str = "90a") -> bool:
-    """Return whether a plan takes the call on an architecture."""
     try:
         cukern.explain(call.function, *call.args, arch=arch, **call.options)
     except (TypeError, ValueError, NotImplementedError):
@@ -92,7 +90,7 @@ def _can(call: Call, arch: str = "90a") -> bool:
 
 
 def _floats(call: Call) -> list[torch.Tensor]:
-    """Return the floating-point arrays of a call; arrays that are only read come first."""
+    """Return the floating-point arrays. The arrays that are only read come first."""
     found: list[tuple[bool, torch.Tensor]] = []
     for name, value in call.given.items():
         flat = value if isinstance(value, (list, tuple)) else [value]
@@ -101,7 +99,7 @@ def _floats(call: Call) -> list[torch.Tensor]:
 
 
 def _takes(call: Call, dtype: torch.dtype, arch: str) -> bool:
-    """Return whether the first floating-point array may have a dtype, alone or with other arrays of its dtype."""
+    """Return whether the first floating-point array takes a dtype, alone or with other arrays of its dtype."""
     found = _floats(call)
     if not found:
         return False
@@ -121,7 +119,7 @@ def _is_strided(call: Call) -> bool:
 
 
 def _strided(call: Call) -> Call:
-    """Return the call with gaps between the rows of its first floating-point array."""
+    """Return the call with a strided first floating-point array."""
     first = _floats(call)[0]
     wide = torch.zeros(*first.shape[:-1], first.shape[-1] + 64, dtype=first.dtype)
     wide[..., : first.shape[-1]] = first
@@ -129,8 +127,6 @@ def _strided(call: Call) -> Call:
 
 
 def _mapped(call: Call, change: Callable[[torch.Tensor], torch.Tensor]) -> Call:
-    """Return the call with a function applied to each of its tensors."""
-
     def of(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return type(value)(of(x) for x in value)
