@@ -18,7 +18,7 @@ GUIDE = (Path(__file__).parents[1] / "docs" / "guides" / "transformers.md").read
 
 def named() -> list[str]:
     """The types that the guide names."""
-    sentence = re.search(r"`make test` compares (.*?), `make test-all`", GUIDE, re.DOTALL)
+    sentence = re.search(r"`make test` compares (.*?); `make test-all`", GUIDE, re.DOTALL)
     assert sentence
     return re.findall(r"`(\w+)`", sentence[1])
 
