@@ -21,6 +21,7 @@
 // 4096 tokens takes 23.2 us with `combine`; a copy takes 15.8 us (68%).
 #include "common/numeric.cuh"
 #include "common/overlap.cuh"
+#include "common/vectors.cuh"
 #include "common/warp.cuh"
 #include "decoder_attention/softmax.cuh"
 
@@ -57,20 +58,9 @@ struct Params {
     const int* step; // DEVICE_STEP: [1], number of tokens with the new one, clamped
 };
 
-template <int BYTES> struct LoadOf;
-template <> struct LoadOf<16> {
-    using type = uint4;
-};
-template <> struct LoadOf<4> {
-    using type = unsigned;
-};
-template <> struct LoadOf<2> {
-    using type = unsigned short;
-};
-
 template <typename T_, int DIM_, int VECTOR_, int LANES_, int CHUNKS_, int STEPS_> struct Config {
     using T = T_;
-    using Load = typename LoadOf<VECTOR_ * sizeof(T)>::type;
+    using Load = Vector<VECTOR_ * sizeof(T)>;
     static constexpr int DIM = DIM_, VECTOR = VECTOR_, LANES = LANES_, CHUNKS = CHUNKS_, STEPS = STEPS_;
     static constexpr int VALUES = CHUNKS * VECTOR; // elements of a row per lane
     static constexpr bool FILLED = DIM == LANES * VALUES;
