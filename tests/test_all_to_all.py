@@ -1249,7 +1249,7 @@ def test_the_reasons_for_a_launch() -> None:
     assert sent.why.startswith("send and receive in one launch, ") and "a block for each of 5 tokens" in sent.why
     assert "(that run at once, shared by the 2 ranks of the GPU)" in sent.why
     assert f"; {summed.fields['senders']} blocks send and " in summed.why
-    assert f"units a thread ({layouts.MANY_VECTORS} from {layouts.MANY_TOKENS + 1} tokens on)" in summed.why
+    assert f"vectors a thread ({layouts.MANY_VECTORS} from {layouts.MANY_TOKENS + 1} tokens on)" in summed.why
 
 
 def test_a_launch_has_the_tokens_of_its_call() -> None:

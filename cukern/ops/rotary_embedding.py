@@ -368,7 +368,7 @@ def fused_qk_norm_rope_and_cache(
         _fused_variant(query.dtype, weight_dtype, cos.dtype, head_dim, layout, epsilon is not None),
         ceil_div(rows, threads // _lanes(head_dim)),
         threads,
-        why=f"head_dim {head_dim}: {_lanes(head_dim)} lanes per head, with two units of {_VECTOR} numbers each at most",
+        why=f"head_dim {head_dim}: {_lanes(head_dim)} lanes per head, at most two vectors of {_VECTOR} numbers each",
         **{name: (x, *strides[name]) for name, x in {**heads, **caches}.items()},
         **slots,
         query_weight=q_weight,

@@ -244,7 +244,7 @@ def _combine(
     if not blocks:
         return out
     layout = link.layout
-    why = f"{_PHASE_WORDS[phases]}, {_MODES[mode]}: {vectors} units a thread"
+    why = f"{_PHASE_WORDS[phases]}, {_MODES[mode]}: {vectors} vectors a thread"
     why += f" ({MANY_VECTORS} from {MANY_TOKENS + 1} tokens on)"
     why += f"; {senders} blocks send and {receivers} receive, at most {max_blocks} (that run at once, shared by the"
     why += f" {link.sharing} ranks of the GPU)"

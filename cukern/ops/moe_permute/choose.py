@@ -392,7 +392,7 @@ def launch_permute(
     columns = hidden * x.item_size // width
     items = 1 if not columns or tokens < -(-_FEW_VECTORS // columns) else _PERMUTE_ITEMS
     tiles = tile_rows(tokens, columns, template.constants(_permute.file)["ROW_THREADS"], items)
-    each = f"{tokens} tokens of {columns} units: {items} per thread ({_PERMUTE_ITEMS} from {_FEW_VECTORS} units on)"
+    each = f"{tokens} tokens of {columns} vectors: {items} per thread ({_PERMUTE_ITEMS} from {_FEW_VECTORS} vectors on)"
     launch(
         permute_variant(width, items),
         tiles.blocks,

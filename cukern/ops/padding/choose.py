@@ -177,9 +177,7 @@ def _reason(dtype: str, hidden: int, head_dim: int, width: int, variant: str, fi
         return f"dynamic, {why_width(width, 'rows')}"
     head = head_dim or (64 if hidden % 64 == 0 else hidden)
     if not _lays_out(hidden, head, arrays.ITEM_SIZE[dtype]):
-        return (
-            f"dynamic: no specialized kernel lays out {sizes}, of more than {_MAX_COLUMNS} units of {WIDTHS[0]} bytes"
-        )
+        return f"dynamic: no specialized kernel takes {sizes}, of more than {_MAX_COLUMNS} vectors of {WIDTHS[0]} bytes"
     op = '"remove_sequence_length_padding"'
     call = f"cukern.specialize({op}, hidden={hidden}, head_dim={head}, dtype={dtype!r})"
     return f"dynamic: no specialized instance has {sizes}; {call} compiles one"
