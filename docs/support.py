@@ -1,6 +1,6 @@
 """Generate the support matrix: the dtypes and strides that each function takes on each architecture, and the proofs.
 
-`cukern.explain` tries the calls of the tests with each dtype and with strided rows, without a GPU.
+The calls of the tests are explained (`cukern.explain`) with each dtype and with strided rows, without a GPU.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@
 // one group; a thread quantizes 16 elements and writes the scale for every eighth slot.
 //
 // Speed of light: memory traffic. On an H200, with 7168 columns and 8 slots, 16 tokens take 7.1 us, 1024 take 23.5 us
-// and 4096 take 86 us. One quantize_groups and two permute_rows together take 11.0 us, 30.4 us and 99 us.
+// and 4096 take 86 us. The three launches that this kernel replaces, one quantize_groups and
+// two permute_rows, take 11.0 us, 30.4 us and 99 us.
 #include "common/overlap.cuh"
 #include "moe_permute/rows.cuh"
 #include "quantization/magnitude.cuh"

@@ -115,7 +115,8 @@ def read_weights(folder: Path, library: str | None, device: Any) -> dict[str, An
     """Return the weights by name, as arrays of `choose_library(library)`.
 
     `device` is a torch device, or a number for CuPy; None is the current GPU, or the CPU without a GPU. Raises
-    ValueError for a malformed file and for a weight in two files.
+    FileNotFoundError for a missing file, ImportError if safetensors or the library is not installed, and ValueError for
+    a malformed file and for a weight in two files.
     """
     library = choose_library(library)
     files = _weight_files(folder, library)

@@ -294,8 +294,8 @@ def masked_attention(
     If all scores are -inf, the result is zeros. A NaN among a head's scores makes its result NaN.
 
     Args:
-        q, k, v: the new token [batch, heads * dim], float32, float16 or bfloat16, dim at most 256. Rows may be strided,
-            as in slices of a QKV projection.
+        q, k, v: the new token [batch, heads * dim], float32, float16 or bfloat16, dim at most 256. Each row is
+            contiguous; rows may be strided, as in slices of a QKV projection.
         bias_q, bias_k, bias_v: [heads * dim], float32 or the dtype of `q`, all of one dtype; None adds nothing.
         key_cache, value_cache: [max_steps, batch, heads, dim], of the dtype of `q`, contiguous. Written.
         step: the number of tokens, including the new one, in [1, max_steps]: an int, or an int32 array [1] or []. A GPU
@@ -352,8 +352,8 @@ def cross_attention(
     A length of 0 gives zeros. With beams, row i of `q` attends to the memory of sequence i // beams.
 
     Args:
-        q: [batch, heads * dim] or [batch * beams, heads * dim], float32, float16 or bfloat16, dim at most 256; rows may
-            be strided.
+        q: [batch, heads * dim] or [batch * beams, heads * dim], float32, float16 or bfloat16, dim at most 256, with
+            contiguous rows at any stride.
         bias_q: [heads * dim], float32 or the dtype of `q`; None adds nothing.
         key_memory, value_memory: [batch, memory_len, heads, dim], of the dtype of `q`, contiguous.
         memory_lengths: int32 [batch], in [0, memory_len]. Other lengths raise ValueError in host memory, and are

@@ -50,9 +50,7 @@ class _Config(NamedTuple):
 
 
 def _keys(padded_dim: int) -> int:
-    """Return the number of keys per tile. A block then needs at most 99 KiB of shared memory, which every GPU from
-    sm_80 on
-    has."""
+    """Return the keys per tile, so that a block needs at most 99 KiB of shared memory, as every GPU from sm_80 has."""
     return 64 if padded_dim <= 128 else 32
 
 
@@ -219,12 +217,12 @@ def varlen_attention(
     result depend on its own sequence alone.
 
     Args:
-        q: [tokens, heads, dim], float32, float16 or bfloat16, dim at most 256. Tokens and heads may be strided, as in
-            slices of a QKV projection.
+        q: [tokens, heads, dim], float32, float16 or bfloat16, dim at most 256, contiguous along dim. Tokens and heads
+            may be strided, as in slices of a QKV projection.
         k, v: [memory_tokens, kv_heads, dim], of the dtype of `q`, strided like `q`; kv_heads divides heads.
         cu_seqlens_q: int32 [sequences + 1]: 0, then running sums of the lengths, at most `tokens`. Values are checked
             in host memory only. On a GPU the kernel stays within the arrays for any values.
-        cu_seqlens_k: the same for keys and values (cross-attention); None: cu_seqlens_q.
+        cu_seqlens_k: the same for keys and values (cross-attention); None: cu_seqlens_q, and memory_tokens is tokens.
         scale: a factor of the scores; 1 / sqrt(dim) if None.
         causal: True: the last query of a sequence attends to all keys, and each earlier query to one key less than the
             next query. Infinities and NaN in values may affect queries that do not attend to them.

@@ -242,8 +242,8 @@ def rms_norm(
         out = input * (1 / sqrt(mean(input**2) + epsilon)) * (weight + weight_offset)
 
     Args:
-        input: [..., width], float32, float16 or bfloat16. Rows may have two strides, as in the slice of a
-            QKV projection's output that holds q.
+        input: [..., width], float32, float16 or bfloat16. Each row is contiguous. Rows may have two strides, as in the
+            slice of a QKV projection's output that holds q.
         weight: [width], in the dtype of `input` or float32; None: all weights are 1.
         epsilon: at least 0.
         weight_offset: added to the weight; 1 for models that store the weight minus 1, as Gemma does.
