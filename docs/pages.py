@@ -34,7 +34,7 @@ SOURCES = re.search(r'^Source = "(.*)"$', (ROOT / "pyproject.toml").read_text(),
 TOOLS = ("explain", "specialize", "CompileError", "PerformanceWarning")
 _THUMBNAIL = 480, 300
 #: Libraries whose functions are not in `cukern.compat`.
-_OTHERS = ("FasterTransformer", "DeepGEMM", "DeepEP", "FlashAttention", "transformers", "torch")
+_OTHERS = ("FasterTransformer", "DeepGEMM", "DeepEP", "transformers", "torch")
 
 
 def write(folder: Path) -> None:

@@ -90,18 +90,23 @@ def _rows(values: dict[Any, Any], rng: random.Random) -> dict[Any, Any]:
     return {name: changed(x) for name, x in values.items()}
 
 
+def _another(x: Any, rng: random.Random) -> Any:
+    """Another value for an argument, or for an element of a tuple."""
+    if isinstance(x, torch.Tensor):
+        return rng.choice(CHANGES)(x) if x.ndim else x.clone()
+    if isinstance(x, tuple):
+        i = rng.randrange(len(x))
+        return (*x[:i], _another(x[i], rng), *x[i + 1 :])
+    if type(x) in (int, float, bool):
+        return rng.choice((x, x + 1, float(x), bool(x), int(x), np.int64(int(x)), None, str(x)))
+    return x
+
+
 def _changed(given: dict[Any, Any], rng: random.Random) -> dict[Any, Any]:
     values = _rows(given, rng) if rng.random() < 0.4 else dict(given)
     for _ in range(rng.choice((0, 1, 1, 2))):
         name = rng.choice([*values])
-        x = values[name]
-        if isinstance(x, torch.Tensor):
-            values[name] = rng.choice(CHANGES)(x) if x.ndim else x.clone()
-        elif isinstance(x, tuple):
-            i = rng.randrange(len(x))
-            values[name] = (*x[:i], None if x[i] is None else rng.choice(CHANGES)(x[i]), *x[i + 1 :])
-        elif type(x) in (int, float, bool):
-            values[name] = rng.choice((x, x + 1, float(x), bool(x), int(x), np.int64(int(x)), None, str(x)))
+        values[name] = _another(values[name], rng)
     return values
 
 

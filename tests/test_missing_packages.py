@@ -16,6 +16,7 @@ import pytest
         ("cukern.compat.vllm", "torch", "torch"),
         ("cukern.compat.sglang", "torch", "torch"),
         ("cukern.compat.flashinfer", "torch", "torch"),
+        ("cukern.compat.flash_attn", "torch", "torch"),
         ("cukern.integrations.transformers", "torch", "transformers"),
         ("cukern.integrations.transformers", "transformers", "transformers"),
     ],

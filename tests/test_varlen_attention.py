@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 import cukern
 from benchmarks import bench_varlen_attention, harness
-from cukern.ops import varlen_attention as op
+from cukern.ops.varlen_attention import choose
 from cukern.reference import varlen_attention as twin
 from cukern.runtime import arrays, gpu, plan
 from cukern.runtime.cuda import cupy
@@ -72,21 +72,31 @@ def matches(got: Any, want: Array) -> None:
 # --- the twin -----------------------------------------------------------------------------------------
 
 
-def by_torch(batch: Batch, scale: float | None, causal: bool) -> Array:
-    """torch's attention of each sequence, in float64, with a mask of which keys a query sees."""
+def by_torch(
+    batch: Batch, scale: float | None = None, causal: bool = False, window: tuple[int, int] = (-1, -1),
+    softcap: float | None = None, sinks: Array | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
+    """The formulas in float64, with a mask of all pairs of a query and a key, and a softmax over keys and sink."""
     q, k, v = (torch.from_numpy(x.astype(np.float64)).swapaxes(0, 1) for x in batch[:3])
+    k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
     of_queries, of_keys = batch.cu_seqlens_q, batch.cu_seqlens_q if batch.cu_seqlens_k is None else batch.cu_seqlens_k
-    out = np.zeros(batch.q.shape)
+    out = np.zeros((*batch.q.shape[:2], batch.v.shape[2]))
+    sink = torch.full((len(q), 1, 1), -torch.inf) if sinks is None else torch.from_numpy(sinks)[:, None, None].double()
+    lse = sink[:, 0].expand(-1, len(batch.q)).clone().numpy()
     for s in range(len(of_queries) - 1):
         rows, memory = slice(*of_queries[s : s + 2]), slice(*of_keys[s : s + 2])
         n, m = rows.stop - rows.start, memory.stop - memory.start
-        seen = torch.ones(n, m, dtype=torch.bool).tril(m - n if causal else m)
-        one = torch.nn.functional.scaled_dot_product_attention(
-            q[:, rows], k[:, memory], v[:, memory], seen, scale=scale, enable_gqa=True
-        )
-        # torch's result for a query without keys is NaN in some releases.
-        out[rows] = torch.where(seen.any(1)[:, None], one, 0.0).swapaxes(0, 1).numpy()
-    return out
+        distance = torch.arange(m) - (m - n + torch.arange(n))[:, None]  # of a key from the query's position
+        left, right = window[0] if window[0] >= 0 else m + n, 0 if causal else window[1] if window[1] >= 0 else m + n
+        scores = q[:, rows] @ k[:, memory].mT * (q.shape[2] ** -0.5 if scale is None else scale)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill((distance < -left) | (distance > right), -torch.inf)
+        scores = torch.cat([scores, sink.expand(-1, n, 1)], 2)
+        lse[:, rows] = torch.logsumexp(scores, 2)
+        # The softmax of a query that sees nothing is NaN.
+        out[rows] = (torch.softmax(scores, 2)[..., :-1].nan_to_num() @ v[:, memory]).swapaxes(0, 1)
+    return out, lse
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -107,7 +117,129 @@ def test_the_twin_is_what_torch_has(
     batch = draw(rng, lengths, 8, key_lengths=key_lengths, heads=4, kv_heads=kv_heads)
     for scale in (None, 0.7):
         got = cukern.varlen_attention(*batch, scale=scale, causal=causal)
-        np.testing.assert_allclose(got, by_torch(batch, scale, causal), 1e-6, 1e-6)
+        np.testing.assert_allclose(got, by_torch(batch, scale, causal)[0], 1e-6, 1e-6)
+
+
+#: Options of a call, with [heads] for `sinks`.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "window": {"window": (9, 4)},
+    "causal window": {"window": (9, 4), "causal": True},
+    "left": {"window": (0, -1)},
+    "right": {"window": (-1, 3), "scale": 0.7},
+    "softcap": {"softcap": 1.5, "causal": True},
+    "sinks": {"sinks": True, "window": (20, 0)},
+    "all": {"sinks": True, "window": (20, 0), "softcap": 30.0, "scale": 0.3},
+}
+
+
+def with_sinks(options: dict[str, Any], heads: int, rng: np.random.Generator, dtype: str = "float32") -> dict[str, Any]:
+    """Options with random numbers for `sinks`, one of them so small that it changes nothing."""
+    if "sinks" not in options:
+        return options
+    sinks = rng.standard_normal(heads).astype(arrays.numpy_dtype(dtype))
+    sinks[0] = -np.inf
+    return options | {"sinks": sinks}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_windows_sinks_and_softcap_are_what_torch_has(options: dict[str, Any], rng: np.random.Generator) -> None:
+    options = with_sinks(options, 4, rng)
+    for lengths, key_lengths in (([3, 0, 17, 1], None), ([3, 1, 17, 2], [30, 0, 9, 40])):
+        batch = draw(rng, lengths, 8, key_lengths=key_lengths, heads=4, kv_heads=2)
+        got, lse = cukern.varlen_attention(*batch, **options, return_lse=True)
+        out, logs = by_torch(batch, **options)
+        np.testing.assert_allclose(got, out, 1e-6, 1e-6)
+        np.testing.assert_allclose(lse, logs, 1e-6, 1e-6)
+        same_bits(got, cukern.varlen_attention(*batch, **options))
+
+
+class Paged(NamedTuple):
+    """The same sequences in a paged cache. Pages that no query sees are not in the table, all others are NaN."""
+
+    k: Array
+    v: Array
+    block_table: Array
+    seqused_k: Array
+
+
+def paged(batch: Batch, page_size: int, rng: np.random.Generator, left: int = -1) -> Paged:
+    """Put the keys and values of a batch into pages in random order. `left` is the left limit of the window."""
+    of_keys = batch.cu_seqlens_q if batch.cu_seqlens_k is None else batch.cu_seqlens_k
+    lengths, query_lengths = np.diff(of_keys), np.diff(batch.cu_seqlens_q)
+    counts = -(-lengths // page_size)
+    order = iter(rng.permutation(int(counts.sum()) + 2))
+    shape = int(counts.sum()) + 2, page_size
+    k, v = (np.full((*shape, *x.shape[1:]), np.nan, x.dtype) for x in (batch.k, batch.v))
+    table = np.full((len(lengths), int(counts.max(initial=0)) + 1), -(2**31), np.int32)
+    for s, (begin, n) in enumerate(zip(of_keys, lengths, strict=False)):
+        first = 0 if left < 0 else max(0, n - query_lengths[s] - left) // page_size
+        for j in range(first, counts[s]):
+            page = table[s, j] = next(order)
+            rows = slice(begin + j * page_size, begin + min(int(n), (j + 1) * page_size))
+            k[page, : rows.stop - rows.start], v[page, : rows.stop - rows.start] = batch.k[rows], batch.v[rows]
+    return Paged(k, v, table, lengths.astype(np.int32))
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 24])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_paged_cache_holds_the_same(options: dict[str, Any], page_size: int, rng: np.random.Generator) -> None:
+    options = with_sinks(options, 4, rng)
+    batch = draw(rng, [3, 0, 17, 1], 8, key_lengths=[30, 5, 17, 0], heads=4, kv_heads=2)
+    want = cukern.varlen_attention(*batch, **options, return_lse=True)
+    k, v, table, used = paged(batch, page_size, rng, options.get("window", (-1, 0))[0])
+    for lengths in ({"seqused_k": used}, {"cu_seqlens_k": batch.cu_seqlens_k}):
+        got = cukern.varlen_attention(
+            batch.q, k, v, batch.cu_seqlens_q, block_table=table, **lengths, **options, return_lse=True
+        )
+        for a, b in zip(got, want, strict=True):
+            same_bits(a, b)
+
+
+def test_used_keys_of_packed_sequences(rng: np.random.Generator) -> None:
+    batch = draw(rng, [3, 2], 8, key_lengths=[7, 9])
+    got = cukern.varlen_attention(*batch, seqused_k=np.array([4, 100], np.int32), causal=True)
+    k, v = (np.concatenate([x[:4], x[7:16]]) for x in (batch.k, batch.v))
+    same_bits(got, cukern.varlen_attention(batch.q, k, v, batch.cu_seqlens_q, sums([4, 9]), causal=True))
+
+
+def test_a_window_is_the_one_of_paged_attention(put: Callable[[Any], Any], rng: np.random.Generator) -> None:
+    batch = draw(rng, [2, 2, 2], 16, key_lengths=[40, 2, 33], heads=4, kv_heads=2, left_over=0)
+    k, v, table, used = paged(batch, 16, rng)
+    sinks = rng.standard_normal(4).astype(np.float32)
+    for window in (1, 7, 100):
+        given = [put(x) for x in (k, v, table, used)]
+        options = {"sinks": put(sinks), "softcap": 3.0, "return_lse": True}
+        want, want_lse = cukern.paged_attention(
+            put(batch.q.reshape(3, 2, 4, 16)), *given, layout="flash", window=window, **options
+        )
+        got, lse = cukern.varlen_attention(
+            put(batch.q), *given[:2], put(batch.cu_seqlens_q), block_table=given[2], seqused_k=given[3],
+            window=(window - 1, 0), **options,
+        )  # fmt: skip
+        matches(got, to_numpy(want).reshape(6, 4, 16))
+        assert_matches("varlen_attention.lse", lse, to_numpy(want_lse).reshape(6, 4).T)
+
+
+def test_a_page_outside_of_the_cache(put: Callable[[Any], Any], rng: np.random.Generator) -> None:
+    batch = draw(rng, [3, 2, 2], 8, key_lengths=[20, 20, 20], left_over=0)
+    k, v, table, used = paged(batch, 8, rng)
+    table[0, 2], table[1, 0] = len(k), -1
+    used[2] = table.shape[1] * 8 + 1
+    got, lse = (
+        to_numpy(x)
+        for x in cukern.varlen_attention(
+            put(batch.q), put(k), put(v), put(batch.cu_seqlens_q), block_table=put(table), seqused_k=put(used),
+            causal=True, return_lse=True,
+        )
+    )  # fmt: skip
+    assert np.isnan(got).all() and np.isnan(lse).all()
+    # A page that no query sees may be anything.
+    got = cukern.varlen_attention(
+        put(batch.q[3:5]), put(k), put(v), put(sums([2])), block_table=put(table[1:2]), seqused_k=put(used[1:2]),
+        causal=True, window=(4, 0),
+    )  # fmt: skip
+    assert np.isfinite(to_numpy(got)).all()
 
 
 def test_by_hand(put: Callable[[Any], Any]) -> None:
@@ -175,7 +307,7 @@ LENGTHS, KEY_LENGTHS = np.array([0, 2, 6], np.int32), np.array([0, 5, 5], np.int
 
 def many(rows: NDArray[Any]) -> NDArray[Any]:
     """The first row as one token more than an array may have, without their memory."""
-    return np.broadcast_to(rows[:1], (2**31 - 2**16 + 1, *rows.shape[1:]))
+    return np.broadcast_to(rows[:1], (2**30 + 1, *rows.shape[1:]))
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -190,10 +322,10 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"k": np.zeros((5, 3, 8), np.float32)}, ValueError, "k must be of a divisor of 4 heads of 8, like q, got 3 heads"),
     ({"k": K.astype(np.float16)}, TypeError, "k must be float32, got float16"),
     ({"k": torch.zeros(5, 2, 8)}, TypeError, "k must be a NumPy array like q, got torch.Tensor"),
-    ({"v": K[:4]}, ValueError, "v must be of shape [memory_tokens, kv_heads, dim] = [5, 2, 8], got [4, 2, 8]"),
+    ({"v": K[:4]}, ValueError, "v must be of shape [memory_tokens, kv_heads, dim_v] = [5, 2, 8], got"),
     # The check of the tokens comes before the check of the lengths.
-    ({"q": many(Q), "cu_seqlens_q": LENGTHS[:0]}, ValueError, "q must be of at most 2147418112 tokens, got 2147418113"),
-    ({"k": many(K), "v": many(K), "cu_seqlens_q": LENGTHS[:0]}, ValueError, "k must be of at most 2147418112 tokens"),
+    ({"q": many(Q), "cu_seqlens_q": LENGTHS[:0]}, ValueError, "q must be of at most 1073741824 tokens, got 1073741825"),
+    ({"k": many(K), "v": many(K), "cu_seqlens_q": LENGTHS[:0]}, ValueError, "k must be of at most 1073741824 tokens"),
     ({"cu_seqlens_q": LENGTHS[:0]}, ValueError, "cu_seqlens_q must be of shape [sequences + 1], with a 0 first, got"),
     ({"cu_seqlens_q": LENGTHS[None]}, ValueError, "cu_seqlens_q must be of shape [sequences + 1], got [1, 3]"),
     ({"cu_seqlens_q": LENGTHS.astype(np.int64)}, TypeError, "cu_seqlens_q must be int32, got int64"),
@@ -205,7 +337,18 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cu_seqlens_k": None}, ValueError, "k must be of as many tokens as q where there is no cu_seqlens_k, got 5"),
     ({"scale": float("nan")}, ValueError, "scale must be a finite number, got nan"),
     ({"causal": 2}, ValueError, "causal must be one of False, True, got 2"),
-    ({"out": Q[:, :2]}, ValueError, "out must be of shape [tokens, heads, dim] = [6, 4, 8], got [6, 2, 8]"),
+    ({"out": Q[:, :2]}, ValueError, "out must be of shape [tokens, heads, dim_v] = [6, 4, 8], got"),
+    ({"v": np.zeros((5, 2, 300), np.float32)}, ValueError, "v must be of a dim_v in [1, 256], got 300"),
+    ({"k": K[None], "v": K[None]}, ValueError, "got [1, 5, 2, 8], which varlen_attention with block_table takes"),
+    ({"window": 5}, TypeError, "window must be a pair (left, right) of integers, -1 for no limit, got 5"),
+    ({"window": (1, 2, 3)}, TypeError, "window must be a pair (left, right) of integers, -1 for"),
+    ({"window": (-2, 0)}, ValueError, "window[0] must be an integer of at least -1, got -2"),
+    ({"window": (3, 0.5)}, TypeError, "window[1] must be an integer of at least -1, got 0.5 (float)"),
+    ({"softcap": 0.0}, ValueError, "softcap must be in [1e-30, 1e30], got 0.0"),
+    ({"sinks": np.zeros(3, np.float32)}, ValueError, "sinks must be of shape [heads] = [4], got [3]"),
+    ({"sinks": np.zeros(4)}, TypeError, "sinks must be float32 or float16 or bfloat16, got float64"),
+    ({"seqused_k": KEY_LENGTHS}, ValueError, "seqused_k must be of shape [sequences] = [2], got [3]"),
+    ({"out": Q, "return_lse": True}, TypeError, "out must be a pair (out, lse) with return_lse, got ndarray"),
     ({"variant": "fast"}, ValueError, "variant must be one of 'auto', 'wgmma', 'mma', 'fma', got"),
     ({"variant": "fma"}, ValueError, "variant must be 'auto' for arrays in host memory"),
 ]  # fmt: skip
@@ -218,13 +361,33 @@ def test_bad_input_is_refused(change: dict[str, Any], error: type[Exception], me
         cukern.varlen_attention(**arguments | change)
 
 
+PAGES, TABLE, USED = np.zeros((3, 8, 2, 8), np.float32), np.zeros((2, 4), np.int32), np.array([9, 5], np.int32)
+BAD_PAGES: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"k": K}, ValueError, "k must be of shape [pages, page_size, kv_heads, dim], got [5, 2, 8], which"),
+    ({"k": PAGES[:, :4], "v": PAGES[:, :4]}, ValueError, "k must be of pages of a multiple of 8 tokens, at most"),
+    ({"v": PAGES[:2]}, ValueError, "v must be of shape [pages, page_size, kv_heads, dim_v] = [3, 8, 2, 8], got"),
+    ({"block_table": TABLE[:1]}, ValueError, "block_table must be of shape [sequences, max_pages] = [2, 4], got"),
+    ({"block_table": TABLE[0]}, ValueError, "block_table must be of shape [sequences, max_pages], got [4]"),
+    ({"block_table": TABLE.astype(np.int64)}, TypeError, "block_table must be int32, got int64"),
+    ({"seqused_k": None}, ValueError, "seqused_k must be the lengths of the sequences in the cache"),
+    ({"seqused_k": USED.astype(np.int64)}, TypeError, "seqused_k must be int32, got int64"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD_PAGES)
+def test_bad_pages_are_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = {"q": Q, "k": PAGES, "v": PAGES, "cu_seqlens_q": LENGTHS, "block_table": TABLE, "seqused_k": USED}
+    cukern.varlen_attention(**arguments)
+    with pytest.raises(error, match=re.escape(message)):
+        cukern.varlen_attention(**arguments | change)
+
+
 # --- the launch -----------------------------------------------------------------------------------------
 
 
 def planned(batch: Batch, arch: str = "90a", **options: Any) -> Any:
-    """The one launch of a plan."""
-    (step,) = plan_of("varlen_attention", *batch, on=arch, **options)[0].steps
-    return step
+    """The launch of the attention kernel, the last one of a plan."""
+    return plan_of("varlen_attention", *batch, on=arch, **options)[0].steps[-1]
 
 
 def test_plans(rng: np.random.Generator) -> None:
@@ -237,22 +400,15 @@ def test_plans(rng: np.random.Generator) -> None:
             "this GPU is of sm_80, not sm_90a",
         ),
     ):
-        assert (step.variant.instance.function, step.variant.instance.arguments) == (
-            "attention_mma",
-            ("__half", 64, 64),
-        )
+        found = step.variant.instance
+        assert (found.function, found.arguments) == ("attention_mma", ("__half", 64, 64))
         assert (*step.grid[:2], step.block[0]) == (100 // 64 + 4, 2, 128)
-        assert step.why == f"{why}; heads of 64 in room for 64, 64 queries a block"
+        assert step.why == f"{why}; heads of 64 in room for 64, tiles of 64 tokens of 1 heads"
     step = planned(single)
     assert step.why.startswith("float32: fma, the slow general kernel (16 bits in aligned rows take tensor cores)")
     assert planned(draw(rng, [9], 33, "float16")).why.startswith("rows that are not 16-byte aligned: fma, the slow")
-    assert step.variant.instance.function == "attention_fma" and step.variant.instance.arguments == (
-        "float",
-        64,
-        64,
-        16,
-    )
-    assert step.block[0] == 256
+    found = step.variant.instance
+    assert found.function == "attention_fma" and found.arguments == ("float", 64, 64, 16) and step.block[0] == 256
     assert planned(half, variant="fma").variant.instance.arguments == ("__half", 64, 64, 16)
     # Smaller tiles for large heads, loads of one element for rows that are not aligned.
     assert planned(draw(rng, [9], 160, "float16"), "80").variant.instance.arguments == ("__half", 256, 32)
@@ -261,6 +417,21 @@ def test_plans(rng: np.random.Generator) -> None:
     for batch, reason in ((single, "for float32"), (draw(rng, [9], 33, "float16"), "for rows that are not")):
         with pytest.raises(ValueError, match=f"'auto' or 'fma' here, got 'mma': there is none {reason}"):
             planned(batch, variant="mma")
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "pack", "fma_pack"),
+    [(8, 8, 1, 1), (32, 8, 4, 4), (14, 2, 7, 7), (48, 1, 48, 24), (128, 1, 64, 32), (71, 1, 1, 1)],
+)
+def test_the_heads_of_a_kv_head_share_a_tile(
+    heads: int, kv_heads: int, pack: int, fma_pack: int, rng: np.random.Generator
+) -> None:
+    batch = draw(rng, [100], 192, "float16", heads=heads, kv_heads=kv_heads, left_over=0)
+    for variant, wanted, rows in (("mma", pack, 64), ("fma", fma_pack, 32)):
+        step = planned(batch, variant=variant)
+        assert step.fields["pack"] == wanted and step.grid[:2] == (100 // (rows // wanted) + 2, heads // wanted)
+    step = planned(batch)
+    assert step.fields["p"]["pack"] == pack and step.fields["warpgroup_tokens"] == 64 // pack
 
 
 def planned_maps(batch: Batch, **options: Any) -> dict[str, tuple[Any, ...]]:
@@ -274,38 +445,52 @@ def planned_maps(batch: Batch, **options: Any) -> dict[str, tuple[Any, ...]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "encode", encode)
         fields = planned(batch, **options).fields
-        for name in ("q", "k", "v", "k_box", "v_box"):
+        for name in ("q", "k", "v"):
             fields[f"{name}_map"].function(name)
     return made
 
 
 def test_plans_by_wgmma(rng: np.random.Generator) -> None:
-    for dtype, dim, arguments, queries in (
-        ("float16", 32, ("__half", 64, 2, 2, "true"), 128),
-        ("float16", 64, ("__half", 64, 2, 2, "true"), 128),
-        ("bfloat16", 96, ("__nv_bfloat16", 128, 3, 1, "true"), 192),
+    for dtype, dim, arguments in (
+        ("float16", 32, ("__half", 64, 64, 3, 128, 2)),
+        ("float16", 64, ("__half", 64, 64, 3, 128, 2)),
+        ("bfloat16", 96, ("__nv_bfloat16", 128, 128, 2, 128, 1)),
+        ("bfloat16", 200, ("__nv_bfloat16", 256, 256, 2, 64, 1)),
     ):
         batch = draw(rng, [300, 0, 30], dim, dtype, heads=4, kv_heads=2, left_over=0)
-        room = arguments[1]
-        for step, why in (
-            (planned(batch), "16 bits in aligned rows: wgmma, Hopper's tensor cores"),
-            (planned(batch, variant="wgmma"), "variant='wgmma' asks for it"),
+        room, tokens = arguments[1], 32 * arguments[3]
+        for variant, why in (
+            ("auto", "16 bits in aligned rows: wgmma, Hopper's tensor cores"),
+            ("wgmma", "variant='wgmma' asks for it"),
         ):
+            schedule, step = plan_of("varlen_attention", *batch, variant=variant)[0].steps
+            assert schedule.fields["tile_tokens"] == tokens and schedule.grid == (1, 1, 1)
             found = step.variant.instance
             assert (found.function, found.arguments) == ("attention_wgmma", arguments)
-            assert (*step.grid[:2], step.block[0]) == (330 // queries + 4, 4, queries * 2)
+            # Persistent blocks, at most one for each tile.
+            assert (*step.grid[:2], step.block[0]) == (min(132, 2 * (330 // tokens + 4)), 1, 128 * (arguments[3] + 1))
             assert step.shared_bytes == step.variant.max_shared_bytes <= gpu.of_arch("90a").shared_per_block
-            assert step.why == f"{why}; heads of {dim} in room for {room}, {queries} queries a block"
+            assert step.why == f"{why}; heads of {dim} in room for {room}, tiles of {tokens} tokens of 2 heads"
         maps, row = planned_maps(batch), dim * 2
         assert maps == {
-            "q": ((dim, 4, 330, 1), (row, 4 * row, 4 * row), (64, 1, 32, 1), 128, True),
-            **dict.fromkeys(("k", "v"), ((dim, 2, 330, 1), (row, 2 * row, 2 * row), (64, 1, 128, 1), 128, True)),
-            **dict.fromkeys(("k_box", "v_box"), ((dim, 2, 330, 1), (row, 2 * row, 2 * row), (64, 1, 32, 1), 128, True)),
+            "q": ((dim, 4, 330, 1), (row, 4 * row, 4 * row), (64, 2, 32, 1), 128, True),
+            **dict.fromkeys(("k", "v"), ((dim, 2, 330, 1), (row, 2 * row, 2 * row), (64, 1, 64, 1), 128, True)),
         }
     # Any distance does along a dimension of size 1, but a map takes none of 0.
     one = draw(rng, [1], 64, "float16", heads=1, left_over=0)
     k = np.lib.stride_tricks.as_strided(one.k, one.k.shape, (0, -16, 2))
     assert planned_maps(one._replace(k=k))["k"][:2] == ((64, 1, 1, 1), (128, 128, 128))
+
+
+@pytest.mark.parametrize(
+    ("page_size", "dim", "box"), [(8, 64, 8), (16, 64, 16), (24, 64, 8), (48, 128, 16), (256, 128, 64), (64, 256, 64)]
+)
+def test_boxes_of_pages(page_size: int, dim: int, box: int, rng: np.random.Generator) -> None:
+    batch = draw(rng, [9, 3], dim, "float16", key_lengths=[300, 3], left_over=0)
+    k, v, table, used = paged(batch, page_size, rng)
+    maps = planned_maps(Batch(batch.q, k, v, batch.cu_seqlens_q, None), block_table=table, seqused_k=used)
+    row = dim * 2
+    assert maps["k"] == ((dim, 2, page_size, len(k)), (row, 2 * row, page_size * 2 * row), (64, 1, box, 1), 128, True)
 
 
 def test_what_wgmma_does_not_take(rng: np.random.Generator) -> None:
@@ -315,7 +500,6 @@ def test_what_wgmma_does_not_take(rng: np.random.Generator) -> None:
     for batch, arch, options, reason in (
         (half, "80", {}, "this GPU is of sm_80, not sm_90a"),
         (half, "100a", {}, "this GPU is of sm_100a, not sm_90a"),
-        (draw(rng, [9], 136, "float16"), "90a", {}, "heads are of 136, more than 128"),
         (shared_key, "90a", {}, "k has strides of 256 and 0 bytes"),
         (no_keys, "90a", {}, "k has no tokens"),
         (half, "90a", {"scale": 0.0}, "scale is below 1e-30"),
@@ -334,10 +518,11 @@ def test_what_wgmma_does_not_take(rng: np.random.Generator) -> None:
 
 
 def test_a_block_fits_into_the_shared_memory_of_any_gpu() -> None:
-    for dim in range(1, op.MAX_DIM + 1):
-        assert op._padded_dim(dim) >= dim
-        for form in (op._by_mma("float16", dim), op._by_fma("float32", dim, False)):
-            assert form.variant.max_shared_bytes <= min(x.shared_per_block for x in gpu.BY_ARCH.values())
+    for dim in range(1, choose.MAX_DIM + 1):
+        for found in (choose.by_mma("float16", dim), choose.by_fma("float32", dim, False)):
+            assert found.dims[0] >= dim
+            assert found.variant.max_shared_bytes <= min(x.shared_per_block for x in gpu.BY_ARCH.values())
+        assert choose.by_wgmma("float16", dim, dim).variant.max_shared_bytes <= gpu.of_arch("90a").shared_per_block
 
 
 def tile_of(block: int, lengths: Array, tokens: int, tile: int) -> tuple[int, int]:
@@ -374,12 +559,12 @@ def test_the_blocks_are_found_as_above() -> None:
     source = " ".join((CUDA_SRC / "varlen_attention/sequences.cuh").read_text().split())
     for line in (
         "return s == 0 ? 0 : min(max(__ldg(cu_seqlens + s), 0), rows);",
-        "int first = 0, count = p.sequences + 1;",
-        "const int step = (count + 31) / 32, place = threadIdx.x % 32 * step;",
-        "begin_of(p.cu_seqlens_q, first + place, p.tokens) / TILE + first + place <= tile;",
+        "int s = 0, count = p.sequences + 1;",
+        "const int step = (count + 31) / 32, place = int(threadIdx.x % 32) * step;",
+        "begin_of(p.cu_seqlens_q, s + place, p.tokens) / tile_tokens + s + place <= index;",
         "const int last = max(__popc(__ballot_sync(FULL_WARP, before)) - 1, 0) * step;",
-        "first += last, count = min(step, count - last);",
-        "const int position = (tile - (begin / TILE + s)) * TILE;",
+        "s += last, count = min(step, count - last);",
+        "const int position = (index - (begin / tile_tokens + s)) * tile_tokens;",
     ):
         assert line in source
 
@@ -416,7 +601,7 @@ def is_hopper() -> bool:
 def variants_of(batch: Batch) -> list[str]:
     dim = batch.q.shape[2]
     has_mma = batch.q.itemsize == 2 and dim * 2 % 16 == 0
-    has_wgmma = has_mma and is_hopper() and dim <= op.WGMMA_DIMS[-1] and len(batch.k) > 0
+    has_wgmma = has_mma and is_hopper() and len(batch.k) > 0
     return ["auto", "fma", *["mma"] * has_mma, *["wgmma"] * has_wgmma]
 
 
@@ -425,7 +610,7 @@ def variants_of(batch: Batch) -> list[str]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lengths", LENGTHS_OF.values(), ids=LENGTHS_OF)
 def test_the_kernel_is_the_twin(lengths: Any, dtype: str, causal: bool, rng: np.random.Generator) -> None:
-    for dim, heads, kv_heads in ((64, 3, 3), (32, 4, 2), (128, 2, 1)):
+    for dim, heads, kv_heads in ((64, 3, 3), (32, 4, 2), (128, 2, 1), (128, 7, 1)):
         batch = draw(rng, lengths, dim, dtype, heads=heads, kv_heads=kv_heads)
         want = twin.varlen_attention(*batch, causal=causal)
         for variant in variants_of(batch):
@@ -444,6 +629,61 @@ def test_keys_of_other_lengths(dtype: str, causal: bool, rng: np.random.Generato
         want = twin.varlen_attention(*batch, scale=0.2, causal=causal)
         for variant in variants_of(batch):
             matches(cukern.varlen_attention(*batch.on_gpu(), scale=0.2, causal=causal, variant=variant), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options_of_the_kernels(options: dict[str, Any], dtype: str, rng: np.random.Generator) -> None:
+    for dim, heads, kv_heads in ((64, 8, 1), (128, 4, 2), (256, 2, 1)):
+        options = with_sinks(options, heads, rng, dtype)
+        given = {name: on_gpu(x) if name == "sinks" else x for name, x in options.items()}
+        batch = draw(
+            rng, [70, 1, 0, 200, 3], dim, dtype, key_lengths=[300, 150, 9, 200, 2], heads=heads, kv_heads=kv_heads
+        )
+        want, want_lse = twin.varlen_attention(*batch, **options, return_lse=True)
+        for variant in variants_of(batch):
+            out, lse = Buffer(want.shape, dtype), Buffer(want_lse.shape, "float32")
+            cukern.varlen_attention(
+                *batch.on_gpu(), **given, variant=variant, return_lse=True, out=(out.array, lse.array)
+            )
+            matches(out.numpy(), want)
+            assert_matches("varlen_attention.lse", lse.numpy(), want_lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("page_size", [8, 16, 24, 64, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_paged_kernels(page_size: int, dtype: str, rng: np.random.Generator) -> None:
+    for dim, options in ((64, {"causal": True}), (128, {"window": (40, 0)}), (256, {"softcap": 9.0, "causal": True})):
+        batch = draw(rng, [70, 1, 0, 3], dim, dtype, key_lengths=[300, 150, 9, 2], heads=4, kv_heads=2)
+        want = twin.varlen_attention(*batch, **options)
+        k, v, table, used = (on_gpu(x) for x in paged(batch, page_size, rng, options.get("window", (-1, 0))[0]))
+        q, sums_of_q = on_gpu(batch.q), on_gpu(batch.cu_seqlens_q)
+        for variant in variants_of(batch):
+            out = Buffer(want.shape, dtype)
+            cukern.varlen_attention(
+                q, k, v, sums_of_q, block_table=table, seqused_k=used, **options, variant=variant, out=out.array
+            )
+            matches(out.numpy(), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_chunk_has_the_bits_of_the_whole(dim: int, rng: np.random.Generator) -> None:
+    """The last queries of a sequence, over the cache of all its keys, whatever is in the same call."""
+    batch = draw(rng, [700], dim, "bfloat16", heads=4, kv_heads=1, left_over=0)
+    k, v, table, used = (on_gpu(x) for x in paged(batch, 16, rng))
+    for variant in [x for x in variants_of(batch) if x != "fma"]:
+        whole = to_numpy(cukern.varlen_attention(*batch.on_gpu(), causal=True, variant=variant))
+        for chunk in (1, 2, 65, 300):
+            q = on_gpu(np.concatenate([batch.q[:5], batch.q[-chunk:]]))
+            got = cukern.varlen_attention(
+                q, k, v, on_gpu(sums([5, chunk])), block_table=table.repeat(2, 0), seqused_k=used.repeat(2),
+                causal=True, variant=variant,
+            )  # fmt: skip
+            same_bits(to_numpy(got)[5:], whole[-chunk:])
 
 
 @pytest.mark.gpu
@@ -486,7 +726,7 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(dtype: str, rng: np.r
 
 @pytest.mark.gpu
 @pytest.mark.sanitize
-@pytest.mark.parametrize("variant", op.VARIANTS)
+@pytest.mark.parametrize("variant", choose.VARIANTS)
 def test_wrong_sums_of_lengths_stay_within_the_arrays(variant: str, rng: np.random.Generator) -> None:
     if variant == "wgmma" and not is_hopper():
         pytest.skip("needs sm_90a")
@@ -553,6 +793,32 @@ def test_a_cuda_graph_follows_the_lengths(rng: np.random.Generator) -> None:
         graph.replay()
         torch.cuda.synchronize()
         matches(out, twin.varlen_attention(*batch[:3], sums(lengths)))
+
+
+@pytest.mark.gpu
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 150), st.integers(0, 5000)), max_size=6), st.sampled_from([64, 128, 96, 256]),
+    st.sampled_from([8, 16, 40, 64]), st.sampled_from([(1, 1), (4, 4), (6, 2), (8, 1)]), st.booleans(),
+    st.sampled_from([-1, 0, 5, 130, 1000]), st.sampled_from([-1, 0, 7]), st.booleans(), st.integers(0, 2**32),
+)  # fmt: skip
+def test_random_paged_batches(
+    lengths: list[tuple[int, int]], dim: int, page_size: int, heads: tuple[int, int], causal: bool, left: int,
+    right: int, has_sinks: bool, seed: int,
+) -> None:  # fmt: skip
+    rng = np.random.default_rng(seed)
+    of_queries, of_keys = [n for n, _ in lengths], [m for _, m in lengths]
+    batch = draw(rng, of_queries, dim, "bfloat16", key_lengths=of_keys, heads=heads[0], kv_heads=heads[1])
+    options: dict[str, Any] = {"causal": causal, "window": (left, right)}
+    sinks = rng.standard_normal(heads[0]).astype(np.float32) if has_sinks else None
+    want, want_lse = twin.varlen_attention(*batch, **options, sinks=sinks, return_lse=True)
+    k, v, table, used = (on_gpu(x) for x in paged(batch, page_size, rng, left))
+    got, lse = cukern.varlen_attention(
+        on_gpu(batch.q), k, v, on_gpu(batch.cu_seqlens_q), block_table=table, seqused_k=used, **options,
+        sinks=None if sinks is None else on_gpu(sinks), return_lse=True,
+    )  # fmt: skip
+    matches(got, want)
+    assert_matches("varlen_attention.lse", lse, want_lse)
 
 
 @pytest.mark.gpu

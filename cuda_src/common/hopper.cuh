@@ -329,15 +329,19 @@ __device__ __forceinline__ void wgmma_mn_major(float (&c)[N], unsigned long long
 template <typename T, int N>
 __device__ __forceinline__ void wgmma_mn_major(float (&c)[N], const unsigned (&a)[4], unsigned long long b,
                                                bool accumulate) {
-    static_assert(N == 64 || N == 128, "");
+    static_assert(N == 32 || N == 64 || N == 128, "");
     if constexpr (IS_BFLOAT16<T> && N == 128)
         WGMMA_REGISTERS("256", 128, "k16", "bf16.bf16", "{%128, %129, %130, %131}", "%132", "%133", ", 1");
     else if constexpr (N == 128)
         WGMMA_REGISTERS("256", 128, "k16", "f16.f16", "{%128, %129, %130, %131}", "%132", "%133", ", 1");
-    else if constexpr (IS_BFLOAT16<T>)
+    else if constexpr (IS_BFLOAT16<T> && N == 64)
         WGMMA_REGISTERS("128", 64, "k16", "bf16.bf16", "{%64, %65, %66, %67}", "%68", "%69", ", 1");
-    else
+    else if constexpr (N == 64)
         WGMMA_REGISTERS("128", 64, "k16", "f16.f16", "{%64, %65, %66, %67}", "%68", "%69", ", 1");
+    else if constexpr (IS_BFLOAT16<T>)
+        WGMMA_REGISTERS("64", 32, "k16", "bf16.bf16", "{%32, %33, %34, %35}", "%36", "%37", ", 1");
+    else
+        WGMMA_REGISTERS("64", 32, "k16", "f16.f16", "{%32, %33, %34, %35}", "%36", "%37", ", 1");
 }
 
 #undef FOUR

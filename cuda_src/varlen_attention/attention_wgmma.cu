@@ -1,60 +1,48 @@
-// Compute the attention of varlen_attention/sequences.cuh for 16-bit elements, with Hopper's wgmma and TMA.
+// Attention over packed sequences or a paged cache, for 16-bit elements, with Hopper's wgmma and TMA.
 //
-//   DIM          padded head_dim, 64 or 128; TMA fills the padding with 0
-//   WARPGROUPS   warpgroups of a block, with 64 queries each
-//   BLOCKS       resident blocks of a multiprocessor
-//   TURNS        the warpgroups of a block issue their MMAs in turn
+//   score[i, j] = scale * dot(q[i, head, :], k[j, head / group, :])     for the keys j in the window of query i
+//                 with a softcap: softcap * tanh(score / softcap)
+//   out[i]      = sum over j of softmax(score[i, :])[j] * v[j, head / group, :]
 //
-// Grid: (tiles of queries, heads). A warpgroup loops over tiles of 128 keys, with two stages of keys and two stages of
-// values. For tile n it computes
+// sequences.cuh defines the window, and the tiles of queries. With sinks the softmax has one more score, sinks[head],
+// whose value is 0. The result of a query that sees no key is 0. Weights are rounded to T before their MMA with the
+// values. All sums are in float32, including the sum of the weights.
 //
-//   S = Q K[n]'    P = exp2(S - row_max), in registers: fragments of S become fragments of P (FlashAttention-2)
-//   O = O * exp2(previous row_max - row_max) + P V[n]
+//   T            __half or __nv_bfloat16
+//   DIM, DIM_V   padded size of a head of q and k, and of v, at least p.dim and p.dim_v; TMA fills the padding with 0
+//   WARPGROUPS   consumer warpgroups of a block, with 64 rows of the tile of queries each
+//   KEYS         keys of a tile
+//   Q_STAGES     tiles of queries in shared memory
 //
-// While a warpgroup exponentiates, warpgroups of other resident blocks or, with TURNS, of the same block run their MMAs
-// (FlashAttention-3, Shah et al., 2024). A turn covers P V of one tile and Q K' of the next; named barriers pass the
-// turn to the next warpgroup. There are too few registers for a producer warp, so the last warp to release a stage
-// issues the TMA copies that refill the stage.
+// Grid: one persistent block per multiprocessor. The scheduler warp describes the next tiles of queries in shared
+// memory. The producer warp loads the queries and, tile by tile, the keys and values (wgmma_tiles.cuh). The consumer
+// warpgroups compute for tile n of the keys
 //
-// TMA copies a tile as one box of 128 rows, or a short last tile as boxes of 32 rows. For rows past the end of the
-// sequence, scores become -inf, and values are cleared in shared memory, because 0 * NaN is NaN.
+//   S = Q K[n]'    P = exp2(S - largest), in registers: fragments of S become fragments of P (FlashAttention-2)
+//   O = O * exp2(previous largest - largest) + P V[n]
 //
-// Speed of light: the tensor cores, with 4 * dim flops per query and key. Short sequences are bound by memory
-// bandwidth. Per tile of 64 queries and 128 keys, a multiprocessor needs 8 * DIM cycles of its tensor cores and 512 of
-// its exp2 units, which compute 16 per cycle.
-#include "common/hopper.cuh"
+// The MMAs S of tile n + 1 and P V of tile n are in flight together, and the exponentials of tile n + 1 overlap P V of
+// tile n. Consumer warpgroups issue their MMAs in turn, so that the exponentials of one overlap the MMAs of the others.
+// Both are from FlashAttention-3 (Shah et al., 2024).
+//
+// Keys outside a query's window get a score of -inf. Values after the end of the sequence, and before the first loaded
+// page, are cleared in shared memory, because 0 * NaN is NaN. If a last tile has at most NARROW keys, the MMAs process
+// only NARROW keys. Tiles of keys begin at multiples of KEYS, so a row has the same bits in any batch and any chunk.
+//
+// Speed of light: the tensor cores, with 2 * (dim + dim_v) flops for each pair of a query and a key that it sees. With
+// DIM 64 the exponentials take as long as the MMAs: a tile of 64 queries and 128 keys takes 512 cycles of a
+// multiprocessor's tensor cores, and 512 cycles of its exp2 units, which compute 16 per cycle. For few queries per
+// sequence memory bandwidth is the limit: keys and values are read once per tile of queries.
 #include "common/launch.cuh"
-#include "common/mma.cuh"
 #include "common/overlap.cuh"
-#include "varlen_attention/sequences.cuh"
-#include "varlen_attention/wgmma_values.cuh"
+#include "varlen_attention/wgmma_tiles.cuh"
 
-constexpr int KEYS = 128, NARROW = 64; // keys of a tile, and of the MMAs of a short last tile
-constexpr int BOX = 32;                // rows of a TMA box of queries or of a short last tile
-constexpr int STAGES = 2;
-constexpr int COLUMNS = 64, ROW_BYTES = 128; // of a row in shared memory
+constexpr int NARROW = 64;
+constexpr int NO_TOKEN = 1 << 20; // of a row without a query; larger than any token of a tile
 
-struct alignas(64) MappedParams {
-    TensorMap q_map; // [tokens, heads, dim], in boxes of BOX tokens x COLUMNS elements
-    TensorMap k_map; // [memory_tokens, heads / group, dim], in boxes of KEYS tokens x COLUMNS elements
-    TensorMap v_map;
-    TensorMap k_box_map; // in boxes of BOX tokens
-    TensorMap v_box_map;
-    Params p;
-};
-
-// The part of shared memory that follows the tiles. A tile is stored in SPLITS parts of 64 columns.
-template <int DIM, int WARPGROUPS> struct alignas(8) Shared {
-    static constexpr int QUERIES = 64 * WARPGROUPS, SPLITS = DIM / COLUMNS;
-    static constexpr int QUERY_SPLIT = QUERIES * ROW_BYTES, SPLIT = KEYS * ROW_BYTES, TILE = SPLITS * SPLIT; // bytes
-    static constexpr int BEGIN = SPLITS * QUERY_SPLIT + 2 * STAGES * TILE;
-    unsigned long long queries_full;    // full barrier of the queries
-    unsigned long long full[2][STAGES]; // full barriers [keys, values]
-    unsigned released[2][STAGES];       // [keys, values]: warps that released the stage
-};
-
-// Named barriers of warpgroup i: TURN + i begins its turn, ARRIVED + i synchronizes its warps.
-enum { TURN = 1, ARRIVED = 5 };
+// Named barriers, for up to four warpgroups. TURN + i: warpgroup i may issue its MMAs. CLEARED + i: all warps of
+// warpgroup i have cleared their values.
+enum { TURN = 1, CLEARED = 5 };
 
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -64,322 +52,342 @@ __device__ __forceinline__ void barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Increment a counter, wrapping to 0 after `last`, and return the old value. The thread that gets `last` sees the
-// memory accesses of the other threads before their increments.
-__device__ __forceinline__ unsigned increment_wrapping(unsigned counter, unsigned last) {
-    unsigned old;
-    asm volatile("atom.acq_rel.cta.shared::cta.inc.u32 %0, [%1], %2;" : "=r"(old) : "r"(counter), "r"(last) : "memory");
-    return old;
-}
-
-template <unsigned long long POLICY>
-__device__ __forceinline__ void copy_boxes(unsigned to, const TensorMap& map, int column, int head, int row, int boxes,
-                                           unsigned full) {
-#pragma unroll 1
-    for (int box = 0; box < boxes; ++box)
-        tma_load<POLICY>(to + box * BOX * ROW_BYTES, map, column, head, row + box * BOX, 0, full);
-}
-
-// Keys and values of a block.
-template <int DIM, int WARPGROUPS> struct Tiles {
-    using S = Shared<DIM, WARPGROUPS>;
+// A consumer warpgroup. A lane has two rows of the tile of queries: lane / 4 of its warp's 16 rows, and that row + 8.
+template <typename T, class L> struct Consumer {
     const MappedParams& params;
-    S& shared;
-    const unsigned stages;     // shared address of the first stage
-    const int first_row, head; // in k and v
-    const int keys, count;
+    Shared<L>& shared;
+    const unsigned base;         // shared address of the tiles
+    const int index;             // of the warpgroup
+    const int warp, lane;        // warp of the warpgroup, and lane of the warp
+    int token[2], head[2];       // of the lane's rows: token and head of the tile
+    int first_token, last_token; // of the warp's rows
+    int stages_read = 0, q_read = 0;
+    Tile tile;
+    int active; // warpgroups with queries
+    float sums[L::DIM_V / 2];
+    float largest[2], total[2]; // largest product (or capped score) and sum of this lane's weights, by row
+    unsigned weights[L::KEYS / 16][4];
 
-    // `kv`: 0 for keys, 1 for values.
-    __device__ __forceinline__ unsigned address(int kv, int n) const {
-        return stages + (kv * STAGES + n % STAGES) * S::TILE;
-    }
-
-    // One thread calls this.
-    __device__ __forceinline__ void load(int kv, int n) const {
-        const unsigned full = shared_address(&shared.full[kv][n % STAGES]);
-        const int row = n * KEYS, boxes = min((keys - row + BOX - 1) / BOX, KEYS / BOX);
-        mbarrier_arrive_expect_tx(full, S::SPLITS * boxes * BOX * ROW_BYTES);
+    __device__ __forceinline__ void init() {
+        const int rows = params.warpgroup_tokens * params.p.pack, before = index * params.warpgroup_tokens;
 #pragma unroll
-        for (int split = 0; split < S::SPLITS; ++split)
-            if (boxes == KEYS / BOX)
-                tma_load<EVICT_NORMAL>(address(kv, n) + split * S::SPLIT, kv ? params.v_map : params.k_map,
-                                       split * COLUMNS, head, first_row + row, 0, full);
-            else
-                copy_boxes<EVICT_NORMAL>(address(kv, n) + split * S::SPLIT, kv ? params.v_box_map : params.k_box_map,
-                                         split * COLUMNS, head, first_row + row, boxes, full);
+        for (int i = 0; i < 2; ++i) {
+            const int row = warp * 16 + lane / 4 + 8 * i;
+            token[i] = row < rows ? before + row / params.p.pack : NO_TOKEN;
+            head[i] = row % params.p.pack;
+        }
+        first_token = before + warp * 16 / params.p.pack;
+        last_token = before + (warp * 16 + 15) / params.p.pack;
     }
 
-    __device__ __forceinline__ void wait(int kv, int n) const {
-        mbarrier_wait(shared_address(&shared.full[kv][n % STAGES]), n / STAGES);
-    }
-
-    // All lanes call this. The last of `warps` warps to release the stage refills it.
-    __device__ __forceinline__ void release(int kv, int n, int warps) const {
+    // Arrive at an empty barrier. All lanes of the warp have finished reading.
+    __device__ __forceinline__ void release(unsigned long long& empty) const {
         __syncwarp();
-        if (threadIdx.x % 32 == 0 && n + STAGES < count &&
-            increment_wrapping(shared_address(&shared.released[kv][n % STAGES]), warps - 1) == warps - 1)
-            load(kv, n + STAGES);
-    }
-};
-
-// A warpgroup and its 64 queries.
-template <typename T, int DIM, int WARPGROUPS, bool TURNS> struct Warpgroup {
-    using S = Shared<DIM, WARPGROUPS>;
-    const MappedParams& params;
-    const WorkTile<S::QUERIES>& work;
-    const Tiles<DIM, WARPGROUPS>& tiles;
-    const unsigned queries;  // shared address
-    const int index, active; // active: warpgroups with queries
-    const int lane, warp;
-    const int first_row; // of this warp in the work tile
-    float sums[DIM / 2];
-    float row_max[2], row_sum[2]; // of this lane's 2 rows; row_sum: this lane's keys only
-
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (int j = 0; j < DIM / 2; ++j) sums[j] = 0.f;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) row_max[i] = -CUDART_INF_F, row_sum[i] = 0.f;
+        if (lane == 0) mbarrier_arrive(shared_address(&empty));
     }
 
-    __device__ __forceinline__ void release(int kv, int n) const { tiles.release(kv, n, active * (WARPGROUP / 32)); }
-
-    // At the start, the last warpgroup passes the turn to warpgroup 0.
-    __device__ __forceinline__ void take_turn() {
-        if (TURNS && active > 1) barrier_sync(TURN + index, 2 * WARPGROUP);
+    __device__ __forceinline__ int stage(int n) const { return (stages_read + n) % L::STAGES; }
+    __device__ __forceinline__ void wait_k_full(int n) const {
+        mbarrier_wait(shared_address(&shared.k_full[stage(n)]), (stages_read + n) / L::STAGES);
     }
-    __device__ __forceinline__ void pass_turn(bool is_last) {
-        if (TURNS && active > 1 && !(is_last && index == active - 1))
+    __device__ __forceinline__ void wait_v_full(int n) const {
+        mbarrier_wait(shared_address(&shared.v_full[stage(n)]), (stages_read + n) / L::STAGES);
+    }
+
+    // Wait until this warpgroup may issue its MMAs. Warpgroup 0 takes the first turn of a tile of queries without a wait.
+    __device__ __forceinline__ void take_turn(bool is_first) const {
+        if (L::WARPGROUPS > 1 && active > 1 && !(is_first && index == 0)) barrier_sync(TURN + index, 2 * WARPGROUP);
+    }
+    // Let the next warpgroup issue its MMAs. Only warpgroup i - 1 passes a turn to warpgroup i, and only the last active
+    // one to warpgroup 0. A warpgroup that skips this tile and is ahead therefore passes no turn too early.
+    __device__ __forceinline__ void pass_turn(bool is_last) const {
+        if (L::WARPGROUPS > 1 && active > 1 && !(is_last && index == active - 1))
             barrier_arrive(TURN + (index + 1 == active ? 0 : index + 1), 2 * WARPGROUP);
     }
 
-    // Compute the scores of `2 * SCORES` keys of tile n, and pass the turn to the next warpgroup. The 128 threads hold
-    // 64 rows of scores, so each thread holds SCORES.
-    template <int SCORES> __device__ __forceinline__ void multiply_keys(int n, float (&scores)[SCORES]) {
-        tiles.wait(0, n);
-        const unsigned long long a = k_major_descriptor(queries), b = k_major_descriptor(tiles.address(0, n));
+    // Issue the MMAs of the queries with the first `2 * SCORES` keys of tile n.
+    template <int SCORES> __device__ __forceinline__ void issue_qk(int n, float (&scores)[SCORES]) const {
+        const unsigned long long a = k_major_descriptor(base + q_read % L::Q_STAGES * L::Q_TILE + index * 64 * LINE);
+        const unsigned long long b = k_major_descriptor(base + L::K_BEGIN + stage(n) * L::K_TILE);
         wgmma_fence();
 #pragma unroll
-        for (int d = 0; d < DIM / 16; ++d) {
+        for (int d = 0; d < L::DIM / 16; ++d) {
             const int split = d / 4, within = d % 4 * 32;
-            wgmma_k_major<T>(scores, a + ((split * S::QUERY_SPLIT + within) >> 4),
-                             b + ((split * S::SPLIT + within) >> 4), d > 0);
+            wgmma_k_major<T>(scores, a + ((split * L::Q_SPLIT + within) >> 4), b + ((split * L::SPLIT + within) >> 4),
+                             d > 0);
         }
         wgmma_commit_group();
-        pass_turn(false);
-        if (n > 0) release(1, n - 1); // after the commit, so that the release overlaps the MMAs
-        wgmma_wait_group<0>();
-        wgmma_fence_operand(scores);
-        release(0, n);
     }
 
-    // Set the scores of masked keys to -inf.
-    template <int WIDTH> __device__ __forceinline__ void mask(int key, float (&scores)[WIDTH / 2]) {
-        const Params& p = params.p;
-        if (key + WIDTH <= work.keys && (!p.causal || key + WIDTH <= work.first_row_keys + first_row)) return;
+    // Issue the MMAs of the weights with the first WIDTH values of tile n.
+    template <int WIDTH> __device__ __forceinline__ void issue_pv(int n) {
+        const unsigned long long b = mn_major_descriptor<L::SPLIT>(base + L::V_BEGIN + stage(n) * L::V_TILE);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < WIDTH / 16; ++k) wgmma_mn_major<T>(sums, weights[k], b + (k * 16 * LINE >> 4), true);
+        wgmma_commit_group();
+    }
+
+    // Replace the scores of keys outside the windows by -inf.
+    template <int WIDTH> __device__ __forceinline__ void mask(int key, float (&scores)[WIDTH / 2]) const {
+        const int end = min(tile.keys, tile.high + first_token);
+        if (key + WIDTH <= end && key >= tile.low + last_token) return;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int row = first_row + lane / 4 + 8 * i;
-            const int limit = (p.causal ? min(work.keys, work.first_row_keys + row) : work.keys) - key - lane % 4 * 2;
+            const int column = key + lane % 4 * 2;
+            const int high = min(tile.keys, tile.high + token[i]) - column, low = tile.low + token[i] - column;
 #pragma unroll
             for (int n = 0; n < WIDTH / 8; ++n)
 #pragma unroll
                 for (int j = 0; j < 2; ++j)
-                    if (n * 8 + j >= limit) scores[4 * n + 2 * i + j] = -CUDART_INF_F;
+                    if (n * 8 + j >= high || n * 8 + j < low) scores[4 * n + 2 * i + j] = -CUDART_INF_F;
         }
     }
 
-    // Convert scores to softmax weights, and rescale `sums` to the new running maxima.
-    template <int WIDTH>
-    __device__ __forceinline__ void online_softmax(int n, float (&scores)[WIDTH / 2],
-                                                   unsigned (&weights)[WIDTH / 16][4]) {
+    // Replace the scores of tile n by weights, and return the factors that rescale the earlier sums of the two rows.
+    template <int WIDTH> __device__ __forceinline__ void weigh(int n, float (&scores)[WIDTH / 2], float (&factors)[2]) {
         const float scale = params.p.scale;
-        mask<WIDTH>(n * KEYS, scores);
-        float offset[2];
+        if (params.p.cap != 0.f)
+#pragma unroll
+            for (int i = 0; i < WIDTH / 2; ++i) scores[i] = capped(params.p, scores[i]);
+        mask<WIDTH>((tile.begin / L::KEYS + n) * L::KEYS, scores);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            float maxima[2] = {row_max[i], row_max[i]};
+            float most[2] = {largest[i], largest[i]};
 #pragma unroll
             for (int j = 0; j < WIDTH / 8; ++j)
-                maxima[j % 2] = fmaxf(maxima[j % 2], fmaxf(scores[4 * j + 2 * i], scores[4 * j + 2 * i + 1]));
-            const float new_max = lanes_max<4>(fmaxf(maxima[0], maxima[1]));
-            // If all scores are -inf, any finite offset gives weights of 0.
-            offset[i] = new_max == -CUDART_INF_F ? 0.f : new_max * scale;
-            const float factor = fast_exp2(fmaf(row_max[i], scale, -offset[i])); // 0 for the first tile
-            row_max[i] = new_max;
-            row_sum[i] *= factor;
+                most[j % 2] = fmaxf(most[j % 2], fmaxf(scores[4 * j + 2 * i], scores[4 * j + 2 * i + 1]));
+            const float highest = lanes_max<4>(fmaxf(most[0], most[1]));
+            // If all scores so far are -inf, use 0: any finite reference gives weights of 0. The factor is exactly 1 if
+            // the largest score stays, so a tile of keys that a row does not see leaves its bits as they are.
+            const float reference = highest == -CUDART_INF_F ? 0.f : highest, offset = reference * scale;
+            factors[i] = fast_exp2((largest[i] - reference) * scale); // 0 for the first tile
+            largest[i] = highest;
+            float sum[2] = {total[i] * factors[i], 0.f};
 #pragma unroll
-            for (int j = 0; j < DIM / 8; ++j) sums[4 * j + 2 * i] *= factor, sums[4 * j + 2 * i + 1] *= factor;
+            for (int j = 0; j < WIDTH / 8; ++j)
+#pragma unroll
+                for (int c = 4 * j + 2 * i; c < 4 * j + 2 * i + 2; ++c) {
+                    scores[c] = fast_exp2(fmaf(scores[c], scale, -offset));
+                    sum[c % 2] += scores[c];
+                }
+            total[i] = sum[0] + sum[1];
         }
+    }
+
+    template <int WIDTH> __device__ __forceinline__ void pack_weights(const float (&scores)[WIDTH / 2]) {
 #pragma unroll
         for (int k = 0; k < WIDTH / 16; ++k)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float low = fast_exp2(fmaf(scores[8 * k + 2 * i], scale, -offset[i % 2]));
-                const float high = fast_exp2(fmaf(scores[8 * k + 2 * i + 1], scale, -offset[i % 2]));
-                row_sum[i % 2] += low + high;
-                weights[k][i] = pack<T>(low, high);
-            }
+            for (int i = 0; i < 4; ++i) weights[k][i] = pack<T>(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1]);
     }
 
-    // Clear the values after the end of the sequence, because they may be NaN.
-    template <int WIDTH> __device__ __forceinline__ void clear_values(int n) {
-        const int valid = work.keys - n * KEYS;
-        if (valid >= WIDTH) return;
-        for (int i = valid * 8 + threadIdx.x % WARPGROUP; i < WIDTH * 8; i += WARPGROUP)
+    // Clear the values of tile n that the producer did not load or that follow the sequence, because they may be NaN.
+    template <int WIDTH> __device__ __forceinline__ void clear_values(int n) const {
+        const int key = (tile.begin / L::KEYS + n) * L::KEYS;
+        const int first = params.first_row(tile, key), end = tile.keys - key;
+        if (first == 0 && end >= WIDTH) return;
+        const unsigned values = base + L::V_BEGIN + stage(n) * L::V_TILE;
+        for (int i = threadIdx.x % WARPGROUP; i < WIDTH * 8; i += WARPGROUP)
+            if (i / 8 < first || i / 8 >= end)
 #pragma unroll
-            for (int split = 0; split < S::SPLITS; ++split)
-                store_shared(tiles.address(1, n) + split * S::SPLIT + i * 16, make_uint4(0, 0, 0, 0));
+                for (int split = 0; split < L::V_SPLITS; ++split)
+                    store_shared(values + split * L::SPLIT + i * 16, make_uint4(0, 0, 0, 0));
         fence_proxy_async();
-        barrier_sync(ARRIVED + index, WARPGROUP);
+        barrier_sync(CLEARED + index, WARPGROUP);
     }
 
-    template <int WIDTH>
-    __device__ __forceinline__ void multiply_values(int n, const unsigned (&weights)[WIDTH / 16][4]) {
-        const unsigned long long b = mn_major_descriptor<S::SPLIT>(tiles.address(1, n));
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < WIDTH / 16; ++k) wgmma_values<T>(sums, weights[k], b + (k * 16 * ROW_BYTES >> 4));
-        wgmma_commit_group();
+    // The prologue: compute the weights of the first tile.
+    template <int WIDTH> __device__ __forceinline__ void begin(int tiles) {
+        float scores[WIDTH / 2], factors[2];
+        wait_k_full(0);
+        issue_qk(0, scores);
+        wgmma_wait_group<0>();
+        wgmma_fence_operand(scores);
+        release(shared.k_empty[stage(0)]);
+        if (tiles == 1) release(shared.q_empty[q_read % L::Q_STAGES]);
+        weigh<WIDTH>(0, scores, factors);
+        pack_weights<WIDTH>(scores);
+    }
+
+    // The mainloop body: issue the MMAs S of tile n + 1, which has NEXT keys, and P V of tile n, and compute the weights
+    // of tile n + 1.
+    template <int WIDTH, int NEXT> __device__ __forceinline__ void add(int n, int tiles) {
+        float scores[NEXT / 2], factors[2];
+        wait_k_full(n + 1);
+        take_turn(n == 0);
+        issue_qk(n + 1, scores);
+        wait_v_full(n);
+        clear_values<WIDTH>(n);
+        issue_pv<WIDTH>(n);
+        pass_turn(n + 2 == tiles);
+        wgmma_wait_group<1>();
+        wgmma_fence_operand(scores);
+        release(shared.k_empty[stage(n + 1)]);
+        if (n + 2 == tiles) release(shared.q_empty[q_read % L::Q_STAGES]);
+        weigh<NEXT>(n + 1, scores, factors);
         wgmma_wait_group<0>();
         wgmma_fence_operand(sums);
+        release(shared.v_empty[stage(n)]);
+#pragma unroll
+        for (int j = 0; j < L::DIM_V / 2; ++j) sums[j] *= factors[j / 2 % 2];
+        pack_weights<NEXT>(scores);
     }
 
-    // The warpgroup has the turn to issue MMAs at the beginning and at the end of this call.
-    template <int WIDTH> __device__ __forceinline__ void add_tile(int n) {
-        float scores[WIDTH / 2];
-        unsigned weights[WIDTH / 16][4];
-        multiply_keys(n, scores);
-        online_softmax<WIDTH>(n, scores, weights);
-        tiles.wait(1, n);
+    // The epilogue of the mainloop: P V of the last tile.
+    template <int WIDTH> __device__ __forceinline__ void end(int n) {
+        wait_v_full(n);
         clear_values<WIDTH>(n);
-        take_turn();
-        multiply_values<WIDTH>(n, weights);
+        issue_pv<WIDTH>(n);
+        wgmma_wait_group<0>();
+        wgmma_fence_operand(sums);
+        release(shared.v_empty[stage(n)]);
     }
 
-    __device__ __forceinline__ void attend() {
-        clear();
-        if (tiles.count == 0) return;
-        if (TURNS && active > 1 && index == active - 1) barrier_arrive(TURN, 2 * WARPGROUP);
-        mbarrier_wait(shared_address(&tiles.shared.queries_full), 0);
-        take_turn();
-        const int full_tiles = tiles.count - (work.keys - (tiles.count - 1) * KEYS <= NARROW);
+    __device__ __forceinline__ void attend(int tiles) {
+        mbarrier_wait(shared_address(&shared.q_full[q_read % L::Q_STAGES]), q_read / L::Q_STAGES);
+        if constexpr (NARROW < L::KEYS) {
+            if ((tile.end - 1) % L::KEYS < NARROW) {
+                if (tiles == 1) {
+                    begin<NARROW>(tiles);
+                } else {
+                    begin<L::KEYS>(tiles);
 #pragma unroll 1
-        for (int n = 0; n < full_tiles; ++n) add_tile<KEYS>(n);
-        if (full_tiles < tiles.count) add_tile<NARROW>(full_tiles);
-        pass_turn(true);
+                    for (int n = 0; n < tiles - 2; ++n) add<L::KEYS, L::KEYS>(n, tiles);
+                    add<L::KEYS, NARROW>(tiles - 2, tiles);
+                }
+                end<NARROW>(tiles - 1);
+                return;
+            }
+        }
+        begin<L::KEYS>(tiles);
+#pragma unroll 1
+        for (int n = 0; n < tiles - 1; ++n) add<L::KEYS, L::KEYS>(n, tiles);
+        end<L::KEYS>(tiles - 1);
     }
 
-    // Collect the output in the shared memory of the queries, so that 8 lanes store 128 contiguous bytes.
-    __device__ __forceinline__ void store(int head) {
+    // Without queries: release all stages of the tile as soon as they are full.
+    __device__ __forceinline__ void skip(int tiles) const {
+        mbarrier_wait(shared_address(&shared.q_full[q_read % L::Q_STAGES]), q_read / L::Q_STAGES);
+        release(shared.q_empty[q_read % L::Q_STAGES]);
+        for (int n = 0; n < tiles; ++n) {
+            wait_k_full(n);
+            release(shared.k_empty[stage(n)]);
+            wait_v_full(n);
+            release(shared.v_empty[stage(n)]);
+        }
+    }
+
+    // Transpose a 4 x 4 matrix of words in the four lanes of a row: lane i gets column i. Before, word j of lane i is
+    // element (i, j).
+    __device__ __forceinline__ void transpose(unsigned (&words)[4]) const {
+#pragma unroll
+        for (int step = 1; step < 4; step *= 2) {
+            const bool upper = lane & step;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                if (j & step) continue;
+                const unsigned received = __shfl_xor_sync(FULL_WARP, upper ? words[j] : words[j + step], step);
+                (upper ? words[j] : words[j + step]) = received;
+            }
+        }
+    }
+
+    // Normalize and store the results. A lane has 2 of every 8 columns of a row. The four lanes of a row exchange their
+    // columns, so that each lane stores 8 neighbouring columns.
+    __device__ __forceinline__ void store(bool is_invalid) {
         const Params& p = params.p;
+        float factors[2];
+        char* to[2]; // null for no query
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float sum = lanes_sum<4>(row_sum[i]);
-            const float factor = sum == 0.f && row_max[i] == -CUDART_INF_F ? 0.f : 1.f / sum;
-#pragma unroll
-            for (int n = 0; n < DIM / 8; ++n) sums[4 * n + 2 * i] *= factor, sums[4 * n + 2 * i + 1] *= factor;
+            const bool is_query = token[i] < tile.tokens;
+            const int of_head = tile.first_head + head[i];
+            const bool has_sink = p.sinks && is_query;
+            const Normal normal(largest[i] * p.scale, lanes_sum<4>(total[i]), has_sink,
+                                has_sink ? sink_of(p, of_head) : 0.f);
+            factors[i] = is_invalid ? CUDART_NAN_F : normal.factor;
+            const long long row = tile.first + token[i];
+            if (p.lse && is_query && lane % 4 == 0)
+                p.lse[of_head * (long long)p.tokens + row] = is_invalid ? CUDART_NAN_F : normal.lse;
+            to[i] = is_query ? p.out + ((row * p.heads + of_head) * p.dim_v + lane % 4 * 8) * 2 : nullptr;
         }
-        barrier_sync(ARRIVED + index, WARPGROUP); // all warps have read the queries
-        const unsigned rows = queries + warp * 16 * ROW_BYTES;
 #pragma unroll
-        for (int k = 0; k < DIM / 16; ++k) {
-            unsigned fragments[4];
+        for (int j = 0; j < L::DIM_V / 32; ++j)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) fragments[i] = pack<T>(sums[8 * k + 2 * i], sums[8 * k + 2 * i + 1]);
-            stmatrix(rows + k / 4 * S::QUERY_SPLIT + lane % 16 * ROW_BYTES + ((k % 4 * 2 + lane / 16) ^ lane % 8) * 16,
-                     fragments);
-        }
-        __syncwarp();
-        const int chunk = lane % 8;
+            for (int i = 0; i < 2; ++i) {
+                unsigned words[4];
 #pragma unroll
-        for (int split = 0; split < S::SPLITS; ++split)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int row = i * 4 + lane / 8, column = split * COLUMNS + chunk * 8;
-                if (first_row + row >= work.rows || column >= p.dim) continue;
-                char* const to =
-                    p.out + (((long long)(work.first_row + first_row + row) * p.heads + head) * p.dim + column) * 2;
-                *reinterpret_cast<uint4*>(to) =
-                    load_shared(rows + split * S::QUERY_SPLIT + row * ROW_BYTES + (chunk ^ row % 8) * 16);
+                for (int k = 0; k < 4; ++k) {
+                    const int at = 16 * j + 4 * k + 2 * i;
+                    words[k] = pack<T>(sums[at] * factors[i], sums[at + 1] * factors[i]);
+                }
+                transpose(words);
+                if (to[i] && 32 * j + lane % 4 * 8 < p.dim_v)
+                    *reinterpret_cast<uint4*>(to[i] + 64 * j) = make_uint4(words[0], words[1], words[2], words[3]);
             }
     }
 
-    static __device__ __forceinline__ uint4 load_shared(unsigned from) {
-        uint4 value;
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                     : "r"(from)
-                     : "memory");
-        return value;
+    __device__ __forceinline__ void run() {
+        init();
+        for (int n = 0;; ++n) {
+            const int slot = n % TILE_SLOTS;
+            mbarrier_wait(shared_address(&shared.tile_full[slot]), n / TILE_SLOTS);
+            tile = shared.tiles[slot];
+            if (tile.sequence < 0) return;
+            active = min((tile.tokens + params.warpgroup_tokens - 1) / params.warpgroup_tokens, L::WARPGROUPS);
+            const int tiles = (tile.end + L::KEYS - 1) / L::KEYS - tile.begin / L::KEYS;
+            if (index < active) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) largest[i] = -CUDART_INF_F, total[i] = 0.f;
+#pragma unroll
+                for (int j = 0; j < L::DIM_V / 2; ++j) sums[j] = 0.f;
+                if (tiles > 0) attend(tiles);
+                store(shared.invalid[slot]);
+            } else if (tiles > 0) {
+                skip(tiles);
+            }
+            if (tiles > 0) ++q_read;
+            stages_read += tiles;
+            release(shared.tile_empty[slot]);
+        }
     }
 };
 
-template <typename, int DIM, int WARPGROUPS, int, bool> constexpr Launch attention_wgmma_launch() {
-    using S = Shared<DIM, WARPGROUPS>;
-    return {WARPGROUPS * WARPGROUP, 1024 + S::BEGIN + int(sizeof(S))};
+template <typename, int DIM, int DIM_V, int WARPGROUPS, int KEYS, int Q_STAGES>
+constexpr Launch attention_wgmma_launch() {
+    using L = Layout<DIM, DIM_V, WARPGROUPS, KEYS, Q_STAGES>;
+    return {(WARPGROUPS + 1) * WARPGROUP, 1024 + L::BARRIERS + int(sizeof(Shared<L>))};
 }
 
-template <typename T, int DIM, int WARPGROUPS, int BLOCKS, bool TURNS>
-__global__ void __launch_bounds__((WARPGROUPS * WARPGROUP), BLOCKS)
+template <typename T, int DIM, int DIM_V, int WARPGROUPS, int KEYS, int Q_STAGES>
+__global__ void __launch_bounds__(((WARPGROUPS + 1) * WARPGROUP), 1)
     attention_wgmma(const __grid_constant__ MappedParams params) {
     wait_for_earlier_kernels();
 #if HAS_WGMMA
-    using S = Shared<DIM, WARPGROUPS>;
+    using L = Layout<DIM, DIM_V, WARPGROUPS, KEYS, Q_STAGES>;
+    // Registers per thread of the producer and of the consumers; together 2^16 at most.
+    constexpr int LOADING = WARPGROUPS == 2 ? 40 : 32, COMPUTING = WARPGROUPS == 2 ? 232 : 160;
     extern __shared__ char memory[];
-    const unsigned padding = -shared_address(memory) & 1023; // swizzled tiles need an alignment of 1024 bytes
-    const unsigned queries = shared_address(memory) + padding;
-    S& shared = *reinterpret_cast<S*>(memory + padding + S::BEGIN);
+    const unsigned misplaced = -shared_address(memory) & 1023; // swizzled tiles need an alignment of 1024 bytes
+    const unsigned base = shared_address(memory) + misplaced;
+    Shared<L>& shared = *reinterpret_cast<Shared<L>*>(memory + misplaced + L::BARRIERS);
     if (threadIdx.x == 0) {
         prefetch_tensormap(params.q_map);
         prefetch_tensormap(params.k_map);
         prefetch_tensormap(params.v_map);
-        prefetch_tensormap(params.k_box_map);
-        prefetch_tensormap(params.v_box_map);
+        shared.init();
     }
-    const WorkTile<S::QUERIES> work(params.p);
-    if (work.rows <= 0) return;
-    const int head = blockIdx.y;
-    const Tiles<DIM, WARPGROUPS> tiles{params,
-                                       shared,
-                                       queries + S::SPLITS * S::QUERY_SPLIT,
-                                       work.keys_begin,
-                                       head / params.p.group,
-                                       work.keys,
-                                       (work.keys + KEYS - 1) / KEYS};
-    if (threadIdx.x == 0) {
-        mbarrier_init(shared_address(&shared.queries_full), 1);
-        for (int kv = 0; kv < 2; ++kv)
-            for (int stage = 0; stage < STAGES; ++stage) {
-                mbarrier_init(shared_address(&shared.full[kv][stage]), 1);
-                shared.released[kv][stage] = 0;
-            }
-        fence_mbarrier_init();
-        fence_proxy_async(); // makes the barriers visible to the TMA copies below
-        if (tiles.count > 0) {
-            const unsigned full = shared_address(&shared.queries_full);
-            const int boxes = (work.rows + BOX - 1) / BOX;
-            mbarrier_arrive_expect_tx(full, S::SPLITS * boxes * BOX * ROW_BYTES);
-            for (int split = 0; split < S::SPLITS; ++split)
-                copy_boxes<EVICT_FIRST>(queries + split * S::QUERY_SPLIT, params.q_map, split * COLUMNS, head,
-                                        work.first_row, boxes, full);
-        }
-        for (int n = 0; n < min(tiles.count, STAGES); ++n) tiles.load(0, n), tiles.load(1, n);
+    __syncthreads(); // the barriers are initialized
+    // The shuffle tells the compiler that the warp index is the same in all lanes.
+    const int warp = __shfl_sync(FULL_WARP, int(threadIdx.x / 32), 0);
+    if (warp >= 4 * WARPGROUPS) {
+        setmaxnreg_dec<LOADING>();
+        if (warp == 4 * WARPGROUPS) Producer<L>{params, shared, base}.run();
+        if (warp == 4 * WARPGROUPS + 1) Scheduler<L>{params, shared}.run();
+    } else {
+        setmaxnreg_inc<COMPUTING>();
+        Consumer<T, L>{params, shared, base, warp / 4, warp % 4, int(threadIdx.x % 32)}.run();
     }
-    __syncthreads();
-    // The shuffle tells the compiler that the warp index is uniform.
-    const int warp = __shfl_sync(FULL_WARP, int(threadIdx.x / 32), 0), index = warp / 4;
-    if (index * 64 >= work.rows) return;
-    Warpgroup<T, DIM, WARPGROUPS, TURNS> warpgroup{params,
-                                                   work,
-                                                   tiles,
-                                                   queries + index * 64 * ROW_BYTES,
-                                                   index,
-                                                   min((work.rows + 63) / 64, WARPGROUPS),
-                                                   int(threadIdx.x % 32),
-                                                   warp % 4,
-                                                   warp * 16};
-    warpgroup.attend();
-    warpgroup.store(head);
 #endif
 }

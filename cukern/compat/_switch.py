@@ -49,6 +49,17 @@ PEERS = {
         | {f"flashinfer.{name}": f"flashinfer.{name}" for name in ("sampling", "norm", "activation", "page")},
     ),
     "flash_mla": Peer("1.0.0", {"flash_mla": "flash_mla", "flash_mla.flash_mla_interface": "flash_mla"}),
+    "flash_attn": Peer("2.8.3.post2", {"flash_attn": "flash_attn", "flash_attn.flash_attn_interface": "flash_attn"}),
+    "flash_attn_3": Peer(
+        "3.0.0", dict.fromkeys(("flash_attn_interface", "flash_attn_3.flash_attn_interface"), "flash_attn.flash_attn_3")
+    ),
+    # A peer of its own, because its function refuses the FP8 caches, and the `q_v` of MLA, that vLLM's function takes.
+    "vllm_flash_attn": Peer(
+        "0.26.0",
+        dict.fromkeys(
+            ("vllm.vllm_flash_attn", "vllm.vllm_flash_attn.flash_attn_interface"), "flash_attn.vllm_flash_attn"
+        ),
+    ),
 }
 
 
@@ -124,7 +135,7 @@ def _add_modules(peer: Peer, changes: list[_Change]) -> str:
     if _SUBMODULES not in sys.meta_path:
         sys.meta_path.append(_SUBMODULES)
     names = {name.rsplit(".", depth)[0] for name in peer.modules for depth in range(name.count(".") + 1)}
-    for name in sorted(names):
+    for name in sorted(names - sys.modules.keys()):
         module = _make_replacement(name, peer.modules.get(name), peer.release)
         _assign(changes, sys.modules, name, module)  # type: ignore[arg-type]
         parent, _, child = name.rpartition(".")
@@ -207,7 +218,9 @@ def _replace_functions(peer: Peer, was_imported: bool, changes: list[_Change]) -
 
 
 def _is_installed(root: str) -> bool:
-    return root in sys.modules or importlib.util.find_spec(root) is not None
+    if root in sys.modules:
+        return _NOWHERE not in (getattr(sys.modules[root], "__path__", None) or ())
+    return importlib.util.find_spec(root) is not None
 
 
 def _enable(name: str) -> list[str]:
@@ -253,7 +266,8 @@ def enable(*names: str) -> tuple[str, ...]:
     Torch operators (`torch.ops._C`) are not changed.
 
     Args:
-        names: one or more of "vllm", "sglang" (its `sgl_kernel`), "flashinfer" and "flash_mla".
+        names: one or more of "vllm", "sglang" (its `sgl_kernel`), "flashinfer", "flash_mla", "flash_attn",
+            "flash_attn_3" (`flash_attn_interface`) and "vllm_flash_attn" (`vllm.vllm_flash_attn`).
 
     Returns:
         A description of the changes. If other modules keep functions of the library, there is also a UserWarning.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from cukern.models._layers import ACTIVATIONS, DTYPES, Affine, layers_of, library_of, place
 from cukern.models.checkpoint import content, listed
 from cukern.models.encoder_layer import EncoderLayerWeights
-from cukern.ops.varlen_attention import MAX_DIM
+from cukern.ops.varlen_attention.choose import MAX_DIM
 from cukern.runtime import check
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 import cukern
-from cukern.ops import varlen_attention
+from cukern.ops.varlen_attention import choose
 from cukern.runtime.kernel import Variant
 from tests.spec import (
     BF16,
@@ -29,9 +29,12 @@ def _calls() -> list[Call]:
     q, k, v = (floats(7, 2, 16, seed=seed) for seed in range(3))
     memory = [floats(9, 2, 32, seed=seed, dtype=BF16).clamp(-1, 1) for seed in range(2)]
     sums = integers(0, 3, 3, 7), integers(0, 5, 6, 9)
+    pages = floats(3, 8, 2, 16, seed=1), floats(3, 8, 2, 16, seed=2).clamp(-1, 1)
+    cache = {"block_table": integers([2, 0], [1, 1], [0, 0]), "seqused_k": integers(9, 3, 12)}
     return [
         Call("varlen_attention", (q, k, v, sums[0])),
         Call("varlen_attention", (floats(7, 4, 32, dtype=BF16), *memory, *sums), {"scale": 0.3, "causal": True}),
+        Call("varlen_attention", (floats(7, 4, 16), *pages, sums[0]), {"window": (9, 1), "sinks": floats(4), **cache}),
     ]
 
 
@@ -48,15 +51,15 @@ def _large_calls() -> list[Call]:
 
 
 def _at_first_use() -> Iterator[Variant]:
-    for dtype, dim, wide in itertools.product(DTYPES, varlen_attention.DIMS, (False, True)):
-        yield varlen_attention._by_fma(dtype, dim, wide).variant
+    for dtype, dim, wide in itertools.product(DTYPES, choose.DIMS, (False, True)):
+        yield choose.by_fma(dtype, dim, wide).variant
 
 
 SPEC = Spec(
     functions={
         "varlen_attention": Function(
-            "q k v cu_seqlens_q cu_seqlens_k",
-            tolerance="varlen_attention.out",
+            "q k v cu_seqlens_q cu_seqlens_k block_table seqused_k",
+            tolerance=("varlen_attention.out", "varlen_attention.lse"),
             many_rows=[
                 lambda x: cukern.varlen_attention(*[x.reshape(-1, 64, COLUMNS // 64)] * 3, row_numbers(x).reshape(-1)),
                 lambda x: cukern.varlen_attention(
