@@ -219,7 +219,7 @@ def _replace_functions(peer: Peer, was_imported: bool, changes: list[_Change]) -
 
 def _is_installed(root: str) -> bool:
     if root in sys.modules:
-        return _NOWHERE not in (getattr(sys.modules[root], "__path__", None) or ())
+        return _FAKE_PATH not in (getattr(sys.modules[root], "__path__", None) or ())
     return importlib.util.find_spec(root) is not None
 
 
