@@ -322,6 +322,39 @@ def test_a_mask_with_holes_is_left_to_sdpa(qwen: Any) -> None:
     assert tokens_of(qwen, ids, mask) == tokens
 
 
+@pytest.mark.parametrize("window", [10**6, 4])
+@pytest.mark.parametrize(("queries", "past", "room"), [(7, 0, 0), (5, 6, 0), (6, 3, 4)])
+@pytest.mark.parametrize("padding", [(0, 0, 0), (0, 2, 5)])
+def test_a_prefill_is_varlen_attention(
+    padding: tuple[int, ...], queries: int, past: int, room: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    original = _attention.cukern.varlen_attention
+    monkeypatch.setattr(_attention.cukern, "varlen_attention", lambda *x, **y: calls.append(x) or original(*x, **y))
+    torch.manual_seed(0)
+    end, heads, kv_heads = queries + past, 4, 2
+    position, place = torch.arange(past, end)[:, None], torch.arange(end + room)
+    seen = (place <= position) & (place > position - window)
+    mask = torch.stack([seen & (place >= first) for first in padding])[:, None]
+    query = torch.randn(3, queries, heads, 16).bfloat16().transpose(1, 2)
+    key, value = (torch.randn(3, kv_heads, end + room, 16).bfloat16() for _ in range(2))
+    module = torch.nn.Module()
+    module.num_key_value_groups = heads // kv_heads  # type: ignore[assignment]
+    got, _ = _attention.attention_forward(module, query, key, value, mask, scaling=0.4)
+    assert len(calls) == 1
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        query.float(), key.float(), value.float(), mask, scale=0.4, enable_gqa=True
+    ).transpose(1, 2)
+    for i, first in enumerate(padding):
+        rows = slice(max(0, first - past), None)
+        torch.testing.assert_close(got[i, rows].float(), wanted[i, rows], rtol=2**-6, atol=2**-6)
+    # A mask with a hole is for sdpa.
+    mask[0, 0, -1, end - 2] = False
+    mask = mask.clone()
+    _attention.attention_forward(module, query, key, value, mask, scaling=0.4)
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize(
     ("folder", "name"), [("deepseek_v32", "DeepseekV32Experts"), ("glm_moe_dsa", "GlmMoeDsaExperts")]
 )

@@ -1,4 +1,4 @@
-"""The attention of an enabled model: `paged_attention` for decoding, and torch's sdpa for prefill.
+"""The attention of an enabled model: `paged_attention` for decoding, and `varlen_attention` for prefill.
 
 A decoding step has one new token per sequence. `paged_attention` needs pages, so the cache [batch, kv_heads, tokens,
 head_dim] is viewed as overlapping pages of 16 tokens: every token except the last 15 starts a page. So a sequence may
@@ -27,7 +27,7 @@ from cukern.integrations.transformers._state import NAME, Notes, State, active, 
 PAGE = 16
 MAX_HEAD_DIM = 256
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_ROWS = "_cukern_rows"
+_ROWS, _SPANS = "_cukern_rows", "_cukern_spans"
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 
 
@@ -130,6 +130,87 @@ def _pages(key: torch.Tensor, value: torch.Tensor, rows: Rows, mask: torch.Tenso
     return Pages(keys, values, block_tables, rows.lengths)
 
 
+class Spans(NamedTuple):
+    """The tokens of a prefill's sequences: two sequences for each row of the batch, its padding and its tokens."""
+
+    cu_seqlens_q: torch.Tensor  # int32 [2 * batch + 1]
+    cu_seqlens_k: torch.Tensor
+    seqused_k: torch.Tensor  # int32 [2 * batch]
+    causal: bool
+    window: tuple[int, int]
+
+    @classmethod
+    def of(cls, padding: torch.Tensor, queries: int, keys: int, end: int, causal: bool, window: int) -> Spans:
+        """Row i of the batch has the keys padding[i] ... end - 1, and its last query is at key end - 1."""
+        batch, device = len(padding), padding.device
+        rows = torch.arange(batch, device=device)
+        query_padding = (padding - (end - queries)).clamp(0, queries)
+
+        def sums(size: int, first: torch.Tensor) -> torch.Tensor:
+            starts = torch.stack([rows * size, rows * size + first], 1).flatten()
+            return torch.cat([starts, starts.new_tensor([batch * size])]).int()
+
+        used = torch.stack([padding, end - padding], 1).flatten().int()
+        limits = (window - 1, 0) if causal and window < end else (-1, -1)
+        return cls(sums(queries, query_padding), sums(keys, padding), used, causal, limits)
+
+    @classmethod
+    def of_mask(cls, mask: torch.Tensor, batch: int) -> Spans | None:
+        """Return the spans of a causal mask, bool [batch or 1, 1, queries, keys], or None for any other mask.
+
+        The mask may have padding on the left, and a window. This function waits for the mask on the host.
+        """
+        queries, keys = mask.shape[2:]
+        seen = mask[:, 0].any(1)
+        padding, place = seen.int().argmax(1), torch.arange(keys, device=mask.device)
+        end, window = torch.stack([(seen * (place + 1)).max(), mask[:, 0].sum(2).max()]).tolist()
+        if end < queries:
+            return None
+        position = torch.arange(end - queries, end, device=mask.device)[:, None]
+        wanted = (place <= position) & (place > position - window) & (place >= padding[:, None, None])
+        # Queries of the padding may see anything, because nobody reads their results.
+        if not ((mask[:, 0] == wanted) | (position < padding[:, None, None])).all():
+            return None
+        return cls.of(padding.expand(batch), queries, keys, end, True, window)
+
+
+def _spans(module: Any, query: torch.Tensor, keys: int, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> Any:
+    """Return the spans of a prefill, once for all layers that share a mask. Return None for a mask of another kind."""
+    batch, _, queries, _ = query.shape
+    if mask is None:
+        causal = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        none = torch.zeros(batch, dtype=torch.int64, device=query.device)
+        # A static cache also has room for later tokens, which must not be visible.
+        return Spans.of(none, queries, keys, queries if causal else keys, bool(causal), keys + 1)
+    if is_traced():
+        return None
+    found = getattr(mask, _SPANS, ())
+    if found == ():
+        found = Spans.of_mask(mask, batch)
+        setattr(mask, _SPANS, found)
+    return found
+
+
+def _prefill(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: Any,
+    kwargs: dict[str, Any],
+) -> torch.Tensor | None:  # fmt: skip
+    """Run `varlen_attention` on many new tokens per sequence. Return None for a mask that it does not support."""
+    spans = _spans(module, query, key.shape[2], mask, kwargs)
+    if spans is None:
+        return None
+    sinks = kwargs.get("s_aux")
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    with torch.no_grad():
+        out = cukern.varlen_attention(
+            q, k, v, spans.cu_seqlens_q, spans.cu_seqlens_k, seqused_k=spans.seqused_k, causal=spans.causal,
+            window=spans.window, scale=None if scaling is None else float(scaling), softcap=kwargs.get("softcap"),
+            sinks=None if sinks is None else sinks.detach().float().contiguous(),
+        )  # fmt: skip
+    return out.view(len(query), query.shape[2], *out.shape[1:])  # type: ignore[no-any-return]
+
+
 def attention_mask(
     batch_size: int,
     q_length: int,
@@ -158,13 +239,14 @@ def attention_mask(
 
 
 def _why_not(query: Any, key: Any, value: Any, mask: Any, dropout: float, kwargs: dict[str, Any]) -> str:
-    if query.shape[2] != 1:
-        return "prefill"
-    if key.shape[-1] != value.shape[-1] or key.shape[-1] % 8 or key.shape[-1] > MAX_HEAD_DIM:
-        return f"heads of {key.shape[-1]} and {value.shape[-1]}"
+    queries, dims = query.shape[2], (key.shape[-1], value.shape[-1])
+    if (queries == 1 and dims[0] != dims[1]) or dims[0] % 8 or dims[1] % 8 or max(dims) > MAX_HEAD_DIM:
+        return f"heads of {dims[0]} and {dims[1]}"
     if query.dtype not in _DTYPES or not query.dtype == key.dtype == value.dtype:
         return "dtypes"
-    if mask is not None and (mask.dtype != torch.bool or mask.dim() != 4 or tuple(mask.shape[1:3]) != (1, 1)):
+    if queries > 1 and query.dtype == torch.float32:
+        return "prefill in float32, which has no tensor cores"
+    if mask is not None and (mask.dtype != torch.bool or mask.dim() != 4 or tuple(mask.shape[1:3]) != (1, queries)):
         return "a mask of several heads, or of numbers"
     if mask is not None and mask.shape[-1] != key.shape[2]:
         return "a mask of another length"
@@ -189,7 +271,10 @@ def attention_forward(
     """
     out = None
     if not _why_not(query, key, value, attention_mask, dropout, kwargs):
-        out = _step(query, key, value, attention_mask, scaling, kwargs)
+        if query.shape[2] == 1:
+            out = _step(query, key, value, attention_mask, scaling, kwargs)
+        else:
+            out = _prefill(module, query, key, value, attention_mask, scaling, kwargs)
     if out is not None:
         return out, None
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
@@ -320,4 +405,6 @@ def enable(model: Any, state: State, notes: Notes) -> None:
         elif reason := _why_not_paged(module):
             notes.kept.add("attention", module, f"sdpa, since {reason}")
         else:
-            notes.replaced.add("attention", module, "paged_attention for a step over a cache, sdpa for more tokens")
+            notes.replaced.add(
+                "attention", module, "paged_attention for a step over a cache, varlen_attention for more tokens"
+            )
