@@ -452,10 +452,10 @@ def planned_maps(batch: Batch, **options: Any) -> dict[str, tuple[Any, ...]]:
 
 def test_plans_by_wgmma(rng: np.random.Generator) -> None:
     for dtype, dim, arguments in (
-        ("float16", 32, ("__half", 64, 64, 3, 128, 2)),
-        ("float16", 64, ("__half", 64, 64, 3, 128, 2)),
-        ("bfloat16", 96, ("__nv_bfloat16", 128, 128, 2, 128, 1)),
-        ("bfloat16", 200, ("__nv_bfloat16", 256, 256, 2, 64, 1)),
+        ("float16", 32, ("__half", 64, 64, 3, 128, 2, 4)),
+        ("float16", 64, ("__half", 64, 64, 3, 128, 2, 4)),
+        ("bfloat16", 96, ("__nv_bfloat16", 128, 128, 2, 128, 1, 3)),
+        ("bfloat16", 200, ("__nv_bfloat16", 256, 256, 2, 64, 1, 2)),
     ):
         batch = draw(rng, [300, 0, 30], dim, dtype, heads=4, kv_heads=2, left_over=0)
         room, tokens = arguments[1], 32 * arguments[3]

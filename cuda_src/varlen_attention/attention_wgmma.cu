@@ -13,13 +13,16 @@
 //   WARPGROUPS   consumer warpgroups of a block, with 64 rows of the tile of queries each
 //   KEYS         keys of a tile
 //   Q_STAGES     tiles of queries in shared memory
+//   STAGES       tiles of keys, and tiles of values, in shared memory
 //
-// Grid: one persistent block per multiprocessor. The scheduler warp describes the next tiles of queries in shared
-// memory. The producer warp loads the queries and, tile by tile, the keys and values (wgmma_tiles.cuh). The consumer
-// warpgroups compute for tile n of the keys
+// Grid: one persistent block per multiprocessor. Producer warps take tiles of queries, and load the queries and, tile by
+// tile, the keys and the values (wgmma_tiles.cuh). The consumer warpgroups compute for tile n of the keys
 //
-//   S = Q K[n]'    P = exp2(S - largest), in registers: fragments of S become fragments of P (FlashAttention-2)
-//   O = O * exp2(previous largest - largest) + P V[n]
+//   S = Q K[n]'    P = exp2(S - reference), in registers: fragments of S become fragments of P (FlashAttention-2)
+//   O = O * exp2(previous reference - reference) + P V[n]
+//
+// A row takes its largest score as its new reference only if that is more than MARGIN above the old one, so few tiles
+// rescale O (FlashAttention-4). A weight is then at most 2^MARGIN.
 //
 // The MMAs S of tile n + 1 and P V of tile n are in flight together, and the exponentials of tile n + 1 overlap P V of
 // tile n. Consumer warpgroups issue their MMAs in turn, so that the exponentials of one overlap the MMAs of the others.
@@ -38,11 +41,13 @@
 #include "varlen_attention/wgmma_tiles.cuh"
 
 constexpr int NARROW = 64;
+constexpr float MARGIN = 8.f;
 constexpr int NO_TOKEN = 1 << 20; // of a row without a query; larger than any token of a tile
 
-// Named barriers, for up to four warpgroups. TURN + i: warpgroup i may issue its MMAs. CLEARED + i: all warps of
+// Named barriers, for up to three warpgroups. TURN + i and TURN + 3 + i: warpgroup i may issue its MMAs, for a tile of
+// queries in stage 0 and in stage 1. A warpgroup may be one tile of queries ahead of another. CLEARED + i: all warps of
 // warpgroup i have cleared their values.
-enum { TURN = 1, CLEARED = 5 };
+enum { TURN = 1, CLEARED = 7 };
 
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -52,8 +57,20 @@ __device__ __forceinline__ void barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Compute `sum` before the wait that follows. ptxas otherwise moves the wait for P V above the exponentials, because no
+// register connects them, and the two no longer overlap. The sum of weights is never negative, so the trap is not taken.
+// The vote tells ptxas that the branch is the same in all lanes.
+__device__ __forceinline__ void compute_before_wait(float2 sum) {
+    asm volatile("{ .reg .pred negative;\n"
+                 "  setp.lt.f32 negative, %0, 0f00000000;\n"
+                 "  vote.sync.any.pred negative, negative, 0xffffffff;\n"
+                 "  @negative trap; }" ::"f"(sum.x + sum.y)
+                 : "memory");
+}
+
 // A consumer warpgroup. A lane has two rows of the tile of queries: lane / 4 of its warp's 16 rows, and that row + 8.
 template <typename T, class L> struct Consumer {
+    using Fragments = unsigned[L::KEYS / 16][4];
     const MappedParams& params;
     Shared<L>& shared;
     const unsigned base;         // shared address of the tiles
@@ -61,12 +78,15 @@ template <typename T, class L> struct Consumer {
     const int warp, lane;        // warp of the warpgroup, and lane of the warp
     int token[2], head[2];       // of the lane's rows: token and head of the tile
     int first_token, last_token; // of the warp's rows
-    int stages_read = 0, q_read = 0;
+    Place<L::Q_STAGES> q;
+    Place<L::STAGES> kv; // of the first tile of keys
     Tile tile;
-    int active; // warpgroups with queries
+    int first_row; // of the first tile of keys: earlier rows are not loaded
+    int active;    // warpgroups with queries
     float sums[L::DIM_V / 2];
-    float largest[2], total[2]; // largest product (or capped score) and sum of this lane's weights, by row
-    unsigned weights[L::KEYS / 16][4];
+    // By row: the score (base 2) whose weight is 1, and the sum of this lane's weights.
+    float reference[2], total[2];
+    Fragments weights; // of the tile before
 
     __device__ __forceinline__ void init() {
         const int rows = params.warpgroup_tokens * params.p.pack, before = index * params.warpgroup_tokens;
@@ -86,45 +106,51 @@ template <typename T, class L> struct Consumer {
         if (lane == 0) mbarrier_arrive(shared_address(&empty));
     }
 
-    __device__ __forceinline__ int stage(int n) const { return (stages_read + n) % L::STAGES; }
     __device__ __forceinline__ void wait_k_full(int n) const {
-        mbarrier_wait(shared_address(&shared.k_full[stage(n)]), (stages_read + n) / L::STAGES);
+        mbarrier_wait(shared_address(&shared.k_full[kv.stage(n)]), kv.parity(n));
     }
     __device__ __forceinline__ void wait_v_full(int n) const {
-        mbarrier_wait(shared_address(&shared.v_full[stage(n)]), (stages_read + n) / L::STAGES);
+        mbarrier_wait(shared_address(&shared.v_full[kv.stage(n)]), kv.parity(n));
+    }
+    __device__ __forceinline__ void release_k(int n) const { release(shared.k_empty[kv.stage(n)]); }
+    __device__ __forceinline__ void release_v(int n) const { release(shared.v_empty[kv.stage(n)]); }
+    __device__ __forceinline__ void release_q() {
+        release(shared.q_empty[q.stage()]);
+        ++q.count;
     }
 
     // Wait until this warpgroup may issue its MMAs. Warpgroup 0 takes the first turn of a tile of queries without a wait.
     __device__ __forceinline__ void take_turn(bool is_first) const {
-        if (L::WARPGROUPS > 1 && active > 1 && !(is_first && index == 0)) barrier_sync(TURN + index, 2 * WARPGROUP);
+        if (active > 1 && !(is_first && index == 0)) barrier_sync(TURN + 3 * q.stage() + index, 2 * WARPGROUP);
     }
     // Let the next warpgroup issue its MMAs. Only warpgroup i - 1 passes a turn to warpgroup i, and only the last active
     // one to warpgroup 0. A warpgroup that skips this tile and is ahead therefore passes no turn too early.
     __device__ __forceinline__ void pass_turn(bool is_last) const {
-        if (L::WARPGROUPS > 1 && active > 1 && !(is_last && index == active - 1))
-            barrier_arrive(TURN + (index + 1 == active ? 0 : index + 1), 2 * WARPGROUP);
+        if (active > 1 && !(is_last && index == active - 1))
+            barrier_arrive(TURN + 3 * q.stage() + (index + 1 == active ? 0 : index + 1), 2 * WARPGROUP);
     }
 
     // Issue the MMAs of the queries with the first `2 * SCORES` keys of tile n.
     template <int SCORES> __device__ __forceinline__ void issue_qk(int n, float (&scores)[SCORES]) const {
-        const unsigned long long a = k_major_descriptor(base + q_read % L::Q_STAGES * L::Q_TILE + index * 64 * LINE);
-        const unsigned long long b = k_major_descriptor(base + L::K_BEGIN + stage(n) * L::K_TILE);
+        const unsigned a = unsigned(k_major_descriptor(base + q.stage() * L::Q_TILE + index * 64 * LINE));
+        const unsigned b = unsigned(k_major_descriptor(base + L::K_BEGIN + kv.stage(n) * L::K_TILE));
         wgmma_fence();
 #pragma unroll
         for (int d = 0; d < L::DIM / 16; ++d) {
             const int split = d / 4, within = d % 4 * 32;
-            wgmma_k_major<T>(scores, a + ((split * L::Q_SPLIT + within) >> 4), b + ((split * L::SPLIT + within) >> 4),
-                             d > 0);
+            wgmma_k_major<T>(scores, k_major_descriptor_of(a + ((split * L::Q_SPLIT + within) >> 4)),
+                             k_major_descriptor_of(b + ((split * L::SPLIT + within) >> 4)), d > 0);
         }
         wgmma_commit_group();
     }
 
     // Issue the MMAs of the weights with the first WIDTH values of tile n.
-    template <int WIDTH> __device__ __forceinline__ void issue_pv(int n) {
-        const unsigned long long b = mn_major_descriptor<L::SPLIT>(base + L::V_BEGIN + stage(n) * L::V_TILE);
+    template <int WIDTH> __device__ __forceinline__ void issue_pv(int n, const Fragments& weights) {
+        const unsigned b = unsigned(mn_major_descriptor<L::SPLIT>(base + L::V_BEGIN + kv.stage(n) * L::V_TILE));
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < WIDTH / 16; ++k) wgmma_mn_major<T>(sums, weights[k], b + (k * 16 * LINE >> 4), true);
+        for (int k = 0; k < WIDTH / 16; ++k)
+            wgmma_mn_major<T>(sums, weights[k], k_major_descriptor_of(b + (k * 16 * LINE >> 4)), true);
         wgmma_commit_group();
     }
 
@@ -132,62 +158,84 @@ template <typename T, class L> struct Consumer {
     template <int WIDTH> __device__ __forceinline__ void mask(int key, float (&scores)[WIDTH / 2]) const {
         const int end = min(tile.keys, tile.high + first_token);
         if (key + WIDTH <= end && key >= tile.low + last_token) return;
+        // A lane has 32 columns of a row: 2 of every 8. Bit 2 * n + j of a word stands for column 8 * n + j after the
+        // lane's first one. ptxas moves the bits of a word to predicates, which takes fewer instructions than comparisons.
+        const auto before = [&](int end) {
+            const unsigned columns = min(max(end - (key + lane % 4 * 2), 0), WIDTH);
+            return unsigned((1ull << (columns / 8 * 2 + min(columns % 8, 2u))) - 1);
+        };
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int column = key + lane % 4 * 2;
-            const int high = min(tile.keys, tile.high + token[i]) - column, low = tile.low + token[i] - column;
+            const unsigned visible = before(min(tile.keys, tile.high + token[i])) & ~before(tile.low + token[i]);
 #pragma unroll
             for (int n = 0; n < WIDTH / 8; ++n)
 #pragma unroll
                 for (int j = 0; j < 2; ++j)
-                    if (n * 8 + j >= high || n * 8 + j < low) scores[4 * n + 2 * i + j] = -CUDART_INF_F;
+                    if (!(visible & 1u << (2 * n + j))) scores[4 * n + 2 * i + j] = -CUDART_INF_F;
         }
     }
 
-    // Replace the scores of tile n by weights, and return the factors that rescale the earlier sums of the two rows.
-    template <int WIDTH> __device__ __forceinline__ void weigh(int n, float (&scores)[WIDTH / 2], float (&factors)[2]) {
-        const float scale = params.p.scale;
+    // The score (base 2) that is subtracted from those of row i. If the row sees no key so far, that is any finite number,
+    // which gives weights of 0.
+    __device__ __forceinline__ float offset(int i) const { return reference[i] == -CUDART_INF_F ? 0.f : reference[i]; }
+
+    // Return the largest score (base 2) of this lane's columns of row i.
+    template <int WIDTH> __device__ __forceinline__ float largest(int i, const float (&scores)[WIDTH / 2]) const {
+        float most[2] = {scores[2 * i], scores[2 * i + 1]};
+#pragma unroll
+        for (int j = 1; j < WIDTH / 8; ++j)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) most[c] = fmaxf(most[c], scores[4 * j + 2 * i + c]);
+        return fmaxf(most[0], most[1]) * params.p.scale;
+    }
+
+    // Raise the reference of row i to its largest score, if that is more than MARGIN above it. `most`: the largest score
+    // of this lane's columns. Return the factor that rescales earlier sums. It is exactly 1 if the reference stays. A tile
+    // of keys that a row does not see therefore leaves its bits as they are.
+    __device__ __forceinline__ float raise(int i, float most) {
+        const float highest = lanes_max<4>(most), before = reference[i];
+        if (highest - before > MARGIN) reference[i] = highest;
+        return reference[i] == before ? 1.f : fast_exp2(before - reference[i]);
+    }
+
+    // Compute the weights of a tile's scores, which may take their place. Return the sums of this lane's weights by row.
+    template <int WIDTH>
+    __device__ __forceinline__ float2 weigh(const float (&scores)[WIDTH / 2], float (&weights)[WIDTH / 2]) const {
+        float parts[2][2] = {};
+        const float scale = params.p.scale, offsets[2] = {offset(0), offset(1)};
+#pragma unroll
+        for (int c = 0; c < WIDTH / 2; ++c) {
+            weights[c] = fast_exp2(fmaf(scores[c], scale, -offsets[c / 2 % 2]));
+            parts[c / 2 % 2][c % 2] += weights[c];
+        }
+        return {parts[0][0] + parts[0][1], parts[1][0] + parts[1][1]};
+    }
+
+    // Pack weights as fragments of P.
+    template <int WIDTH>
+    __device__ __forceinline__ void pack_weights(const float (&weights)[WIDTH / 2], Fragments& to) const {
+#pragma unroll
+        for (int c = 0; c < WIDTH / 4; ++c) to[c / 4][c % 4] = pack<T>(weights[2 * c], weights[2 * c + 1]);
+    }
+
+    // Apply the softcap and the windows to the scores of tile n.
+    template <int WIDTH> __device__ __forceinline__ void restrict(int n, float (&scores)[WIDTH / 2]) const {
         if (params.p.cap != 0.f)
 #pragma unroll
             for (int i = 0; i < WIDTH / 2; ++i) scores[i] = capped(params.p, scores[i]);
         mask<WIDTH>((tile.begin / L::KEYS + n) * L::KEYS, scores);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            float most[2] = {largest[i], largest[i]};
-#pragma unroll
-            for (int j = 0; j < WIDTH / 8; ++j)
-                most[j % 2] = fmaxf(most[j % 2], fmaxf(scores[4 * j + 2 * i], scores[4 * j + 2 * i + 1]));
-            const float highest = lanes_max<4>(fmaxf(most[0], most[1]));
-            // If all scores so far are -inf, use 0: any finite reference gives weights of 0. The factor is exactly 1 if
-            // the largest score stays, so a tile of keys that a row does not see leaves its bits as they are.
-            const float reference = highest == -CUDART_INF_F ? 0.f : highest, offset = reference * scale;
-            factors[i] = fast_exp2((largest[i] - reference) * scale); // 0 for the first tile
-            largest[i] = highest;
-            float sum[2] = {total[i] * factors[i], 0.f};
-#pragma unroll
-            for (int j = 0; j < WIDTH / 8; ++j)
-#pragma unroll
-                for (int c = 4 * j + 2 * i; c < 4 * j + 2 * i + 2; ++c) {
-                    scores[c] = fast_exp2(fmaf(scores[c], scale, -offset));
-                    sum[c % 2] += scores[c];
-                }
-            total[i] = sum[0] + sum[1];
-        }
     }
 
-    template <int WIDTH> __device__ __forceinline__ void pack_weights(const float (&scores)[WIDTH / 2]) {
+    __device__ __forceinline__ void rescale(const float (&factors)[2]) {
 #pragma unroll
-        for (int k = 0; k < WIDTH / 16; ++k)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) weights[k][i] = pack<T>(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1]);
+        for (int j = 0; j < L::DIM_V / 2; ++j) sums[j] *= factors[j / 2 % 2];
     }
 
-    // Clear the values of tile n that the producer did not load or that follow the sequence, because they may be NaN.
-    template <int WIDTH> __device__ __forceinline__ void clear_values(int n) const {
-        const int key = (tile.begin / L::KEYS + n) * L::KEYS;
-        const int first = params.first_row(tile, key), end = tile.keys - key;
+    // Clear the values outside the rows first ... end - 1 of tile n, because they may be NaN: the producer did not
+    // load them, or they follow the sequence.
+    template <int WIDTH> __device__ __forceinline__ void clear_values(int n, int first, int end) const {
         if (first == 0 && end >= WIDTH) return;
-        const unsigned values = base + L::V_BEGIN + stage(n) * L::V_TILE;
+        const unsigned values = base + L::V_BEGIN + kv.stage(n) * L::V_TILE;
         for (int i = threadIdx.x % WARPGROUP; i < WIDTH * 8; i += WARPGROUP)
             if (i / 8 < first || i / 8 >= end)
 #pragma unroll
@@ -199,82 +247,136 @@ template <typename T, class L> struct Consumer {
 
     // The prologue: compute the weights of the first tile.
     template <int WIDTH> __device__ __forceinline__ void begin(int tiles) {
-        float scores[WIDTH / 2], factors[2];
+        float scores[WIDTH / 2];
         wait_k_full(0);
         issue_qk(0, scores);
         wgmma_wait_group<0>();
         wgmma_fence_operand(scores);
-        release(shared.k_empty[stage(0)]);
-        if (tiles == 1) release(shared.q_empty[q_read % L::Q_STAGES]);
-        weigh<WIDTH>(0, scores, factors);
-        pack_weights<WIDTH>(scores);
+        release_k(0);
+        if (tiles == 1) release_q();
+        restrict<WIDTH>(0, scores);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) raise(i, largest<WIDTH>(i, scores));
+        const float2 sum = weigh<WIDTH>(scores, scores);
+        pack_weights<WIDTH>(scores, weights);
+        total[0] = sum.x, total[1] = sum.y;
     }
 
-    // The mainloop body: issue the MMAs S of tile n + 1, which has NEXT keys, and P V of tile n, and compute the weights
-    // of tile n + 1.
-    template <int WIDTH, int NEXT> __device__ __forceinline__ void add(int n, int tiles) {
-        float scores[NEXT / 2], factors[2];
-        wait_k_full(n + 1);
-        take_turn(n == 0);
-        issue_qk(n + 1, scores);
-        wait_v_full(n);
-        clear_values<WIDTH>(n);
-        issue_pv<WIDTH>(n);
-        pass_turn(n + 2 == tiles);
+    // Issue the MMAs S of tile n, which has WIDTH keys, and P V of tile n - 1, and wait for S.
+    template <int WIDTH>
+    __device__ __forceinline__ void multiply(int n, int tiles, float (&scores)[WIDTH / 2], const Fragments& of_before) {
+        const bool is_last = n + 1 == tiles;
+        wait_k_full(n);
+        take_turn(n == 1);
+        issue_qk(n, scores);
+        wait_v_full(n - 1);
+        if (n == 1) clear_values<L::KEYS>(0, first_row, L::KEYS);
+        issue_pv<L::KEYS>(n - 1, of_before);
+        pass_turn(is_last);
         wgmma_wait_group<1>();
         wgmma_fence_operand(scores);
-        release(shared.k_empty[stage(n + 1)]);
-        if (n + 2 == tiles) release(shared.q_empty[q_read % L::Q_STAGES]);
-        weigh<NEXT>(n + 1, scores, factors);
+        release_k(n);
+        if (is_last) release_q();
+    }
+
+    // Wait for P V of tile n - 1.
+    __device__ __forceinline__ void wait_pv(int n) {
         wgmma_wait_group<0>();
         wgmma_fence_operand(sums);
-        release(shared.v_empty[stage(n)]);
+        release_v(n - 1);
+    }
+
+    // The mainloop body for any tile n. Its weights take the place of its scores until P V of tile n - 1 is complete.
+    template <int WIDTH> __device__ __forceinline__ void add(int n, int tiles) {
+        float scores[WIDTH / 2], factors[2];
+        multiply<WIDTH>(n, tiles, scores, weights);
+        restrict<WIDTH>(n, scores);
 #pragma unroll
-        for (int j = 0; j < L::DIM_V / 2; ++j) sums[j] *= factors[j / 2 % 2];
-        pack_weights<NEXT>(scores);
+        for (int i = 0; i < 2; ++i) factors[i] = raise(i, largest<WIDTH>(i, scores));
+        const float2 sum = weigh<WIDTH>(scores, scores);
+        total[0] = fmaf(total[0], factors[0], sum.x), total[1] = fmaf(total[1], factors[1], sum.y);
+        compute_before_wait(sum);
+        wait_pv(n);
+        if (__any_sync(FULL_WARP, factors[0] != 1.f || factors[1] != 1.f)) rescale(factors);
+        pack_weights<WIDTH>(scores, weights);
+    }
+
+    // The mainloop body for a plain tile n: there is no softcap, and all rows of the warpgroup see all its keys. The
+    // exponentials take the references of earlier tiles, and do not wait for the largest scores. If a row exceeds its
+    // reference, which is rare, the warp computes them again.
+    __device__ __forceinline__ void add_plain(int n, int tiles, const Fragments& of_before, Fragments& to) {
+        float scores[L::KEYS / 2], factors[2] = {1.f, 1.f};
+        multiply<L::KEYS>(n, tiles, scores, of_before);
+        float made[L::KEYS / 2];
+        float2 sum = weigh<L::KEYS>(scores, made);
+        pack_weights<L::KEYS>(made, to);
+        const float most[2] = {largest<L::KEYS>(0, scores), largest<L::KEYS>(1, scores)};
+        const bool is_raised =
+            __any_sync(FULL_WARP, most[0] - reference[0] > MARGIN || most[1] - reference[1] > MARGIN);
+        if (is_raised) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) factors[i] = raise(i, most[i]);
+            sum = weigh<L::KEYS>(scores, made);
+            pack_weights<L::KEYS>(made, to);
+        }
+        compute_before_wait(sum);
+        total[0] = fmaf(total[0], factors[0], sum.x), total[1] = fmaf(total[1], factors[1], sum.y);
+        wait_pv(n);
+        if (is_raised) rescale(factors);
     }
 
     // The epilogue of the mainloop: P V of the last tile.
-    template <int WIDTH> __device__ __forceinline__ void end(int n) {
-        wait_v_full(n);
-        clear_values<WIDTH>(n);
-        issue_pv<WIDTH>(n);
+    template <int WIDTH> __device__ __forceinline__ void end(int tiles) {
+        const int last = tiles - 1, key = (tile.begin / L::KEYS + last) * L::KEYS;
+        wait_v_full(last);
+        clear_values<WIDTH>(last, last == 0 ? first_row : 0, tile.keys - key);
+        issue_pv<WIDTH>(last, weights);
         wgmma_wait_group<0>();
         wgmma_fence_operand(sums);
-        release(shared.v_empty[stage(n)]);
+        release_v(last);
     }
 
     __device__ __forceinline__ void attend(int tiles) {
-        mbarrier_wait(shared_address(&shared.q_full[q_read % L::Q_STAGES]), q_read / L::Q_STAGES);
-        if constexpr (NARROW < L::KEYS) {
-            if ((tile.end - 1) % L::KEYS < NARROW) {
-                if (tiles == 1) {
-                    begin<NARROW>(tiles);
-                } else {
-                    begin<L::KEYS>(tiles);
-#pragma unroll 1
-                    for (int n = 0; n < tiles - 2; ++n) add<L::KEYS, L::KEYS>(n, tiles);
-                    add<L::KEYS, NARROW>(tiles - 2, tiles);
-                }
-                end<NARROW>(tiles - 1);
-                return;
-            }
+        mbarrier_wait(shared_address(&shared.q_full[q.stage()]), q.parity());
+        const bool is_narrow = NARROW < L::KEYS && (tile.end - 1) % L::KEYS < NARROW; // the last tile
+        if (is_narrow && tiles == 1) {
+            begin<NARROW>(tiles);
+            end<NARROW>(tiles);
+            return;
         }
         begin<L::KEYS>(tiles);
+        // All rows of the warpgroup see all keys of the tiles from `plain` to `plain_end`.
+        const int first = tile.begin / L::KEYS * L::KEYS, before = index * params.warpgroup_tokens;
+        const int plain = (max(tile.low + before + params.warpgroup_tokens - 1 - first, 0) + L::KEYS - 1) / L::KEYS;
+        const int plain_end = params.p.cap != 0.f ? 0 : (min(tile.keys, tile.high + before) - first) / L::KEYS;
 #pragma unroll 1
-        for (int n = 0; n < tiles - 1; ++n) add<L::KEYS, L::KEYS>(n, tiles);
-        end<L::KEYS>(tiles - 1);
+        for (int n = 1; n < tiles - is_narrow;) {
+            if (L::PAIRS && n >= plain && n + 1 < plain_end) {
+                Fragments others;
+                add_plain(n, tiles, weights, others);
+                add_plain(n + 1, tiles, others, weights);
+                n += 2;
+            } else {
+                add<L::KEYS>(n++, tiles);
+            }
+        }
+        if (is_narrow) {
+            add<NARROW>(tiles - 1, tiles);
+            end<NARROW>(tiles);
+        } else {
+            end<L::KEYS>(tiles);
+        }
     }
 
     // Without queries: release all stages of the tile as soon as they are full.
-    __device__ __forceinline__ void skip(int tiles) const {
-        mbarrier_wait(shared_address(&shared.q_full[q_read % L::Q_STAGES]), q_read / L::Q_STAGES);
-        release(shared.q_empty[q_read % L::Q_STAGES]);
+    __device__ __forceinline__ void skip(int tiles) {
+        mbarrier_wait(shared_address(&shared.q_full[q.stage()]), q.parity());
+        release_q();
         for (int n = 0; n < tiles; ++n) {
             wait_k_full(n);
-            release(shared.k_empty[stage(n)]);
+            release_k(n);
             wait_v_full(n);
-            release(shared.v_empty[stage(n)]);
+            release_v(n);
         }
     }
 
@@ -304,8 +406,7 @@ template <typename T, class L> struct Consumer {
             const bool is_query = token[i] < tile.tokens;
             const int of_head = tile.first_head + head[i];
             const bool has_sink = p.sinks && is_query;
-            const Normal normal(largest[i] * p.scale, lanes_sum<4>(total[i]), has_sink,
-                                has_sink ? sink_of(p, of_head) : 0.f);
+            const Normal normal(reference[i], lanes_sum<4>(total[i]), has_sink, has_sink ? sink_of(p, of_head) : 0.f);
             factors[i] = is_invalid ? CUDART_NAN_F : normal.factor;
             const long long row = tile.first + token[i];
             if (p.lse && is_query && lane % 4 == 0)
@@ -335,11 +436,14 @@ template <typename T, class L> struct Consumer {
             mbarrier_wait(shared_address(&shared.tile_full[slot]), n / TILE_SLOTS);
             tile = shared.tiles[slot];
             if (tile.sequence < 0) return;
-            active = min((tile.tokens + params.warpgroup_tokens - 1) / params.warpgroup_tokens, L::WARPGROUPS);
-            const int tiles = (tile.end + L::KEYS - 1) / L::KEYS - tile.begin / L::KEYS;
+            // The shuffles tell the compiler that the loops below are the same in all lanes.
+            active = __shfl_sync(FULL_WARP, (tile.tokens + params.warpgroup_tokens - 1) / params.warpgroup_tokens, 0);
+            active = min(active, L::WARPGROUPS);
+            const int tiles = __shfl_sync(FULL_WARP, (tile.end + L::KEYS - 1) / L::KEYS - tile.begin / L::KEYS, 0);
+            first_row = params.template first_row<L::KEYS>(tile);
             if (index < active) {
 #pragma unroll
-                for (int i = 0; i < 2; ++i) largest[i] = -CUDART_INF_F, total[i] = 0.f;
+                for (int i = 0; i < 2; ++i) reference[i] = -CUDART_INF_F, total[i] = 0.f;
 #pragma unroll
                 for (int j = 0; j < L::DIM_V / 2; ++j) sums[j] = 0.f;
                 if (tiles > 0) attend(tiles);
@@ -347,25 +451,24 @@ template <typename T, class L> struct Consumer {
             } else if (tiles > 0) {
                 skip(tiles);
             }
-            if (tiles > 0) ++q_read;
-            stages_read += tiles;
+            kv.count += tiles;
             release(shared.tile_empty[slot]);
         }
     }
 };
 
-template <typename, int DIM, int DIM_V, int WARPGROUPS, int KEYS, int Q_STAGES>
+template <typename, int DIM, int DIM_V, int WARPGROUPS, int KEYS, int Q_STAGES, int STAGES>
 constexpr Launch attention_wgmma_launch() {
-    using L = Layout<DIM, DIM_V, WARPGROUPS, KEYS, Q_STAGES>;
+    using L = Layout<DIM, DIM_V, WARPGROUPS, KEYS, Q_STAGES, STAGES>;
     return {(WARPGROUPS + 1) * WARPGROUP, 1024 + L::BARRIERS + int(sizeof(Shared<L>))};
 }
 
-template <typename T, int DIM, int DIM_V, int WARPGROUPS, int KEYS, int Q_STAGES>
+template <typename T, int DIM, int DIM_V, int WARPGROUPS, int KEYS, int Q_STAGES, int STAGES>
 __global__ void __launch_bounds__(((WARPGROUPS + 1) * WARPGROUP), 1)
     attention_wgmma(const __grid_constant__ MappedParams params) {
     wait_for_earlier_kernels();
 #if HAS_WGMMA
-    using L = Layout<DIM, DIM_V, WARPGROUPS, KEYS, Q_STAGES>;
+    using L = Layout<DIM, DIM_V, WARPGROUPS, KEYS, Q_STAGES, STAGES>;
     // Registers per thread of the producer and of the consumers; together 2^16 at most.
     constexpr int LOADING = WARPGROUPS == 2 ? 40 : 32, COMPUTING = WARPGROUPS == 2 ? 232 : 160;
     extern __shared__ char memory[];
@@ -383,8 +486,8 @@ __global__ void __launch_bounds__(((WARPGROUPS + 1) * WARPGROUP), 1)
     const int warp = __shfl_sync(FULL_WARP, int(threadIdx.x / 32), 0);
     if (warp >= 4 * WARPGROUPS) {
         setmaxnreg_dec<LOADING>();
-        if (warp == 4 * WARPGROUPS) Producer<L>{params, shared, base}.run();
-        if (warp == 4 * WARPGROUPS + 1) Scheduler<L>{params, shared}.run();
+        const int role = warp - 4 * WARPGROUPS;
+        Producer<L>{params, shared, base, role % 2 == 1, role / 2}.run();
     } else {
         setmaxnreg_inc<COMPUTING>();
         Consumer<T, L>{params, shared, base, warp / 4, warp % 4, int(threadIdx.x % 32)}.run();

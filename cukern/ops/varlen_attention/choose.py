@@ -72,11 +72,12 @@ def by_wgmma(dtype: str, dim: int, dim_v: int) -> Choice:
     room, room_v = next(room for room in WGMMA_DIMS if room[0] >= dim and room[1] >= dim_v)
     # With 256 dimensions a row of sums has all the registers that 128 keys would need.
     warpgroups, keys, q_stages = 3 if room == 64 else 2, 64 if room == 256 else 128, 2 if room == 64 else 1
-    # Queries, two stages of keys and of values, up to 1024 bytes for their alignment, and `Shared`.
-    tiles = 2 * (q_stages * 64 * warpgroups * room + 2 * keys * (room + room_v))
+    stages = {64: 4, 128: 3}.get(room, 2)  # as many as fit in shared memory, at most 4
+    # Queries, stages of keys and of values, up to 1024 bytes for their alignment, and `Shared`.
+    tiles = 2 * (q_stages * 64 * warpgroups * room + stages * keys * (room + room_v))
     slots = template.constants(_wgmma.file)["TILE_SLOTS"]
-    barriers = 8 * (2 * q_stages + 8 + 2 * slots) + slots * 4 * (11 + 1)
-    arguments = arrays.CUDA_TYPE[dtype], room, room_v, warpgroups, keys, q_stages
+    barriers = 8 * (2 * q_stages + 4 * stages + 2 * slots) + slots * 4 * (11 + 1)
+    arguments = arrays.CUDA_TYPE[dtype], room, room_v, warpgroups, keys, q_stages, stages
     launched = Launched(128 * (warpgroups + 1), tiles + 1024 + -(-barriers // 16) * 16)
     return Choice(_wgmma.variant(*arguments, launched=launched), 64, warpgroups, keys, (room, room_v))
 
