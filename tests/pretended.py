@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import functools
 import struct
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -108,7 +107,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGPU]:
     monkeypatch.setattr(plan, "runtime", SimpleNamespace(setDevice=there.set_devices.append))
     monkeypatch.setattr(plan, "current_device", there.make_current)
     monkeypatch.setattr(gpu, "of_device", lambda device: gpu.of_arch("H200"))
-    monkeypatch.setattr(plan, "_THREAD", threading.local())
+    monkeypatch.setattr(plan, "_thread", plan._Thread())
     monkeypatch.setattr(Variant, "ready", property(lambda self: _Ready(there, self), lambda self, of: None))
     yield there
     there.is_there = False

@@ -1094,7 +1094,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> FakeGPUs:
     monkeypatch.setattr(gpu, "runtime", fake)
     monkeypatch.setattr(plan, "runtime", fake)
     monkeypatch.setattr(plan, "current_device", fake.current_device)
-    monkeypatch.setattr("cukern.runtime.plan._THREAD", threading.local())
+    monkeypatch.setattr(plan, "_thread", plan._Thread())
     ready = {device: (fake.launchKernel, 100 + device) for device in (0, 1)}
     monkeypatch.setattr(kernel.Variant, "ready", property(lambda self: ready, lambda self, of: None))
     monkeypatch.setattr(kernel, "_archs_from_nvml", lambda: None)

@@ -134,24 +134,19 @@ def nvrtc_version() -> str:
 
 @functools.cache
 def cuda_include_directory() -> str:
-    with nvrtc.LOCK:
-        return _find_cuda_headers()
-
-
-def _find_cuda_headers() -> str:
     candidates = []
     if library := _nvrtc_library():
         # A toolkit and the CUDA 13 wheels have the first path. The CUDA 12 wheels, with one folder per package, have
         # the second.
         candidates += [str(library.parents[1] / "include"), str(library.parents[2] / "cuda_runtime" / "include")]
-    with contextlib.suppress(Exception):
+    with nvrtc.LOCK, contextlib.suppress(Exception):
         from cuda.pathfinder import find_nvidia_header_directory
 
         candidates.append(find_nvidia_header_directory("cudart"))
     for variable in ("CUDA_PATH", "CUDA_HOME"):
         if os.environ.get(variable):
             candidates.append(os.path.join(os.environ[variable], "include"))
-    with contextlib.suppress(Exception):
+    with nvrtc.LOCK, contextlib.suppress(Exception):
         import cupy
 
         candidates.append(os.path.join(cupy.cuda.get_cuda_path() or "", "include"))

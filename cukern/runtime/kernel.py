@@ -60,33 +60,27 @@ _WITHOUT_SHARED_MEMORY = Launched()
 class Variant:
     """A template instance that can be launched on any device."""
 
-    __slots__ = ("_functions", "_modules", "instance", "large_clusters", "launched", "max_shared_bytes", "ready")
+    __slots__ = ("_modules", "functions", "instance", "large_clusters", "launched", "max_shared_bytes", "ready")
 
     def __init__(self, instance: Instance, launched: Launched, large_clusters: bool) -> None:
         self.instance = instance
         self.launched = launched
         self.max_shared_bytes = launched.most or launched.shared_bytes
         self.large_clusters = large_clusters
-        self._functions: dict[int, int] = {}
+        self.functions: dict[int, int] = {}  # the driver's handle by device, where the kernel is loaded
         self._modules: dict[int, Any] = {}
         self.ready = _Ready(self)
 
     def __repr__(self) -> str:
         return f"Variant({self.instance})"
 
-    def is_loaded(self, device: int) -> bool:
-        return device in self._functions
-
-    def launcher(self, device: int) -> Callable[..., None]:
-        return overlap.overlapping(self.instance.file, arch_of_device(device)) or driver.launchKernel
-
     def load(self, device: int) -> int:
         """Return the driver's handle of the kernel on `device`, the current device. Load the kernel if needed."""
-        if device in self._functions:
-            return self._functions[device]
+        if device in self.functions:
+            return self.functions[device]
         path, name = compile.cubin(self.instance, arch_of_device(device))
         with _load_locks.setdefault(device, threading.Lock()):
-            if device not in self._functions:
+            if device not in self.functions:
                 module = cupy.RawModule(path=str(path))
                 kernel = module.get_function(name)
                 if self.max_shared_bytes:
@@ -94,8 +88,8 @@ class Variant:
                 if self.large_clusters:
                     driver.funcSetAttribute(kernel.kernel.ptr, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
                 self._modules[device] = module
-                self._functions[device] = kernel.kernel.ptr
-        return self._functions[device]
+                self.functions[device] = kernel.kernel.ptr
+        return self.functions[device]
 
 
 class _Ready(dict[Any, tuple[Callable[..., None], int]]):
@@ -108,7 +102,8 @@ class _Ready(dict[Any, tuple[Callable[..., None], int]]):
         self._variant = variant
 
     def __missing__(self, device: int) -> tuple[Callable[..., None], int]:
-        found = self[device] = self._variant.launcher(device), self._variant.load(device)
+        start = overlap.overlapping(self._variant.instance.file, arch_of_device(device)) or driver.launchKernel
+        found = self[device] = start, self._variant.load(device)
         return found
 
 
@@ -276,7 +271,7 @@ def load_all(
         for stem in stems
         for kernel in KERNELS[stem]
         for variant in kernel.variants()
-        if not variant.is_loaded(device) and wanted(variant.instance)
+        if device not in variant.functions and wanted(variant.instance)
         if variant.instance not in kernel.unused.get(arch, ())
     ]
     absent = compile.missing([x.instance for x in found], arch)

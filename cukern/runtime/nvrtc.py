@@ -38,20 +38,25 @@ def load(library: str) -> None:
         ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
 
 
+@contextlib.contextmanager
+def _program(source: str, filename: str) -> Iterator[tuple[Any, Any]]:
+    """Yield CuPy's binding of NVRTC and a program. This thread holds the lock until the program is destroyed."""
+    with LOCK:
+        from cupy_backends.cuda.libs import nvrtc
+
+        program = nvrtc.createProgram(source, filename, (), ())
+        try:
+            yield nvrtc, program
+        finally:
+            nvrtc.destroyProgram(program)
+
+
 def compile_cubin(source: str, filename: str, expression: str, options: list[str]) -> tuple[bytes, str, str]:
     """Return the cubin of a template instance, the kernel's mangled name and the log.
 
     Raises RuntimeError with the log if NVRTC refuses the source.
     """
-    with LOCK:
-        return _compile(source, filename, expression, options)
-
-
-def _compile(source: str, filename: str, expression: str, options: list[str]) -> tuple[bytes, str, str]:
-    from cupy_backends.cuda.libs import nvrtc
-
-    program = nvrtc.createProgram(source, filename, (), ())
-    try:
+    with _program(source, filename) as (nvrtc, program):
         nvrtc.addNameExpression(program, expression)
         try:
             nvrtc.compileProgram(program, options)
@@ -62,21 +67,13 @@ def _compile(source: str, filename: str, expression: str, options: list[str]) ->
         log = nvrtc.getProgramLog(program).rstrip("\x00\n ")
         # CuPy drops the last byte as if it ended a string. In a cubin that byte is the high byte of a number, always 0.
         return nvrtc.getCUBIN(program) + b"\0", name, log
-    finally:
-        nvrtc.destroyProgram(program)
 
 
 def build() -> str:
     """Return NVRTC's version with its build number, such as "13.0.88", from compiled output."""
-    with LOCK:
-        from cupy_backends.cuda.libs import nvrtc
-
-        program = nvrtc.createProgram("__global__ void probe() {}", "probe.cu", (), ())
-        try:
-            nvrtc.compileProgram(program, ["-arch=compute_80"])
-            found = re.search(rb"\bV(\d+\.\d+\.\d+)", nvrtc.getPTX(program))
-        finally:
-            nvrtc.destroyProgram(program)
+    with _program("__global__ void probe() {}", "probe.cu") as (nvrtc, program):
+        nvrtc.compileProgram(program, ["-arch=compute_80"])
+        found = re.search(rb"\bV(\d+\.\d+\.\d+)", nvrtc.getPTX(program))
         return found[1].decode() if found else ".".join(map(str, nvrtc.getVersion()))
 
 

@@ -246,20 +246,17 @@ def asked(variant: str) -> str:
 # --- a plan, ready to run -----------------------------------------------------------------------------
 
 
-#: Per thread, `state` holds the kernel parameter buffer, the address of a pointer to it, and the set of devices with a
-#: context.
-_THREAD = threading.local()
+class _Thread(threading.local):
+    """Per thread, `state` holds the kernel parameter buffer, the address of a pointer to it, and the set of devices
+    with a context."""
 
-
-def thread_state() -> tuple[Any, int, set[int]]:
-    try:
-        return _THREAD.state
-    except AttributeError:
+    def __init__(self) -> None:
         buffer = ctypes.create_string_buffer(_PARAMETER_BYTES)
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-        _THREAD.keep = pointers
-        _THREAD.state = buffer, ctypes.addressof(pointers), set()
-        return _THREAD.state
+        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        self.state: tuple[Any, int, set[int]] = buffer, ctypes.addressof(self.pointers), set()
+
+
+_thread = _Thread()
 
 
 class Workspace:
@@ -376,10 +373,7 @@ class Plan:
         for function, operands in self._computed:
             environment.append(function(*operands(environment)))  # type: ignore[misc]
         if self._launches:
-            try:
-                buffer, pointers, devices = _THREAD.state
-            except AttributeError:
-                buffer, pointers, devices = thread_state()
+            buffer, pointers, devices = _thread.state
             if device not in devices and not is_current:
                 # A thread that never set a device has no context, and the launch would fail. If `is_current`,
                 # `current_device` has pushed a context.

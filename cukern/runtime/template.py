@@ -11,7 +11,7 @@ import functools
 import operator
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -304,21 +304,18 @@ def packing(layout: Struct, leaves: list[_Leaf], is_open: Any) -> tuple[struct.S
     values = [value for _, _, value, _ in leaves]
     are_open = [type(value) is not int and is_open(value) for value in values]
     form = _format(layout.size, tuple([(offset, code) for offset, code, _, _ in leaves]), tuple(are_open))
+    known = [leaf for leaf, each in zip(leaves, are_open, strict=True) if not each]
     try:
-        packed = form.fixed.pack(*[value for value, each in zip(values, are_open, strict=True) if not each])
+        packed = form.fixed.pack(*[value for _, _, value, _ in known])
     except struct.error:
-        refuse_number(layout, [leaf for leaf, each in zip(leaves, are_open, strict=True) if not each])
+        for _, code, value, path in known:
+            try:
+                struct.pack(f"={code}", value)
+            except struct.error as error:
+                raise TemplateError(f"{layout.name}::{path}: {error}, got {value!r}") from None
         raise
     opened = iter([value for value, each in zip(values, are_open, strict=True) if each])
     return form.combined, [next(opened) if part is None else packed[part[0] : part[1]] for part in form.values]
-
-
-def refuse_number(layout: Struct, leaves: Iterable[_Leaf]) -> None:
-    for _, code, value, path in leaves:
-        try:
-            struct.pack(f"={code}", value)
-        except struct.error as error:
-            raise TemplateError(f"{layout.name}::{path}: {error}, got {value!r}") from None
 
 
 class _Format(NamedTuple):
