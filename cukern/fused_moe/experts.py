@@ -36,7 +36,6 @@ from cukern.ops.moe_permute import moe_sort, moe_unpermute, permute_quantized, p
 from cukern.ops.quantization import per_token_group_quant_fp8, scaled_fp8_quant, silu_and_mul_quant
 from cukern.runtime import arrays
 from cukern.runtime.activation import is_gated
-from cukern.runtime.describe import same_shape
 from cukern.runtime.vectors import ceil_div
 
 Formats = tuple[FusedMoEActivationFormat, FusedMoEActivationFormat]
@@ -183,7 +182,7 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
         return gathers(expected_rows, arch)
 
     def _gemm2_out(self, workspace13: Any, shape: tuple[Any, Any], dtype: str) -> Any:
-        return workspace13 if same_shape(workspace13, shape) else workspace13[: shape[0]]
+        return workspace13 if workspace13.shape == shape else workspace13[: shape[0]]
 
     def _standard(
         self,

@@ -21,7 +21,6 @@ from cukern.fused_moe.topk_weight_and_reduce import (
 )
 from cukern.runtime import check
 from cukern.runtime.activation import is_gated
-from cukern.runtime.describe import same_shape
 
 #: The default maximum number of tokens per call of `apply`, to limit the size of the workspaces.
 CHUNK_SIZE = 32 * 1024
@@ -486,7 +485,7 @@ class FusedMoEModularKernel:
         workspace2 = empty(shapes.workspace2, shapes.dtype, hidden_states)
         routing_args = (activation, all_experts, expert_map)
         fused_shape = shapes.output if chunk is rows else (rows, *shapes.output[1:])
-        writes_output = self._in_place and same_shape(output, fused_shape)
+        writes_output = self._in_place and output.shape == tuple(fused_shape)
         fused = output if writes_output else empty(fused_shape, dtype, hidden_states)
         if chunk is rows:
             experts.apply(

@@ -16,7 +16,6 @@ from cukern.runtime.describe import (
     expect_array,
     expect_contiguous,
     expect_place,
-    same_shape,
     type_name,
 )
 from cukern.runtime.kernel import Kernel, Variant
@@ -88,7 +87,7 @@ def _check_positions(
         return positions, check.integer("step", step, 0, high, "positions, less those of a sequence"), False
     step = check.integer("step", step, 0, MAX_POSITION)
     expect_place("position_ids", position_ids, table, like)
-    one_position = not same_shape(position_ids, word_ids.shape) and same_shape(position_ids, (1,))
+    one_position = position_ids.shape == (1,) and word_ids.shape != (1,)
     shape = (1,) if one_position else word_ids.shape
     expect("position_ids", position_ids, table, like, INDEX_DTYPES, shape, "that of word_ids, or [1]")
     return positions, step, one_position

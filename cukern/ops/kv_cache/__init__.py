@@ -207,8 +207,7 @@ def _check_latents(kv_c: Any, k_pe: Any) -> None:
     symbols = ("tokens", "1", "rope_dim") if len(k_pe.shape) == 3 and k_pe.shape[1] == 1 else ("tokens", "rope_dim")
     expect_array("k_pe", k_pe, (kv_c.dtype,), symbols)
     rows, rope_dim = kv_c.shape[0], k_pe.shape[-1]
-    if k_pe.shape[0] is not rows and k_pe.shape[0] != rows:
-        check.shape("k_pe", (k_pe.shape[0], rope_dim), (rows, rope_dim), "[tokens, rope_dim]")
+    check.shape("k_pe", (k_pe.shape[0], rope_dim), (rows, rope_dim), "[tokens, rope_dim]")
 
 
 def _check_latent_cache(kv_c: Array, k_pe: Array, kv_cache: Any, kv_cache_dtype: str) -> str:
@@ -375,8 +374,7 @@ def copy_blocks(
     blocks, block_elements = first.shape[0], math.prod(first.shape[1:])
     expect_dimensions("block_mapping", block_mapping, first, like, ("int64",), ("pairs", "2"))
     pairs = block_mapping.shape[0]
-    if block_mapping.shape[1] != 2:
-        check.shape("block_mapping", block_mapping.shape, (pairs, 2), "[pairs, 2]")
+    check.shape("block_mapping", block_mapping.shape, (pairs, 2), "[pairs, 2]")
     expect_contiguous("block_mapping", block_mapping)
     if first.on_host:
         return run_twin()

@@ -168,8 +168,7 @@ def check_keys_and_values(key: Any, value: Any, key_cache: Any, kv_cache_dtype: 
     symbols = ("tokens", "kv_heads", "head_dim")
     expect_array("key", key, DTYPES, symbols)
     expect_dimensions("value", value, key, "key", (key.dtype,), symbols)
-    if value.shape != key.shape:
-        check.shape("value", value.shape, key.shape, "[tokens, kv_heads, head_dim]")
+    check.shape("value", value.shape, key.shape, "[tokens, kv_heads, head_dim]")
     if key.shape[1] * key.shape[2] > MAX_COUNT:
         check.fail("key", f"of at most {MAX_COUNT} elements per token", key.shape[1] * key.shape[2])
     strides = distances("key", key, 1) + distances("value", value, 1)

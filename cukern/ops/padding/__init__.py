@@ -27,7 +27,6 @@ from cukern.runtime.describe import (
     expect_array,
     expect_contiguous,
     expect_place,
-    same_shape,
     type_name,
 )
 from cukern.runtime.op import op
@@ -321,8 +320,7 @@ def rebuild_sequence_length_padding(
     batch, max_seq_len = _lengths(batch, max_seq_len)
     rows = _padded_rows(batch, max_seq_len)
     words = _words(padding_offset, src, "src", rows)
-    if not same_shape(src, (words, hidden)):
-        check.shape("src", src.shape, (words, hidden), "[words, hidden]")
+    check.shape("src", src.shape, (words, hidden), "[words, hidden]")
     if isinstance(fill, Array):
         check.fail("fill", "a number", type_name(fill), TypeError)
     fill_word = check_each_call(fill_bits, fill, src.dtype)
@@ -411,8 +409,7 @@ def add_qkv_bias_rebuild_padding(
     for name, array in (("q", q), ("k", k), ("v", v)):
         expect_place(name, array, q, "q")
         check.dtype(name, array.dtype, (q.dtype,))
-        if not same_shape(array, (words, hidden)):
-            check.shape(name, array.shape, (words, hidden), "[words, hidden]")
+        check.shape(name, array.shape, (words, hidden), "[words, hidden]")
         row_strides.append(rows_of(name, array).distance * item_size)
     for name, array in (("bias_q", bias_q), ("bias_k", bias_k), ("bias_v", bias_v)):
         expect(name, array, q, "q", (q.dtype,), (hidden,), "[hidden]")

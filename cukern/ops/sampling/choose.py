@@ -18,7 +18,6 @@ from cukern.runtime.describe import (
     expect_array,
     expect_contiguous,
     expect_row_stride,
-    same_shape,
 )
 from cukern.runtime.each import Each
 from cukern.runtime.kernel import Kernel, Launched, Variant
@@ -187,7 +186,7 @@ def _parameters(
     for name, (dtypes, convert, number) in rules.items():
         value, array = given.get(name), None
         if isinstance(value, Array):
-            single = not value.shape or not (same_shape(value, (batch,)) or not same_shape(value, (1,)))
+            single = not value.shape or (value.shape == (1,) and batch != 1)
             shape = value.shape if single else (batch,)
             array = expect(name, value, first, first_name, dtypes, shape, "[batch]")
             fields["wide"] |= bits[name.upper()] * (array.dtype == "int64")
