@@ -201,6 +201,12 @@ def expect_contiguous(name: str, array: Array) -> None:
         check.fail(name, "contiguous", f"strides {array.strides} (in elements)")
 
 
+def expect_aligned(name: str, array: Array, when: str = "") -> None:
+    """Check that the address is a multiple of 16 bytes."""
+    if array.alignment < 16:
+        check.fail(name, f"at a multiple of 16 bytes{when}", f"an address that is a multiple of {array.alignment}")
+
+
 def is_transposed(weights: Array) -> bool:
     """Return whether n is the contiguous dimension of weights [experts, n, k]."""
     return weights.strides[-1] != 1 and weights.shape[-1] > 1 and not weights.is_contiguous

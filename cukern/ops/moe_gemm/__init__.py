@@ -16,7 +16,16 @@ from cukern.runtime import activation as activations
 from cukern.runtime import check
 from cukern.runtime.activation import is_gated
 from cukern.runtime.arrays import AnyArray, WrittenArray
-from cukern.runtime.describe import Array, Result, dtype_name, expect_array, expect_contiguous, expect_place
+from cukern.runtime.describe import (
+    Array,
+    Result,
+    dtype_name,
+    expect,
+    expect_aligned,
+    expect_array,
+    expect_contiguous,
+    expect_place,
+)
 from cukern.runtime.op import op
 from cukern.runtime.performance import advise
 from cukern.runtime.plan import asked, note, outputs, run_twin
@@ -93,12 +102,7 @@ def _kernel(variant: str, x: Product) -> tuple[Callable[[Product], None], str]:
     """Return the function that launches `variant`, and the reason. Only the device knows the group sizes."""
     if x.is_prepared:
         for name, array in (("a", x.a), ("b", x.b), ("out", x.out)):
-            if array.alignment < 16:
-                check.fail(
-                    name,
-                    "at a multiple of 16 bytes with prepared weights",
-                    f"an address that is a multiple of {array.alignment}",
-                )
+            expect_aligned(name, array, " with prepared weights")
         if x.weights == "FOLDED":
             if reason := kernels.why_not_prepared(variant, x):
                 check.fail("b", "weights of 8 bits", f"MXFP4 prepared for FP8 rows: {reason}")
@@ -109,7 +113,7 @@ def _kernel(variant: str, x: Product) -> tuple[Callable[[Product], None], str]:
     why = asked(variant)
     if variant == "auto":
         variant, why = _best(x)
-        if _is_better_prepared(variant, x):
+        if variant == "mma" and x.weights in ("MXFP4", "NVFP4") and not kernels.why_not_prepared("auto", x):
             advise(PREPARE)
             why += f"; {PREPARE}"
         in_order = x._replace(row_token=None)
@@ -122,11 +126,6 @@ def _kernel(variant: str, x: Product) -> tuple[Callable[[Product], None], str]:
     return {"mma": kernels.mma, "stream": stream_one.stream, "fma": fma.fma}[variant], why
 
 
-def _is_better_prepared(variant: str, x: Product) -> bool:
-    """Return whether `prepare_weights` on these 4-bit weights would make the call faster."""
-    return variant == "mma" and x.weights in ("MXFP4", "NVFP4") and not kernels.why_not_prepared("auto", x)
-
-
 def _quantizing(x: Product, out_scale: Array, dtype: str) -> tuple[Callable[[Product], None], str]:
     if reason := _why_not("wgmma", x):
         check.fail("a", "of a call that Hopper's kernel can do", reason)
@@ -136,10 +135,6 @@ def _quantizing(x: Product, out_scale: Array, dtype: str) -> tuple[Callable[[Pro
 
 
 # --- the arguments ---------------------------------------------------------------------------------------
-
-
-def _expected(number: Any) -> Any:
-    return None if number is None else check.integer("expected_m", number, 0)
 
 
 def _product(
@@ -210,10 +205,11 @@ def _multiply(
         out_dtype = out.dtype
     if out_dtype is not None:
         check.one_of("out_dtype", out_dtype, HALF_DTYPES if is_fp8 else (a.dtype,))
-    expected_m = _expected(expected_m)
+    expected_m = None if expected_m is None else check.integer("expected_m", expected_m, 0)
     result = _product(a, b, row_token=row_token, activation=activation, out_dtype=out_dtype)
     if bias is not None:
-        checks.check_bias(bias, b.shape[0], rows_of_weights(b), a, result.dtype)
+        shape = b.shape[0], rows_of_weights(b)
+        expect("bias", bias, a, "a", ("float32", result.dtype), shape, "[experts, n]")
     if out_scale is None:
         out = outputs(out, a, "a", result)
     else:
@@ -242,11 +238,7 @@ def _multiply(
 # --- the functions --------------------------------------------------------------------------------------
 
 
-@op(
-    twin.moe_gemm,
-    "product",
-    _product,
-)
+@op(twin.moe_gemm, "product", _product)
 def moe_gemm(
     a: AnyArray,
     b: AnyArray,

@@ -74,10 +74,6 @@ def check_strides(b: Array) -> None:
         expect_weights("b", b)
 
 
-def check_bias(bias: Array, experts: int, n: int, a: Array, dtype: str) -> None:
-    expect("bias", bias, a, "a", ("float32", dtype), (experts, n), "[experts, n]")
-
-
 def formats(
     a: Array, b: Array, a_scale: Array | None, b_scale: Array | None, b_global_scale: Array | None
 ) -> tuple[str, str, str]:
@@ -135,8 +131,16 @@ def check_folded_scales(a: Array, a_scale: Array | None, b_scale: Array | None, 
     symbol = "experts, max_tokens" if len(a.shape) == 3 else "tokens"
     wanted = (*a.shape[:-1], -(-a.shape[-1] // BLOCK))
     check.shape("a_scale", a_scale.shape, wanted, f"[{symbol}, ceil(k / {BLOCK})], with MXFP4 weights,")
+    refuse_scales_of_prepared(b_scale)
+    refuse_global_scale_of_mxfp4(b_global_scale)
+
+
+def refuse_scales_of_prepared(b_scale: Array | None) -> None:
     if b_scale is not None:
         check.fail("b_scale", "None with prepared weights, which hold their scales", "an array")
+
+
+def refuse_global_scale_of_mxfp4(b_global_scale: Array | None) -> None:
     if b_global_scale is not None:
         check.fail("b_global_scale", "None with MXFP4", "an array")
 
@@ -144,33 +148,26 @@ def check_folded_scales(a: Array, a_scale: Array | None, b_scale: Array | None, 
 def fp4_format(a: Array, b: Array, b_scale: Array | None, b_global_scale: Array | None) -> str:
     """Check the scales of 4-bit weights, and return the format: "MXFP4" or "NVFP4"."""
     experts, n, k = *b.shape[:2], a.shape[-1]
+    shapes = (experts, n, k // MXFP4_GROUP), (experts, n, k // NVFP4_GROUP)
     if is_prepared(b):
         weights = prepared_format(b, k)
-        if b_scale is not None:
-            check.fail("b_scale", "None with prepared weights, which hold their scales", "an array")
-        check_global_scale(a, experts, weights, b_global_scale)
-        return weights
-    if b_scale is None:
+        refuse_scales_of_prepared(b_scale)
+    elif b_scale is None:
         check.fail("b_scale", "an array with weights of 4 bits", None, TypeError)
-    shapes = (experts, n, k // MXFP4_GROUP), (experts, n, k // NVFP4_GROUP)
-    if b_scale.shape == shapes[0] and k % MXFP4_GROUP == 0:
+    elif b_scale.shape == shapes[0] and k % MXFP4_GROUP == 0:
+        weights = "MXFP4"
         check.dtype("b_scale", b_scale.dtype, E8M0_DTYPES)
-        check_global_scale(a, experts, "MXFP4", b_global_scale)
-        return "MXFP4"
-    if b_scale.shape == shapes[1]:
+    elif b_scale.shape == shapes[1]:
+        weights = "NVFP4"
         check.dtype("b_scale", b_scale.dtype, FP8_DTYPES)
-        check_global_scale(a, experts, "NVFP4", b_global_scale)
-        return "NVFP4"
-    wanted = f"of shape [experts, n, k / {MXFP4_GROUP}] = {list(shapes[0])} (MXFP4) or "
-    wanted += f"[experts, n, k / {NVFP4_GROUP}] = {list(shapes[1])} (NVFP4)"
-    check.fail("b_scale", wanted, list(b_scale.shape))
-
-
-def check_global_scale(a: Array, experts: int, weights: str, b_global_scale: Array | None) -> None:
+    else:
+        wanted = f"of shape [experts, n, k / {MXFP4_GROUP}] = {list(shapes[0])} (MXFP4) or "
+        wanted += f"[experts, n, k / {NVFP4_GROUP}] = {list(shapes[1])} (NVFP4)"
+        check.fail("b_scale", wanted, list(b_scale.shape))
     if weights == "MXFP4":
-        if b_global_scale is not None:
-            check.fail("b_global_scale", "None with MXFP4", "an array")
-        return
-    if b_global_scale is None:
+        refuse_global_scale_of_mxfp4(b_global_scale)
+    elif b_global_scale is None:
         check.fail("b_global_scale", "an array with NVFP4", None, TypeError)
-    expect("b_global_scale", b_global_scale, a, "a", ("float32",), (experts,), "[experts]")
+    else:
+        expect("b_global_scale", b_global_scale, a, "a", ("float32",), (experts,), "[experts]")
+    return weights

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from cukern.ops.moe_gemm.kernels import (
     _ACTIVATIONS_AHEAD,
     _BAND_TILES,
-    _FULL_TILE_TOKENS,
     _HOPPER_BYTES,
     _RESERVED_BYTES,
     _flag,
@@ -15,6 +14,7 @@ from cukern.ops.moe_gemm.kernels import (
     _prepared_map,
     box_of,
     constant,
+    resident_blocks,
     staged_rows,
 )
 from cukern.ops.moe_gemm.product import Product
@@ -53,10 +53,9 @@ class FoldedWgmma(NamedTuple):
         rows = self.tokens * constant(_folded_wgmma, "FOLDED_K")
         weights = self.weights // constant(_folded_wgmma, "FOLDED_ROWS") * constant(_folded_wgmma, "FOLDED_UNIT_BYTES")
         stage = rows + weights + scales + 32
-        staging = (
-            constant(_folded_wgmma, "WARPGROUPS") * 2 * staged_rows(self.tokens) * constant(_folded_wgmma, "ROW_BYTES")
-        )
-        kept = 16 * constant(_folded_wgmma, "WARPGROUPS") * constant(_folded_wgmma, "WARPGROUP") // 32
+        warpgroups = constant(_folded_wgmma, "WARPGROUPS")
+        staging = warpgroups * 2 * staged_rows(self.tokens) * constant(_folded_wgmma, "ROW_BYTES")
+        kept = 16 * warpgroups * constant(_folded_wgmma, "WARPGROUP") // 32
         # 1024, 128 and 256 bytes align the stages, the results and the table. The other 256 are the table.
         return stage, 1024 + staging + 128 + 256 + 256 + kept
 
@@ -100,17 +99,14 @@ _folded_wgmma.specialize_by_arch({arch: _ahead if arch == "90a" else [] for arch
 
 
 def folded_wgmma(x: Product) -> None:
-    count = x.a.gpu.multiprocessors
-    (form, why), medium = _form_of(FOLDED_FORMS, x, count), FOLDED_FORMS[-2]
+    (form, why), medium = _form_of(FOLDED_FORMS, x, x.a.gpu.multiprocessors), FOLDED_FORMS[-2]
     # The largest tiles are faster only if groups are expected to have more than 128 rows.
     if form is FOLDED_FORMS[-1] and x.expects(medium.tokens):
         form, why = medium, f"tiles of {medium.tokens} rows (up to {x.row_limit(medium.tokens)} an expert)"
-    strips = -(-x.n // (form.cluster * form.weights))
-    blocks = x.tiles(min(form.tokens, _FULL_TILE_TOKENS), strips * form.cluster)
     promotion = 128 if form.is_streamed else 256
     launch(
         form.variant(x.out.dtype, x.epilogue),
-        min(blocks, count * form.blocks // form.cluster * form.cluster),
+        resident_blocks(x, form, form.weights),
         why=f"{x.why}; {why}",
         **x.fields(_BAND_TILES),
         b_map=_prepared_map(x, form, promotion),

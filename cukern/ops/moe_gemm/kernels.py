@@ -181,11 +181,16 @@ def why_not_wgmma(x: Product) -> str:
     return ""
 
 
+def resident_blocks(x: Product, form: Any, weights: int) -> int:
+    """Return the grid of a persistent kernel, whose tiles have `weights` rows of weights."""
+    strips = -(-x.n // (form.cluster * weights))
+    blocks = x.tiles(min(form.tokens, _FULL_TILE_TOKENS), strips * form.cluster)
+    return min(blocks, x.a.gpu.multiprocessors * form.blocks // form.cluster * form.cluster)
+
+
 def wgmma(x: Product) -> None:
     count, gathers = x.a.gpu.multiprocessors, x.row_token is not None
     (form, why), weights = _form_of(_wgmma_forms(x, count), x, count), _wgmma_weights()
-    strips = -(-x.n // (form.cluster * weights))
-    blocks = x.tiles(min(form.tokens, _FULL_TILE_TOKENS), strips * form.cluster)
     # For weights that are read once, an L2 promotion of 128 bytes is 3% faster than 256 bytes (H200).
     promotion = 128 if form.is_streamed and not x.is_transposed else 256
     maps: dict[str, Any] = x.maps(weights, form.box, promotion, is_gated=x.is_gated)
@@ -193,7 +198,7 @@ def wgmma(x: Product) -> None:
         maps["a_map"] = x.row_map()
     launch(
         form.variant(x.a.dtype, x.epilogue, gathers, x.is_transposed),
-        min(blocks, count * form.blocks // form.cluster * form.cluster),
+        resident_blocks(x, form, weights),
         why=f"{x.why}; {why}",
         **x.fields(_BAND_TILES),
         **maps,
@@ -296,12 +301,10 @@ def fp4_wgmma(x: Product) -> None:
     if gathers:
         form = (FP4_FORMS[-2] if form is FP4_FORMS[-1] else form)._replace(cluster=1)
         why += f", of {form.tokens} and without clusters as rows are gathered"
-    strips = -(-x.n // (form.cluster * form.weights))
-    blocks = x.tiles(min(form.tokens, _FULL_TILE_TOKENS), strips * form.cluster)
     promotion = 128 if form.is_streamed else 256
     launch(
         form.variant(x.a.dtype, x.weights, x.epilogue, gathers),
-        min(blocks, count * form.blocks // form.cluster * form.cluster),
+        resident_blocks(x, form, form.weights),
         why=f"{x.why}; {why}",
         **x.fields(_BAND_TILES),
         b_map=_prepared_map(x, form, promotion),
@@ -340,22 +343,19 @@ def prepare_variant(weights: str, restores: bool = False) -> Variant:
     return (_restore if restores else _prepare).variant(weights)
 
 
-def prepare(weights: str, b: Array, b_scale: Array, prepared: Array, k: int) -> None:
+def convert(weights: str, b: Array, b_scale: Array, prepared: Array, k: int, restores: bool = False) -> None:
     units, threads = prepared.size // prepared.shape[-1], constant(_prepare, "PREPARE_THREADS")
-    grid = -(-units * constant(_prepare, "UNIT_WORDS") // threads)
-    fields = {"b": b, "b_scale": b_scale, "prepared": prepared, "units": units, "k": k}
-    launch(prepare_variant(weights), grid, threads, why=_of_scales(weights), **fields)
-
-
-def restore(weights: str, prepared: Array, b: Array, b_scale: Array, k: int) -> None:
-    units, threads = prepared.size // prepared.shape[-1], constant(_restore, "PREPARE_THREADS")
-    grid = -(-units * constant(_restore, "UNIT_WORDS") // threads)
-    fields = {"b": b, "b_scale": b_scale, "prepared": prepared, "units": units, "k": k}
-    launch(prepare_variant(weights, True), grid, threads, why=_of_scales(weights), **fields)
-
-
-def _of_scales(weights: str) -> str:
-    return f"{weights}: a scale for {MXFP4_GROUP if weights == 'MXFP4' else NVFP4_GROUP} numbers of a row"
+    launch(
+        prepare_variant(weights, restores),
+        -(-units * constant(_prepare, "UNIT_WORDS") // threads),
+        threads,
+        why=f"{weights}: a scale for {MXFP4_GROUP if weights == 'MXFP4' else NVFP4_GROUP} numbers of a row",
+        b=b,
+        b_scale=b_scale,
+        prepared=prepared,
+        units=units,
+        k=k,
+    )
 
 
 # --- every GPU ------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from cukern.ops.moe_gemm import folded, kernels
 from cukern.reference import moe_gemm as twin
 from cukern.runtime import check
 from cukern.runtime.arrays import AnyArray
-from cukern.runtime.describe import Array, Result, expect_array, expect_contiguous, expect_place
+from cukern.runtime.describe import Array, Result, expect_aligned, expect_array, expect_contiguous, expect_place
 from cukern.runtime.op import op
 from cukern.runtime.plan import outputs, run_twin
 
@@ -115,9 +115,10 @@ def prepare_weights(
     out = outputs(out, b, "b", _prepared(b, b_scale, a_dtype=a_dtype))
     if b.on_host:
         return run_twin()
-    _check_alignment(b=b, out=out)
+    expect_aligned("b", b)
+    expect_aligned("out", out)
     if a_dtype is None:
-        kernels.prepare(weights, b, b_scale, out, k)
+        kernels.convert(weights, b, b_scale, out, k)
     else:
         folded.convert(b, b_scale, out, k)
     return out
@@ -174,11 +175,11 @@ def restore_weights(
         expect_contiguous(name, array)
     if prepared.on_host:
         return run_twin()
-    _check_alignment(prepared=prepared)
+    expect_aligned("prepared", prepared)
     if size == FOLDED_BYTES:
         folded.convert(b, b_scale, prepared, all_k, restores=True)
-        return b, b_scale
-    kernels.restore("MXFP4" if size == sizes[0] else "NVFP4", prepared, b, b_scale, all_k)
+    else:
+        kernels.convert("MXFP4" if size == sizes[0] else "NVFP4", b, b_scale, prepared, all_k, restores=True)
     return b, b_scale
 
 
@@ -189,9 +190,3 @@ def _check_sizes(name: str, experts: int, n: int, k: int) -> None:
         check.fail(name, f"of n that is a positive multiple of {UNIT_ROWS}", n)
     if k % MXFP4_GROUP or not 0 < k <= MAX_COUNT:
         check.fail(name, f"of k that is a positive multiple of {MXFP4_GROUP}", k)
-
-
-def _check_alignment(**arrays: Array) -> None:
-    for name, array in arrays.items():
-        if array.alignment < 16:
-            check.fail(name, "at a multiple of 16 bytes", f"an address that is a multiple of {array.alignment}")

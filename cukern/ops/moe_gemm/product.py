@@ -133,7 +133,7 @@ class Product(NamedTuple):
         arguments = self._asdict()
         names = "a", "b", "out", "offsets", "a_scale", "b_scale", "b_global_scale", "row_token", "experts", "n", "k"
         return {
-            **{name: arguments[name] for name in names},
+            **{name: arguments[name] for name in (*names, "bias", "alpha", "limit")},
             "rows": self.all_rows,
             "tokens": self.a.shape[-2],
             "offset_stride": 2 if self.offsets.dtype == "int64" else 1,
@@ -141,9 +141,6 @@ class Product(NamedTuple):
             "a_scale_stride": int(self.a_scales == "row"),
             "b_scale_stride": int(self.b_scales == "column"),
             "band_tiles": band_tiles,
-            "bias": self.bias,
-            "alpha": self.alpha,
-            "limit": self.limit,
             "bias_is_float": int(self.bias is not None and self.bias.dtype == "float32"),
         }
 
@@ -156,15 +153,13 @@ class Product(NamedTuple):
         size = self.a.item_size
         dtype, line = "uint8" if size == 1 else self.a.dtype, 128 // size
         expert_stride, row_stride = (stride * size for stride in self.b_strides)
-        if self.is_transposed:
-            # A box is the tile of one warpgroup: 64 elements along k, times `line` elements along n.
-            transposed = (self.n, self.k, self.experts, 1), (row_stride, expert_stride, self.experts * expert_stride)
-            b_map = tensor_map(self.b, dtype, *transposed, (line, 64, 1, 1), promotion)
-            return {"b_map": b_map, "a_map": self.a_map(rows, promotion)}
         dims: tuple[int, ...] = (self.k, self.n, self.experts, 1)
         strides: tuple[int, ...] = (row_stride, expert_stride, self.experts * expert_stride)
         box: tuple[int, ...] = (line, weights, 1, 1)
-        if is_gated:
+        if self.is_transposed:
+            # A box is the tile of one warpgroup: 64 elements along k, times `line` elements along n.
+            dims, box = (self.n, self.k, self.experts, 1), (line, 64, 1, 1)
+        elif is_gated:
             # The distances in rows from a gate to the next gate, to its up, and to the 8th gate after it.
             gate_strides = (2, 1, 16) if self.interleaved else (1, self.n // 2, 8)
             dims = self.k, 8, 2, self.n // 16, self.experts

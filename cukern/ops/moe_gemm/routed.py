@@ -13,7 +13,7 @@ from cukern.runtime import activation as activations
 from cukern.runtime import arrays, check
 from cukern.runtime.activation import is_gated
 from cukern.runtime.arrays import AnyArray
-from cukern.runtime.describe import Array, expect, expect_array, expect_contiguous, expect_place
+from cukern.runtime.describe import Array, expect, expect_aligned, expect_array, expect_contiguous, expect_place
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.op import op
 from cukern.runtime.plan import launch, note
@@ -133,8 +133,7 @@ def _check(
     arrays_of_units = {like: x, "w1": w1, "w2": w2, "output": output, "activated": activated}
     for name, array in arrays_of_units.items():
         expect_contiguous(name, array)
-        if array.alignment < 16:
-            check.fail(name, "at a multiple of 16 bytes", f"an address that is a multiple of {array.alignment}")
+        expect_aligned(name, array)
 
 
 @op(None)

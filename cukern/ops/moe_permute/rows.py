@@ -18,6 +18,7 @@ from cukern.runtime.describe import (
     Result,
     dtype_name,
     expect,
+    expect_aligned,
     expect_array,
     expect_contiguous,
     expect_place,
@@ -138,8 +139,7 @@ def permute_quantized(
     expect("out_s", out_s, hidden_states, name, ("float32",), (rows, hidden // BLOCK), "[rows, hidden / 128]")
     expect_contiguous("out_q", out_q)
     expect_contiguous("out_s", out_s)
-    if out_q.alignment < 16:
-        check.fail("out_q", "at a multiple of 16 bytes", f"an address that is a multiple of {out_q.alignment}")
+    expect_aligned("out_q", out_q)
     if hidden_states.on_host:
         return run_twin()
     if topk and tokens != 0 and rows != 0 and hidden:

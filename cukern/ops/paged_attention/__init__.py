@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from cukern.ops.paged_attention.checks import DTYPES, Sparse, check_aligned, check_call, check_per_head
+from cukern.ops.paged_attention.checks import DTYPES, Sparse, check_call, check_per_head
 from cukern.ops.paged_attention.choose import (
     CUDA_TYPE,
     VARIANTS,
@@ -16,7 +16,16 @@ from cukern.ops.paged_attention.choose import (
 from cukern.reference import paged_attention as twin
 from cukern.runtime import check, template
 from cukern.runtime.arrays import AnyArray, WrittenArray
-from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array, expect_contiguous, expect_place
+from cukern.runtime.describe import (
+    Array,
+    Result,
+    dtype_name,
+    expect,
+    expect_aligned,
+    expect_array,
+    expect_contiguous,
+    expect_place,
+)
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.op import op
 from cukern.runtime.plan import check_each_call, each_call, launch, outputs, run_twin
@@ -141,7 +150,7 @@ def paged_attention(
     results = (_attended(query), _logs(query)) if return_lse else (_attended(query),)
     found = outputs(out, query, "query", *results, names="a pair (out, lse) with return_lse")
     attended, lse = found if return_lse else (found, None)
-    check_aligned("out[0]" if return_lse else "out", attended)
+    expect_aligned("out[0]" if return_lse else "out", attended)
     if query.on_host:
         return run_twin(variant, VARIANTS)
     fields = {"out": attended, "lse": lse, "slopes": alibi_slopes, "sinks": sinks}
@@ -172,7 +181,7 @@ def _as_vllm(
     call = check_call(inputs, scales, "vllm", kv_cache_dtype, False)
     shape, kv_heads, of_cache = query.shape, call.sizes.kv_heads, call.sizes.block_size
     expect("out", out, query, "query", (query.dtype,), shape, "query's")
-    check_aligned("out", out)
+    expect_aligned("out", out)
     for name, size, wanted in (("num_kv_heads", num_kv_heads, kv_heads), ("block_size", block_size, of_cache)):
         if check.integer(name, size, 1) != wanted:
             check.fail(name, f"{wanted} (of key_cache)", size)
@@ -197,7 +206,7 @@ def _as_vllm(
             expect(name, array, query, "query", ("float32",), statistics, symbols)
         symbols = "[seqs, heads, max_partitions, head_dim]"
         expect("tmp_out", tmp_out, query, "query", (query.dtype,), (*statistics, shape[2]), symbols)
-        check_aligned("tmp_out", tmp_out)
+        expect_aligned("tmp_out", tmp_out)
     if query.on_host:
         return run_twin()
     split = 0 if workspaces is None else PARTITION

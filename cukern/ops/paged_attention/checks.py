@@ -110,11 +110,6 @@ def _check_caches(
     return blocks, kv_heads, block_size, distances
 
 
-def check_aligned(name: str, array: Array) -> None:
-    if array.alignment < 16:
-        check.fail(name, "at a multiple of 16 bytes", f"an address that is a multiple of {array.alignment}")
-
-
 def check_call(
     inputs: tuple[Any, Any, Any, Any, Any],
     scales: tuple[Any, Any, Any],
