@@ -320,13 +320,7 @@ def _launch(step: Any, arch: str, names: dict[int, str]) -> Launch:
         if text:
             fields[path] = text
     return Launch(
-        _expression(instance),
-        step.why,
-        step.grid,
-        step.block,
-        step.shared_bytes,
-        fields,
-        _resources(instance, arch),
+        _expression(instance), step.why, step.grid, step.block, step.shared_bytes, fields, _resources(instance, arch)
     )
 
 

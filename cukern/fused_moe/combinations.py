@@ -11,11 +11,7 @@ import numpy as np
 
 from cukern.formats.fused_moe import GROUP, NOT_QUANTIZED, QUANTIZATIONS, FusedMoEActivationFormat, FusedMoEQuantConfig
 from cukern.fused_moe import experts, prepare_finalize
-from cukern.fused_moe.modular_kernel import (
-    FusedMoEPermuteExpertsUnpermute,
-    FusedMoEPrepareAndFinalize,
-    refusal,
-)
+from cukern.fused_moe.modular_kernel import FusedMoEPermuteExpertsUnpermute, FusedMoEPrepareAndFinalize, refusal
 from cukern.fused_moe.naive import NaiveBatchedExperts
 from cukern.fused_moe.nccl import NcclPrepareAndFinalize
 from cukern.fused_moe.push import PushPrepareAndFinalize

@@ -17,11 +17,7 @@ from typing import Any, ClassVar
 from cukern.formats.fused_moe import GROUP, NOT_QUANTIZED, FusedMoEActivationFormat, FusedMoEQuantConfig
 from cukern.formats.weights import rows_of_weights
 from cukern.fused_moe.buffers import aligned, arch_of, dtype_of, gpu_of, is_vector_aligned, typed_view
-from cukern.fused_moe.modular_kernel import (
-    ExpertTokensMetadata,
-    FusedMoEPermuteExpertsUnpermute,
-    Workspaces,
-)
+from cukern.fused_moe.modular_kernel import ExpertTokensMetadata, FusedMoEPermuteExpertsUnpermute, Workspaces
 from cukern.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduce,
     TopKWeightAndReduceDelegate,

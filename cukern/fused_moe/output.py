@@ -11,15 +11,7 @@ from cukern.formats.weights import FOLDED_BYTES, FOLDED_K, UNIT_BYTES, UNIT_K, U
 from cukern.runtime import activation as activations
 from cukern.runtime import check
 from cukern.runtime.activation import is_gated
-from cukern.runtime.describe import (
-    Array,
-    Result,
-    expect,
-    expect_array,
-    expect_contiguous,
-    expect_place,
-    expect_weights,
-)
+from cukern.runtime.describe import Array, Result, expect, expect_array, expect_contiguous, expect_place, expect_weights
 from cukern.runtime.op import op
 from cukern.runtime.plan import outputs, run_twin
 

@@ -7,11 +7,7 @@ from typing import Any
 from cukern.formats.fused_moe import GROUP, FusedMoEActivationFormat, FusedMoEQuantConfig
 from cukern.fused_moe.buffers import dtype_of, empty
 from cukern.fused_moe.modular_kernel import ExpertTokensMetadata, FusedMoEPrepareAndFinalize, Prepared
-from cukern.fused_moe.topk_weight_and_reduce import (
-    DELEGATES,
-    TopKWeightAndReduce,
-    TopKWeightAndReduceDelegate,
-)
+from cukern.fused_moe.topk_weight_and_reduce import DELEGATES, TopKWeightAndReduce, TopKWeightAndReduceDelegate
 from cukern.ops.moe_permute import moe_sort_batched, moe_unpermute, permute_rows
 from cukern.ops.quantization import per_token_group_quant_fp8, scaled_fp8_quant
 from cukern.runtime import check

@@ -12,12 +12,7 @@ import numpy as np
 
 from cukern.formats.fused_moe import GROUP, FusedMoEActivationFormat, FusedMoEQuantConfig
 from cukern.fused_moe.buffers import dtype_of
-from cukern.fused_moe.modular_kernel import (
-    ExpertTokensMetadata,
-    FusedMoEPrepareAndFinalize,
-    Prepared,
-    SortedTokens,
-)
+from cukern.fused_moe.modular_kernel import ExpertTokensMetadata, FusedMoEPrepareAndFinalize, Prepared, SortedTokens
 from cukern.fused_moe.prepare_finalize import quantize_input, weigh_input
 from cukern.fused_moe.topk_weight_and_reduce import TopKWeightAndReduce
 from cukern.ops.all_to_all import AllToAllError, AllToAllState, all_to_all_combine, all_to_all_dispatch

@@ -175,13 +175,7 @@ def same_shape(array: Array, shape: Sequence[Any]) -> bool:
 
 
 def expect(
-    name: str,
-    array: Any,
-    like: Array,
-    like_name: str,
-    dtypes: Collection[str],
-    shape: Sequence[Any],
-    symbols: str,
+    name: str, array: Any, like: Array, like_name: str, dtypes: Collection[str], shape: Sequence[Any], symbols: str
 ) -> Array:
     """Check that `array` is contiguous, has this shape and one of these dtypes, and is where `like` is."""
     expect_place(name, array, like, like_name)

@@ -133,10 +133,7 @@ class Kernel:
         self.unused = {arch: [i for i in self.specialized if i not in instances] for arch, instances in given.items()}
 
     def variant(
-        self,
-        *arguments: str | int,
-        launched: Launched = _WITHOUT_SHARED_MEMORY,
-        large_clusters: bool = False,
+        self, *arguments: str | int, launched: Launched = _WITHOUT_SHARED_MEMORY, large_clusters: bool = False
     ) -> Variant:
         """Return the variant with these template arguments, the same object at every call.
 
@@ -255,10 +252,7 @@ def instances(stem: str | None = None) -> Iterator[Instance]:
 
 
 def load_all(
-    stems: Iterable[str],
-    device: int,
-    wanted: Callable[[Instance], bool] = lambda instance: True,
-    compiles: bool = True,
+    stems: Iterable[str], device: int, wanted: Callable[[Instance], bool] = lambda instance: True, compiles: bool = True
 ) -> None:
     """Load the variants of `stems` that `wanted` selects.
 
@@ -304,9 +298,7 @@ def compile_at_import() -> None:
             compile_with_progress(work)
     except Exception as error:
         warnings.warn(
-            f"compiling cukern's kernels failed: {error}\nRun `python -m cukern doctor`.",
-            RuntimeWarning,
-            stacklevel=3,
+            f"compiling cukern's kernels failed: {error}\nRun `python -m cukern doctor`.", RuntimeWarning, stacklevel=3
         )
 
 

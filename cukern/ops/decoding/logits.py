@@ -223,11 +223,7 @@ def _why_ids(counts: bool, frequency: bool) -> str:
 _MASKS = ("prompt_mask", "output_mask")
 
 
-@op(
-    twin.apply_penalties,
-    "penalized",
-    _like_logits,
-)
+@op(twin.apply_penalties, "penalized", _like_logits)
 def apply_penalties(
     logits: AnyArray,
     *,

@@ -141,11 +141,7 @@ def decoding_init(
     return _init(start_ids, None, out)
 
 
-@op(
-    twin.topp_init,
-    "word_ids, sequence_length, finished, cum_log_probs, offsets, id_vals",
-    _sort_state,
-)
+@op(twin.topp_init, "word_ids, sequence_length, finished, cum_log_probs, offsets, id_vals", _sort_state)
 def topp_init(
     start_ids: AnyArray,
     vocab: Size,

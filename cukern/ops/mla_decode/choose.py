@@ -191,9 +191,7 @@ attend_mma.specialize_by_arch(
         for arch, of in gpu.BY_ARCH.items()
     }
 )
-attend_wgmma.specialized = [
-    wgmma_variant("bfloat16", False, False).instance,
-]
+attend_wgmma.specialized = [wgmma_variant("bfloat16", False, False).instance]
 attend_wgmma.specialized += [
     wgmma_variant("bfloat16", True, True, extra_bytes).instance
     for extra_bytes in (twin.SLOT_BYTES, twin.PAGED_SLOT_BYTES)

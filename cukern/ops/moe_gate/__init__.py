@@ -5,15 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from cukern.ops.moe_gate import choose as kernels
-from cukern.ops.moe_gate.choose import (
-    BIAS_DTYPES,
-    DTYPES,
-    MAX_EXPERTS,
-    MAX_TOKENS,
-    SCORING,
-    VARIANTS,
-    Config,
-)
+from cukern.ops.moe_gate.choose import BIAS_DTYPES, DTYPES, MAX_EXPERTS, MAX_TOKENS, SCORING, VARIANTS, Config
 from cukern.reference import moe_gate as twin
 from cukern.runtime import arrays, check
 from cukern.runtime.arrays import AnyArray, WrittenArray
@@ -394,11 +386,7 @@ def _slots(topk_ids: Any, shared: Any) -> int:
     return slots
 
 
-@op(
-    twin.topk_softmax,
-    leader="gating_output",
-    numbers=("num_token_non_padded",),
-)
+@op(twin.topk_softmax, leader="gating_output", numbers=("num_token_non_padded",))
 def topk_softmax(
     topk_weights: WrittenArray,
     topk_ids: WrittenArray,
@@ -439,11 +427,7 @@ def topk_softmax(
     return topk_weights, topk_ids
 
 
-@op(
-    twin.topk_sigmoid,
-    leader="gating_output",
-    numbers=("num_token_non_padded",),
-)
+@op(twin.topk_sigmoid, leader="gating_output", numbers=("num_token_non_padded",))
 def topk_sigmoid(
     topk_weights: WrittenArray,
     topk_ids: WrittenArray,

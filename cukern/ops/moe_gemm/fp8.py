@@ -6,13 +6,7 @@ import functools
 from typing import NamedTuple
 
 from cukern.formats.quantized import BLOCK
-from cukern.ops.moe_gemm.kernels import (
-    _ACTIVATIONS_AHEAD,
-    _HOPPER_BYTES,
-    _flag,
-    constant,
-    why_not_wgmma,
-)
+from cukern.ops.moe_gemm.kernels import _ACTIVATIONS_AHEAD, _HOPPER_BYTES, _flag, constant, why_not_wgmma
 from cukern.ops.moe_gemm.product import STREAM_ROWS, Product
 from cukern.runtime import arrays, gpu
 from cukern.runtime.describe import Array

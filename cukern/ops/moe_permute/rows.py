@@ -73,11 +73,7 @@ def _permuted_rows(hidden_states: Any, inverse: Any, rows: Any = None) -> Result
     return Result((rows, hidden_states.shape[1]), dtype_name(hidden_states), "[rows, hidden]")
 
 
-@op(
-    twin.permute_rows,
-    "permuted",
-    _permuted_rows,
-)
+@op(twin.permute_rows, "permuted", _permuted_rows)
 def permute_rows(
     hidden_states: AnyArray, inverse: AnyArray, rows: Size | None = None, *, out: AnyArray | None = None
 ) -> AnyArray:
@@ -191,11 +187,7 @@ def _check_scale(a1q_scale: Any, hidden_states: Array) -> bool:
     return True
 
 
-@op(
-    twin.moe_permute,
-    "permuted, scale, expert_first_token_offset, inv_permuted_idx, m_indices",
-    _permuted,
-)
+@op(twin.moe_permute, "permuted, scale, expert_first_token_offset, inv_permuted_idx, m_indices", _permuted)
 def moe_permute(
     hidden_states: AnyArray,
     a1q_scale: AnyArray | None,
@@ -303,9 +295,7 @@ def _end_of_rows(offsets: Any, out: Array) -> Array:
     return offsets[offsets.shape[0] - 1 :]
 
 
-@op(
-    twin.moe_unpermute,
-)
+@op(twin.moe_unpermute)
 def moe_unpermute(
     out: WrittenArray,
     permuted_hidden_states: AnyArray,

@@ -111,11 +111,7 @@ def _sorted_batched(
     return [Result((experts,), "int32", "[experts]"), Result(tuple(topk_ids.shape), "int32", "[tokens, topk]")]
 
 
-@op(
-    twin.moe_sort_batched,
-    "expert_num_tokens, positions",
-    _sorted_batched,
-)
+@op(twin.moe_sort_batched, "expert_num_tokens, positions", _sorted_batched)
 def moe_sort_batched(
     topk_ids: AnyArray,
     num_experts: int,
@@ -158,11 +154,7 @@ def _aligned(
     return [Result((rows,), "int32"), Result((ceil_div(rows, block_size),), "int32"), Result((1,), "int32")]
 
 
-@op(
-    twin.moe_align_block_size,
-    "sorted_token_ids, expert_ids, num_tokens_post_pad",
-    _aligned,
-)
+@op(twin.moe_align_block_size, "sorted_token_ids, expert_ids, num_tokens_post_pad", _aligned)
 def moe_align_block_size(
     topk_ids: AnyArray,
     block_size: int,

@@ -380,11 +380,7 @@ def rms_norm_quant(
     )
 
 
-@op(
-    twin.fused_add_rms_norm_quant,
-    "quantized, scales",
-    _quantized,
-)
+@op(twin.fused_add_rms_norm_quant, "quantized, scales", _quantized)
 def fused_add_rms_norm_quant(
     input: AnyArray,
     residual: WrittenArray,

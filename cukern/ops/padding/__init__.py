@@ -186,11 +186,7 @@ def _removed(src: Any, padding_offset: Any, **_: Any) -> Result:
     return Result((padding_offset.shape[0], src.shape[-1]), dtype_name(src), "[words, hidden]")
 
 
-@op(
-    twin.remove_sequence_length_padding,
-    "words",
-    _removed,
-)
+@op(twin.remove_sequence_length_padding, "words", _removed)
 def remove_sequence_length_padding(
     src: AnyArray, padding_offset: AnyArray, *, out: AnyArray | None = None, variant: str = "auto"
 ) -> AnyArray:
@@ -224,11 +220,7 @@ def _removed_by_head(src: Any, padding_offset: Any, **_: Any) -> Result:
     return Result(shape, dtype_name(src), "[words, heads * dim]")
 
 
-@op(
-    twin.transpose_remove_padding,
-    "words",
-    _removed_by_head,
-)
+@op(twin.transpose_remove_padding, "words", _removed_by_head)
 def transpose_remove_padding(
     src: AnyArray, padding_offset: AnyArray, *, out: AnyArray | None = None, variant: str = "auto"
 ) -> AnyArray:
@@ -355,11 +347,7 @@ def _rebuilt_by_head(q: Any, *args: Any, **_: Any) -> list[Result]:
     return [Result(shape, dtype_name(q), "[batch, heads, max_seq_len, dim]")] * 3
 
 
-@op(
-    twin.add_qkv_bias_rebuild_padding,
-    "padded_q, padded_k, padded_v",
-    _rebuilt_by_head,
-)
+@op(twin.add_qkv_bias_rebuild_padding, "padded_q, padded_k, padded_v", _rebuilt_by_head)
 def add_qkv_bias_rebuild_padding(
     q: AnyArray,
     k: AnyArray,

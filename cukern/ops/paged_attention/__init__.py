@@ -345,11 +345,7 @@ def _not_read(written: int, *read: int) -> int:
     return written
 
 
-@op(
-    twin.merge_attention_states,
-    "merged, lse",
-    _like_a_side,
-)
+@op(twin.merge_attention_states, "merged, lse", _like_a_side)
 def merge_attention_states(
     out_a: AnyArray,
     lse_a: AnyArray,

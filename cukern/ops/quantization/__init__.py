@@ -52,11 +52,7 @@ def _scaled_fp8_results(
     return [Result(shape, FP8, "[tokens, ..., hidden]"), Result((1,) if one else (*shape[:-1], 1), "float32")]
 
 
-@op(
-    twin.scaled_fp8_quant,
-    "quantized, scales",
-    _scaled_fp8_results,
-)
+@op(twin.scaled_fp8_quant, "quantized, scales", _scaled_fp8_results)
 def scaled_fp8_quant(
     input: AnyArray,
     scale: AnyArray | float | None = None,
@@ -239,11 +235,7 @@ def _scaled_int8_results(
     return [Result(input.shape, "int8"), Result(shape, "float32"), zero]
 
 
-@op(
-    twin.scaled_int8_quant,
-    "quantized, scales, zero_points",
-    _scaled_int8_results,
-)
+@op(twin.scaled_int8_quant, "quantized, scales, zero_points", _scaled_int8_results)
 def scaled_int8_quant(
     input: AnyArray,
     scale: AnyArray | float | None = None,
@@ -312,11 +304,7 @@ def _activated_results(
     return [Result((*outer, inter), FP8, "[..., inter]"), scales]
 
 
-@op(
-    twin.silu_and_mul_quant,
-    "quantized, scales",
-    _activated_results,
-)
+@op(twin.silu_and_mul_quant, "quantized, scales", _activated_results)
 def silu_and_mul_quant(
     x: AnyArray,
     activation: str = "silu",
@@ -410,11 +398,7 @@ def quantize_mxfp4(x: AnyArray) -> tuple[AnyArray, AnyArray]:
     return _quantize_fp4("x", x, "MXFP4", MXFP4_GROUP)
 
 
-@op(
-    twin.scaled_fp4_quant,
-    "packed, scale",
-    _fp4_results(NVFP4_GROUP),
-)
+@op(twin.scaled_fp4_quant, "packed, scale", _fp4_results(NVFP4_GROUP))
 def scaled_fp4_quant(input: AnyArray, input_global_scale: AnyArray) -> tuple[AnyArray, AnyArray]:
     """Quantize to NVFP4: 4-bit floats (e2m1), with an FP8 scale for each 16 neighbours and one global scale.
 
