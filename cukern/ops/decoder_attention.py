@@ -15,8 +15,8 @@ from cukern.runtime.describe import (
     expect,
     expect_array,
     expect_one,
-    expect_place,
     expect_row_stride,
+    expect_strided,
 )
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.op import forget_plans, op
@@ -205,10 +205,7 @@ def _check_memories(q: Any, symbols: tuple[str, ...], shared: bool, **memories: 
 
 def _row_stride(name: str, array: Any, q: Array) -> int:
     """Return the row stride of [batch, heads * dim] in elements."""
-    expect_place(name, array, q, "q")
-    check.dtype(name, array.dtype, (q.dtype,))
-    check.shape(name, array.shape, q.shape, "[batch, heads * dim]")
-    return expect_row_stride(name, array)
+    return expect_row_stride(name, expect_strided(name, array, q, "q", (q.dtype,), q.shape, "[batch, heads * dim]"))
 
 
 def _is_float(q: Array, biases: dict[str, Any]) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from cukern.reference import moe_activation as twin
 from cukern.runtime import activation as activations
@@ -39,7 +38,6 @@ WITH_BIAS = ("gelu", "gelu_tanh", "silu", "relu", "gelu_quick")
 #: The values of the argument `approximate` of `torch.nn.functional.gelu`.
 _APPROXIMATE = {"none": "gelu", "tanh": "gelu_tanh"}
 
-_F = TypeVar("_F", bound=Callable[..., Any])
 _kernel = Kernel("moe_activation/moe_activation", "moe_activation")
 _bias_kernel = Kernel("moe_activation/add_bias_act", "add_bias_act")
 _ITEMS = 2
@@ -174,23 +172,19 @@ def _gated(
     return out
 
 
-def _alias(name: str) -> Callable[[_F], _F]:
-    return op(getattr(twin, name), "activated", _activated)
-
-
-@_alias("silu_and_mul")
+@op(twin.silu_and_mul, "activated", _activated)
 def silu_and_mul(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
     """Run `moe_activation` with "silu". vLLM's operator takes `out` first."""
     return moe_activation(x, "silu", out=out)
 
 
-@_alias("gelu_and_mul")
+@op(twin.gelu_and_mul, "activated", _activated)
 def gelu_and_mul(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
     """Run `moe_activation` with "gelu". vLLM's operator takes `out` first."""
     return moe_activation(x, "gelu", out=out)
 
 
-@_alias("gelu_tanh_and_mul")
+@op(twin.gelu_tanh_and_mul, "activated", _activated)
 def gelu_tanh_and_mul(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
     """Run `moe_activation` with "gelu_tanh". vLLM's operator takes `out` first."""
     return moe_activation(x, "gelu_tanh", out=out)
@@ -213,13 +207,13 @@ def swigluoai_and_mul(
     return moe_activation(x, "swigluoai", alpha=alpha, limit=limit, interleaved=interleaved, out=out)
 
 
-@_alias("relu2_and_mul")
+@op(twin.relu2_and_mul, "activated", _activated)
 def relu2_and_mul(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
     """Run `moe_activation` with "relu2"."""
     return moe_activation(x, "relu2", out=out)
 
 
-@_alias("mul_and_silu")
+@op(twin.mul_and_silu, "activated", _activated)
 def mul_and_silu(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
     """Run `silu_and_mul` with the halves of a row exchanged: x[..., :inter] * silu(x[..., inter:]).
 
@@ -301,11 +295,7 @@ def bias_gelu(
     return add_bias_act(x, bias, _APPROXIMATE[approximate], out=out)
 
 
-def _without_bias(name: str) -> Callable[[_F], _F]:
-    return op(getattr(twin, name), "activated", _as_given)
-
-
-@_without_bias("gelu_new")
+@op(twin.gelu_new, "activated", _as_given)
 def gelu_new(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
     """Run `add_bias_act` with "gelu_tanh" and no bias. vLLM's operator takes `out` first.
 
@@ -314,13 +304,13 @@ def gelu_new(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
     return add_bias_act(x, None, "gelu_tanh", out=out)
 
 
-@_without_bias("gelu_fast")
+@op(twin.gelu_fast, "activated", _as_given)
 def gelu_fast(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
     """Run `gelu_new` under another name: the formulas are equal. vLLM's operator takes `out` first."""
     return add_bias_act(x, None, "gelu_tanh", out=out)
 
 
-@_without_bias("gelu_quick")
+@op(twin.gelu_quick, "activated", _as_given)
 def gelu_quick(x: AnyArray, *, out: AnyArray | None = None) -> AnyArray:
     """Run `add_bias_act` with "gelu_quick" and no bias (CLIP). vLLM's operator takes `out` first."""
     return add_bias_act(x, None, "gelu_quick", out=out)

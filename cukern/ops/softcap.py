@@ -9,11 +9,11 @@ import numpy as np
 from cukern.reference import softcap as twin
 from cukern.runtime import arrays, check
 from cukern.runtime.arrays import AnyArray
-from cukern.runtime.describe import Array, Result, dtype_name, expect_array, expect_place
+from cukern.runtime.describe import Result, dtype_name, expect_array, expect_strided
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.op import op
 from cukern.runtime.plan import asked, launch, outputs, run_twin
-from cukern.runtime.rows import Rows, rows_of, tile
+from cukern.runtime.rows import rows_of, tile
 from cukern.runtime.vectors import ceil_div, why_width
 
 __all__ = ["softcap_logits"]
@@ -44,13 +44,6 @@ _kernel.specialized = [_variant(dtype, 16, items).instance for dtype in DTYPES f
 
 def _capped(logits: Any, *_: Any, **__: Any) -> Result:
     return Result(logits.shape, dtype_name(logits), "[..., vocab]")
-
-
-def _rows_like(out: Any, logits: Array) -> Rows:
-    expect_place("out", out, logits, "logits")
-    check.dtype("out", out.dtype, (logits.dtype,))
-    check.shape("out", out.shape, logits.shape, "[..., vocab]")
-    return rows_of("out", out)
 
 
 def _check_cap(cap: Any) -> float:
@@ -84,16 +77,15 @@ def softcap_logits(logits: AnyArray, cap: float, *, out: AnyArray | None = None,
     """
     expect_array("logits", logits, DTYPES)
     rows, limit = rows_of("logits", logits), _check_cap(cap)
+    given, distance = out, rows.size
     if out is None:
         out = outputs(None, logits, "logits", _capped(logits))
-        distance = rows.size
-        if logits.on_host:
-            return run_twin(variant, VARIANTS)
     else:
-        distance = _rows_like(out, logits).distance
-        if logits.on_host:
-            run_twin(variant, VARIANTS)
-            return out
+        expect_strided("out", out, logits, "logits", (logits.dtype,), logits.shape, "[..., vocab]")
+        distance = rows_of("out", out).distance
+    if logits.on_host:
+        run_twin(variant, VARIANTS)
+        return given
     check.one_of("variant", variant, VARIANTS)
     if rows.total == 0 or rows.size == 0:
         return out

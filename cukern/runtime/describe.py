@@ -178,10 +178,18 @@ def expect(
     name: str, array: Any, like: Array, like_name: str, dtypes: Collection[str], shape: Sequence[Any], symbols: str
 ) -> Array:
     """Check that `array` is contiguous, has this shape and one of these dtypes, and is where `like` is."""
+    expect_strided(name, array, like, like_name, dtypes, shape, symbols)
+    expect_contiguous(name, array)
+    return array
+
+
+def expect_strided(
+    name: str, array: Any, like: Array, like_name: str, dtypes: Collection[str], shape: Sequence[Any], symbols: str
+) -> Array:
+    """Like `expect`, for an array with any strides."""
     expect_place(name, array, like, like_name)
     check.dtype(name, array.dtype, dtypes)
     check.shape(name, array.shape, tuple(shape), symbols)
-    expect_contiguous(name, array)
     return array
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cukern.runtime import arrays, check
-from cukern.runtime.describe import Array, expect_place
+from cukern.runtime.describe import Array, Result, expect_place
 
 #: Maps `kv_cache_dtype` to the element dtype. "auto" stands for the dtype of the cache array.
 FORMATS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -27,3 +27,12 @@ def scale_of(name: str, value: Any, like: Array, like_name: str) -> tuple[Array 
     if any(size != 1 for size in value.shape):
         check.fail(name, "a number or an array of one element", f"an array of shape {list(value.shape)}")
     return value, 1.0
+
+
+def scales_result(shape: tuple[Any, ...], columns: str, group_size: Any, scale: Any) -> Result:
+    """Describe the scales of a quantized result: one if `scale` is given, else one per row or per group of columns."""
+    if scale is not None:
+        return Result((1,), "float32", "[1]")
+    if group_size is None:
+        return Result((*shape[:-1], 1), "float32", "[..., 1]")
+    return Result((*shape[:-1], shape[-1] // group_size), "float32", f"[..., {columns} / group_size]")

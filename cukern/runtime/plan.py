@@ -238,9 +238,9 @@ def _is_open(value: Any) -> bool:
     return isinstance(value, (Each, Array))
 
 
-def asked(variant: str) -> str:
-    """Return the reason "the caller has chosen this variant"; empty for "auto"."""
-    return "" if variant == "auto" else f"variant={variant!r} asks for it"
+def asked(variant: str, then: str = "") -> str:
+    """Return the reason "the caller has chosen this variant", followed by `then`; empty for "auto"."""
+    return "" if variant == "auto" else f"variant={variant!r} asks for it{then}"
 
 
 # --- a plan, ready to run -----------------------------------------------------------------------------

@@ -9,7 +9,16 @@ from cukern.ops.decoding.state import MAX_VOCAB, check_batch, check_output_ids, 
 from cukern.reference import decoding as twin
 from cukern.runtime import arrays, check
 from cukern.runtime.arrays import AnyArray
-from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array, expect_place, expect_row_stride
+from cukern.runtime.describe import (
+    Array,
+    Result,
+    dtype_name,
+    expect,
+    expect_array,
+    expect_place,
+    expect_row_stride,
+    expect_strided,
+)
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.op import op
 from cukern.runtime.plan import asked, begin_together, launch, outputs, run_twin, write_into
@@ -69,9 +78,7 @@ def _check_logits(logits: Any) -> tuple[Any, int]:
 def _logits_out(out: Any, logits: Array) -> Array:
     if out is None:
         return outputs(None, logits, "logits", _like_logits(logits))
-    expect_place("out", out, logits, "logits")
-    check.dtype("out", out.dtype, (logits.dtype,))
-    check.shape("out", out.shape, logits.shape, "[batch, vocab]")
+    expect_strided("out", out, logits, "logits", (logits.dtype,), logits.shape, "[batch, vocab]")
     batch, vocab = logits.shape
     row_stride = expect_row_stride("out", out)
     if abs(row_stride) < vocab and batch > 1:
@@ -156,8 +163,8 @@ def update_logits(
 def _why_penalties(variant: str, width: int, all_logits: bool) -> str:
     blocks = f"a block for each {_TOKENS} tokens of a row"
     if not all_logits:
-        asks = f"{asked(variant)}; " if variant != "auto" else ""
-        return f"{asks}{blocks}, in place without a temperature: it writes only the tokens that a penalty changes"
+        why = "in place without a temperature: it writes only the tokens that a penalty changes"
+        return f"{asked(variant, '; ')}{blocks}, {why}"
     return f"{blocks}; {asked(variant) or why_width(width, 'rows of logits and out')}"
 
 

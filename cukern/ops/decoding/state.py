@@ -71,7 +71,7 @@ def check_output_ids(output_ids: Any, like: Array, like_name: str) -> tuple[int,
     expect_place("output_ids", output_ids, like, like_name)
     check.dtype("output_ids", output_ids.dtype, ("int32",))
     shape, batch = output_ids.shape, like.shape[0]
-    if len(shape) != 2 or (shape[0] is not batch and shape[0] != batch):
+    if len(shape) != 2 or shape[0] != batch:
         check.fail("output_ids", f"of shape [batch, max_length] with batch = {batch}", list(shape))
     if shape[1] > MAX_LENGTH:
         check.fail("max_length of output_ids", f"at most {MAX_LENGTH}", shape[1])

@@ -38,7 +38,7 @@ from cukern.ops.kv_cache.swap_blocks import swap_blocks
 from cukern.reference import kv_cache as twin
 from cukern.runtime import check, fp8
 from cukern.runtime.arrays import AnyArray, Size, WrittenArray
-from cukern.runtime.describe import Array, expect_array, expect_contiguous, expect_place, type_name
+from cukern.runtime.describe import Array, expect_array, expect_contiguous, expect_place, expect_strided, type_name
 from cukern.runtime.op import op
 from cukern.runtime.plan import launch, run_twin
 from cukern.runtime.template import constants
@@ -167,9 +167,7 @@ def reshape_and_cache_flash(
     shape = (*key_cache.shape[:2], heads, head_dim)
     cache_strides = []
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        expect_place(name, cache, key, "key")
-        check.dtype(name, cache.dtype, (key_cache.dtype,))
-        check.shape(name, cache.shape, shape, f"[{', '.join(symbols)}]")
+        expect_strided(name, cache, key, "key", (key_cache.dtype,), shape, f"[{', '.join(symbols)}]")
         cache_strides.append(distances(name, cache, 3, written=True))
     slots = check_slots(slot_mapping, key, "key", "key_cache", *shape[:2])
     scales = fp8.scale_of("k_scale", k_scale, key, "key"), fp8.scale_of("v_scale", v_scale, key, "key")
@@ -408,15 +406,6 @@ def copy_blocks(
         )
 
 
-def _batch(batch_size: Any, rows: int, lengths: int, starts: int | None) -> int:
-    """Check and return batch_size. `rows`, `lengths`, `starts`: sizes of block_table, cu_seq_lens and seq_starts."""
-    batch = check.integer("batch_size", batch_size, 0, rows, "the rows of block_table")
-    for name, least, found in (("cu_seq_lens", batch + 1, lengths), ("seq_starts", batch, starts)):
-        if found is not None and found < least:
-            check.fail(name, f"of at least {least} elements for batch_size {batch}", found)
-    return batch
-
-
 def _check_gathered(src_cache: Any, dst: Any, kv_cache_dtype: str) -> str:
     """Check `src_cache` and `dst`. Return the template argument FORMAT."""
     expect_array("src_cache", src_cache, CACHE_DTYPES)
@@ -451,14 +440,17 @@ def _check_gathered(src_cache: Any, dst: Any, kv_cache_dtype: str) -> str:
 def _check_sequences(src_cache: Array, block_table: Any, cu_seq_lens: Any, batch_size: Any, seq_starts: Any) -> Any:
     """Check the arrays that describe the sequences. Return the number of sequences."""
     expect_dimensions("block_table", block_table, src_cache, "src_cache", ("int32",), ("batch", "max_blocks"))
-    vectors = [("cu_seq_lens", cu_seq_lens, "batch + 1")]
+    vectors = [("cu_seq_lens", cu_seq_lens, 1, "batch + 1")]
     if seq_starts is not None:
-        vectors.append(("seq_starts", seq_starts, "batch"))
-    for name, vector, symbol in vectors:
+        vectors.append(("seq_starts", seq_starts, 0, "batch"))
+    for name, vector, _, symbol in vectors:
         expect_dimensions(name, vector, src_cache, "src_cache", ("int32",), (symbol,))
         expect_contiguous(name, vector)
-    starts = None if seq_starts is None else seq_starts.shape[0]
-    return _batch(batch_size, block_table.shape[0], cu_seq_lens.shape[0], starts)
+    batch = check.integer("batch_size", batch_size, 0, block_table.shape[0], "the rows of block_table")
+    for name, vector, more, _ in vectors:
+        if vector.shape[0] < batch + more:
+            check.fail(name, f"of at least {batch + more} elements for batch_size {batch}", vector.shape[0])
+    return batch
 
 
 @op(twin.gather_cache)
@@ -522,7 +514,7 @@ def gather_cache(
     if src_cache.on_host:
         return run_twin()
     is_empty = tokens == 0 or elements == 0 or batch_size == 0 or blocks * block_size * table_columns == 0
-    if is_empty and batch >= 0:
+    if is_empty:
         return
     item_size = dst.item_size
     mask, dst_mask = src_cache.alignment | block_stride | token_stride, dst.alignment | dst_stride

@@ -155,7 +155,7 @@ def check_slots(slot_mapping: Any, like: Array, like_name: str, name: str, block
     expect_dimensions("slot_mapping", slot_mapping, like, like_name, ("int64",), ("tokens",))
     expect_contiguous("slot_mapping", slot_mapping)
     tokens, most = slot_mapping.shape[0], like.shape[0]
-    if tokens is not most and tokens > most:
+    if tokens > most:
         check.fail("slot_mapping", f"of at most the {most} tokens of {like_name}", tokens)
     if tokens > MAX_COUNT:
         check.fail("slot_mapping", f"of at most {MAX_COUNT} tokens", tokens)

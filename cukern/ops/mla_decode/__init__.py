@@ -370,12 +370,9 @@ def get_mla_metadata(
 
 def _check_counts(lengths: Array, query_tokens: int, topk: Any, length: Any, extra: Any, extra_length: Any) -> Counts:
     extra = check.integer("extra_topk", extra, 0, MAX_COUNT - (topk or 0))
-    for name, given, array in (
-        ("topk_length", topk is not None, length),
-        ("extra_topk_length", topk is not None, extra_length),
-    ):
+    for name, array in (("topk_length", length), ("extra_topk_length", extra_length)):
         if array is not None:
-            if not given:
+            if topk is None:
                 check.fail(name, "None without topk", "an array")
             expect(name, array, lengths, "cache_seqlens", ("int32",), lengths.shape, "[batch]")
     if extra and topk is None:

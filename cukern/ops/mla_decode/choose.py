@@ -191,10 +191,9 @@ attend_mma.specialize_by_arch(
         for arch, of in gpu.BY_ARCH.items()
     }
 )
-attend_wgmma.specialized = [wgmma_variant("bfloat16", False, False).instance]
-attend_wgmma.specialized += [
-    wgmma_variant("bfloat16", True, True, extra_bytes).instance
-    for extra_bytes in (twin.SLOT_BYTES, twin.PAGED_SLOT_BYTES)
+attend_wgmma.specialized = [
+    wgmma_variant("bfloat16", *flags).instance
+    for flags in ((False, False), (True, True, twin.SLOT_BYTES), (True, True, twin.PAGED_SLOT_BYTES))
 ]
 attend_two_loaders.specialized = [
     two_loaders_variant("bfloat16", is_fp8, is_sparse).instance

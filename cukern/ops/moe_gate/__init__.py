@@ -106,8 +106,7 @@ def _select(choices: kernels.Choices, call: _Call, row_stride: Any, groups: int)
         most = f"{'to' if least > 1 else 'up to'} {chosen.max_tokens}"
         bounds = [f"from {least}"] * (least > 1) + [most] * (chosen.max_tokens < MAX_TOKENS)
         taken = f" ({' '.join(bounds)} tokens)" if bounds else ""
-        asks = f"{asked(call.variant)}; " * (call.variant != "auto")
-        return chosen, f"{asks}{logits.shape[0]} tokens: {lanes} per token{taken}; {choices.why}"
+        return chosen, f"{asked(call.variant, '; ')}{logits.shape[0]} tokens: {lanes} per token{taken}; {choices.why}"
     if call.variant == "specialized":
         check.fail(
             "variant",
@@ -292,7 +291,7 @@ def _check_hidden_states(hidden_states: Any, gating_output: Any) -> None:
     if not hidden_states.shape:
         check.fail("hidden_states", "of shape [tokens, ...]", [])
     given = hidden_states.shape[0]
-    if given is not wanted and given != wanted:
+    if given != wanted:
         check.fail("hidden_states", f"of {wanted} tokens like gating_output", given)
 
 

@@ -246,7 +246,7 @@ def _launch_chunks(
 ) -> None:
     pairs = topk_ids.shape[0] * topk_ids.shape[1]
     mapped = 0 if expert_map is None else global_experts
-    split = Chunked(*split_chunks(experts, mapped, *chunk_config, pairs, capacity))
+    split = split_chunks(experts, mapped, *chunk_config, pairs, capacity)
     fields = _NO_RESULTS | results
     del fields["group_rows"]
     chunks, cluster = chunk_config
@@ -281,14 +281,14 @@ def launch_sort(
     pairs = topk_ids.shape[0] * topk_ids.shape[1]
     mapped = 0 if expert_map is None else global_experts
     chunk_config = _chunk_config(topk_ids, experts, mapped, variant, pairs, results)
-    asks = f"{asked(variant)}; " if variant != "auto" else ""
+    asks = asked(variant, "; ")
     if chunk_config:
         _launch_chunks(topk_ids, global_experts, experts, expert_map, chunk_config, capacity, results, asks)
         return
     one_block = variant == "one_block" or (variant == "auto" and pairs <= _ONE_BLOCK_PAIRS)
     max_uncounted = {"auto": _COUNT_AGAIN_PAIRS, "counted": _PAIRS_PER_BLOCK}.get(variant, MAX_PAIRS)
     threads = template.constants(_sort.file)["SORT_THREADS"]
-    split = Split(*split_pairs(experts, mapped, one_block, threads, pairs, capacity))
+    split = split_pairs(experts, mapped, one_block, threads, pairs, capacity)
     pair_fields = (topk_ids, expert_map, pairs, global_experts, experts)
     id_bytes = 8 if topk_ids.dtype == "int64" else 4
     counts = None
@@ -446,8 +446,7 @@ def sum_variant(dtype: str, topk: int, width: int, variant: str) -> Variant:
 
 def _why_sum(dtype: str, topk: int, width: int, variant: str) -> str:
     if topk in registered and width == 16 and variant != "dynamic":
-        asks = f"{asked(variant)}; " if variant != "auto" else ""
-        return f"{asks}specialized for topk {topk} ({SPECIALIZED.get(topk, 'by cukern.specialize')})"
+        return f"{asked(variant, '; ')}specialized for topk {topk} ({SPECIALIZED.get(topk, 'by cukern.specialize')})"
     if variant != "auto":
         return asked(variant)
     if width < 16:

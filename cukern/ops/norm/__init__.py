@@ -12,7 +12,7 @@ from cukern.runtime import arrays, check
 from cukern.runtime.arrays import AnyArray, WrittenArray
 from cukern.runtime.compile import Instance
 from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array
-from cukern.runtime.fp8 import scale_of
+from cukern.runtime.fp8 import scale_of, scales_result
 from cukern.runtime.kernel import Kernel, Variant
 from cukern.runtime.op import OPS, op
 from cukern.runtime.plan import begin_together, launch, outputs, run_twin
@@ -264,15 +264,14 @@ def rms_norm(
     vLLM's function of the same name takes `out` first.
     """
     norm = _check(input, None, weight, epsilon, weight_offset, variant, False)
+    given = out
     if out is None:
         out = outputs(None, input, "input", _normalized(input))
-        if input.on_host:
-            return run_twin(variant, VARIANTS)
     else:
         parts.expect_like("out", out, input)
-        if input.on_host:
-            run_twin(variant, VARIANTS)
-            return out
+    if input.on_host:
+        run_twin(variant, VARIANTS)
+        return given
     check.one_of("variant", variant, VARIANTS)
     norm.launch(out)
     return out
@@ -312,14 +311,7 @@ def fused_add_rms_norm(
 
 
 def _quantized(input: Any, *_: Any, group_size: Any = 128, scale: Any = None, **__: Any) -> list[Result]:
-    outer, width = input.shape[:-1], input.shape[-1]
-    if scale is not None:
-        scales = Result((1,), "float32", "[1]")
-    elif group_size is None:
-        scales = Result((*outer, 1), "float32", "[..., 1]")
-    else:
-        scales = Result((*outer, width // group_size), "float32", "[..., width / group_size]")
-    return [Result(input.shape, FP8, "[..., width]"), scales]
+    return [Result(input.shape, FP8, "[..., width]"), scales_result(input.shape, "width", group_size, scale)]
 
 
 def _quantize(norm: _Norm, group_size: Any, scale: Any, out_q: Any, out_s: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from cukern.reference import norm as twin
 from cukern.runtime import arrays, check
-from cukern.runtime.describe import Array, expect_place
+from cukern.runtime.describe import Array, expect_strided
 from cukern.runtime.plan import asked
 from cukern.runtime.rows import MAX_ROW, MAX_ROWS
 from cukern.runtime.vectors import divisor
@@ -133,8 +133,7 @@ def is_fixed(variant: str, width: int, wide: bool, registered: Collection[int]) 
 def reason(variant: str, dtype: str, width: int, wide: bool, fixed: bool, models: Mapping[int, str]) -> str:
     """Return why a launch uses its instance. `models` maps widths to models."""
     if fixed:
-        asks = f"{asked(variant)}; " if variant != "auto" else ""
-        return f"{asks}specialized for width {width} ({models.get(width, 'by cukern.specialize')})"
+        return f"{asked(variant, '; ')}specialized for width {width} ({models.get(width, 'by cukern.specialize')})"
     if variant != "auto":
         return asked(variant)
     if wide:
@@ -170,9 +169,7 @@ def expect_rows(name: str, array: Array, written: bool = False) -> None:
 
 
 def expect_like(name: str, array: Any, input: Array, written: bool = True) -> Array:
-    expect_place(name, array, input, "input")
-    check.dtype(name, array.dtype, (input.dtype,))
-    check.shape(name, array.shape, input.shape, "[..., width]")
+    expect_strided(name, array, input, "input", (input.dtype,), input.shape, "[..., width]")
     expect_rows(name, array, written)
     return array
 

@@ -27,6 +27,7 @@ from cukern.runtime.describe import (
     expect_array,
     expect_contiguous,
     expect_place,
+    expect_strided,
     type_name,
 )
 from cukern.runtime.op import op
@@ -110,7 +111,6 @@ def _build_on_host(sequence_length: Any, max_seq_len: int, *, valid_word_num: in
 
 @op(lambda sequence_length, max_seq_len: _build_on_host(sequence_length, max_seq_len)[1])
 def _count_words(sequence_length: Any, max_seq_len: Any) -> Any:
-    expect_array("sequence_length", sequence_length)
     _check_lengths(sequence_length, max_seq_len)
     cu_seqlens = outputs(None, sequence_length, "", Result((sequence_length.shape[0] + 1,), "int32"))
     if sequence_length.on_host:
@@ -123,17 +123,13 @@ def _count_words(sequence_length: Any, max_seq_len: Any) -> Any:
 @op(_build_on_host)
 def _build_offsets(sequence_length: Any, max_seq_len: Any, *, valid_word_num: Any) -> Any:
     rows = _check_lengths(sequence_length, max_seq_len)
-    words = _check_words(valid_word_num, rows)
+    words = check.integer("valid_word_num", valid_word_num, 0, rows, "batch * max_seq_len")
     sizes = Result((words,), "int32"), Result((sequence_length.shape[0] + 1,), "int32")
     padding_offset, cu_seqlens = outputs(None, sequence_length, "", *sizes)
     if sequence_length.on_host:
         return run_twin()
     launch_build(sequence_length, max_seq_len, padding_offset, cu_seqlens, words)
     return padding_offset, cu_seqlens, words
-
-
-def _check_words(words: Any, rows: int) -> int:
-    return check.integer("valid_word_num", words, 0, rows, "batch * max_seq_len")
 
 
 def _built(sequence_length: Any, max_seq_len: Any, *, valid_word_num: Any = None) -> list[Any]:
@@ -395,9 +391,7 @@ def add_qkv_bias_rebuild_padding(
         check.fail("heads", f"a divisor of the hidden size {hidden}", heads)
     row_strides = []
     for name, array in (("q", q), ("k", k), ("v", v)):
-        expect_place(name, array, q, "q")
-        check.dtype(name, array.dtype, (q.dtype,))
-        check.shape(name, array.shape, (words, hidden), "[words, hidden]")
+        expect_strided(name, array, q, "q", (q.dtype,), (words, hidden), "[words, hidden]")
         row_strides.append(rows_of(name, array).distance * item_size)
     for name, array in (("bias_q", bias_q), ("bias_k", bias_k), ("bias_v", bias_v)):
         expect(name, array, q, "q", (q.dtype,), (hidden,), "[hidden]")

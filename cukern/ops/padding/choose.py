@@ -169,8 +169,7 @@ def _reason(dtype: str, hidden: int, head_dim: int, width: int, variant: str, fi
         models = [
             x for config, x in SPECIALIZED.items() if config.hidden == hidden and head_dim in (0, config.head_dim)
         ]
-        asks = f"{asked(variant)}; " if variant != "auto" else ""
-        return f"{asks}specialized for {sizes} ({', '.join(models) or 'by cukern.specialize'})"
+        return f"{asked(variant, '; ')}specialized for {sizes} ({', '.join(models) or 'by cukern.specialize'})"
     if variant != "auto":
         return asked(variant)
     if width < WIDTHS[0]:

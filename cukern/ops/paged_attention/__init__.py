@@ -328,10 +328,6 @@ def _like_a_side(out_a: Any, *_: Any, lse_heads_first: bool = False, **__: Any) 
     return [Result(out_a.shape, dtype_name(out_a), "out_a's"), lse]
 
 
-def _merge_blocks(rows: int, row_vectors: int, block_vectors: int) -> int:
-    return -(-rows * row_vectors // block_vectors)
-
-
 def merge_variant(dtype: str, vector: int, heads_first: bool, each: int = 1, has_power: bool = False) -> Variant:
     """Return the variant for `each` vectors per thread. `has_power`: a row has 2^n vectors; else `each` must be 1."""
     form: list[str | int] = [each, "true"]
@@ -415,7 +411,7 @@ def merge_attention_states(
         why = "one number at a time, which is slower: rows or addresses are no multiples of 16 bytes"
     launch(
         merge_variant(out_a.dtype, vector, heads_first, each, has_power),
-        _merge_blocks(shape[0], row // vector, each * threads),
+        -(-shape[0] * (row // vector) // (each * threads)),
         threads,
         why=why,
         out_a=out_a,

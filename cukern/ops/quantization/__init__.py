@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from cukern.formats.quantized import MXFP4_GROUP, NVFP4_GROUP, SMALLEST, SMALLEST_FP8
 from cukern.ops.moe_activation import check_halves
@@ -14,7 +13,7 @@ from cukern.runtime import activation as activations
 from cukern.runtime import check
 from cukern.runtime.arrays import AnyArray, Size, WrittenArray
 from cukern.runtime.describe import Result, expect, expect_array, expect_contiguous, expect_place
-from cukern.runtime.fp8 import scale_of
+from cukern.runtime.fp8 import scale_of, scales_result
 from cukern.runtime.op import op
 from cukern.runtime.plan import outputs, run_twin
 from cukern.runtime.rows import MAX_ROWS, rows_of
@@ -35,7 +34,6 @@ FP8 = "float8_e4m3fn"
 #: The smallest `eps`: with smaller scales, x / scale might be rounded wrongly.
 MIN_EPS = 1e-20
 _ONE = "a number or a float32 array of one element"
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 # --- 8 bits -------------------------------------------------------------------------------------------
@@ -129,10 +127,6 @@ def _group_results(dtype: str) -> Any:
     return results
 
 
-def _group_op(function: Any, dtype: str) -> Callable[[_F], _F]:
-    return op(function, "x_q, x_s", _group_results(dtype))
-
-
 def _group_size(group_size: Any, k: int) -> int:
     group_size = check.integer("group_size", group_size, 1)
     if k % group_size:
@@ -163,7 +157,7 @@ def _per_token_group_quant(
     return q, s
 
 
-@_group_op(twin.per_token_group_quant_fp8, FP8)
+@op(twin.per_token_group_quant_fp8, "x_q, x_s", _group_results(FP8))
 def per_token_group_quant_fp8(
     x: AnyArray,
     group_size: int,
@@ -202,7 +196,7 @@ def per_token_group_quant_fp8(
     return _per_token_group_quant(x, group_size, eps, *options, "E4M3")
 
 
-@_group_op(twin.per_token_group_quant_int8, "int8")
+@op(twin.per_token_group_quant_int8, "x_q, x_s", _group_results("int8"))
 def per_token_group_quant_int8(
     x: AnyArray,
     group_size: int,
@@ -294,14 +288,8 @@ def scaled_int8_quant(
 def _activated_results(
     x: Any, activation: str = "silu", *, group_size: Any = 128, scale: Any = None, **_: Any
 ) -> list[Result]:
-    inter, outer = x.shape[-1] // 2, x.shape[:-1]
-    if scale is not None:
-        scales = Result((1,), "float32", "[1]")
-    elif group_size is None:
-        scales = Result((*outer, 1), "float32", "[..., 1]")
-    else:
-        scales = Result((*outer, inter // group_size), "float32", "[..., inter / group_size]")
-    return [Result((*outer, inter), FP8, "[..., inter]"), scales]
+    shape = (*x.shape[:-1], x.shape[-1] // 2)
+    return [Result(shape, FP8, "[..., inter]"), scales_result(shape, "inter", group_size, scale)]
 
 
 @op(twin.silu_and_mul_quant, "quantized, scales", _activated_results)
