@@ -125,22 +125,10 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
         return Workspaces(workspace13, (rows, N // 2), output, dtype)
 
     def apply(
-        self,
-        output: Any,
-        hidden_states: Any,
-        w1: Any,
-        w2: Any,
-        topk_weights: Any,
-        topk_ids: Any,
-        activation: str,
-        global_num_experts: int,
-        expert_map: Any,
-        a1q_scale: Any,
-        workspace13: Any,
-        workspace2: Any,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        apply_router_weight_on_input: bool,
-    ) -> None:
+        self, output: Any, hidden_states: Any, w1: Any, w2: Any, topk_weights: Any, topk_ids: Any, activation: str,
+        global_num_experts: int, expert_map: Any, a1q_scale: Any, workspace13: Any, workspace2: Any,
+        expert_tokens_meta: ExpertTokensMetadata | None, apply_router_weight_on_input: bool,
+    ) -> None:  # fmt: skip
         tokens, topk = topk_ids.shape
         rows = tokens * topk
         expected_rows = expected_rows_of(tokens, topk, global_num_experts)
@@ -180,85 +168,37 @@ class _GemmExperts(FusedMoEPermuteExpertsUnpermute):
     def _gemm2_out(self, workspace13: Any, shape: tuple[Any, Any], dtype: str) -> Any:
         return workspace13 if workspace13.shape == shape else workspace13[: shape[0]]
 
+    def _scales_and_bias(self, layer: str) -> dict[str, Any]:
+        """Return the arguments of a GEMM with the weights `layer`, w1 or w2."""
+        names = {"b_scale": "scale", "b_global_scale": "global_scale", "bias": "bias"}
+        return {argument: getattr(self.quant_config, f"{layer}_{name}") for argument, name in names.items()}
+
     def _standard(
-        self,
-        gemm2_out: Any,
-        a: Any,
-        a_scale: Any,
-        rows: int,
-        permutation: tuple[Any, Any, Any],
-        w1: Any,
-        w2: Any,
-        activation: str,
-        workspace13: Any,
-        workspace2: Any,
-        expected_rows: int,
-    ) -> None:
+        self, gemm2_out: Any, a: Any, a_scale: Any, rows: int, permutation: tuple[Any, Any, Any], w1: Any, w2: Any,
+        activation: str, workspace13: Any, workspace2: Any, expected_rows: int,
+    ) -> None:  # fmt: skip
         """Write the second GEMM's result into `gemm2_out` [rows, hidden], in expert order."""
         expert_offsets, row_token, inverse = permutation
         workspace2 = _first_rows(workspace2, rows)
-        config = self.quant_config
         if row_token is None:
             a = permute_rows(a, inverse, rows, out=gemm2_out)
         activated = moe_gemm(
-            a,
-            w1,
-            expert_offsets,
-            b_scale=config.w1_scale,
-            b_global_scale=config.w1_global_scale,
-            row_token=row_token,
-            bias=config.w1_bias,
-            activation=activation,
-            **config.form,
-            expected_m=expected_rows,
-            out=workspace2,
-        )
-        moe_gemm(
-            activated,
-            w2,
-            expert_offsets,
-            b_scale=config.w2_scale,
-            b_global_scale=config.w2_global_scale,
-            bias=config.w2_bias,
-            expected_m=expected_rows,
-            out=gemm2_out,
-        )
+            a, w1, expert_offsets, **self._scales_and_bias("w1"), row_token=row_token, activation=activation,
+            **self.quant_config.form, expected_m=expected_rows, out=workspace2,
+        )  # fmt: skip
+        moe_gemm(activated, w2, expert_offsets, **self._scales_and_bias("w2"), expected_m=expected_rows, out=gemm2_out)
 
     def _batched(
-        self,
-        output: Any,
-        a: Any,
-        a_scale: Any,
-        expert_num_tokens: Any,
-        w1: Any,
-        w2: Any,
-        activation: str,
-        workspace13: Any,
-        workspace2: Any,
-        expected_rows: int,
-    ) -> None:
-        config = self.quant_config
+        self, output: Any, a: Any, a_scale: Any, expert_num_tokens: Any, w1: Any, w2: Any, activation: str,
+        workspace13: Any, workspace2: Any, expected_rows: int,
+    ) -> None:  # fmt: skip
+        out = workspace2.reshape(*a.shape[:2], inter_of(w1, activation))
         activated = moe_gemm_batched(
-            a,
-            w1,
-            expert_num_tokens,
-            b_scale=config.w1_scale,
-            b_global_scale=config.w1_global_scale,
-            bias=config.w1_bias,
-            activation=activation,
-            **config.form,
-            expected_m=expected_rows,
-            out=workspace2.reshape(*a.shape[:2], inter_of(w1, activation)),
-        )
+            a, w1, expert_num_tokens, **self._scales_and_bias("w1"), activation=activation, **self.quant_config.form,
+            expected_m=expected_rows, out=out,
+        )  # fmt: skip
         moe_gemm_batched(
-            activated,
-            w2,
-            expert_num_tokens,
-            b_scale=config.w2_scale,
-            b_global_scale=config.w2_global_scale,
-            bias=config.w2_bias,
-            expected_m=expected_rows,
-            out=output,
+            activated, w2, expert_num_tokens, **self._scales_and_bias("w2"), expected_m=expected_rows, out=output
         )
 
 
@@ -268,11 +208,6 @@ class _Fp8GemmExperts(_GemmExperts):
     def takes_unquantized(self, hidden_states: Any) -> bool:
         # The kernel that permutes rows can also quantize them, with one scale per group of elements.
         return self.quant_config.is_in_groups and not self.batched and is_vector_aligned(hidden_states)
-
-    @property
-    def _group(self) -> int | None:
-        """The number of elements of a row that share a scale. None: one scale per row or per tensor."""
-        return GROUP if self.quant_config.is_in_groups else None
 
     def _scales(self, columns: int) -> int:
         """Return the number of scales of a row of `columns` elements; 0: all rows share one scale."""
@@ -328,34 +263,18 @@ class _Fp8GemmExperts(_GemmExperts):
             per_token = config.per_act_token_quant
             _, scales = scaled_fp8_quant(gate_up, static, None, None, per_token, q, expert_num_tokens=expert_num_tokens)
             return scales
-        silu_and_mul_quant(
-            gate_up,
-            activation,
-            group_size=self._group,
-            scale=static,
-            expert_num_tokens=expert_num_tokens,
-            out_q=q,
-            out_s=scale,
-        )
+        # One scale covers GROUP elements, a row, or all rows.
+        options: dict[str, Any] = {"group_size": GROUP if config.is_in_groups else None, "scale": static}
+        silu_and_mul_quant(gate_up, activation, **options, expert_num_tokens=expert_num_tokens, out_q=q, out_s=scale)
         return static.reshape(1) if scale is None else scale
 
     def _gemm2_out(self, workspace13: Any, shape: tuple[Any, Any], dtype: str) -> Any:
         return typed_view(workspace13, 0, shape, dtype)
 
     def _standard(
-        self,
-        gemm2_out: Any,
-        a: Any,
-        a_scale: Any,
-        rows: int,
-        permutation: tuple[Any, Any, Any],
-        w1: Any,
-        w2: Any,
-        activation: str,
-        workspace13: Any,
-        workspace2: Any,
-        expected_rows: int,
-    ) -> None:
+        self, gemm2_out: Any, a: Any, a_scale: Any, rows: int, permutation: tuple[Any, Any, Any], w1: Any, w2: Any,
+        activation: str, workspace13: Any, workspace2: Any, expected_rows: int,
+    ) -> None:  # fmt: skip
         dtype = dtype_of(gemm2_out)
         expert_offsets, row_token, inverse = permutation
         config = self.quant_config
@@ -387,60 +306,31 @@ class _Fp8GemmExperts(_GemmExperts):
             q, scale = self._quantized(workspace2, (1, rows), inter)
             # Pass the rows as one batch entry with `expert_offsets[experts]` rows, because later rows are undefined.
             a_scale = self._activate(gate_up.reshape(1, rows, columns), activation, expert_offsets[experts:], q, scale)
+        a_scale = a_scale if scale is None else a_scale.reshape(rows, -1)
         moe_gemm(
-            q.reshape(rows, inter),
-            w2,
-            expert_offsets,
-            a_scale=a_scale if scale is None else a_scale.reshape(rows, -1),
-            b_scale=config.w2_scale,
-            bias=config.w2_bias,
-            out_dtype=dtype,
-            expected_m=expected_rows,
-            out=gemm2_out,
-        )
+            q.reshape(rows, inter), w2, expert_offsets, a_scale=a_scale, **self._scales_and_bias("w2"),
+            out_dtype=dtype, expected_m=expected_rows, out=gemm2_out,
+        )  # fmt: skip
 
     def _batched(
-        self,
-        output: Any,
-        a: Any,
-        a_scale: Any,
-        expert_num_tokens: Any,
-        w1: Any,
-        w2: Any,
-        activation: str,
-        workspace13: Any,
-        workspace2: Any,
-        expected_rows: int,
-    ) -> None:
+        self, output: Any, a: Any, a_scale: Any, expert_num_tokens: Any, w1: Any, w2: Any, activation: str,
+        workspace13: Any, workspace2: Any, expected_rows: int,
+    ) -> None:  # fmt: skip
         dtype = dtype_of(output)
         config = self.quant_config
         shape, inter = tuple(a.shape[:2]), inter_of(w1, activation)
         columns = inter if config.quantizes_activated(activation) else rows_of_weights(w1)
+        gemm_args: dict[str, Any] = {"out_dtype": dtype, "expected_m": expected_rows}
         gate_up = moe_gemm_batched(
-            a,
-            w1,
-            expert_num_tokens,
-            a_scale=a_scale,
-            b_scale=config.w1_scale,
-            **self._epilogue_args(activation),
-            out_dtype=dtype,
-            expected_m=expected_rows,
-            out=typed_view(workspace13, 0, (*shape, columns), dtype),
-        )
+            a, w1, expert_num_tokens, a_scale=a_scale, b_scale=config.w1_scale, **self._epilogue_args(activation),
+            out=typed_view(workspace13, 0, (*shape, columns), dtype), **gemm_args,
+        )  # fmt: skip
         q, scale = self._quantized(workspace2, shape, inter)
         a_scale = self._activate(gate_up, activation, expert_num_tokens, q, scale)
         if scale is not None and not config.is_in_groups:
             a_scale = a_scale.reshape(shape)
         moe_gemm_batched(
-            q,
-            w2,
-            expert_num_tokens,
-            a_scale=a_scale,
-            b_scale=config.w2_scale,
-            bias=config.w2_bias,
-            out_dtype=dtype,
-            expected_m=expected_rows,
-            out=output,
+            q, w2, expert_num_tokens, a_scale=a_scale, **self._scales_and_bias("w2"), out=output, **gemm_args
         )
 
 

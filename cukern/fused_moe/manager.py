@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from cukern.fused_moe.modular_kernel import FusedMoEPrepareAndFinalize
-from cukern.fused_moe.nccl import NcclPrepareAndFinalize, RowExchange, expert_ranks
+from cukern.fused_moe.nccl import NcclPrepareAndFinalize, RowExchange, expert_ranks, import_torch
 from cukern.fused_moe.push import PushPrepareAndFinalize, Turns
 from cukern.fused_moe.two_level import TwoLevelPrepareAndFinalize
 from cukern.ops.all_to_all import AllToAllError, AllToAllState
@@ -293,7 +293,7 @@ class All2AllManager:
     # --- setup ----------------------------------------------------------------------------------------
 
     def _gather(self, value: Any) -> list[Any]:
-        distributed = _torch().distributed
+        distributed = import_torch().distributed
         found = [None] * distributed.get_world_size(self.group)
         distributed.all_gather_object(found, value, group=self.group)
         return found
@@ -473,16 +473,9 @@ class All2AllManager:
             self._close(wait=False)
 
 
-def _torch() -> Any:
-    import torch
-    import torch.distributed
-
-    return torch
-
-
 def _device(device: Any) -> int | None:
     """Return the CUDA device of an argument `device`; None: host memory."""
-    torch = _torch()
+    torch = import_torch()
     if device is None:
         return torch.cuda.current_device() if torch.cuda.is_available() and kernel.device_count() else None
     if isinstance(device, (str, torch.device)):

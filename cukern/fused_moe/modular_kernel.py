@@ -453,19 +453,9 @@ class FusedMoEModularKernel:
         return prepared, self.shared_experts(hidden_states)
 
     def _apply(
-        self,
-        output: Any,
-        prepared: Prepared,
-        hidden_states: Any,
-        w1: Any,
-        w2: Any,
-        weights: Any,
-        ids: Any,
-        activation: str,
-        all_experts: int,
-        expert_map: Any,
-        apply_router_weight_on_input: bool,
-    ) -> Any:
+        self, output: Any, prepared: Prepared, hidden_states: Any, w1: Any, w2: Any, weights: Any, ids: Any,
+        activation: str, all_experts: int, expert_map: Any, apply_router_weight_on_input: bool,
+    ) -> Any:  # fmt: skip
         """Run the experts on chunks of tokens. Return `output` if the experts can write to it, else a new array."""
         experts, dtype, hidden = self.fused_experts, dtype_of(hidden_states), hidden_states.shape[1]
         a1q, scale, meta = prepared.a1q, prepared.a1q_scale, prepared.expert_tokens_meta

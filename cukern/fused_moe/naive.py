@@ -38,22 +38,10 @@ class NaiveBatchedExperts(FusedMoEPermuteExpertsUnpermute):
         return Workspaces((0,), (0,), (local_num_experts, M, K), dtype)
 
     def apply(
-        self,
-        output: Any,
-        hidden_states: Any,
-        w1: Any,
-        w2: Any,
-        topk_weights: Any,
-        topk_ids: Any,
-        activation: str,
-        global_num_experts: int,
-        expert_map: Any,
-        a1q_scale: Any,
-        workspace13: Any,
-        workspace2: Any,
-        expert_tokens_meta: ExpertTokensMetadata | None,
-        apply_router_weight_on_input: bool,
-    ) -> None:
+        self, output: Any, hidden_states: Any, w1: Any, w2: Any, topk_weights: Any, topk_ids: Any, activation: str,
+        global_num_experts: int, expert_map: Any, a1q_scale: Any, workspace13: Any, workspace2: Any,
+        expert_tokens_meta: ExpertTokensMetadata | None, apply_router_weight_on_input: bool,
+    ) -> None:  # fmt: skip
         library = arrays.library_of(output)
         assert library is not None and expert_tokens_meta is not None
         counts = library.to_numpy(expert_tokens_meta.expert_num_tokens)

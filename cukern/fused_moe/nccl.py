@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cukern.formats.fused_moe import FusedMoEActivationFormat, FusedMoEQuantConfig
-from cukern.fused_moe.modular_kernel import ExpertTokensMetadata, FusedMoEPrepareAndFinalize, Prepared
-from cukern.fused_moe.prepare_finalize import quantize_input, weigh_input
+from cukern.fused_moe.modular_kernel import ExpertTokensMetadata, Prepared
+from cukern.fused_moe.prepare_finalize import SeveralRanks, quantize_input, refuse_per_call_tensor_scale, weigh_input
 from cukern.fused_moe.topk_weight_and_reduce import (
     DELEGATES,
     TopKWeightAndReduce,
@@ -58,7 +58,7 @@ class RowExchange:
     """
 
     def __init__(self, group: Any = None, peers: Sequence[int] | None = None) -> None:
-        distributed = _torch().distributed
+        distributed = import_torch().distributed
         if not distributed.is_available() or not distributed.is_initialized():
             raise RuntimeError("torch.distributed must be initialized (init_process_group) before its groups are used")
         if group is distributed.GroupMember.NON_GROUP_MEMBER:
@@ -76,7 +76,7 @@ class RowExchange:
 
     def expect(self, name: str, array: Any) -> None:
         """Check that `array`, the argument `name`, is a tensor on a device for which the group has a backend."""
-        torch = _torch()
+        torch = import_torch()
         if not isinstance(array, torch.Tensor):
             check.fail(name, "a torch tensor, since torch.distributed moves it", type_name(array), TypeError)
         kind = array.device.type
@@ -105,7 +105,7 @@ class RowExchange:
             TypeError, ValueError: invalid arguments.
             RuntimeError: a CUDA graph is being captured, or `agreed` differs between ranks.
         """
-        torch = _torch()
+        torch = import_torch()
         _refuse_capture("RowExchange.dispatch")
         self.expect("rows", rows)
         self.expect("destinations", destinations)
@@ -139,7 +139,7 @@ class RowExchange:
 
     def _counts(self, sent: Any, sizes: Mapping[str, int]) -> tuple[list[int], list[int]]:
         """Return the numbers of rows sent to and received from each rank. Check that `sizes` are equal on all ranks."""
-        torch = _torch()
+        torch = import_torch()
         local_sizes = torch.tensor([list(sizes.values())], dtype=torch.int64, device=sent.device)
         table = torch.cat([sent.to(torch.int64)[:, None], local_sizes.expand(self.ranks, -1)], 1)
         ones = [1] * self.ranks
@@ -154,7 +154,7 @@ class RowExchange:
 
     def _all_to_all(self, rows: Any, sent: list[int], received: list[int]) -> Callable[[], Any]:
         """Start to exchange rows with all peers. Return a function that waits for the received rows."""
-        torch = _torch()
+        torch = import_torch()
         through_host = rows.is_cuda and self._backends["cuda"] == "gloo"
         # torch calls a single column contiguous even if its stride is not 1, but `view(uint8)` rejects such a tensor.
         is_plain = rows.is_contiguous() and rows.stride(1) == 1
@@ -199,7 +199,7 @@ class _RowLayout(NamedTuple):
         return cls(fields, start)
 
     def pack(self, tensors: Sequence[Any]) -> Any:
-        torch = _torch()
+        torch = import_torch()
         rows = torch.empty((len(tensors[0]), self.width), dtype=torch.uint8, device=tensors[0].device)
         for tensor, (start, size, _) in zip(tensors, self.fields, strict=True):
             rows[:, start : start + size].view(tensor.dtype).copy_(tensor)
@@ -217,7 +217,7 @@ class _Received(NamedTuple):
     topk_ids: Any
 
 
-class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
+class NcclPrepareAndFinalize(SeveralRanks):
     """Sends tokens in the standard format to their experts' ranks with `all_to_all_single`, on any number of hosts.
 
     A token is sent once to each rank that has at least one of its experts. The receiving rank returns the weighted sum
@@ -274,9 +274,6 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
     def activation_format(self) -> FusedMoEActivationFormat:
         return FusedMoEActivationFormat.Standard
 
-    def topk_indices_dtype(self) -> str | None:
-        return None
-
     def max_num_tokens_per_rank(self) -> int | None:
         return self.max_num_tokens
 
@@ -296,45 +293,22 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
             self._device_arrays[key] = library.from_numpy(values, like)
         return self._device_arrays[key]
 
-    def prepare(
-        self,
-        a1: Any,
-        topk_weights: Any,
-        topk_ids: Any,
-        num_experts: int,
-        expert_map: Any,
-        apply_router_weight_on_input: bool,
-        quant_config: FusedMoEQuantConfig,
-    ) -> Prepared:
+    def prepare_no_receive(
+        self, a1: Any, topk_weights: Any, topk_ids: Any, num_experts: int, expert_map: Any,
+        apply_router_weight_on_input: bool, quant_config: FusedMoEQuantConfig,
+    ) -> Callable[[], Prepared]:  # fmt: skip
         """Quantize the tokens and send them to their experts' ranks.
 
         Returns:
-            The received tokens, sorted by source rank, with ids among the experts of all ranks.
+            A function that returns the received tokens, sorted by source rank, with ids among the experts of all ranks.
 
         Raises:
             TypeError, ValueError: invalid arguments.
             RuntimeError: a CUDA graph is being captured, or the ranks disagree on the layer.
         """
-        return self.prepare_no_receive(
-            a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config
-        )()
-
-    def has_prepare_no_receive(self) -> bool:
-        return True
-
-    def prepare_no_receive(
-        self,
-        a1: Any,
-        topk_weights: Any,
-        topk_ids: Any,
-        num_experts: int,
-        expert_map: Any,
-        apply_router_weight_on_input: bool,
-        quant_config: FusedMoEQuantConfig,
-    ) -> Callable[[], Prepared]:
         _refuse_capture(type(self).__name__)
         self._check(a1, topk_weights, topk_ids, num_experts, expert_map, quant_config)
-        torch = _torch()
+        torch = import_torch()
         ids, destinations = self._destinations(topk_ids)
         x = weigh_input(a1, topk_weights) if apply_router_weight_on_input else a1
         a1q, scale = quantize_input(x, quant_config)
@@ -388,11 +362,7 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         if num_experts != self.num_experts:
             check.fail("global_num_experts", f"{self.num_experts}, the experts of all ranks", num_experts)
         self._check_map(expert_map, a1)
-        if quant_config.name == "fp8" and not quant_config.per_act_token_quant and quant_config.a1_scale is None:
-            wanted_scale = (
-                "a1_scale given, or a scale per token (per_act_token_quant): each rank would find another one"
-            )
-            check.fail("quant_config", wanted_scale, "a scale per tensor that is found at each call")
+        refuse_per_call_tensor_scale(quant_config)
         if self.expert_load is not None and self.expert_load.device != a1.device:
             check.fail("expert_load", f"on {a1.device} like hidden_states", f"one on {self.expert_load.device}")
 
@@ -406,13 +376,13 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         version = expert_map._version
         if self._known_map is not None and self._known_map[0] is expert_map and self._known_map[1] == version:
             return
-        if not _torch().equal(expert_map >= 0, local_map >= 0):
+        if not import_torch().equal(expert_map >= 0, local_map >= 0):
             check.fail("expert_map", f"one with the experts of rank {self.rank} (expert_rank)", "one with others")
         self._known_map = (expert_map, version)
 
     def _destinations(self, topk_ids: Any) -> tuple[Any, Any]:
         """Return the ids as int32 (-1: no expert), and the destination ranks of each token, bool [tokens, ranks]."""
-        torch = _torch()
+        torch = import_torch()
         ids = topk_ids.to(torch.int64)
         ids = torch.where((ids >= 0) & (ids < self.num_experts), ids, -1)
         # Invalid ids (-1) select the last element of the appended array, an extra rank. The column of the extra rank is
@@ -423,15 +393,10 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         return ids.to(torch.int32), destinations[:, : self.ranks]
 
     def finalize(
-        self,
-        output: Any,
-        fused_expert_output: Any,
-        topk_weights: Any,
-        topk_ids: Any,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce,
+        self, output: Any, fused_expert_output: Any, topk_weights: Any, topk_ids: Any,
+        apply_router_weight_on_input: bool, weight_and_reduce_impl: TopKWeightAndReduce,
         expert_tokens_meta: ExpertTokensMetadata | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Send the results back and add them up. `weight_and_reduce_impl` uses the received ids and weights.
 
         Raises:
@@ -456,7 +421,7 @@ class NcclPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         moe_unpermute(output, self.exchange.combine(rows, route), None, route.positions)
 
 
-def _torch() -> Any:
+def import_torch() -> Any:
     import torch
     import torch.distributed
 
@@ -479,11 +444,11 @@ def _reorder_chunks(rows: Any, counts: list[int], order: list[int]) -> Any:
     if order == [*range(len(order))]:
         return rows
     chunks = rows.split(counts)
-    return _torch().cat([chunks[index] for index in order])
+    return import_torch().cat([chunks[index] for index in order])
 
 
 def _refuse_capture(name: str) -> None:
-    cuda = _torch().cuda
+    cuda = import_torch().cuda
     # `is_current_stream_capturing` raises in a torch build without CUDA.
     if cuda.is_initialized() and cuda.is_current_stream_capturing():
         why = "it makes the host wait for the numbers of rows that travel; PushPrepareAndFinalize can be captured"
@@ -507,7 +472,7 @@ def expert_ranks(expert_rank: Sequence[int] | None, num_experts: int, ranks: int
 
 
 def _check_expert_load(expert_load: Any, num_experts: int) -> None:
-    torch = _torch()
+    torch = import_torch()
     if not isinstance(expert_load, torch.Tensor):
         check.fail("expert_load", "a torch tensor or None", type_name(expert_load), TypeError)
     check.dtype("expert_load", str(expert_load.dtype).removeprefix("torch."), ("int32",))

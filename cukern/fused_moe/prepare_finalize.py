@@ -1,4 +1,4 @@
-"""The prepare/finalize classes for a single rank."""
+"""The prepare/finalize classes for a single rank, and what the classes for several ranks share."""
 
 from __future__ import annotations
 
@@ -27,6 +27,31 @@ def weigh_input(a1: Any, topk_weights: Any) -> Any:
     return moe_unpermute(empty(a1.shape, dtype_of(a1), a1), a1, topk_weights, None)
 
 
+def refuse_per_call_tensor_scale(quant_config: FusedMoEQuantConfig) -> None:
+    """Refuse a per-tensor scale that each call computes, because each rank would compute a different scale."""
+    if quant_config.name == "fp8" and not quant_config.per_act_token_quant and quant_config.a1_scale is None:
+        wanted = "a1_scale given, or a scale per token (per_act_token_quant): each rank would find another one"
+        check.fail("quant_config", wanted, "a scale per tensor that is found at each call")
+
+
+class SeveralRanks(FusedMoEPrepareAndFinalize):
+    """Base class of the classes that exchange tokens between ranks. `prepare_no_receive` sends the tokens."""
+
+    def topk_indices_dtype(self) -> str | None:
+        return None
+
+    def has_prepare_no_receive(self) -> bool:
+        return True
+
+    def prepare(
+        self, a1: Any, topk_weights: Any, topk_ids: Any, num_experts: int, expert_map: Any,
+        apply_router_weight_on_input: bool, quant_config: FusedMoEQuantConfig,
+    ) -> Prepared:  # fmt: skip
+        return self.prepare_no_receive(
+            a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config
+        )()
+
+
 class _OneRank(FusedMoEPrepareAndFinalize):
     def topk_indices_dtype(self) -> str | None:
         return None
@@ -35,15 +60,10 @@ class _OneRank(FusedMoEPrepareAndFinalize):
         return 1
 
     def finalize(
-        self,
-        output: Any,
-        fused_expert_output: Any,
-        topk_weights: Any,
-        topk_ids: Any,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce,
+        self, output: Any, fused_expert_output: Any, topk_weights: Any, topk_ids: Any,
+        apply_router_weight_on_input: bool, weight_and_reduce_impl: TopKWeightAndReduce,
         expert_tokens_meta: ExpertTokensMetadata | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
             weight_and_reduce_impl = DELEGATES[self.activation_format]()
         weight_and_reduce_impl.apply(
@@ -65,15 +85,9 @@ class MoEPrepareAndFinalizeNoEP(_OneRank):
         return True
 
     def prepare(
-        self,
-        a1: Any,
-        topk_weights: Any,
-        topk_ids: Any,
-        num_experts: int,
-        expert_map: Any,
-        apply_router_weight_on_input: bool,
-        quant_config: FusedMoEQuantConfig,
-    ) -> Prepared:
+        self, a1: Any, topk_weights: Any, topk_ids: Any, num_experts: int, expert_map: Any,
+        apply_router_weight_on_input: bool, quant_config: FusedMoEQuantConfig,
+    ) -> Prepared:  # fmt: skip
         if apply_router_weight_on_input:
             a1 = weigh_input(a1, topk_weights)
         return Prepared(*quantize_input(a1, quant_config))
@@ -103,15 +117,9 @@ class BatchedPrepareAndFinalize(_OneRank):
         return self.max_num_tokens
 
     def prepare(
-        self,
-        a1: Any,
-        topk_weights: Any,
-        topk_ids: Any,
-        num_experts: int,
-        expert_map: Any,
-        apply_router_weight_on_input: bool,
-        quant_config: FusedMoEQuantConfig,
-    ) -> Prepared:
+        self, a1: Any, topk_weights: Any, topk_ids: Any, num_experts: int, expert_map: Any,
+        apply_router_weight_on_input: bool, quant_config: FusedMoEQuantConfig,
+    ) -> Prepared:  # fmt: skip
         tokens, hidden = a1.shape
         experts, rows_per_expert = self.num_local_experts, self.max_num_tokens * self.num_dispatchers()
         if tokens > self.max_num_tokens:

@@ -12,8 +12,8 @@ import numpy as np
 
 from cukern.formats.fused_moe import GROUP, FusedMoEActivationFormat, FusedMoEQuantConfig
 from cukern.fused_moe.buffers import dtype_of
-from cukern.fused_moe.modular_kernel import ExpertTokensMetadata, FusedMoEPrepareAndFinalize, Prepared, SortedTokens
-from cukern.fused_moe.prepare_finalize import quantize_input, weigh_input
+from cukern.fused_moe.modular_kernel import ExpertTokensMetadata, Prepared, SortedTokens
+from cukern.fused_moe.prepare_finalize import SeveralRanks, quantize_input, refuse_per_call_tensor_scale, weigh_input
 from cukern.fused_moe.topk_weight_and_reduce import TopKWeightAndReduce
 from cukern.ops.all_to_all import AllToAllError, AllToAllState, all_to_all_combine, all_to_all_dispatch
 from cukern.ops.moe_permute import moe_sort, moe_sort_batched, permute_rows
@@ -65,7 +65,7 @@ class Turns:
             self._changed.notify_all()
 
 
-class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
+class PushPrepareAndFinalize(SeveralRanks):
     """Stores tokens into the memory of their experts' ranks over NVLink (`all_to_all_dispatch`).
 
     A token is sent once to each rank that has at least one of its experts. The host never waits, so a CUDA graph can
@@ -121,9 +121,6 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
     def activation_format(self) -> FusedMoEActivationFormat:
         return FusedMoEActivationFormat.BatchedExperts if self.batched else FusedMoEActivationFormat.Standard
 
-    def topk_indices_dtype(self) -> str | None:
-        return None
-
     def max_num_tokens_per_rank(self) -> int | None:
         return self.state.max_tokens
 
@@ -137,15 +134,9 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         return self.state.expert_map(like)
 
     def prepare(
-        self,
-        a1: Any,
-        topk_weights: Any,
-        topk_ids: Any,
-        num_experts: int,
-        expert_map: Any,
-        apply_router_weight_on_input: bool,
-        quant_config: FusedMoEQuantConfig,
-    ) -> Prepared:
+        self, a1: Any, topk_weights: Any, topk_ids: Any, num_experts: int, expert_map: Any,
+        apply_router_weight_on_input: bool, quant_config: FusedMoEQuantConfig,
+    ) -> Prepared:  # fmt: skip
         """Quantize the tokens, send them to their experts' ranks, and sort the received tokens by expert.
 
         If `expert_map` lacks an expert of this rank, the result is NaN.
@@ -162,34 +153,17 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         arguments = (a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config)
         return self._prepare(*arguments, return_receiver=self.turns is not None)()
 
-    def has_prepare_no_receive(self) -> bool:
-        return True
-
     def prepare_no_receive(
-        self,
-        a1: Any,
-        topk_weights: Any,
-        topk_ids: Any,
-        num_experts: int,
-        expert_map: Any,
-        apply_router_weight_on_input: bool,
-        quant_config: FusedMoEQuantConfig,
-    ) -> Callable[[], Prepared]:
+        self, a1: Any, topk_weights: Any, topk_ids: Any, num_experts: int, expert_map: Any,
+        apply_router_weight_on_input: bool, quant_config: FusedMoEQuantConfig,
+    ) -> Callable[[], Prepared]:  # fmt: skip
         arguments = (a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config)
         return self._prepare(*arguments, return_receiver=True)
 
     def _prepare(
-        self,
-        a1: Any,
-        topk_weights: Any,
-        topk_ids: Any,
-        num_experts: int,
-        expert_map: Any,
-        apply_router_weight_on_input: bool,
-        quant_config: FusedMoEQuantConfig,
-        *,
-        return_receiver: bool,
-    ) -> Callable[[], Prepared]:
+        self, a1: Any, topk_weights: Any, topk_ids: Any, num_experts: int, expert_map: Any,
+        apply_router_weight_on_input: bool, quant_config: FusedMoEQuantConfig, *, return_receiver: bool,
+    ) -> Callable[[], Prepared]:  # fmt: skip
         if num_experts != self.state.num_experts:
             wanted = f"{self.state.num_experts}, the experts of all ranks (num_experts of the state)"
             check.fail("global_num_experts", wanted, num_experts)
@@ -269,15 +243,10 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         return Prepared(rows, scales, meta, ids, weights)
 
     def finalize(
-        self,
-        output: Any,
-        fused_expert_output: Any,
-        topk_weights: Any,
-        topk_ids: Any,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce,
+        self, output: Any, fused_expert_output: Any, topk_weights: Any, topk_ids: Any,
+        apply_router_weight_on_input: bool, weight_and_reduce_impl: TopKWeightAndReduce,
         expert_tokens_meta: ExpertTokensMetadata | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Multiply the experts' rows by the router's weights, add them up and send them back.
 
         Args:
@@ -325,10 +294,3 @@ class PushPrepareAndFinalize(FusedMoEPrepareAndFinalize):
             library.from_numpy(x, like) for x in (np.zeros(shape, np.float32), np.full(shape, -1, np.int32))
         )
         return self.state.received(like, 0, dtype, columns, weights, ids)
-
-
-def refuse_per_call_tensor_scale(quant_config: FusedMoEQuantConfig) -> None:
-    """Refuse a per-tensor scale that each call computes, because each rank would compute a different scale."""
-    if quant_config.name == "fp8" and not quant_config.per_act_token_quant and quant_config.a1_scale is None:
-        wanted = "a1_scale given, or a scale per token (per_act_token_quant): each rank would find another one"
-        check.fail("quant_config", wanted, "a scale per tensor that is found at each call")

@@ -37,14 +37,9 @@ class TopKWeightAndReduceNoOp(TopKWeightAndReduce):
     """Copies the experts' output, because the experts have done the reduction."""
 
     def apply(
-        self,
-        output: Any,
-        fused_expert_output: Any,
-        topk_weights: Any,
-        topk_ids: Any,
-        apply_router_weight_on_input: bool,
-        expert_tokens_meta: Any = None,
-    ) -> None:
+        self, output: Any, fused_expert_output: Any, topk_weights: Any, topk_ids: Any,
+        apply_router_weight_on_input: bool, expert_tokens_meta: Any = None,
+    ) -> None:  # fmt: skip
         if fused_expert_output is not output:
             output[...] = fused_expert_output
 
@@ -53,14 +48,9 @@ class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
     """A placeholder, which the prepare/finalize class replaces by the reduction for its format."""
 
     def apply(
-        self,
-        output: Any,
-        fused_expert_output: Any,
-        topk_weights: Any,
-        topk_ids: Any,
-        apply_router_weight_on_input: bool,
-        expert_tokens_meta: Any = None,
-    ) -> None:
+        self, output: Any, fused_expert_output: Any, topk_weights: Any, topk_ids: Any,
+        apply_router_weight_on_input: bool, expert_tokens_meta: Any = None,
+    ) -> None:  # fmt: skip
         raise RuntimeError("the prepare/finalize class must choose a TopKWeightAndReduce in place of the Delegate")
 
 
@@ -68,14 +58,9 @@ class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
     """Reduces outputs [tokens, topk, hidden]."""
 
     def apply(
-        self,
-        output: Any,
-        fused_expert_output: Any,
-        topk_weights: Any,
-        topk_ids: Any,
-        apply_router_weight_on_input: bool,
-        expert_tokens_meta: Any = None,
-    ) -> None:
+        self, output: Any, fused_expert_output: Any, topk_weights: Any, topk_ids: Any,
+        apply_router_weight_on_input: bool, expert_tokens_meta: Any = None,
+    ) -> None:  # fmt: skip
         tokens, topk = topk_ids.shape
         wanted = (tokens, topk, output.shape[1])
         check.shape("fused_expert_output", tuple(fused_expert_output.shape), wanted, "[tokens, topk, hidden]")
@@ -97,14 +82,9 @@ class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
         self.expert_map = expert_map
 
     def apply(
-        self,
-        output: Any,
-        fused_expert_output: Any,
-        topk_weights: Any,
-        topk_ids: Any,
-        apply_router_weight_on_input: bool,
-        expert_tokens_meta: Any = None,
-    ) -> None:
+        self, output: Any, fused_expert_output: Any, topk_weights: Any, topk_ids: Any,
+        apply_router_weight_on_input: bool, expert_tokens_meta: Any = None,
+    ) -> None:  # fmt: skip
         check.dimensions("fused_expert_output", tuple(fused_expert_output.shape), ("experts", "max_tokens", "hidden"))
         experts, max_tokens, hidden = fused_expert_output.shape
         positions = expert_tokens_meta.positions if expert_tokens_meta is not None else None

@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 
 from cukern.formats.fused_moe import FusedMoEActivationFormat, FusedMoEQuantConfig
-from cukern.fused_moe.modular_kernel import ExpertTokensMetadata, FusedMoEPrepareAndFinalize, Prepared
+from cukern.fused_moe.modular_kernel import ExpertTokensMetadata, Prepared
 from cukern.fused_moe.nccl import NcclPrepareAndFinalize
+from cukern.fused_moe.prepare_finalize import SeveralRanks
 from cukern.fused_moe.push import PushPrepareAndFinalize
 from cukern.fused_moe.topk_weight_and_reduce import TopKWeightAndReduce, TopKWeightAndReduceNoOp
 from cukern.runtime import arrays, check
 from cukern.runtime.describe import type_name
 
 
-class TwoLevelPrepareAndFinalize(FusedMoEPrepareAndFinalize):
+class TwoLevelPrepareAndFinalize(SeveralRanks):
     """Sends a token once to each host that has at least one of its experts, and from there to the experts' ranks.
 
     The local rank is the index of a rank on its host. `NcclPrepareAndFinalize` sends tokens between ranks with the same
@@ -74,9 +75,6 @@ class TwoLevelPrepareAndFinalize(FusedMoEPrepareAndFinalize):
     def activation_format(self) -> FusedMoEActivationFormat:
         return self.intra_host.activation_format
 
-    def topk_indices_dtype(self) -> str | None:
-        return None
-
     def max_num_tokens_per_rank(self) -> int | None:
         return self.inter_host.max_num_tokens
 
@@ -101,38 +99,15 @@ class TwoLevelPrepareAndFinalize(FusedMoEPrepareAndFinalize):
             self._device_arrays[key] = library.from_numpy(self._host_experts, like), library.from_numpy(full_map, like)
         return self._device_arrays[key]
 
-    def prepare(
-        self,
-        a1: Any,
-        topk_weights: Any,
-        topk_ids: Any,
-        num_experts: int,
-        expert_map: Any,
-        apply_router_weight_on_input: bool,
-        quant_config: FusedMoEQuantConfig,
-    ) -> Prepared:
+    def prepare_no_receive(
+        self, a1: Any, topk_weights: Any, topk_ids: Any, num_experts: int, expert_map: Any,
+        apply_router_weight_on_input: bool, quant_config: FusedMoEQuantConfig,
+    ) -> Callable[[], Prepared]:  # fmt: skip
         """Quantize the tokens, and send them to their experts' hosts and ranks.
 
-        Takes the arguments of `NcclPrepareAndFinalize.prepare`. Returns the result of `PushPrepareAndFinalize.prepare`,
-        with ids among the experts of this host. Raises the errors of both methods.
+        Takes the arguments of `NcclPrepareAndFinalize.prepare`. Returns a function with the result of
+        `PushPrepareAndFinalize.prepare`, with ids among the experts of this host. Raises the errors of both methods.
         """
-        return self.prepare_no_receive(
-            a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, quant_config
-        )()
-
-    def has_prepare_no_receive(self) -> bool:
-        return True
-
-    def prepare_no_receive(
-        self,
-        a1: Any,
-        topk_weights: Any,
-        topk_ids: Any,
-        num_experts: int,
-        expert_map: Any,
-        apply_router_weight_on_input: bool,
-        quant_config: FusedMoEQuantConfig,
-    ) -> Callable[[], Prepared]:
         self.intra_host.state.check()
         receive = self.inter_host.prepare_no_receive(
             a1, topk_weights, topk_ids, num_experts, None, apply_router_weight_on_input, quant_config
@@ -159,15 +134,10 @@ class TwoLevelPrepareAndFinalize(FusedMoEPrepareAndFinalize):
         return send_within_host
 
     def finalize(
-        self,
-        output: Any,
-        fused_expert_output: Any,
-        topk_weights: Any,
-        topk_ids: Any,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: TopKWeightAndReduce,
+        self, output: Any, fused_expert_output: Any, topk_weights: Any, topk_ids: Any,
+        apply_router_weight_on_input: bool, weight_and_reduce_impl: TopKWeightAndReduce,
         expert_tokens_meta: ExpertTokensMetadata | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Add up the experts' weighted rows within the host, and send the sums to the source host.
 
         Raises:
