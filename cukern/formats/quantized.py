@@ -1,6 +1,8 @@
-"""Group sizes and smallest scales of the quantized formats."""
+"""Group sizes and scales of the quantized formats."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
@@ -12,3 +14,8 @@ SMALLEST_FP8, SMALLEST = np.float32(1 / 512), np.float32(1e-10)
 BLOCK = 128
 #: Elements per scale.
 MXFP4_GROUP, NVFP4_GROUP = 32, 16
+
+
+def number_of(scale: Any) -> float:
+    """Convert a number or an array of one element to a float; None is 1."""
+    return 1.0 if scale is None else float(np.asarray(scale).reshape(()))

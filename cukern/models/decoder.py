@@ -108,7 +108,7 @@ class Decoder:
         weights, layers, n = self.weights, self._layers, self.hidden
         check.dimensions("x", x.shape, ("batch", "hidden"))
         check.shape("x", x.shape, (x.shape[0], n), "[batch, hidden]")
-        h = self._norm(x, weights.self_norm) if self.normalize_before else x
+        h = layer_norm(x, *weights.self_norm, self.epsilon) if self.normalize_before else x
         qkv = layers.linear(h, weights.qkv.weight)
         q, k, v = qkv[:, :n], qkv[:, n : 2 * n], qkv[:, 2 * n :]
         attended = masked_attention(q, k, v, *self._biases, key_cache, value_cache, step)
@@ -120,9 +120,6 @@ class Decoder:
         up = add_bias_act(up, weights.up.bias, self.activation, out=up)
         x, _ = self._add(up, weights.down, x, weights.final_norm, None)
         return x
-
-    def _norm(self, x: Any, norm: Affine) -> Any:
-        return layer_norm(x, *norm, self.epsilon)
 
     def _add(self, term: Any, projection: Affine, residual: Any, norm: Affine, next_norm: Affine | None) -> Any:
         """Return linear(term) + residual, normalized in a post-norm layer, and the input of the next sublayer."""

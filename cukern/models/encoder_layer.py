@@ -63,13 +63,13 @@ class EncoderLayer:
     def __call__(self, x: Any, words: Words) -> Any:
         """Return the new hidden states of `x` [words, hidden]."""
         weights = self.weights
-        h = self._norm(x, weights.self_norm) if self.normalize_before else x
+        h = layer_norm(x, *weights.self_norm, self.epsilon) if self.normalize_before else x
         qkv = self._linear(h, *weights.qkv)
         # "mma" and "auto" give different bits, so with `product_rows` all batches use "auto".
         uses_mma = self._chooses_by_rows and len(qkv) <= _MMA_MAX_ROWS and qkv.shape[1] // self.heads % 24 == 0
         attended = self.layers.attention(qkv, self.heads, words, "mma" if uses_mma else "auto")
         x = self._add(attended, weights.out, x, weights.self_norm)
-        h = self._norm(x, weights.final_norm) if self.normalize_before else x
+        h = layer_norm(x, *weights.final_norm, self.epsilon) if self.normalize_before else x
         x = self._add(self._up(h), weights.down, x, weights.final_norm)
         return self.layers.clipped(x, _FLOAT16_CLIP) if self.normalize_before else x
 
@@ -95,9 +95,6 @@ class EncoderLayer:
             return moe_gemm(x, weight[None], self._all_rows, bias=bias[None], activation=activation)
         y = self._linear(x, weight)
         return add_bias_act(y, bias, self.activation, out=y)
-
-    def _norm(self, x: Any, norm: Affine) -> Any:
-        return layer_norm(x, *norm, self.epsilon)
 
     def _add(self, term: Any, projection: Affine, residual: Any, norm: Affine) -> Any:
         """Return the sum linear(term) + residual. A post-norm layer also normalizes this sum."""

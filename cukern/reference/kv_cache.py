@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from cukern.formats.quantized import number_of
 from cukern.runtime.tolerance import Tolerance
 
 TOLERANCES = {
@@ -38,10 +39,6 @@ def _dtype(cache: Array, kv_cache_dtype: str) -> np.dtype[Any]:
     return _FP8[kv_cache_dtype] if kv_cache_dtype != "auto" and cache.dtype.itemsize == 1 else cache.dtype
 
 
-def _factor(scale: Any) -> np.float32:
-    return np.float32(1.0 if scale is None else np.asarray(scale).reshape(()))
-
-
 def _stored(x: Array, cache: Array, kv_cache_dtype: str, scale: Any) -> Array:
     """Convert `x` for the cache. An FP8 cache stores the float32 quotient x / scale, saturated and rounded once."""
     dtype = _dtype(cache, kv_cache_dtype)
@@ -49,7 +46,7 @@ def _stored(x: Array, cache: Array, kv_cache_dtype: str, scale: Any) -> Array:
         return x
     largest = float(ml_dtypes.finfo(dtype).max)
     with np.errstate(all="ignore"):
-        quotient = x.astype(np.float32) / _factor(scale)
+        quotient = x.astype(np.float32) / np.float32(number_of(scale))
         return np.clip(quotient, -largest, largest).astype(dtype).view(cache.dtype)
 
 
@@ -177,5 +174,5 @@ def gather_cache(
                         row = _unscaled(row, dst.dtype)
                     else:
                         stored = row.view(_dtype(src_cache, kv_cache_dtype)).astype(np.float32)
-                        row = (stored * _factor(scale)).astype(dst.dtype)
+                        row = (stored * np.float32(number_of(scale))).astype(dst.dtype)
                 dst[token] = row

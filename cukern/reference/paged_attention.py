@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from cukern.formats.quantized import number_of
 from cukern.runtime.tolerance import Tolerance
 
 TOLERANCES = {
@@ -46,11 +47,6 @@ class _Row(NamedTuple):
     tokens: Array  # [seen], positions
     scores: Array  # [seen]
     values: Array  # [seen, head_dim]
-
-
-def _number(scale: Any) -> float:
-    """Convert a scale to a float; None is 1."""
-    return 1.0 if scale is None else float(np.asarray(scale).reshape(()))
 
 
 def _tokens(cache: Array, ids: Array, layout: str, kv_cache_dtype: str) -> Array:
@@ -157,7 +153,7 @@ def paged_attention(
     lse = np.full(rows.shape[:3], -np.inf, np.float32)
     if sinks is not None:
         lse[...] = sinks
-    options = layout, scale * _number(k_scale), alibi_slopes, window, softcap, kv_cache_dtype
+    options = layout, scale * number_of(k_scale), alibi_slopes, window, softcap, kv_cache_dtype
     with np.errstate(invalid="ignore", over="ignore"):
         for row in _rows(rows, key_cache, value_cache, block_tables, seq_lens, *options):
             if isinstance(row, int):
@@ -170,7 +166,7 @@ def paged_attention(
             if sinks is not None:
                 joint = np.logaddexp(of_row, float(sinks[row.at[2]]))
                 attended, of_row = attended * np.exp(of_row - joint), joint
-            out[row.at], lse[row.at] = _number(v_scale) * attended, of_row
+            out[row.at], lse[row.at] = number_of(v_scale) * attended, of_row
     out, lse = out.reshape(query.shape), lse.reshape(query.shape[:-1])
     return (out, lse) if return_lse else out
 
@@ -223,7 +219,7 @@ def paged_attention_v1(
     """Attend from the last token of each sequence."""
     sparse = blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step
     is_seen = _block_sparse(query.shape[1], num_kv_heads, tp_rank, *sparse)
-    options = "vllm", scale * _number(k_scale), alibi_slopes, None, None, kv_cache_dtype, is_seen
+    options = "vllm", scale * number_of(k_scale), alibi_slopes, None, None, kv_cache_dtype, is_seen
     out[...] = 0
     with np.errstate(invalid="ignore", over="ignore"):
         for row in _rows(query[:, None], key_cache, value_cache, block_tables, seq_lens, *options):
@@ -231,7 +227,7 @@ def paged_attention_v1(
                 out[row] = np.nan
                 continue
             s, _, h = row.at
-            out[s, h] = _number(v_scale) * _softmax(row.scores, row.values)[0]
+            out[s, h] = number_of(v_scale) * _softmax(row.scores, row.values)[0]
 
 
 def paged_attention_v2(
@@ -266,7 +262,7 @@ def paged_attention_v2(
     shared = query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len
     paged_attention_v1(out, *shared, alibi_slopes, kv_cache_dtype, k_scale, v_scale, tp_rank, *sparse)
     is_seen = _block_sparse(query.shape[1], num_kv_heads, tp_rank, *sparse)
-    options = "vllm", scale * _number(k_scale), alibi_slopes, None, None, kv_cache_dtype, is_seen
+    options = "vllm", scale * number_of(k_scale), alibi_slopes, None, None, kv_cache_dtype, is_seen
     with np.errstate(invalid="ignore", over="ignore"):
         for row in _rows(query[:, None], key_cache, value_cache, block_tables, seq_lens, *options):
             if isinstance(row, int):
@@ -275,7 +271,7 @@ def paged_attention_v2(
             for j in range(-(-int(seq_lens[s]) // PARTITION)):
                 part = row.tokens // PARTITION == j
                 attended, max_logits[s, h, j], exp_sums[s, h, j] = _softmax(row.scores[part], row.values[part])
-                tmp_out[s, h, j] = _number(v_scale) * attended
+                tmp_out[s, h, j] = number_of(v_scale) * attended
 
 
 def merge_attention_states(

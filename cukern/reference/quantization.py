@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cukern.formats.quantized import MXFP4_GROUP, NVFP4_GROUP, SMALLEST, SMALLEST_FP8
+from cukern.formats.quantized import MXFP4_GROUP, NVFP4_GROUP, SMALLEST, SMALLEST_FP8, number_of
 from cukern.reference.moe_activation import activate, valid_rows
 from cukern.runtime.tolerance import Tolerance
 
@@ -35,10 +35,6 @@ INT8 = np.dtype(np.int8)
 LARGEST = {E4M3: np.float32(448), INT8: np.float32(127)}
 #: e2m1 values by code. Codes from 8 on are negative.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-
-
-def _number(scale: Any) -> np.float32:
-    return np.float32(np.asarray(scale).reshape(()))
 
 
 def _largest(x: Array) -> Array:
@@ -112,11 +108,11 @@ def scaled_fp8_quant(
     x = input.astype(np.float32)
     per_token = scale is None and use_per_token_if_dynamic
     if scale is not None:
-        scales: Array = np.full(1, _number(scale))
+        scales: Array = np.full(1, np.float32(number_of(scale)))
     else:
         largest = _largest(x if per_token else x.reshape(1, x.size))
         if scale_ub is not None:
-            largest = np.minimum(largest, _number(scale_ub))
+            largest = np.minimum(largest, np.float32(number_of(scale_ub)))
         scales = np.maximum(largest, SMALLEST_FP8) / LARGEST[E4M3]
         if not per_token:
             scales = scales.reshape(1)
@@ -183,7 +179,7 @@ def scaled_int8_quant(
     x = input.astype(np.float32)
     if scale is not None:
         zero = None if azp is None else np.full(1, np.asarray(azp).reshape(()), np.int32)
-        return _quantized(x, _number(scale), INT8, zero), np.full(1, _number(scale)), zero
+        return _quantized(x, np.float32(number_of(scale)), INT8, zero), np.full(1, np.float32(number_of(scale))), zero
     with np.errstate(all="ignore"):
         largest = np.maximum(_largest(x), SMALLEST)
         if symmetric:
@@ -218,7 +214,7 @@ def silu_and_mul_quant(
     rows = valid_rows(x.shape, expert_num_tokens)
     activated = activate(activation, x[rows][:, :inter], x[rows][:, inter:])
     if scale is not None:
-        s[...] = _number(scale)
+        s[...] = np.float32(number_of(scale))
         q.view(E4M3)[rows] = _quantized(activated, s, E4M3)
     elif group_size is None:
         q.view(E4M3)[rows], s[rows] = _by_groups(activated, max(inter, 1), SMALLEST_FP8, False, E4M3)
@@ -263,7 +259,7 @@ def dequantize_mxfp4(packed: Array, scale: Array, dtype: str = "bfloat16") -> Ar
 
 def scaled_fp4_quant(input: Array, input_global_scale: Any) -> tuple[Array, Array]:
     groups = input.astype(np.float32).reshape(*input.shape[:-1], input.shape[-1] // NVFP4_GROUP, NVFP4_GROUP)
-    global_scale = _number(input_global_scale)
+    global_scale = np.float32(number_of(input_global_scale))
     with np.errstate(all="ignore"):
         scales = _quantized(global_scale * (_largest(groups) / np.float32(6)), np.float32(1), E4M3)
         stored = scales.astype(np.float32)
@@ -273,7 +269,7 @@ def scaled_fp4_quant(input: Array, input_global_scale: Any) -> tuple[Array, Arra
 
 def dequantize_nvfp4(packed: Array, scale: Array, global_scale: Any, dtype: str = "bfloat16") -> Array:
     with np.errstate(all="ignore"):
-        factor = scale.view(np.uint8).view(E4M3).astype(np.float32) / _number(global_scale)
+        factor = scale.view(np.uint8).view(E4M3).astype(np.float32) / np.float32(number_of(global_scale))
     return _unpacked(packed, factor, NVFP4_GROUP, dtype)
 
 

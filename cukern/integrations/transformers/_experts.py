@@ -15,12 +15,11 @@ import cukern
 from cukern.integrations.transformers._deferred import Ids
 from cukern.integrations.transformers._regimes import difference
 from cukern.integrations.transformers._rewrite import undecorated_forward
-from cukern.integrations.transformers._state import NAME, Notes, State, simple_attributes, wants_gradient
+from cukern.integrations.transformers._state import DTYPES, NAME, Notes, State, simple_attributes, wants_gradient
 
 _MATCHED = "_cukern_activation"
 #: The number of arguments of an experts module's forward: the module, tokens, ids and weights.
 _FORWARD_ARGUMENTS = 4
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -162,7 +161,7 @@ def _run_unfused(
 
 def _why_not(module: Any) -> str:
     first = _up_weights(module)
-    if first.dim() != 3 or first.dtype not in _DTYPES:
+    if first.dim() != 3 or first.dtype not in DTYPES:
         return f"weights of {str(first.dtype).removeprefix('torch.')} {list(first.shape)}"
     if first.dtype != module.down_proj.dtype:
         return "its two weights have different dtypes"

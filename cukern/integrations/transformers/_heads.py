@@ -15,10 +15,9 @@ import torch
 import cukern
 from cukern.integrations.transformers import _norms, _products
 from cukern.integrations.transformers._cache import CACHE_NAMES, PagedLayer
-from cukern.integrations.transformers._state import State, active
+from cukern.integrations.transformers._state import DTYPES, State, active
 
 _NAMES = ("q_proj", "k_proj", "v_proj")
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _ROTARY = "query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)"
 _UPDATE = "key_states, value_states = {cache}.update(key_states, value_states, self.layer_idx{more})"
 #: Further arguments of the cache update, which depend on the version of transformers.
@@ -114,7 +113,7 @@ def states(
     if joined is None or norm is None or joined.weight.dtype != hidden_states.dtype or cos.dim() != 3:
         return None
     columns = cos.shape[-1]
-    if hidden_states.dtype not in _DTYPES:
+    if hidden_states.dtype not in DTYPES:
         return None
     if cos.dtype != hidden_states.dtype and (cos.dtype != torch.float32 or not formula.takes_float32):
         return None

@@ -13,6 +13,7 @@ from cukern.integrations.transformers._deferred import Sum, computed
 from cukern.integrations.transformers._regimes import LARGE_HALVES, REGIMES, difference
 from cukern.integrations.transformers._rewrite import MANY_ARGUMENTS, only_argument, rewritten, takes_one_argument
 from cukern.integrations.transformers._state import (
+    DTYPES,
     Notes,
     State,
     active,
@@ -23,11 +24,10 @@ from cukern.integrations.transformers._state import (
 
 #: The attribute of a norm that holds (epsilon, weight_offset).
 NORM_CONSTANTS = "_cukern_norm"
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _supports(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
-    if x.dtype not in _DTYPES or (weight is not None and weight.dtype not in (x.dtype, torch.float32)):
+    if x.dtype not in DTYPES or (weight is not None and weight.dtype not in (x.dtype, torch.float32)):
         return False
     return x.stride(-1) == 1 and (x.dim() <= 3 or x.is_contiguous()) and not wants_gradient(x, weight)
 
@@ -89,7 +89,7 @@ def _constants_of(module: Any) -> tuple[tuple[float, float] | None, str]:
     weight = getattr(module, "weight", None)
     if not isinstance(epsilon, (int, float)) or (weight is not None and weight.dim() != 1):
         return None, unknown
-    probes = {dtype: randomized_copy(module).to(dtype) for dtype in _DTYPES}
+    probes = {dtype: randomized_copy(module).to(dtype) for dtype in DTYPES}
     width = 24 if weight is None else len(weight)
     shapes: dict[str, tuple[int, ...]] = {"": (5, width), " in four dimensions": (2, 3, 1, width)}
     if weight is None:

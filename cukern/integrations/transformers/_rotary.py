@@ -14,10 +14,9 @@ import cukern
 from cukern.integrations.transformers import _heads
 from cukern.integrations.transformers._regimes import REGIMES, difference
 from cukern.integrations.transformers._rewrite import read_globals, rewritten, undecorated_forward
-from cukern.integrations.transformers._state import Notes, State, active, is_traced, wants_gradient
+from cukern.integrations.transformers._state import DTYPES, Notes, State, active, is_traced, wants_gradient
 
 _PREFIX = "apply_rotary_pos_emb"
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class RotaryFormula(NamedTuple):
@@ -83,7 +82,7 @@ def _in_place(function: Callable[..., Any], formula: RotaryFormula) -> Callable[
             q.dim() == k.dim() == 4
             and cos.dim() == sin.dim() == 3
             and q.dtype == k.dtype
-            and q.dtype in _DTYPES
+            and q.dtype in DTYPES
             and (cos.dtype == q.dtype or (cos.dtype == torch.float32 and formula.takes_float32))
             and sin.dtype == cos.dtype
             and q.stride(-1) == k.stride(-1) == cos.stride(-1) == sin.stride(-1) == 1

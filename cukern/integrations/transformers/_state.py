@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+#: Dtypes of the models that `enable` changes.
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ATTRIBUTE = "_cukern"
 NAME = "cukern"
 
