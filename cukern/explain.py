@@ -190,7 +190,11 @@ def explain(function: Callable[..., Any], /, *args: Any, arch: str | None = None
     names = call.names_of(trace, returned)
     moved = own["bytes"] if "bytes" in own else call.bytes_of(trace, returned) if trace.steps else 0
     flops = sum(each.get("flops", 0) for each in notes.values())
-    card = _card_of(arch, found.arch) if arch else _name_of(trace.place.device)
+    if arch:
+        asked = arch.strip().upper().removeprefix("NVIDIA ")
+        card = f"NVIDIA {asked}" if asked in gpu.CARDS else _STANDS_FOR.get(found.arch)
+    else:
+        card = runtime.getDeviceProperties(trace.place.device)["name"].decode()
     ceilings = _ceilings(card, name)
     floor = ceilings.floor(moved, flops) if ceilings else (None, card or f"any card of sm_{found.arch}")
     return Explanation(
@@ -359,15 +363,6 @@ def _resources(instance: compile.Instance, arch: str) -> Resources | None:
 
 
 # --- ceilings -----------------------------------------------------------------------------------------
-
-
-def _card_of(asked: str, arch: str) -> str | None:
-    name = asked.strip().upper().removeprefix("NVIDIA ")
-    return f"NVIDIA {name}" if name in gpu.CARDS else _STANDS_FOR.get(arch)
-
-
-def _name_of(device: int | None) -> str:
-    return runtime.getDeviceProperties(device)["name"].decode()
 
 
 def _ceilings(name: str | None, op: str) -> Ceilings | None:

@@ -46,13 +46,6 @@ def _capped(logits: Any, *_: Any, **__: Any) -> Result:
     return Result(logits.shape, dtype_name(logits), "[..., vocab]")
 
 
-def _check_cap(cap: Any) -> float:
-    limit = check.number("cap", cap)
-    if not _SMALLEST <= limit <= _LARGEST:
-        check.fail("cap", "a positive number of float32", cap)
-    return limit
-
-
 @op(twin.softcap_logits, "capped", _capped)
 def softcap_logits(logits: AnyArray, cap: float, *, out: AnyArray | None = None, variant: str = "auto") -> AnyArray:
     """Limit logits smoothly to [-cap, cap]: cap * tanh(logits / cap), in float32, rounded once.
@@ -76,7 +69,9 @@ def softcap_logits(logits: AnyArray, cap: float, *, out: AnyArray | None = None,
     The method is from Gemma 2 (arXiv:2408.00118).
     """
     expect_array("logits", logits, DTYPES)
-    rows, limit = rows_of("logits", logits), _check_cap(cap)
+    rows, limit = rows_of("logits", logits), check.number("cap", cap)
+    if not _SMALLEST <= limit <= _LARGEST:
+        check.fail("cap", "a positive number of float32", cap)
     given, distance = out, rows.size
     if out is None:
         out = outputs(None, logits, "logits", _capped(logits))

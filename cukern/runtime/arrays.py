@@ -137,7 +137,8 @@ class Library:
 
     def strides(self, array: Any) -> tuple[int, ...]:
         """Return the strides in elements."""
-        raise NotImplementedError
+        size = array.itemsize
+        return tuple([s // size for s in array.strides])
 
     def empty(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
         return self.allocate(shape, dtype, self.device(like))
@@ -173,10 +174,6 @@ class _NumPy(Library):
     def address(self, array: Any) -> int:
         return array.ctypes.data
 
-    def strides(self, array: Any) -> tuple[int, ...]:
-        size = array.itemsize
-        return tuple([s // size for s in array.strides])
-
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
         return np.asarray(array)
 
@@ -189,10 +186,10 @@ class _CuPy(Library):
     array_type = cupy.ndarray if cupy is not None else type(None)
 
     def view(self, name: str, array: Any) -> View:
-        memory, dtype, size = array.data, array.dtype, array.itemsize
-        strides = tuple([s // size for s in array.strides])
-        name = _NUMPY_NAMES.get(dtype) or dtype.name
-        return View(memory.ptr, name, array.shape, strides, memory.device_id)
+        memory, dtype = array.data, array.dtype
+        return View(
+            memory.ptr, _NUMPY_NAMES.get(dtype) or dtype.name, array.shape, self.strides(array), memory.device_id
+        )
 
     def allocate(self, shape: tuple[int, ...], dtype: str, device: int | None) -> Any:
         if device == runtime.getDevice():
@@ -208,10 +205,6 @@ class _CuPy(Library):
 
     def address(self, array: Any) -> int:
         return array.data.ptr
-
-    def strides(self, array: Any) -> tuple[int, ...]:
-        size = array.itemsize
-        return tuple([s // size for s in array.strides])
 
     def stream(self, device: int) -> int:
         return cupy.cuda.get_current_stream(device).ptr

@@ -168,13 +168,6 @@ def _why_penalties(variant: str, width: int, all_logits: bool) -> str:
     return f"{blocks}; {asked(variant) or why_width(width, 'rows of logits and out')}"
 
 
-def _in_range(name: str, minimum: float, wanted: str, value: Any) -> float:
-    number = check.number(name, value)
-    if not minimum <= number <= _LARGEST_FLOAT:
-        check.fail(name, wanted, number)
-    return number
-
-
 def _per_row(
     name: str, value: Any, neutral: float, minimum: float, wanted: str, logits: Array, dtype: str = "float32"
 ) -> tuple[Any, Any, int]:
@@ -187,7 +180,10 @@ def _per_row(
         return value, neutral, len(shape)
     if dtype == "int32":
         return None, check.integer(name, value, int(minimum), 2**31 - 1), 0
-    return None, _in_range(name, minimum, wanted, value), 0
+    number = check.number(name, value)
+    if not minimum <= number <= _LARGEST_FLOAT:
+        check.fail(name, wanted, number)
+    return None, number, 0
 
 
 def _check_sequences(
@@ -218,13 +214,6 @@ def _check_masks(logits: Array, output_ids: Any, prompt_mask: Any, output_mask: 
         if shape and shape[-1] > _MAX_COUNT:
             check.fail("max_length of output_ids", f"at most {_MAX_COUNT} beside output_mask", shape[-1])
     return given
-
-
-def _why_ids(counts: bool, frequency: bool) -> str:
-    """Return the names of the arguments that need `output_ids`; empty if none does."""
-    if counts:
-        return "repetition, presence or frequency penalties or bad words"
-    return "frequency penalties, whose counts no mask has" if frequency else ""
 
 
 _MASKS = ("prompt_mask", "output_mask")
@@ -299,7 +288,9 @@ def apply_penalties(
     min_lengths = per_row("min_length", min_length, 0, 0, "", dtype="int32")
 
     masks = _check_masks(logits, output_ids, prompt_mask, output_mask)
-    need_ids = _why_ids(bad_words is not None or (counts and not masks), frequency_penalty is not None)
+    need_ids = "" if frequency_penalty is None else "frequency penalties, whose counts no mask has"
+    if bad_words is not None or (counts and not masks):
+        need_ids = "repetition, presence or frequency penalties or bad words"
     max_length, ids_row_stride = _check_sequences(
         logits, output_ids, sequence_length, prompt_length, need_ids, min_length is not None
     )

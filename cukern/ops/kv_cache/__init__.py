@@ -199,15 +199,6 @@ def reshape_and_cache_flash(
     )
 
 
-def _check_latents(kv_c: Any, k_pe: Any) -> None:
-    expect_array("kv_c", kv_c, DTYPES, ("tokens", "kv_lora_rank"))
-    expect_place("k_pe", k_pe, kv_c, "kv_c")
-    symbols = ("tokens", "1", "rope_dim") if len(k_pe.shape) == 3 and k_pe.shape[1] == 1 else ("tokens", "rope_dim")
-    expect_array("k_pe", k_pe, (kv_c.dtype,), symbols)
-    rows, rope_dim = kv_c.shape[0], k_pe.shape[-1]
-    check.shape("k_pe", (k_pe.shape[0], rope_dim), (rows, rope_dim), "[tokens, rope_dim]")
-
-
 def _check_latent_cache(kv_c: Array, k_pe: Array, kv_cache: Any, kv_cache_dtype: str) -> str:
     """Check the cache. Return the template argument FORMAT, which is SAME for FlashMLA's FP8 cache."""
     rank, rope_dim = kv_c.shape[1], k_pe.shape[-1]
@@ -261,10 +252,13 @@ def concat_and_cache_mla(
 
     The function is from vLLM.
     """
-    _check_latents(kv_c, k_pe)
+    tokens, rank = expect_array("kv_c", kv_c, DTYPES, ("tokens", "kv_lora_rank")).shape
+    expect_place("k_pe", k_pe, kv_c, "kv_c")
+    symbols = ("tokens", "1", "rope_dim") if len(k_pe.shape) == 3 and k_pe.shape[1] == 1 else ("tokens", "rope_dim")
+    rope_dim = expect_array("k_pe", k_pe, (kv_c.dtype,), symbols).shape[-1]
+    check.shape("k_pe", (k_pe.shape[0], rope_dim), (tokens, rope_dim), "[tokens, rope_dim]")
     cache_format = _check_latent_cache(kv_c, k_pe, kv_cache, kv_cache_dtype)
     blocks, block_size, entry = kv_cache.shape
-    rank, rope_dim = kv_c.shape[1], k_pe.shape[-1]
     block_stride, token_stride = distances("kv_cache", kv_cache, 2, written=True)
     (kv_c_stride,), (k_pe_stride,) = distances("kv_c", kv_c, 1), distances("k_pe", k_pe, 1)
     slots = check_slots(slot_mapping, kv_c, "kv_c", "kv_cache", blocks, block_size)

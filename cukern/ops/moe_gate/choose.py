@@ -109,11 +109,6 @@ def _dynamic_sizes(lanes: int, values: int, experts: int, groups: int, routed: i
     return fields | {"group_magic": magic}, shared_bytes
 
 
-def _fits(config: Config, lanes: int) -> bool:
-    """Return whether the experts can be divided among `lanes` lanes such that no lane has experts of two groups."""
-    return config.experts % lanes == 0 and lanes % config.groups == 0 and config.experts // lanes <= 32
-
-
 def lanes_of(config: Config) -> tuple[int, ...]:
     """Return the possible numbers of lanes per token, ordered from few tokens to many; empty if none fits the experts.
 
@@ -122,7 +117,9 @@ def lanes_of(config: Config) -> tuple[int, ...]:
     threshold. More than 16 experts per lane would need too many registers.
     """
     fewest, most_experts = (8, 32) if config.groups > 1 else (16, 16)
-    fitting = [n for n in (32, 16, 8, 4) if _fits(config, n)]
+    # A lane has at most 32 experts, all of one group.
+    even = [n for n in (32, 16, 8, 4) if config.experts % n == 0 and n % config.groups == 0]
+    fitting = [n for n in even if config.experts // n <= 32]
     return tuple(n for n in fitting if n >= fewest and config.experts // n <= most_experts) or tuple(fitting[:1])
 
 
@@ -290,17 +287,15 @@ def choose(dtype: str, experts: int, sizes: Sizes, scoring: str, bias_dtype: str
     specialized = []
     if config in registered and not softcap:
         specialized = _all_specialized(dtype, config, scoring, routed, bias_types)
-    why = _specialized_for(config) if specialized else _why_dynamic(dtype, config, routed, softcap)
+    why = f"specialized for {_named(config)} ({SPECIALIZED.get(config, 'by cukern.specialize')})"
+    if not specialized:
+        why = _why_dynamic(dtype, config, routed, softcap)
     return Choices(dynamic, specialized, why)
 
 
 def _named(config: Config) -> str:
     groups = f" in {config.groups} groups" if config.groups > 1 else ""
     return f"{config.experts} experts{groups} {f'by {config.scoring} with' if config.biased else 'without'} a bias"
-
-
-def _specialized_for(config: Config) -> str:
-    return f"specialized for {_named(config)} ({SPECIALIZED.get(config, 'by cukern.specialize')})"
 
 
 def _why_dynamic(dtype: str, config: Config, routed: int, softcap: bool) -> str:

@@ -52,13 +52,9 @@ _kernel.specialized = [
 ]
 
 
-def _is_one(x: Product) -> bool:
-    is_plain = x.weights == "PLAIN" and x.experts == 1 and not x.is_batched and x.row_token is None
-    return is_plain and x.expects(max(TOKENS))
-
-
 def stream(x: Product) -> None:
-    if not _is_one(x):
+    is_of_one_expert = x.weights == "PLAIN" and x.experts == 1 and not x.is_batched and x.row_token is None
+    if not (is_of_one_expert and x.expects(max(TOKENS))):
         kernels.stream(x)
         return
     few = next(tokens for tokens in TOKENS if x.expects(tokens))

@@ -208,6 +208,7 @@ def launch_build(
     batch = sequence_length.shape[0]
     threads = 256 if batch <= _FEW_SEQUENCES else 1024
     words_per_block = threads * max(1, -(-words // (threads * _MAX_BUILD_BLOCKS)))
+    in_tile = min(batch, threads * template.constants("padding/build_padding_offset")["LENGTHS"])
     launch(
         _build.variant(threads),
         max(1, -(-words // words_per_block)),
@@ -220,11 +221,6 @@ def launch_build(
         batch=batch,
         max_seq_len=max_seq_len,
         tokens_per_block=words_per_block,
-        first_step=_first_step(batch, threads * template.constants("padding/build_padding_offset")["LENGTHS"]),
+        # The largest power of two below the number of sequences in a tile.
+        first_step=1 << (in_tile - 1).bit_length() - 1 if in_tile > 1 else 0,
     )
-
-
-def _first_step(batch: int, tile: int) -> int:
-    """Return the largest power of two below the number of sequences in a tile, or 0 if that number is at most 1."""
-    in_tile = min(batch, tile)
-    return 1 << (in_tile - 1).bit_length() - 1 if in_tile > 1 else 0

@@ -150,6 +150,8 @@ def check_call(
     scale = head_dim**-0.5 if scale is None and several else check.number("scale", scale)
     key_scale, key_factor = fp8.scale_of("k_scale", k_scale, query, "query")
     value_scale, value_factor = fp8.scale_of("v_scale", v_scale, query, "query")
+    if not abs(scale * key_factor) <= _LARGEST_SCALE:
+        check.fail("scale", f"of at most {_LARGEST_SCALE:g}, with k_scale", scale * key_factor)
     sizes = Sizes(seqs, query_tokens, heads, kv_heads, head_dim, blocks, block_size, max_blocks)
     steps = [a * query.item_size for a, n in zip(query_strides, sizes[:3], strict=True) if n > 1]
     alignment = min(query.alignment, key_cache.alignment, value_cache.alignment)
@@ -159,16 +161,10 @@ def check_call(
         **dict(zip(("query_seq", "query_token", "query_head"), query_strides, strict=True)),
         **distances,
         "table_row": table_row,
-        "scale": _scale_of_scores(scale, key_factor),
+        "scale": scale * key_factor,
     }
     aligned = alignment == 16 and not any(x % 16 for x in (*steps, *distances.values()))
     return Call(query, cache, layout, sizes, aligned, fields)
-
-
-def _scale_of_scores(scale: float, key_scale: float) -> float:
-    if not abs(scale * key_scale) <= _LARGEST_SCALE:
-        check.fail("scale", f"of at most {_LARGEST_SCALE:g}, with k_scale", scale * key_scale)
-    return scale * key_scale
 
 
 def check_per_head(name: str, array: Any, call: Call) -> None:
