@@ -44,9 +44,9 @@ _cache = Kernel("beam_search/reorder_cache", "reorder_cache")
 for _name, (_groups, _) in _GROUPS.items():
     _chunks.specialized += [_chunks.variant(arrays.CUDA_TYPE[dtype], _groups).instance for dtype in DTYPES]
     _merge.specialized.append(_merge.variant(_groups).instance)
-    _step.specialized += [_step.variant(_groups, *flags).instance for flags in ((), ("true",))]
+    _step.specialized += [_step.variant(_groups, *flags).instance for flags in ((), (True,))]
 _tree.specialized = [_tree.variant(_TREE_ENTRIES).instance]
-_cache.specialized = [_cache.variant(w, *flags).instance for flags in ((), ("true",)) for w in (16, 8, 4, 2, 1)]
+_cache.specialized = [_cache.variant(w, *flags).instance for flags in ((), (True,)) for w in (16, 8, 4, 2, 1)]
 for _kernel in (_chunks, _merge, _tree):
     _kernel.at_import = _kernel.specialized
 _step.at_import = [_step.variant(_groups).instance for _groups, _ in _GROUPS.values()]
@@ -343,7 +343,7 @@ def beam_search_step(
     if batch:
         lists = _select(log_probs, scores, k, selection, rate)
         launch(
-            _step.variant(selection.groups, *["true"] * device_step), batch, _constant(_step, "THREADS"),
+            _step.variant(selection.groups, *[True] * device_step), batch, _constant(_step, "THREADS"),
             why=f"{selection.why}; last pass, which merges the lists and steps; {_why_step(device_step)}",
             **lists, log_probs=log_probs, **dict(zip(names[2:], (*state, done), strict=True)),
             **{f"new_{name}": array for name, array in zip(names, out, strict=True)},
@@ -494,7 +494,7 @@ def update_kv_cache(
             blocks = min(blocks, _RESIDENT_BLOCKS * key_cache.gpu.multiprocessors)
         why = f"{asked(variant) or why_width(width, 'the rows of the caches')}; {_why_step(device_step)}"
         launch(
-            _cache.variant(width, *["true"] * device_step), blocks, threads, why=why,
+            _cache.variant(width, *[True] * device_step), blocks, threads, why=why,
             step=step if device_step else None,
             keys=key_cache, values=value_cache, new_keys=new[0], new_values=new[1], parents=parents,
             steps=steps, batch=batch, beams=beams, vectors_per_row=vectors_per_row, columns=columns, tiles=tiles,

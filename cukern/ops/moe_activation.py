@@ -51,7 +51,7 @@ def _variant(
     flags = gate_last, interleaved, bounded
     # False flags at the end are left out, because the template has defaults for them.
     given = flags[: max((i + 1 for i, flag in enumerate(flags) if flag), default=0)]
-    return _kernel.variant(*arguments, *("true" if flag else "false" for flag in given))
+    return _kernel.variant(*arguments, *map(bool, given))
 
 
 _kernel.at_import = [_variant("bfloat16", activations.number("silu"), 16).instance]

@@ -234,7 +234,7 @@ def _lanes(head_dim: int) -> int:
 def _fused_variant(dtype: str, weight_dtype: str, angle_dtype: str, head_dim: int, layout: str, norm: bool) -> Variant:
     loaded, stored = ("PAIRS" if in_pairs else "HALVES" for in_pairs in LAYOUTS[layout])
     types = (arrays.CUDA_TYPE[x] for x in (dtype, weight_dtype, angle_dtype))
-    return _fused.variant(*types, _lanes(head_dim), loaded, stored, str(norm).lower())
+    return _fused.variant(*types, _lanes(head_dim), loaded, stored, norm)
 
 
 _BF16 = "bfloat16"

@@ -135,10 +135,11 @@ class Kernel:
     def variant(
         self, *arguments: str | int, launched: Launched = _WITHOUT_SHARED_MEMORY, large_clusters: bool = False
     ) -> Variant:
-        """Return the variant with these template arguments, the same object at every call.
+        """Return the variant with these template arguments, the same object at every call. A bool is a C++ bool.
 
         Dynamic shared memory requires `launched`; clusters of more than 8 blocks require `large_clusters`.
         """
+        arguments = tuple([str(x).lower() if isinstance(x, bool) else x for x in arguments])
         variant = self._variants.get(arguments)
         if variant is None:
             if launched.at and not launched.most:

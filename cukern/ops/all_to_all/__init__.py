@@ -40,14 +40,10 @@ _dispatch_kernel = Kernel("all_to_all/dispatch", "dispatch_tokens", 0.6)
 _combine_kernel = Kernel("all_to_all/combine", "combine_tokens", 1.0)
 
 
-def _flag(value: Any) -> str:
-    return "true" if value else "false"
-
-
 def _dispatch_variant(dtype: str, id_dtype: str, quantize: bool, phases: int) -> Variant:
     # Rows that are not quantized are copied as bytes.
     own = CUDA_TYPE[dtype] if quantize else "unsigned char"
-    return _dispatch_kernel.variant(own, _ID_TYPE[id_dtype], _flag(quantize), phases)
+    return _dispatch_kernel.variant(own, _ID_TYPE[id_dtype], quantize, phases)
 
 
 def _combine_variant(dtype: str, id_dtype: str, mode: str, vectors: int, phases: int) -> Variant:

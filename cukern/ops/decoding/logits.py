@@ -47,9 +47,10 @@ def _update_variant(dtype: str, width: int) -> Variant:
 
 
 def _penalty_variant(dtype: str, width: int, penalized: bool, all_logits: bool) -> Variant:
-    flags = ("true" if penalized else "false", "true" if all_logits else "false")
     # A kernel that writes only the penalized tokens loads and stores single elements.
-    return _apply_penalties.variant(arrays.CUDA_TYPE[dtype], width if all_logits else 1, _THREADS, _TOKENS, *flags)
+    return _apply_penalties.variant(
+        arrays.CUDA_TYPE[dtype], width if all_logits else 1, _THREADS, _TOKENS, penalized, all_logits
+    )
 
 
 _update_logits.specialized = [_update_variant(d, w).instance for d in DTYPES for w in (_wide_width(d), 1)]

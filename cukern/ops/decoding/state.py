@@ -35,7 +35,7 @@ _update_finished = Kernel("decoding/update_finished", "update_finished")
 
 
 def _init_variant(sorted_: bool) -> Variant:
-    return _decoding_init.variant(_THREADS, _ITEMS, "true" if sorted_ else "false")
+    return _decoding_init.variant(_THREADS, _ITEMS, sorted_)
 
 
 _decoding_init.specialized = [_init_variant(flag).instance for flag in (False, True)]

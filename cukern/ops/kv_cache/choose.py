@@ -47,12 +47,12 @@ FEW_TOKENS, SPLITS = 512, 8
 
 def rows_variant(dtype: str, cache_format: str, width: int, concat: bool) -> Variant:
     element = _BITS[1] if cache_format == SAME else CUDA_TYPE[dtype]
-    return _store_rows.variant(element, cache_format, width, str(concat).lower(), *THREADS_ITEMS["store_rows"])
+    return _store_rows.variant(element, cache_format, width, concat, *THREADS_ITEMS["store_rows"])
 
 
 def blocks_variant(dtype: str, cache_format: str, aligned: bool, splits: int) -> Variant:
     element = _BITS[ITEM_SIZE[dtype]] if cache_format == SAME else CUDA_TYPE[dtype]
-    return _store_blocks.variant(element, cache_format, str(aligned).lower(), WARPS, splits)
+    return _store_blocks.variant(element, cache_format, aligned, WARPS, splits)
 
 
 def gather_variant(dtype: str, cache_format: str, width: int) -> Variant:
@@ -61,11 +61,11 @@ def gather_variant(dtype: str, cache_format: str, width: int) -> Variant:
 
 
 def store_latents_variant(dtype: str, aligned: bool) -> Variant:
-    return _store_latents.variant(CUDA_TYPE[dtype], str(aligned).lower(), LATENTS_WARPS)
+    return _store_latents.variant(CUDA_TYPE[dtype], aligned, LATENTS_WARPS)
 
 
 def gather_latents_variant(dtype: str, aligned: bool) -> Variant:
-    return _gather_latents.variant(CUDA_TYPE[dtype], str(aligned).lower(), *THREADS_ITEMS["gather_rows"])
+    return _gather_latents.variant(CUDA_TYPE[dtype], aligned, *THREADS_ITEMS["gather_rows"])
 
 
 def copy_variant(width: int) -> Variant:

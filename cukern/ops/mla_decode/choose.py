@@ -116,7 +116,7 @@ def best_mma_config(
 
 def mma_variant(config: MmaConfig) -> Variant:
     sizes = config.rows, config.tile, config.stages, config.head_dim, config.head_dim_v
-    arguments: list[str | int] = [str(config.is_fp8).lower(), *sizes, *["true"] * config.has_extra]
+    arguments: list[str | int] = [config.is_fp8, *sizes, *[True] * config.has_extra]
     launched = Launched(THREADS, config.shared_bytes)
     return attend_mma.variant(arrays.CUDA_TYPE[config.dtype], *arguments, launched=launched)
 
@@ -128,14 +128,14 @@ def _max_shared(kernel: Kernel, threads: str) -> Launched:
 
 def wgmma_variant(dtype: str, is_fp8: bool, is_sparse: bool, extra_bytes: int = 0) -> Variant:
     """Return the variant for `extra_bytes` bytes per token of an 8-bit cache. With 0 bytes, EXTRA is false."""
-    flags: list[str | int] = [str(is_fp8).lower(), str(is_sparse).lower()]
+    flags: list[str | int] = [is_fp8, is_sparse]
     if extra_bytes:
-        flags += ["true"] + [extra_bytes] * (extra_bytes != twin.SLOT_BYTES)
+        flags += [True] + [extra_bytes] * (extra_bytes != twin.SLOT_BYTES)
     return attend_wgmma.variant(arrays.CUDA_TYPE[dtype], *flags, launched=_max_shared(attend_wgmma, "WGMMA_THREADS"))
 
 
 def two_loaders_variant(dtype: str, is_fp8: bool, is_sparse: bool) -> Variant:
-    arguments = arrays.CUDA_TYPE[dtype], str(is_fp8).lower(), str(is_sparse).lower()
+    arguments = arrays.CUDA_TYPE[dtype], is_fp8, is_sparse
     return attend_two_loaders.variant(*arguments, launched=_max_shared(attend_two_loaders, "TWO_LOADERS_THREADS"))
 
 
@@ -146,7 +146,7 @@ def plan_threads(sequences: int, parts: int) -> int:
 
 
 def plan_variant(has_extra: bool, threads: int = THREADS) -> Variant:
-    flags: list[str | int] = ["true"] if has_extra else []
+    flags: list[str | int] = [True] if has_extra else []
     sequences = 1000  # example size
     shared_bytes, table = plan_shared_bytes(sequences, threads)
     launched = Launched(threads, shared_bytes, (sequences, table), _PLAN_SHARED_BYTES)

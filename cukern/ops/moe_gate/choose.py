@@ -132,7 +132,7 @@ def _variant(dtype: str, config: Config, lanes: int, bias_types: tuple[str, ...]
         # With a bias, the row in shared memory holds float32 scores, which replace the logits.
         row = _staged_chunks(values, lanes, 4 if biased and values <= of_template("MAX_CACHED_SCORES") else item_size)
     shared_bytes = _shared_bytes(lanes, of_template("CAPACITY"), row, bias)
-    arguments = arrays.CUDA_TYPE[dtype], experts, groups, scoring.upper(), lanes, values, "true" if biased else "false"
+    arguments = arrays.CUDA_TYPE[dtype], experts, groups, scoring.upper(), lanes, values, biased
     return _kernel.variant(*arguments, *bias_types, launched=Launched(_threads(), shared_bytes))
 
 
@@ -142,7 +142,7 @@ def _is_by_thread(config: Config) -> bool:
 
 def _by_warp_variant(dtype: str, config: Config, bias_types: tuple[str, ...] = ()) -> Variant:
     experts, groups, scoring, biased = config
-    sizes = experts, groups, scoring.upper(), "true" if biased else "false"
+    sizes = experts, groups, scoring.upper(), biased
     return _by_warp.variant(arrays.CUDA_TYPE[dtype], *sizes, *bias_types)
 
 
@@ -164,7 +164,7 @@ def _dynamic(
     dtype: str, lanes: int, values: int, bias_types: tuple[str, ...] = (), *, lane_aligned: bool = False
 ) -> Variant:
     sizes = 0, "LANE_ALIGNED" if lane_aligned else 0, "ANY", lanes, values
-    arguments: tuple[int | str, ...] = (arrays.CUDA_TYPE[dtype], *sizes, "false", *bias_types)
+    arguments: tuple[int | str, ...] = (arrays.CUDA_TYPE[dtype], *sizes, False, *bias_types)
     if lane_aligned:
         shared_bytes = _shared_bytes(lanes, of_template("CAPACITY"), lanes * (values + 4) // 4)
         return _kernel.variant(*arguments, launched=Launched(_threads(), shared_bytes))

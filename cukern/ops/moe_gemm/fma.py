@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cukern.ops.moe_gemm.kernels import _flag, constant, tiles_of
+from cukern.ops.moe_gemm.kernels import constant, tiles_of
 from cukern.ops.moe_gemm.product import Product
 from cukern.runtime import arrays
 from cukern.runtime.kernel import Kernel, Variant
@@ -15,7 +15,7 @@ FMA_TOKENS = (16, 64)
 
 
 def fma_variant(out_dtype: str, weights: str, is_by_blocks: bool, epilogue: int, tokens: int) -> Variant:
-    return _fma.variant(arrays.CUDA_TYPE[out_dtype], weights, _flag(is_by_blocks), epilogue, tokens)
+    return _fma.variant(arrays.CUDA_TYPE[out_dtype], weights, is_by_blocks, epilogue, tokens)
 
 
 # These instances are compiled at their first use, because few models need this kernel.

@@ -9,7 +9,6 @@ from cukern.ops.moe_gemm.kernels import (
     _BAND_TILES,
     _HOPPER_BYTES,
     _RESERVED_BYTES,
-    _flag,
     _form_of,
     _prepared_map,
     box_of,
@@ -80,7 +79,7 @@ class FoldedWgmma(NamedTuple):
         return constant(_folded_wgmma, "WARPGROUPS") * warpgroup + (warpgroup if self.tokens >= 128 else 64)
 
     def variant(self, out_dtype: str, epilogue: int) -> Variant:
-        arguments = self.tokens, self.stages, self.cluster, self.blocks, _flag(self.is_streamed)
+        arguments = self.tokens, self.stages, self.cluster, self.blocks, self.is_streamed
         launched = Launched(self.threads, self.shared_bytes, box=self.box)
         return _folded_wgmma.variant(arrays.CUDA_TYPE[out_dtype], epilogue, *arguments, launched=launched)
 

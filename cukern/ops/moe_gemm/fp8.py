@@ -6,7 +6,7 @@ import functools
 from typing import NamedTuple
 
 from cukern.formats.quantized import BLOCK
-from cukern.ops.moe_gemm.kernels import _ACTIVATIONS_AHEAD, _HOPPER_BYTES, _flag, constant, why_not_wgmma
+from cukern.ops.moe_gemm.kernels import _ACTIVATIONS_AHEAD, _HOPPER_BYTES, constant, why_not_wgmma
 from cukern.ops.moe_gemm.product import STREAM_ROWS, Product
 from cukern.runtime import arrays, gpu
 from cukern.runtime.describe import Array
@@ -51,7 +51,7 @@ class Fp8Wgmma(NamedTuple):
         return constant(_fp8_wgmma, "FP8_TAIL" if self.tokens == 288 else "FP8_BOX")
 
     def variant(self, out_dtype: str, is_by_blocks: bool, activation: int) -> Variant:
-        arguments = self.tokens, self.cluster, _FP8_STAGES[self.tokens], _flag(is_by_blocks), activation
+        arguments = self.tokens, self.cluster, _FP8_STAGES[self.tokens], is_by_blocks, activation
         return _fp8_wgmma.variant(arrays.CUDA_TYPE[out_dtype], *arguments, launched=_alone(self.box))
 
 

@@ -53,10 +53,6 @@ def epilogue(
     return activation + sum(constant(_mma, name) for name, is_set in flags.items() if is_set)
 
 
-def _flag(value: bool) -> str:
-    return "true" if value else "false"
-
-
 # --- 16-bit weights, with WGMMA ---------------------------------------------------------------------------
 
 _BAND_TILES = 8  # consecutive token tiles with the same weights
@@ -108,7 +104,7 @@ class Wgmma(NamedTuple):
         return constant(_wgmma, "WARPGROUPS") * constant(_wgmma, "WARPGROUP") + producer
 
     def variant(self, dtype: str, activation: int, gathers: bool = False, is_transposed: bool = False) -> Variant:
-        flags = [_flag(self.is_streamed), _flag(gathers), *["true"] * is_transposed]
+        flags = [self.is_streamed, gathers, *[True] * is_transposed]
         arguments: list[Any] = [arrays.CUDA_TYPE[dtype], activation, *self[:4], *flags]
         launched = Launched(self.threads(gathers), self.shared_bytes(gathers), box=self.box)
         return _wgmma.variant(*arguments, launched=launched)
@@ -253,7 +249,7 @@ class Fp4Wgmma(NamedTuple):
 
     def variant(self, dtype: str, weights: str, activation: int, gathers: bool) -> Variant:
         sizes = self.tokens, self.units, self.stages(weights), *self[2:7]
-        arguments: tuple[Any, ...] = *sizes, *map(_flag, (self.is_streamed, gathers))
+        arguments: tuple[Any, ...] = *sizes, self.is_streamed, gathers
         format = arrays.CUDA_TYPE[dtype], weights, activation
         launched = Launched(self.threads, self.shared_bytes(weights), box=self.box)
         return _fp4_wgmma.variant(*format, *arguments, launched=launched)
@@ -403,7 +399,7 @@ class Mma(NamedTuple):
 
     def variant(self, out_dtype: str, weights: str, is_by_blocks: bool, activation: int) -> Variant:
         shared_bytes = self.stages * self.stage_bytes(weights, is_by_blocks)
-        arguments = arrays.CUDA_TYPE[out_dtype], weights, *self, activation, _flag(is_by_blocks)
+        arguments = arrays.CUDA_TYPE[out_dtype], weights, *self, activation, is_by_blocks
         return _mma.variant(*arguments, launched=Launched(self.token_warps * self.weight_warps * 32, shared_bytes))
 
 
@@ -496,7 +492,7 @@ def _stream_form(tokens: int, weights: str) -> _Stream:
 
 def stream_variant(tokens: int, out_dtype: str, weights: str, is_by_blocks: bool, activation: int) -> Variant:
     form = _stream_form(tokens, weights)
-    flags = weights, _flag(is_by_blocks), tokens, activation
+    flags = weights, is_by_blocks, tokens, activation
     return _stream.variant(arrays.CUDA_TYPE[out_dtype], *flags, *form)
 
 

@@ -96,7 +96,7 @@ def _layer_variant(operation: _Operation, width: int, fixed: bool, wide: bool) -
     return _layer_kernel.variant(
         arrays.CUDA_TYPE[operation.dtype],
         arrays.CUDA_TYPE[operation.weight_dtype],
-        str(operation.add).lower(),
+        operation.add,
         width if fixed else 0,
         tile.threads,
         tile.items,

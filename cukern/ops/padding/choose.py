@@ -60,8 +60,8 @@ def variant_of(kernel: str, dtype: str, width: int, columns: int = 0, head_colum
     if kernel == "rebuild":
         return _rebuild.variant(width, columns, *shape)
     if kernel == "remove":
-        return _remove.variant(width, columns, "false", 0, *shape)
-    return _remove.variant(width, columns, "true", head_columns, *shape)
+        return _remove.variant(width, columns, False, 0, *shape)
+    return _remove.variant(width, columns, True, head_columns, *shape)
 
 
 def _variants(config: Config, dtype: str) -> list[Instance]:

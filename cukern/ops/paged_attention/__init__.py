@@ -330,8 +330,8 @@ def _like_a_side(out_a: Any, *_: Any, lse_heads_first: bool = False, **__: Any) 
 
 def merge_variant(dtype: str, vector: int, heads_first: bool, each: int = 1, has_power: bool = False) -> Variant:
     """Return the variant for `each` vectors per thread. `has_power`: a row has 2^n vectors; else `each` must be 1."""
-    form: list[str | int] = [each, "true"]
-    return _merge.variant(CUDA_TYPE[dtype], vector, str(heads_first).lower(), *form if has_power else [])
+    form: list[str | int] = [each, True]
+    return _merge.variant(CUDA_TYPE[dtype], vector, heads_first, *form if has_power else [])
 
 
 def _not_read(written: int, *read: int) -> int:

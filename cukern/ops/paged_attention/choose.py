@@ -166,7 +166,7 @@ class AttendConfig(NamedTuple):
             self.dims,
             self.block_size,
             self.team,
-            str(self.extras).lower(),
+            self.extras,
             self.stages,
             self.schedule.cluster,
             self.warps,
@@ -323,9 +323,8 @@ def _choose(gpu: Gpu, x: Request) -> _KernelConfig:
 
 def _choose_scalar(x: Request, reason: str) -> _KernelConfig:
     constants = template.constants("paged_attention/attend_scalar")
-    wide = str(x.aligned).lower()
     large = [constants["MAX_DIM"]] * (x.sizes.head_dim > constants["USUAL_DIM"])
-    variant = scalar.variant(CUDA_TYPE[x.dtype], CUDA_TYPE[x.cache], x.layout.upper(), wide, *large)
+    variant = scalar.variant(CUDA_TYPE[x.dtype], CUDA_TYPE[x.cache], x.layout.upper(), x.aligned, *large)
     fast = (
         f"16-bit queries, heads of whole {_UNIT_BYTES} bytes up to {_DIMS[-1]}, blocks of multiples of {_TILE_TOKENS}"
     )

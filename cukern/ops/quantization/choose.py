@@ -62,7 +62,7 @@ def _magnitude_variant(dtype: str, vector: int) -> Variant:
 
 def _tensor_variant(dtype: str, fmt: str, activation: int, vector: int, dynamic: bool) -> Variant:
     items = _items(dtype, activation, vector)
-    return _tensor.variant(arrays.CUDA_TYPE[dtype], fmt, activation, vector, items, str(dynamic).lower())
+    return _tensor.variant(arrays.CUDA_TYPE[dtype], fmt, activation, vector, items, dynamic)
 
 
 def _fp4_vector(dtype: str) -> int:
@@ -75,7 +75,7 @@ def _fp4_variant(dtype: str, fmt: str, width: int) -> Variant:
 
 
 def _read_fp4_variant(dtype: str, fmt: str, aligned: bool) -> Variant:
-    return _read_fp4.variant(arrays.CUDA_TYPE[dtype], fmt, str(aligned).lower(), _READ_THREADS, _READ_ITEMS)
+    return _read_fp4.variant(arrays.CUDA_TYPE[dtype], fmt, aligned, _READ_THREADS, _READ_ITEMS)
 
 
 def _list_instances() -> None:

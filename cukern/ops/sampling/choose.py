@@ -55,7 +55,7 @@ def _launched() -> Launched:
 
 
 def sampler(dtype: str, probs: bool, cluster: int) -> Variant:
-    return _sample.variant(arrays.CUDA_TYPE[dtype], "true" if probs else "false", cluster, launched=_launched())
+    return _sample.variant(arrays.CUDA_TYPE[dtype], probs, cluster, launched=_launched())
 
 
 def best_taker(dtype: str, cluster: int) -> Variant:
