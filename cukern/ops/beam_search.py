@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from cukern.reference import beam_search as twin
-from cukern.runtime import arrays, check, template
+from cukern.runtime import arrays, check
 from cukern.runtime.arrays import AnyArray
 from cukern.runtime.describe import Array, Result, dtype_name, expect, expect_array, expect_contiguous, expect_one
 from cukern.runtime.kernel import Kernel
@@ -53,10 +53,6 @@ _step.at_import = [_step.variant(_groups).instance for _groups, _ in _GROUPS.val
 _cache.at_import = [_cache.variant(16).instance]
 
 
-def _constant(kernel: Kernel, name: str) -> int:
-    return template.constants(kernel.file)[name]
-
-
 def _depth(k: int, lists: int) -> int:
     """Return d. The merge derives a lower bound on the k-th best of all keys from the d-th key of each sorted list."""
     return min(max(1, ceil_div(2 * k, lists)), k)
@@ -73,14 +69,14 @@ def _selection(dtype: str, batch: int, beams: int, vocab: int, k: int, variant: 
     check.one_of("variant", variant, TOPK_VARIANTS)
     if beams < 1 or vocab < 1 or beams * vocab > MAX_CANDIDATES:
         check.fail("log_probs", f"of 1 to {MAX_CANDIDATES} candidates (beams * vocab)", f"{beams} * {vocab}")
-    most = _constant(_step, "MAX_K")
+    most = _step.constant("MAX_K")
     check.integer("k", k, 1, min(most, beams * vocab), f"the candidates, at most {most}")
     name = ("narrow" if k <= _GROUPS["narrow"][1] else "wide") if variant == "auto" else variant
     groups, most = _GROUPS[name]
     if k > most:
         check.fail("variant", f"'wide' for more than {most} results", repr(variant))
-    threads, rows, row_vectors = _constant(_chunks, "THREADS"), batch * beams, vocab // (16 // arrays.ITEM_SIZE[dtype])
-    fewest, finest = ceil_div(row_vectors, threads * _constant(_chunks, "LOADS")), ceil_div(row_vectors, threads)
+    threads, rows, row_vectors = _chunks.constant("THREADS"), batch * beams, vocab // (16 // arrays.ITEM_SIZE[dtype])
+    fewest, finest = ceil_div(row_vectors, threads * _chunks.constant("LOADS")), ceil_div(row_vectors, threads)
     chunks = max(1, fewest, min(ceil_div(_BLOCKS_WANTED, max(rows, 1)), finest))
     vectors = max(1, ceil_div(row_vectors, chunks * _VECTORS_PER_LINE)) * _VECTORS_PER_LINE
     chunks = max(1, ceil_div(row_vectors, vectors))
@@ -115,7 +111,7 @@ def _outputs(out: Any, first: Array, first_name: str, results: list[Result], nam
 
 def _select(log_probs: Array, scores: Array | None, k: int, selection: _Selection, rate: float) -> dict[str, Any]:
     """Find the best keys of each chunk or each beam. Return the kernel fields that describe the lists of these keys."""
-    (batch, beams, vocab), threads, chunks = log_probs.shape, _constant(_chunks, "THREADS"), selection.chunks
+    (batch, beams, vocab), threads, chunks = log_probs.shape, _chunks.constant("THREADS"), selection.chunks
     rows = batch * beams
     keys = empty((rows * chunks * k,), "int64")
     launch(
@@ -181,7 +177,7 @@ def beam_topk(
     if batch:
         lists = _select(log_probs, None, k, selection, rate)
         launch(
-            _merge.variant(selection.groups), batch, _constant(_merge, "THREADS"),
+            _merge.variant(selection.groups), batch, _merge.constant("THREADS"),
             why=f"{selection.why}; last pass, which merges the lists of a batch entry",
             **lists, values=values, ids=ids, best=None, k=k, diversity_rate=0.0,
         )  # fmt: skip
@@ -208,7 +204,7 @@ def _check_ends(end_id: Any) -> tuple[int, ...]:
     """Return the ids of the end tokens, sorted and without duplicates."""
     if hasattr(end_id, "__index__"):
         return (check.integer("end_id", end_id, -(2**31), 2**31 - 1),)
-    most = _constant(_step, "MAX_ENDS")
+    most = _step.constant("MAX_ENDS")
     if not isinstance(end_id, (tuple, list)) or not 1 <= len(set(end_id)) <= most:
         wanted = f"an integer, or a tuple or list of 1 to {most} of them"
         check.fail("end_id", wanted, f"{end_id!r} ({type(end_id).__name__})", TypeError)
@@ -217,7 +213,7 @@ def _check_ends(end_id: Any) -> tuple[int, ...]:
 
 def _candidates(beams: int, vocab: int, end_count: int) -> int:
     """Return how many candidates a step finds, so that at least `beams` of them do not end the sequence."""
-    max_k, max_beams = _constant(_step, "MAX_K"), _constant(_step, "MAX_BEAMS")
+    max_k, max_beams = _step.constant("MAX_K"), _step.constant("MAX_BEAMS")
     if not 1 <= beams <= max_beams:
         check.fail("log_probs", f"of 1 to {max_beams} beams", beams)
     if vocab <= max(1, end_count):
@@ -343,13 +339,13 @@ def beam_search_step(
     if batch:
         lists = _select(log_probs, scores, k, selection, rate)
         launch(
-            _step.variant(selection.groups, *[True] * device_step), batch, _constant(_step, "THREADS"),
+            _step.variant(selection.groups, *[True] * device_step), batch, _step.constant("THREADS"),
             why=f"{selection.why}; last pass, which merges the lists and steps; {_why_step(device_step)}",
             **lists, log_probs=log_probs, **dict(zip(names[2:], (*state, done), strict=True)),
             **{f"new_{name}": array for name, array in zip(names, out, strict=True)},
             k=k, beams=beams, vocab=vocab, dtype=DTYPES.index(log_probs.dtype), diverse=rate != 0,
             length=length, last=last, stop_when_full=early_stopping is True, end_count=len(end_ids),
-            end_ids=(*end_ids, *(0,) * (_constant(_step, "MAX_ENDS") - len(end_ids))),
+            end_ids=(*end_ids, *(0,) * (_step.constant("MAX_ENDS") - len(end_ids))),
             penalty=penalty, furthest_penalty=0.0 if device_step and not is_furthest else furthest, **device_fields,
         )  # fmt: skip
     return out
@@ -379,7 +375,7 @@ def gather_tree(
     `lengths` "max_sequence_lengths". Errors are as in `beam_topk`.
     """
     shape = expect_array("ids", ids, symbols=("max_steps", "batch", "beams")).shape
-    (max_steps, batch, beams), most = shape, _constant(_tree, "MAX_BEAMS")
+    (max_steps, batch, beams), most = shape, _tree.constant("MAX_BEAMS")
     if not 1 <= beams <= most:
         check.fail("ids", f"of 1 to {most} beams", beams)
     if max(max_steps, batch) > 2**31 - 1:
@@ -402,7 +398,7 @@ def gather_tree(
         return run_twin()
     if max_steps and batch:
         launch(
-            _tree.variant(_TREE_ENTRIES), batch, _constant(_tree, "THREADS"),
+            _tree.variant(_TREE_ENTRIES), batch, _tree.constant("THREADS"),
             why=f"one kernel for all sizes: a block per batch entry, {_TREE_ENTRIES} tokens in shared memory at a time",
             ids=ids, parents=parents, lengths=lengths, last_ids=last_ids, last_parents=last_parents, out=out,
             steps=max_steps, batch=batch, beams=beams, length_per_beam=per_beam, end_id=end_id,
@@ -454,7 +450,7 @@ def update_kv_cache(
     symbols = ("max_steps", "batch * beams", "heads", "dim")
     max_steps, _, heads, dim = expect_array("key_cache", key_cache, CACHE_DTYPES, symbols).shape
     check.dimensions("parents", getattr(parents, "shape", ()), ("batch", "beams"))
-    (batch, beams), most = parents.shape, _constant(_cache, "MAX_BEAMS")
+    (batch, beams), most = parents.shape, _cache.constant("MAX_BEAMS")
     if not 1 <= beams <= most:
         check.fail("parents", f"of 1 to {most} beams", beams)
     shape, dtypes = (max_steps, batch * beams, heads, dim), (key_cache.dtype,)
@@ -483,8 +479,8 @@ def update_kv_cache(
         width = item_size
     vectors_per_row = row_bytes // width
     if vectors_per_row and batch and steps:
-        threads = _constant(_cache, "THREADS")
-        columns = min(vectors_per_row, threads * _constant(_cache, "LOADS") // beams)
+        threads = _cache.constant("THREADS")
+        columns = min(vectors_per_row, threads * _cache.constant("LOADS") // beams)
         tiles = ceil_div(vectors_per_row, columns)
         blocks_per_step = 2 * batch * tiles
         if steps > _MAX_BLOCKS // blocks_per_step or beams * vectors_per_row > 2**31 - 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from cukern.reference import decoder_attention as twin
-from cukern.runtime import arrays, check, template
+from cukern.runtime import arrays, check
 from cukern.runtime.arrays import AnyArray, WrittenArray
 from cukern.runtime.compile import Instance
 from cukern.runtime.describe import (
@@ -141,7 +141,7 @@ def _max_unsplit_tokens(warps: int, steps: int, new: int) -> int:
 
 def _full_warps(columns: int, multiprocessors: int) -> int:
     """Return the warps per block for long sequences."""
-    most = template.constants("decoder_attention/decoder_attention")["MAX_WARPS"]
+    most = _kernel.constant("MAX_WARPS")
     return most if columns * most <= _RESIDENT_WARPS * multiprocessors else most // 2
 
 

@@ -9,7 +9,7 @@ from cukern.formats.rotary import LAYOUTS, has_second_half
 from cukern.ops.kv_cache.choose import check_slots, distances, expect_dimensions
 from cukern.ops.norm.rows import expect_epsilon
 from cukern.reference import rotary_embedding as twin
-from cukern.runtime import arrays, check, template
+from cukern.runtime import arrays, check
 from cukern.runtime.arrays import AnyArray, WrittenArray
 from cukern.runtime.describe import Array, expect, expect_array, expect_place
 from cukern.runtime.kernel import Kernel, Variant
@@ -190,7 +190,7 @@ def rotary_embedding(
         check.fail("query", f"of at most {MAX_ROWS} heads of tokens, with those of key", rows)
     if rows == 0:
         return query, key
-    threads = template.constants(_kernel.file)["THREADS"]
+    threads = _kernel.constant("THREADS")
     head_threads = half // (_WIDEST // query.item_size if wide else 1)
     second = half if has_second_half(layout, columns, rotary_dim) else 0
     launch(
@@ -358,7 +358,7 @@ def fused_qk_norm_rope_and_cache(
         return query
     angles = {name: (x.strides[0] * x.item_size,) for name, x in (("cos", cos), ("sin", sin))}
     _expect_aligned({**heads, **caches, "cos": cos, "sin": sin, **weights}, {**strides, **angles})
-    all_heads, threads = query.shape[1] + 2 * key.shape[1], template.constants(_fused.file)["THREADS"]
+    all_heads, threads = query.shape[1] + 2 * key.shape[1], _fused.constant("THREADS")
     rows = query.shape[0] * all_heads
     if rows > MAX_ROWS:
         check.fail("query", f"of at most {MAX_ROWS} heads of tokens, with those of key and value", rows)

@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from cukern.runtime import compile, overlap
+from cukern.runtime import compile, overlap, template
 from cukern.runtime.compile import Instance
 from cukern.runtime.cuda import cupy, current_device, driver, need_cupy, runtime
 from cukern.runtime.progress import progress
-from cukern.runtime.template import TemplateError
 
 #: Kernels by stem (see `Kernel`). Importing the op modules fills it.
 KERNELS: dict[str, list[Kernel]] = {}
@@ -143,13 +142,19 @@ class Kernel:
         variant = self._variants.get(arguments)
         if variant is None:
             if launched.at and not launched.most:
-                raise TemplateError(f"{self.function}: Launched needs `most` where a call decides the shared memory")
+                raise template.TemplateError(
+                    f"{self.function}: Launched needs `most` where a call decides the shared memory"
+                )
             instance = Instance(self.file, self.function, arguments)
             instance = replace(instance, assertions=launched.assertions(instance))
             made = Variant(instance, launched, large_clusters)
             # If two threads store a variant here, both use the variant that is stored first.
             variant = self._variants.setdefault(arguments, made)
         return variant
+
+    def constant(self, name: str) -> int:
+        """Return an integer that the kernel's file, or a file that it includes, declares."""
+        return template.constants(self.file)[name]
 
     def variants(self) -> list[Variant]:
         return [*self._variants.values()]

@@ -123,7 +123,7 @@ def mma_variant(config: MmaConfig) -> Variant:
 
 def _max_shared(kernel: Kernel, threads: str) -> Launched:
     """Return the launch configuration of a block that uses all shared memory of its multiprocessor."""
-    return Launched(template.constants(kernel.file)[threads], gpu.BY_ARCH["90a"].shared_per_block)
+    return Launched(kernel.constant(threads), gpu.BY_ARCH["90a"].shared_per_block)
 
 
 def wgmma_variant(dtype: str, is_fp8: bool, is_sparse: bool, extra_bytes: int = 0) -> Variant:
@@ -140,7 +140,7 @@ def two_loaders_variant(dtype: str, is_fp8: bool, is_sparse: bool) -> Variant:
 
 
 def plan_threads(sequences: int, parts: int) -> int:
-    if parts > template.constants(plan_kernel.file)["MAX_PARTS"] or not _FEW_SEQUENCES < sequences <= _MANY_SEQUENCES:
+    if parts > plan_kernel.constant("MAX_PARTS") or not _FEW_SEQUENCES < sequences <= _MANY_SEQUENCES:
         return THREADS
     return next(n for n in _BY_PARTS_THREADS if sequences <= n or n == _BY_PARTS_THREADS[-1])
 
@@ -347,7 +347,7 @@ def launch_attention(
     if work.parts > 1:
         combine_config, grid, why = _combine_launch(work, of.multiprocessors)
         head_dim_v = work.dims[1] if is_special else 0
-        threads = 32 * template.constants(combine.file)["COMBINE_WARPS"]
+        threads = 32 * combine.constant("COMBINE_WARPS")
         launch(combine_variant(work.dtype, head_dim_v, combine_config), grid, threads, why=why, **fields)
 
 

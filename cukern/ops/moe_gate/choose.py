@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from cukern.runtime import arrays, check, template
+from cukern.runtime import arrays, check
 from cukern.runtime.compile import Instance
 from cukern.runtime.kernel import Kernel, Launched, Variant
 
@@ -76,7 +76,7 @@ _by_thread = Kernel("moe_gate/gate_by_thread", "gate_by_thread")
 
 
 def of_template(name: str) -> int:
-    return template.constants(_kernel.file)[name]
+    return _kernel.constant(name)
 
 
 def _threads() -> int:
@@ -236,13 +236,13 @@ def _all_specialized(
 ) -> list[Choice]:
     """Return the specialized kernels, ordered from few tokens to many. `routed` is topk without the shared experts."""
     if _is_by_thread(config):
-        threads = template.constants(_by_thread.file)["THREADS"]
+        threads = _by_thread.constant("THREADS")
         return [Choice(_by_thread_variant(dtype, config, scoring), 1, 0, threads)]
     found = []
     for lanes in lanes_of(config):
         most = UP_TO_TOKENS[lanes]
         if lanes == 32 and routed <= _BY_WARP_TOPK:
-            threads = 32 * template.constants(_by_warp.file)["WARPS"]
+            threads = 32 * _by_warp.constant("WARPS")
             by_warp = Choice(_by_warp_variant(dtype, config, bias_types), lanes, 0, threads)
             if config.experts <= _BY_WARP_EXPERTS:
                 found.append(by_warp._replace(max_tokens=most))

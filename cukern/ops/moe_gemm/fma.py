@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cukern.ops.moe_gemm.kernels import constant, tiles_of
+from cukern.ops.moe_gemm.kernels import tiles_of
 from cukern.ops.moe_gemm.product import Product
 from cukern.runtime import arrays
 from cukern.runtime.kernel import Kernel, Variant
@@ -24,12 +24,12 @@ _fma.specialized = [fma_variant("bfloat16", "PLAIN", False, 0, tokens).instance 
 
 def fma(x: Product) -> None:
     tokens = next((tokens for tokens in FMA_TOKENS[:-1] if x.expects(tokens)), FMA_TOKENS[-1])
-    columns = constant(_fma, "FMA_WEIGHTS") // (2 if x.is_gated else 1)
+    columns = _fma.constant("FMA_WEIGHTS") // (2 if x.is_gated else 1)
     strips = -(-x.out.shape[-1] // columns)
     launch(
         fma_variant(x.out.dtype, x.weights, x.is_by_blocks, x.epilogue, tokens),
         x.tiles(tokens, strips),
-        constant(_fma, "FMA_THREADS"),
+        _fma.constant("FMA_THREADS"),
         why=f"{x.why}; {tiles_of(FMA_TOKENS, tokens, x)}",
         **x.fields(),
         b_row=x.b_strides[1],

@@ -12,7 +12,6 @@ from cukern.ops.moe_gemm.kernels import (
     _form_of,
     _prepared_map,
     box_of,
-    constant,
     resident_blocks,
     staged_rows,
 )
@@ -43,18 +42,18 @@ class FoldedWgmma(NamedTuple):
     @property
     def weights(self) -> int:
         """The number of weight rows in a tile."""
-        return constant(_folded_wgmma, "WARPGROUPS") * 64
+        return _folded_wgmma.constant("WARPGROUPS") * 64
 
     def _sizes(self) -> tuple[int, int]:
         """Return the bytes of a stage (with its barriers), and the bytes of all other shared memory."""
         scaled = min(self.tokens, 128)
         scales = self.tokens // scaled * 4 * (scaled + 16)
-        rows = self.tokens * constant(_folded_wgmma, "FOLDED_K")
-        weights = self.weights // constant(_folded_wgmma, "FOLDED_ROWS") * constant(_folded_wgmma, "FOLDED_UNIT_BYTES")
+        rows = self.tokens * _folded_wgmma.constant("FOLDED_K")
+        weights = self.weights // _folded_wgmma.constant("FOLDED_ROWS") * _folded_wgmma.constant("FOLDED_UNIT_BYTES")
         stage = rows + weights + scales + 32
-        warpgroups = constant(_folded_wgmma, "WARPGROUPS")
-        staging = warpgroups * 2 * staged_rows(self.tokens) * constant(_folded_wgmma, "ROW_BYTES")
-        kept = 16 * warpgroups * constant(_folded_wgmma, "WARPGROUP") // 32
+        warpgroups = _folded_wgmma.constant("WARPGROUPS")
+        staging = warpgroups * 2 * staged_rows(self.tokens) * _folded_wgmma.constant("ROW_BYTES")
+        kept = 16 * warpgroups * _folded_wgmma.constant("WARPGROUP") // 32
         # 1024, 128 and 256 bytes align the stages, the results and the table. The other 256 are the table.
         return stage, 1024 + staging + 128 + 256 + 256 + kept
 
@@ -75,8 +74,8 @@ class FoldedWgmma(NamedTuple):
 
     @property
     def threads(self) -> int:
-        warpgroup = constant(_folded_wgmma, "WARPGROUP")
-        return constant(_folded_wgmma, "WARPGROUPS") * warpgroup + (warpgroup if self.tokens >= 128 else 64)
+        warpgroup = _folded_wgmma.constant("WARPGROUP")
+        return _folded_wgmma.constant("WARPGROUPS") * warpgroup + (warpgroup if self.tokens >= 128 else 64)
 
     def variant(self, out_dtype: str, epilogue: int) -> Variant:
         arguments = self.tokens, self.stages, self.cluster, self.blocks, self.is_streamed
@@ -122,7 +121,7 @@ def convert(b: Array, b_scale: Array, prepared: Array, k: int, restores: bool = 
     launch(
         prepare_variant(restores),
         eights,
-        constant(_prepare, "FOLDED_THREADS"),
+        _prepare.constant("FOLDED_THREADS"),
         why="MXFP4 for FP8 rows: a block for each 8 rows of weights",
         b=b,
         b_scale=b_scale,

@@ -6,7 +6,7 @@ import functools
 from typing import NamedTuple
 
 from cukern.formats.quantized import BLOCK
-from cukern.ops.moe_gemm.kernels import _ACTIVATIONS_AHEAD, _HOPPER_BYTES, constant, why_not_wgmma
+from cukern.ops.moe_gemm.kernels import _ACTIVATIONS_AHEAD, _HOPPER_BYTES, why_not_wgmma
 from cukern.ops.moe_gemm.product import STREAM_ROWS, Product
 from cukern.runtime import arrays, gpu
 from cukern.runtime.describe import Array
@@ -36,7 +36,7 @@ _FP8_LEAST_BOXES = 1.2
 
 def _alone(box: int = 0) -> Launched:
     """Return the launch configuration of a block that takes all shared memory of its multiprocessor."""
-    return Launched(constant(_fp8_wgmma, "FP8_THREADS"), _HOPPER_BYTES, box=box)
+    return Launched(_fp8_wgmma.constant("FP8_THREADS"), _HOPPER_BYTES, box=box)
 
 
 class Fp8Wgmma(NamedTuple):
@@ -48,7 +48,7 @@ class Fp8Wgmma(NamedTuple):
     @property
     def box(self) -> int:
         """The number of rows in a TMA box."""
-        return constant(_fp8_wgmma, "FP8_TAIL" if self.tokens == 288 else "FP8_BOX")
+        return _fp8_wgmma.constant("FP8_TAIL" if self.tokens == 288 else "FP8_BOX")
 
     def variant(self, out_dtype: str, is_by_blocks: bool, activation: int) -> Variant:
         arguments = self.tokens, self.cluster, _FP8_STAGES[self.tokens], is_by_blocks, activation
@@ -64,7 +64,7 @@ _fp8_wgmma.specialized = [
 def _fp8_wgmma_cost(rows: int, form: Fp8Wgmma, experts: int, strips: int, multiprocessors: int) -> float:
     """Return the cost for groups of `rows` rows: how many boxes a multiprocessor multiplies one after the other."""
     tiles = -(-rows // form.tokens) * experts * -(-strips // form.cluster)
-    boxes = -(-min(rows, form.tokens) // constant(_fp8_wgmma, "FP8_BOX"))
+    boxes = -(-min(rows, form.tokens) // _fp8_wgmma.constant("FP8_BOX"))
     return -(-tiles // max(multiprocessors // form.cluster, 1)) * max(boxes, _FP8_LEAST_BOXES)
 
 
@@ -80,7 +80,7 @@ def _fp8_wgmma_cluster(strips: int, is_one_box: bool) -> int:
 
 def _fp8_wgmma_form(x: Product, strips: int, multiprocessors: int) -> tuple[Fp8Wgmma, str]:
     """Return the cheapest tile configuration and the reason. `strips`: result columns divided by a tile's columns."""
-    cluster = _fp8_wgmma_cluster(strips, x.expects(constant(_fp8_wgmma, "FP8_BOX")))
+    cluster = _fp8_wgmma_cluster(strips, x.expects(_fp8_wgmma.constant("FP8_BOX")))
 
     def is_small_cheaper(rows: int) -> bool:
         return _is_small_cheaper(rows, cluster, x.experts, strips, multiprocessors)
@@ -101,7 +101,7 @@ def why_not_fp8_wgmma(x: Product) -> str:
         return reason
     if x.is_gated and x.interleaved:
         return "gates and ups are interleaved, in FP8"
-    box = constant(_fp8_wgmma, "FP8_BOX")
+    box = _fp8_wgmma.constant("FP8_BOX")
     if x.is_gated and x.is_by_blocks and x.n % (2 * box):
         return f"the halves of n ({x.n}) are no multiples of {box}, with scales by blocks"
     return ""
@@ -110,10 +110,10 @@ def why_not_fp8_wgmma(x: Product) -> str:
 def fp8_wgmma(x: Product) -> None:
     count = x.a.gpu.multiprocessors
     # With a gate, two rows of weights give one result column.
-    columns = constant(_fp8_wgmma, "FP8_COLUMNS") // (2 if x.is_gated else 1)
+    columns = _fp8_wgmma.constant("FP8_COLUMNS") // (2 if x.is_gated else 1)
     strips = -(-x.out.shape[-1] // columns)
     form, why = _fp8_wgmma_form(x, strips, count)
-    alone = f"1 up to {constant(_fp8_wgmma, 'FP8_BOX')} rows an expert, or for odd strips below {_MANY_STRIPS}"
+    alone = f"1 up to {_fp8_wgmma.constant('FP8_BOX')} rows an expert, or for odd strips below {_MANY_STRIPS}"
     why += f"; clusters of {form.cluster} for {strips} strips of {columns} columns ({alone})"
     blocks = x.tiles(min(form.tokens, 256), -(-strips // form.cluster) * form.cluster)
     launch(
@@ -149,7 +149,7 @@ def _is_fused_cheaper(rows: int, experts: int, n: int, multiprocessors: int) -> 
     """Return whether, by estimate, `gemm_fp8_blocks` costs at most as much as the GEMM alone in `gemm_fp8_wgmma`."""
     if FP8_QUANTIZED_ROWS < rows <= FP8_TAIL_ROWS:
         return False
-    box, columns = constant(_fp8_blocks, "FP8_BOX"), constant(_fp8_blocks, "FP8_COLUMNS")
+    box, columns = _fp8_blocks.constant("FP8_BOX"), _fp8_blocks.constant("FP8_COLUMNS")
     strips = n // columns
     sizes = experts, strips, multiprocessors
     narrow = _fp8_wgmma_cluster(strips, rows <= box)
@@ -175,7 +175,7 @@ def quantizes(expected_rows: int, experts: int, n: int, gpu: gpu.Gpu | None) -> 
 def fp8_quantized(x: Product, out_scale: Array, dtype: str, smallest: float) -> None:
     """Launch `gemm_fp8_blocks`, which rounds the sums to `dtype` before the activation."""
     cluster = 1 if x.expects(_FP8_ALONE) else 2
-    columns, box = constant(_fp8_blocks, "FP8_COLUMNS"), constant(_fp8_blocks, "FP8_BOX")
+    columns, box = _fp8_blocks.constant("FP8_COLUMNS"), _fp8_blocks.constant("FP8_BOX")
     blocks = x.tiles(128 * cluster, x.out.shape[-1] // columns * cluster)
     why = f"clusters of {cluster} (1 up to {_FP8_ALONE} an expert)"
     launch(

@@ -10,7 +10,7 @@ from cukern.formats.quantized import MXFP4_GROUP, NVFP4_GROUP
 from cukern.formats.weights import UNIT_ROWS
 from cukern.ops.moe_gemm.product import Product
 from cukern.runtime import activation as activations
-from cukern.runtime import arrays, gpu, template
+from cukern.runtime import arrays, gpu
 from cukern.runtime.describe import Array
 from cukern.runtime.each import Each
 from cukern.runtime.kernel import Kernel, Launched, Variant
@@ -26,11 +26,6 @@ _restore = Kernel("moe_gemm/restore", "restore_weights")
 _ACTIVATIONS_AHEAD = 0, activations.number("silu")  # compiled ahead of time
 _HOPPER_BYTES = gpu.BY_ARCH["90a"].shared_per_block
 _RESERVED_BYTES = 1 << 10  # of each block's shared memory, by CUDA
-
-
-def constant(kernel: Kernel, name: str) -> int:
-    """Return a constant of a kernel's file or of a file that it includes."""
-    return template.constants(kernel.file)[name]
 
 
 def epilogue(
@@ -50,7 +45,7 @@ def epilogue(
         "BOUNDED": bounded,
         "EXPERT_SCALE": scale_of_expert,
     }
-    return activation + sum(constant(_mma, name) for name, is_set in flags.items() if is_set)
+    return activation + sum(_mma.constant(name) for name, is_set in flags.items() if is_set)
 
 
 # --- 16-bit weights, with WGMMA ---------------------------------------------------------------------------
@@ -71,7 +66,7 @@ def staged_rows(tokens: int) -> int:
 
 
 def _wgmma_weights() -> int:
-    return constant(_wgmma, "WARPGROUPS") * 64
+    return _wgmma.constant("WARPGROUPS") * 64
 
 
 class Wgmma(NamedTuple):
@@ -88,20 +83,20 @@ class Wgmma(NamedTuple):
         return box_of(self.tokens)
 
     def shared_bytes(self, gathers: bool) -> int:
-        rows = self.stages * (_wgmma_weights() + self.tokens) + constant(_wgmma, "WARPGROUPS") * 2 * staged_rows(
+        rows = self.stages * (_wgmma_weights() + self.tokens) + _wgmma.constant("WARPGROUPS") * 2 * staged_rows(
             self.tokens
         )
         barriers = -(-(16 * self.stages + 8) // 16) * 16 + 16 * self.stages
         # The largest tiles need a sorted list of experts. With gathered rows each producer warp has its own list, and
         # the row indices take memory, too.
-        sorted_lists = (4 if gathers else 1) * constant(_wgmma, "MAX_SORTED") if self.tokens > 128 else 0
+        sorted_lists = (4 if gathers else 1) * _wgmma.constant("MAX_SORTED") if self.tokens > 128 else 0
         sources = self.tokens // self.cluster * 4 if gathers else 0
-        return 1024 + rows * constant(_wgmma, "ROW_BYTES") + barriers + sorted_lists + sources
+        return 1024 + rows * _wgmma.constant("ROW_BYTES") + barriers + sorted_lists + sources
 
     def threads(self, gathers: bool) -> int:
         warpgroup_tokens = 64 if gathers else 129  # from here on the producer is a warpgroup
-        producer = constant(_wgmma, "WARPGROUP") if self.tokens >= warpgroup_tokens else 32
-        return constant(_wgmma, "WARPGROUPS") * constant(_wgmma, "WARPGROUP") + producer
+        producer = _wgmma.constant("WARPGROUP") if self.tokens >= warpgroup_tokens else 32
+        return _wgmma.constant("WARPGROUPS") * _wgmma.constant("WARPGROUP") + producer
 
     def variant(self, dtype: str, activation: int, gathers: bool = False, is_transposed: bool = False) -> Variant:
         flags = [self.is_streamed, gathers, *[True] * is_transposed]
@@ -223,7 +218,7 @@ class Fp4Wgmma(NamedTuple):
 
     @property
     def threads(self) -> int:
-        warpgroup = constant(_fp4_wgmma, "WARPGROUP")
+        warpgroup = _fp4_wgmma.constant("WARPGROUP")
         return self.sides * self.split * warpgroup + (warpgroup if self.tokens > 128 else 32)
 
     @property
@@ -232,11 +227,11 @@ class Fp4Wgmma(NamedTuple):
 
     def _sizes(self, weights: str) -> tuple[int, int]:
         """Return the bytes of a stage (with its barriers), and the bytes of all other shared memory."""
-        row_bytes, warpgroup = constant(_fp4_wgmma, "ROW_BYTES"), constant(_fp4_wgmma, "WARPGROUP")
-        unit = constant(_fp4_wgmma, f"UNIT_{weights}") * self.weights // UNIT_ROWS
+        row_bytes, warpgroup = _fp4_wgmma.constant("ROW_BYTES"), _fp4_wgmma.constant("WARPGROUP")
+        unit = _fp4_wgmma.constant(f"UNIT_{weights}") * self.weights // UNIT_ROWS
         stage = self.units * (self.tokens * row_bytes + unit) + 16
         staging, sums = self.sides * 2 * staged_rows(self.tokens) * row_bytes, warpgroup * self.tokens * 2
-        return stage, 1024 + staging + (self.split - 1) * self.sides * sums + constant(_fp4_wgmma, "FP4_SHARED")
+        return stage, 1024 + staging + (self.split - 1) * self.sides * sums + _fp4_wgmma.constant("FP4_SHARED")
 
     def stages(self, weights: str) -> int:
         stage, rest = self._sizes(weights)
@@ -340,10 +335,10 @@ def prepare_variant(weights: str, restores: bool = False) -> Variant:
 
 
 def convert(weights: str, b: Array, b_scale: Array, prepared: Array, k: int, restores: bool = False) -> None:
-    units, threads = prepared.size // prepared.shape[-1], constant(_prepare, "PREPARE_THREADS")
+    units, threads = prepared.size // prepared.shape[-1], _prepare.constant("PREPARE_THREADS")
     launch(
         prepare_variant(weights, restores),
-        -(-units * constant(_prepare, "UNIT_WORDS") // threads),
+        -(-units * _prepare.constant("UNIT_WORDS") // threads),
         threads,
         why=f"{weights}: a scale for {MXFP4_GROUP if weights == 'MXFP4' else NVFP4_GROUP} numbers of a row",
         b=b,

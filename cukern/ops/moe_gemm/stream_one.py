@@ -59,7 +59,7 @@ def stream(x: Product) -> None:
         return
     few = next(tokens for tokens in TOKENS if x.expects(tokens))
     tile = tile_for(x.k)
-    warps = kernels.constant(_kernel, "ONE_WARPS")
+    warps = _kernel.constant("ONE_WARPS")
     blocks = -(-x.n // (2 * tile.pairs * (warps // tile.split))), x.tiles(few)
     why = f"{x.why}; the rows are of one expert (up to {x.row_limit(max(TOKENS))}), so none is looked for; "
     why += f"{tile.numbers} of the {x.k} numbers of a row of weights under way at once"

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cukern.runtime import arrays, check, template
+from cukern.runtime import arrays, check
 from cukern.runtime.describe import Array, Result, expect_contiguous, expect_place, type_name
 from cukern.runtime.gpu import CLUSTERED_ARCHS
 from cukern.runtime.kernel import Kernel, Launched, Variant
@@ -287,7 +287,7 @@ def launch_sort(
         return
     one_block = variant == "one_block" or (variant == "auto" and pairs <= _ONE_BLOCK_PAIRS)
     max_uncounted = {"auto": _COUNT_AGAIN_PAIRS, "counted": _PAIRS_PER_BLOCK}.get(variant, MAX_PAIRS)
-    threads = template.constants(_sort.file)["SORT_THREADS"]
+    threads = _sort.constant("SORT_THREADS")
     split = split_pairs(experts, mapped, one_block, threads, pairs, capacity)
     pair_fields = (topk_ids, expert_map, pairs, global_experts, experts)
     id_bytes = 8 if topk_ids.dtype == "int64" else 4
@@ -391,7 +391,7 @@ def launch_permute(
     width = _width("hidden_states", x, out, hidden, row_stride)
     columns = hidden * x.item_size // width
     items = 1 if not columns or tokens < -(-_FEW_VECTORS // columns) else _PERMUTE_ITEMS
-    tiles = tile_rows(tokens, columns, template.constants(_permute.file)["ROW_THREADS"], items)
+    tiles = tile_rows(tokens, columns, _permute.constant("ROW_THREADS"), items)
     each = f"{tokens} tokens of {columns} vectors: {items} per thread ({_PERMUTE_ITEMS} from {_FEW_VECTORS} vectors on)"
     launch(
         permute_variant(width, items),
@@ -417,7 +417,7 @@ def launch_permute_quantized(
 ) -> None:
     """Quantize the row of each token into the rows that `inverse` lists for it. There must be a token and a slot."""
     groups, lanes = out_scale.shape[1], 8  # 8 lanes quantize the elements that share a scale
-    tiles = tile_rows(x.shape[0], groups, template.constants(_permute_quantized.file)["ROW_THREADS"] // lanes, 1)
+    tiles = tile_rows(x.shape[0], groups, _permute_quantized.constant("ROW_THREADS") // lanes, 1)
     launch(
         permute_quantized_variant(x.dtype),
         tiles.blocks,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukern.runtime import arrays, check, template
+from cukern.runtime import arrays, check
 from cukern.runtime.compile import Instance
 from cukern.runtime.describe import Array
 from cukern.runtime.kernel import Kernel, Variant
@@ -208,7 +208,7 @@ def launch_build(
     batch = sequence_length.shape[0]
     threads = 256 if batch <= _FEW_SEQUENCES else 1024
     words_per_block = threads * max(1, -(-words // (threads * _MAX_BUILD_BLOCKS)))
-    in_tile = min(batch, threads * template.constants("padding/build_padding_offset")["LENGTHS"])
+    in_tile = min(batch, threads * _build.constant("LENGTHS"))
     launch(
         _build.variant(threads),
         max(1, -(-words // words_per_block)),

@@ -14,7 +14,7 @@ from cukern.ops.paged_attention.choose import (
     unit_tokens,
 )
 from cukern.reference import paged_attention as twin
-from cukern.runtime import check, template
+from cukern.runtime import check
 from cukern.runtime.arrays import AnyArray, WrittenArray
 from cukern.runtime.describe import (
     Array,
@@ -397,7 +397,7 @@ def merge_attention_states(
     vector = 16 // out_a.item_size
     if shape[-1] % vector or min(out_a.alignment, out_b.alignment, merged.alignment) < 16:
         vector = 1
-    threads = template.constants(_merge.file)["MERGE_THREADS"]
+    threads = _merge.constant("MERGE_THREADS")
     row, most = math.prod(shape[1:]), (2**31 - 1) * threads * vector
     if shape[0] > most // row:
         check.fail("out_a", f"of at most {most} elements", f"shape {list(shape)}")

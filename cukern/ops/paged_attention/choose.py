@@ -64,7 +64,7 @@ _clear_counters.at_import = [_clear_counters.variant(_CLEAR_THREADS).instance]
 
 def unit_tokens() -> int:
     """Return the number of tokens in a unit. Splits are multiples of a unit."""
-    return template.constants("paged_attention/attend")["UNIT_TOKENS"]
+    return _attend.constant("UNIT_TOKENS")
 
 
 class Schedule(NamedTuple):

@@ -286,7 +286,7 @@ def _launch_argmax(values: Array, batch: Any, variant: str, **fields: Any) -> No
     cluster = plan.cluster
     if not batch:
         return
-    warps = template.constants(_argmax.file)["MAX_ARGMAX_WARPS"]
+    warps = _argmax.constant("MAX_ARGMAX_WARPS")
     vectors = -(-values.shape[-1] * values.item_size // 16)
     launch(
         best_taker(values.dtype, cluster),
@@ -353,7 +353,7 @@ def _rereads(fields: dict[str, Any], vocab: int) -> bool:
     no other pass follows."""
     top_k, top_p, min_p = (fields[f"scalar_{x}"] for x in ("top_k", "top_p", "min_p"))
     by_row = any(fields[x] is not None for x in ("top_k", "top_p", "min_p"))
-    is_large = fields["top_k"] is not None or top_k > template.constants(_sample.file)["MAX_LIST_K"]
+    is_large = fields["top_k"] is not None or top_k > _sample.constant("MAX_LIST_K")
     return is_large and (by_row or top_k < vocab or top_p < 1 or min_p > 0)
 
 
@@ -384,7 +384,7 @@ def draw(
     if values.on_host:
         return _run_reference(values, randomness, variant)
     if indices is not None:
-        fields["wide"] |= template.constants(_sample.file)["INDICES"] * (indices.dtype == "int64")
+        fields["wide"] |= _sample.constant("INDICES") * (indices.dtype == "int64")
     shared_fields = {
         "indices": indices,
         "finished": finished,
