@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 
+@dataclass(eq=False, slots=True)
 class Each:
     """A value that may differ at each call of a plan. `value` is its value while the plan is made.
 
@@ -13,16 +15,7 @@ class Each:
     `function(*operands)`. Operands are arguments, arrays (as addresses), other `Each` values and constants.
     """
 
-    __slots__ = ("function", "operands", "place", "value")
-
-    def __init__(
-        self,
-        value: Any,
-        function: Callable[..., Any] | None = None,
-        operands: Sequence[Any] = (),
-        place: int | None = None,
-    ) -> None:
-        self.value = value
-        self.function = function
-        self.operands = operands
-        self.place = place
+    value: Any
+    function: Callable[..., Any] | None = None
+    operands: Sequence[Any] = ()
+    place: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from cukern.formats.quantized import SMALLEST, SMALLEST_FP8
@@ -71,38 +72,21 @@ class _Operation(NamedTuple):
         return ("ROUNDED" if self.round_sum else "UNROUNDED") if self.add else "ALONE"
 
 
-def _tile(operation: _Operation, width: int, fixed: bool, wide: bool) -> parts.Tile:
-    return parts.tile(operation.dtype, width, fixed, wide, operation.group)
+def _arguments(operation: _Operation, own: Sequence[str | int], width: int, fixed: bool, wide: bool) -> list[str | int]:
+    """Return the template arguments of a norm. `own`: those between the types and the sizes."""
+    tile = parts.tile(operation.dtype, width, fixed, wide, operation.group)
+    types = [arrays.CUDA_TYPE[x] for x in (operation.dtype, operation.weight_dtype)]
+    load_bytes = 16 if wide else arrays.ITEM_SIZE[operation.dtype]
+    return [*types, *own, width if fixed else 0, tile.threads, tile.items, load_bytes, tile.block]
 
 
 def _variant(operation: _Operation, width: int, fixed: bool, wide: bool) -> Variant:
-    tile = _tile(operation, width, fixed, wide)
-    return _kernel.variant(
-        arrays.CUDA_TYPE[operation.dtype],
-        arrays.CUDA_TYPE[operation.weight_dtype],
-        operation.result,
-        operation.group,
-        operation.sum,
-        width if fixed else 0,
-        tile.threads,
-        tile.items,
-        16 if wide else arrays.ITEM_SIZE[operation.dtype],
-        tile.block,
-    )
+    own = operation.result, operation.group, operation.sum
+    return _kernel.variant(*_arguments(operation, own, width, fixed, wide))
 
 
 def _layer_variant(operation: _Operation, width: int, fixed: bool, wide: bool) -> Variant:
-    tile = _tile(operation, width, fixed, wide)
-    return _layer_kernel.variant(
-        arrays.CUDA_TYPE[operation.dtype],
-        arrays.CUDA_TYPE[operation.weight_dtype],
-        operation.add,
-        width if fixed else 0,
-        tile.threads,
-        tile.items,
-        16 if wide else arrays.ITEM_SIZE[operation.dtype],
-        tile.block,
-    )
+    return _layer_kernel.variant(*_arguments(operation, (operation.add,), width, fixed, wide))
 
 
 _registered: set[int] = set()
@@ -149,6 +133,17 @@ def _list_instances() -> None:
 _list_instances()
 
 
+def _chosen(
+    variant_of: Callable[..., Variant], operation: _Operation, width: int, layout: parts.Layout, variant: str,
+    registered: set[int], models: dict[int, str],
+) -> tuple[Variant, int, int, str]:  # fmt: skip
+    """Return the instance, the grid, the threads per block and the reason."""
+    fixed, wide = parts.is_fixed(variant, width, layout.wide, registered), layout.wide and variant != "scalar"
+    tile = parts.tile(operation.dtype, width, fixed, wide, operation.group)
+    why = parts.reason(variant, operation.dtype, width, layout.wide, fixed, models)
+    return variant_of(operation, width, fixed, wide), parts.blocks(layout.total, tile), tile.block, why
+
+
 def specialize(*, width: int, dtype: str = "bfloat16") -> list[Instance]:
     """Register variants of RMS norm and layer norm for a width, and return them; see `cukern.specialize`."""
     check.one_of("dtype", dtype, DTYPES)
@@ -187,16 +182,13 @@ class _Norm(NamedTuple):
         layout = parts.layout(self.width, (self.weight,), input=self.input, residual=self.residual, out=out)
         if (layout.total == 0 or self.width == 0) and result == "PLAIN":
             return
-        fixed = parts.is_fixed(self.variant, self.width, layout.wide, _registered)
-        variant_args = operation, self.width, fixed, layout.wide and self.variant != "scalar"
-        tile = _tile(*variant_args)
+        models = SPECIALIZED_HEADS | SPECIALIZED
+        kernel, grid, block, why = _chosen(_variant, operation, self.width, layout, self.variant, _registered, models)
         launch(
-            _variant(*variant_args),
-            parts.blocks(layout.total, tile),
-            tile.block,
-            why=parts.reason(
-                self.variant, operation.dtype, self.width, layout.wide, fixed, SPECIALIZED_HEADS | SPECIALIZED
-            ),
+            kernel,
+            grid,
+            block,
+            why=why,
             weight=self.weight,
             scales=scales,
             scale=scale,
@@ -445,14 +437,13 @@ def _layer_norm(
     if layout.total == 0 or width == 0:
         return out
     operation = _Operation(input.dtype, weight_dtypes[0], adds)
-    fixed = parts.is_fixed(variant, width, layout.wide, _registered_layer_norm)
-    variant_args = operation, width, fixed, layout.wide and variant != "scalar"
-    tile = _tile(*variant_args)
+    known = _registered_layer_norm, SPECIALIZED_LAYER_NORM
+    kernel, grid, block, why = _chosen(_layer_variant, operation, width, layout, variant, *known)
     launch(
-        _layer_variant(*variant_args),
-        parts.blocks(layout.total, tile),
-        tile.block,
-        why=parts.reason(variant, operation.dtype, width, layout.wide, fixed, SPECIALIZED_LAYER_NORM),
+        kernel,
+        grid,
+        block,
+        why=why,
         input_bias=input_bias,
         weight=weight,
         bias=bias,
