@@ -73,7 +73,7 @@ class _Operation(NamedTuple):
 
 
 def _arguments(operation: _Operation, own: Sequence[str | int], width: int, fixed: bool, wide: bool) -> list[str | int]:
-    """Return the template arguments of a norm. `own`: those between the types and the sizes."""
+    """Return the template arguments of a norm. `own`: the arguments between the types and the sizes."""
     tile = parts.tile(operation.dtype, width, fixed, wide, operation.group)
     types = [arrays.CUDA_TYPE[x] for x in (operation.dtype, operation.weight_dtype)]
     load_bytes = 16 if wide else arrays.ITEM_SIZE[operation.dtype]
