@@ -433,7 +433,7 @@ def test_bad_input_is_refused(name: str, change: dict[str, Any], error: type[Exc
     st.integers(0, 2**24), st.booleans(), st.booleans(), st.sampled_from(DTYPES), st.sampled_from([0, *op.GROUPS])
 )  # fmt: skip
 def test_the_threads_of_a_row_cover_it(width: int, fixed: bool, wide: bool, dtype: str, group: int) -> None:
-    tile = op._tile(op._Operation(dtype, dtype, group=group), width, fixed, wide)
+    tile = op.parts.tile(dtype, width, fixed, wide, group)
     assert 1 <= tile.threads <= 1024 and tile.threads & (tile.threads - 1) == 0 and tile.items >= 1
     assert tile.threads * tile.items * twin.VECTOR >= width or tile.threads == twin.COLUMNS
     assert tile.threads * twin.VECTOR >= group

@@ -138,6 +138,16 @@ class _Extra(NamedTuple):
     indices_strides: tuple[int, ...]
 
 
+def _check_alignments(
+    q: Array, q_strides: tuple[int, ...], cache: Array, strides: tuple[int, ...], extra: _Extra | None, is_paged: bool
+) -> None:
+    aligned = slice(0, 1 if is_paged else 3)  # pages with slots of 584 bytes are contiguous
+    _check_alignment("q", q, q_strides)
+    _check_alignment("k_cache", cache, strides[aligned])
+    if extra is not None:
+        _check_alignment("extra_k_cache", extra.cache, extra.strides[aligned])
+
+
 class _Tokens(NamedTuple):
     block_table: Array | None  # None with indices
     lengths: Array | None
@@ -556,11 +566,7 @@ def flash_mla_with_kvcache(
 
     reason = no_wgmma(work, k_cache, cache_strides, scale, q.gpu.arch)
     is_wgmma = takes_wgmma(work, variant, reason)
-    aligned = slice(0, 1 if work.is_paged else 3)  # pages with slots of 584 bytes are contiguous
-    _check_alignment("q", q, q_strides)
-    _check_alignment("k_cache", k_cache, cache_strides[aligned])
-    if tokens.extra is not None:
-        _check_alignment("extra_k_cache", tokens.extra.cache, tokens.extra.strides[aligned])
+    _check_alignments(q, q_strides, k_cache, cache_strides, tokens.extra, work.is_paged)
     if not work.sequences * q.shape[1]:
         return attended, lse
     fields = _fields(q, k_cache, tokens, work) | _results(work, attended, lse)
