@@ -776,11 +776,17 @@ def test_nothing_of_other_sequences_is_seen(dim: int, dtype: str, rng: np.random
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rising", [False, True])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_scores_that_rise_and_fall(dtype: str, rng: np.random.Generator) -> None:
-    """The largest score of a row is in any tile; some rows have scores of -inf alone, in a tile or in all."""
-    batch = draw(rng, [700, 300], 64, dtype, heads=1, left_over=0)
-    batch.k[:700, 0] *= np.linspace(0.1, 4, 700)[rng.permutation(700), None].astype(batch.k.dtype)
+def test_scores_that_rise_and_fall(dtype: str, dim: int, rising: bool, rng: np.random.Generator) -> None:
+    """The largest score of a row is in any tile; some rows have scores of -inf alone, in a tile or in all.
+
+    Where scores rise, "wgmma" raises the references of rows in several tiles.
+    """
+    batch = draw(rng, [700, 300], dim, dtype, heads=1, left_over=0)
+    places = np.arange(700) if rising else rng.permutation(700)
+    batch.k[:700, 0] *= np.linspace(0.1, 8 if rising else 4, 700)[places, None].astype(batch.k.dtype)
     batch.k[700:] = -np.inf
     batch.q[700:] = abs(batch.q[700:]) + batch.q.dtype.type(1)
     batch.k[:128, :, 0], batch.q[:700, :, 0] = -np.inf, abs(batch.q[:700, :, 0]) + batch.q.dtype.type(1)
@@ -788,6 +794,18 @@ def test_scores_that_rise_and_fall(dtype: str, rng: np.random.Generator) -> None
     assert np.isfinite(want[:700].astype(np.float32)).all() and not want[700:].any()
     for variant in variants_of(batch):
         matches(cukern.varlen_attention(*batch.on_gpu(), variant=variant), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+def test_many_tiles_of_few_keys(dim: int, rng: np.random.Generator) -> None:
+    """Warpgroups of "wgmma" that are a tile of queries apart do not take each other's turns, which would hang."""
+    batch = draw(rng, [2048] * 4, dim, "bfloat16", heads=16, kv_heads=2, left_over=0).on_gpu()
+    options: dict[str, Any] = {"causal": True, "window": (127, 0)}
+    want = cukern.varlen_attention(*batch, variant="mma", **options)
+    for _ in range(20):
+        got = cukern.varlen_attention(*batch, variant="wgmma", **options)
+    matches(got, to_numpy(want))
 
 
 @pytest.mark.gpu
