@@ -30,7 +30,7 @@
 //
 // Keys outside a query's window get a score of -inf. Values after the end of the sequence, and before the first loaded
 // page, are cleared in shared memory, because 0 * NaN is NaN. If a last tile has at most NARROW keys, the MMAs process
-// only NARROW keys. Tiles of keys begin at multiples of KEYS, so a row has the same bits in any batch and any chunk.
+// only NARROW keys. If a first tile has at most that, the others get a weight of 0 without an exponential. Tiles of keys begin at multiples of KEYS, so a row has the same bits in any batch and any chunk.
 //
 // Speed of light: the tensor cores, with 2 * (dim + dim_v) flops for each pair of a query and a key that it sees. With
 // DIM 64 the exponentials take as long as the MMAs: a tile of 64 queries and 128 keys takes 512 cycles of a
@@ -86,6 +86,7 @@ template <typename T, class L> struct Consumer {
     float sums[L::DIM_V / 2];
     // By row: the score (base 2) whose weight is 1, and the sum of this lane's weights.
     float reference[2], total[2];
+    float sink[2];     // base 2
     Fragments weights; // of the tile before
 
     __device__ __forceinline__ void init() {
@@ -154,8 +155,10 @@ template <typename T, class L> struct Consumer {
         wgmma_commit_group();
     }
 
+    // The functions below process the scores of the keys FROM ... WIDTH - 1 of a tile.
+
     // Replace the scores of keys outside the windows by -inf.
-    template <int WIDTH> __device__ __forceinline__ void mask(int key, float (&scores)[WIDTH / 2]) const {
+    template <int WIDTH, int FROM = 0> __device__ __forceinline__ void mask(int key, float (&scores)[WIDTH / 2]) const {
         const int end = min(tile.keys, tile.high + first_token);
         if (key + WIDTH <= end && key >= tile.low + last_token) return;
         // A lane has 32 columns of a row: 2 of every 8. Bit 2 * n + j of a word stands for column 8 * n + j after the
@@ -168,7 +171,7 @@ template <typename T, class L> struct Consumer {
         for (int i = 0; i < 2; ++i) {
             const unsigned visible = before(min(tile.keys, tile.high + token[i])) & ~before(tile.low + token[i]);
 #pragma unroll
-            for (int n = 0; n < WIDTH / 8; ++n)
+            for (int n = FROM / 8; n < WIDTH / 8; ++n)
 #pragma unroll
                 for (int j = 0; j < 2; ++j)
                     if (!(visible & 1u << (2 * n + j))) scores[4 * n + 2 * i + j] = -CUDART_INF_F;
@@ -180,10 +183,11 @@ template <typename T, class L> struct Consumer {
     __device__ __forceinline__ float offset(int i) const { return reference[i] == -CUDART_INF_F ? 0.f : reference[i]; }
 
     // Return the largest score (base 2) of this lane's columns of row i.
-    template <int WIDTH> __device__ __forceinline__ float largest(int i, const float (&scores)[WIDTH / 2]) const {
-        float most[2] = {scores[2 * i], scores[2 * i + 1]};
+    template <int WIDTH, int FROM = 0>
+    __device__ __forceinline__ float largest(int i, const float (&scores)[WIDTH / 2]) const {
+        float most[2] = {scores[FROM / 2 + 2 * i], scores[FROM / 2 + 2 * i + 1]};
 #pragma unroll
-        for (int j = 1; j < WIDTH / 8; ++j)
+        for (int j = FROM / 8 + 1; j < WIDTH / 8; ++j)
 #pragma unroll
             for (int c = 0; c < 2; ++c) most[c] = fmaxf(most[c], scores[4 * j + 2 * i + c]);
         return fmaxf(most[0], most[1]) * params.p.scale;
@@ -199,12 +203,12 @@ template <typename T, class L> struct Consumer {
     }
 
     // Compute the weights of a tile's scores, which may take their place. Return the sums of this lane's weights by row.
-    template <int WIDTH>
+    template <int WIDTH, int FROM = 0>
     __device__ __forceinline__ float2 weigh(const float (&scores)[WIDTH / 2], float (&weights)[WIDTH / 2]) const {
         float parts[2][2] = {};
         const float scale = params.p.scale, offsets[2] = {offset(0), offset(1)};
 #pragma unroll
-        for (int c = 0; c < WIDTH / 2; ++c) {
+        for (int c = FROM / 2; c < WIDTH / 2; ++c) {
             weights[c] = fast_exp2(fmaf(scores[c], scale, -offsets[c / 2 % 2]));
             parts[c / 2 % 2][c % 2] += weights[c];
         }
@@ -219,11 +223,12 @@ template <typename T, class L> struct Consumer {
     }
 
     // Apply the softcap and the windows to the scores of tile n.
-    template <int WIDTH> __device__ __forceinline__ void restrict(int n, float (&scores)[WIDTH / 2]) const {
+    template <int WIDTH, int FROM = 0>
+    __device__ __forceinline__ void restrict(int n, float (&scores)[WIDTH / 2]) const {
         if (params.p.cap != 0.f)
 #pragma unroll
-            for (int i = 0; i < WIDTH / 2; ++i) scores[i] = capped(params.p, scores[i]);
-        mask<WIDTH>((tile.begin / L::KEYS + n) * L::KEYS, scores);
+            for (int i = FROM / 2; i < WIDTH / 2; ++i) scores[i] = capped(params.p, scores[i]);
+        mask<WIDTH, FROM>((tile.begin / L::KEYS + n) * L::KEYS, scores);
     }
 
     __device__ __forceinline__ void rescale(const float (&factors)[2]) {
@@ -254,11 +259,22 @@ template <typename T, class L> struct Consumer {
         wgmma_fence_operand(scores);
         release_k(0);
         if (tiles == 1) release_q();
-        restrict<WIDTH>(0, scores);
+        if (WIDTH > NARROW && tile.begin % L::KEYS >= NARROW) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) raise(i, largest<WIDTH>(i, scores));
-        const float2 sum = weigh<WIDTH>(scores, scores);
+            for (int c = 0; c < NARROW / 2; ++c) scores[c] = 0.f;
+            weigh_first<WIDTH, WIDTH - NARROW>(scores);
+        } else {
+            weigh_first<WIDTH, 0>(scores);
+        }
         pack_weights<WIDTH>(scores, weights);
+    }
+
+    // Replace the scores of the first tile by its weights.
+    template <int WIDTH, int FROM> __device__ __forceinline__ void weigh_first(float (&scores)[WIDTH / 2]) {
+        restrict<WIDTH, FROM>(0, scores);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) raise(i, largest<WIDTH, FROM>(i, scores));
+        const float2 sum = weigh<WIDTH, FROM>(scores, scores);
         total[0] = sum.x, total[1] = sum.y;
     }
 
@@ -405,8 +421,7 @@ template <typename T, class L> struct Consumer {
         for (int i = 0; i < 2; ++i) {
             const bool is_query = token[i] < tile.tokens;
             const int of_head = tile.first_head + head[i];
-            const bool has_sink = p.sinks && is_query;
-            const Normal normal(reference[i], lanes_sum<4>(total[i]), has_sink, has_sink ? sink_of(p, of_head) : 0.f);
+            const Normal normal(reference[i], lanes_sum<4>(total[i]), p.sinks, sink[i]);
             factors[i] = is_invalid ? CUDART_NAN_F : normal.factor;
             const long long row = tile.first + token[i];
             if (p.lse && is_query && lane % 4 == 0)
@@ -443,7 +458,10 @@ template <typename T, class L> struct Consumer {
             first_row = params.template first_row<L::KEYS>(tile);
             if (index < active) {
 #pragma unroll
-                for (int i = 0; i < 2; ++i) reference[i] = -CUDART_INF_F, total[i] = 0.f;
+                for (int i = 0; i < 2; ++i) {
+                    reference[i] = -CUDART_INF_F, total[i] = 0.f;
+                    sink[i] = params.p.sinks ? sink_of(params.p, tile.first_head + head[i]) : 0.f;
+                }
 #pragma unroll
                 for (int j = 0; j < L::DIM_V / 2; ++j) sums[j] = 0.f;
                 if (tiles > 0) attend(tiles);

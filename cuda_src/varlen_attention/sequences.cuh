@@ -172,7 +172,8 @@ __device__ __forceinline__ float score_of(const Params& p, float product) {
 struct Normal {
     float factor, lse;
 
-    // `largest` is the largest score and `total` the sum of 2^(score - largest), both with base 2; `sink` has base 2.
+    // `largest`: the largest score, or another score near it. `total`: the sum of 2^(score - largest). Scores and `sink`
+    // have base 2.
     __device__ __forceinline__ Normal(float largest, float total, bool has_sink, float sink) {
         constexpr float LN_2 = 0.693147180559945309f;
         const bool is_empty = total == 0.f && largest == -CUDART_INF_F;
@@ -180,11 +181,11 @@ struct Normal {
         if (has_sink && highest > -CUDART_INF_F) {
             const float weight = is_empty ? 0.f : fast_exp2(largest - highest);
             const float sum = fmaf(total, weight, fast_exp2(sink - highest));
-            factor = is_empty ? 0.f : weight / sum;
-            lse = (highest + log2f(sum)) * LN_2;
+            factor = weight * fast_reciprocal(sum);
+            lse = (highest + fast_log2(sum)) * LN_2;
         } else {
-            factor = is_empty ? 0.f : 1.f / total;
-            lse = is_empty ? -CUDART_INF_F : (largest + log2f(total)) * LN_2;
+            factor = is_empty ? 0.f : fast_reciprocal(total);
+            lse = is_empty ? -CUDART_INF_F : (largest + fast_log2(total)) * LN_2;
         }
     }
 };
