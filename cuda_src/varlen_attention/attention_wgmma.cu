@@ -21,8 +21,8 @@
 //   S = Q K[n]'    P = exp2(S - reference), in registers: fragments of S become fragments of P (FlashAttention-2)
 //   O = O * exp2(previous reference - reference) + P V[n]
 //
-// A row takes its largest score as its new reference only if that is more than MARGIN above the old one, so few tiles
-// rescale O (FlashAttention-4). A weight is then at most 2^MARGIN.
+// A row raises its reference to its largest score only if the difference is more than MARGIN. Therefore tiles rarely
+// rescale O (FlashAttention-4). A weight is at most 2^MARGIN.
 //
 // The MMAs S of tile n + 1 and P V of tile n are in flight together, and the exponentials of tile n + 1 overlap P V of
 // tile n. Consumer warpgroups issue their MMAs in turn, so that the exponentials of one overlap the MMAs of the others.
@@ -178,8 +178,8 @@ template <typename T, class L> struct Consumer {
         }
     }
 
-    // The score (base 2) that is subtracted from those of row i. If the row sees no key so far, that is any finite number,
-    // which gives weights of 0.
+    // Return the number that is subtracted from the scores of row i (base 2). A row that sees no key so far has scores of
+    // -inf, and any finite number gives weights of 0.
     __device__ __forceinline__ float offset(int i) const { return reference[i] == -CUDART_INF_F ? 0.f : reference[i]; }
 
     // Return the largest score (base 2) of this lane's columns of row i.
@@ -194,15 +194,15 @@ template <typename T, class L> struct Consumer {
     }
 
     // Raise the reference of row i to its largest score, if that is more than MARGIN above it. `most`: the largest score
-    // of this lane's columns. Return the factor that rescales earlier sums. It is exactly 1 if the reference stays. A tile
-    // of keys that a row does not see therefore leaves its bits as they are.
+    // of this lane's columns. Return the factor that rescales earlier sums. The factor is exactly 1 if the reference
+    // stays. A tile of keys that a row does not see therefore does not change the row's bits.
     __device__ __forceinline__ float raise(int i, float most) {
         const float highest = lanes_max<4>(most), before = reference[i];
         if (highest - before > MARGIN) reference[i] = highest;
         return reference[i] == before ? 1.f : fast_exp2(before - reference[i]);
     }
 
-    // Compute the weights of a tile's scores, which may take their place. Return the sums of this lane's weights by row.
+    // Compute the weights of a tile. `weights` may be `scores`. Return the sums of this lane's weights by row.
     template <int WIDTH, int FROM = 0>
     __device__ __forceinline__ float2 weigh(const float (&scores)[WIDTH / 2], float (&weights)[WIDTH / 2]) const {
         float parts[2][2] = {};
@@ -302,7 +302,7 @@ template <typename T, class L> struct Consumer {
         release_v(n - 1);
     }
 
-    // The mainloop body for any tile n. Its weights take the place of its scores until P V of tile n - 1 is complete.
+    // The mainloop body for any tile n. The registers of its scores hold its weights until P V of tile n - 1 is complete.
     template <int WIDTH> __device__ __forceinline__ void add(int n, int tiles) {
         float scores[WIDTH / 2], factors[2];
         multiply<WIDTH>(n, tiles, scores, weights);
@@ -384,7 +384,7 @@ template <typename T, class L> struct Consumer {
         }
     }
 
-    // Without queries: release all stages of the tile as soon as they are full.
+    // Without queries: wait for all stages of the tile, and release them.
     __device__ __forceinline__ void skip(int tiles) {
         mbarrier_wait(shared_address(&shared.q_full[q.stage()]), q.parity());
         release_q();

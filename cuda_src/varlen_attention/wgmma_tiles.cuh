@@ -107,12 +107,12 @@ template <class L> __device__ __forceinline__ Tile tile_of(const MappedParams& p
     return tile;
 }
 
-// A producer warp. For each tile of queries it loads, tile by tile, the keys that they see, or the values. A lane loads a
-// box of rows. Two warps load the keys and two the values, each every second split of 64 columns.
+// A producer warp. For each tile of queries, two warps load the keys, tile by tile, and two warps load the values. Each
+// of the two loads every second split. A lane loads a box of rows.
 //
-// The first producer warp also schedules. It takes a tile of queries by an atomic counter when it has loaded the keys of
-// the tile before it, describes it in shared memory, and loads the queries. A block therefore holds no more than one tile
-// that it has not begun.
+// The first producer warp also schedules. When it has loaded the keys of a tile of queries, it takes the next tile by an
+// atomic counter, describes it in shared memory, and loads its queries. A block holds at most one tile that it has not
+// begun, which balances the load.
 template <class L> struct Producer {
     const MappedParams& params;
     Shared<L>& shared;

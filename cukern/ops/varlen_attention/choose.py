@@ -70,7 +70,9 @@ def by_mma(dtype: str, dim: int) -> Choice:
 
 def by_wgmma(dtype: str, dim: int, dim_v: int) -> Choice:
     room, room_v = next(room for room in WGMMA_DIMS if room[0] >= dim and room[1] >= dim_v)
-    # With 256 dimensions a row of sums has all the registers that 128 keys would need.
+    # Three consumer warpgroups are faster than two with heads of 64 (varlen_attention, query_tokens 1024, head_dim 64);
+    # for larger heads a multiprocessor has registers for two. With 256 dimensions the sums of a row take the registers
+    # that scores of 128 keys would need.
     warpgroups, keys, q_stages = 3 if room == 64 else 2, 64 if room == 256 else 128, 2 if room == 64 else 1
     stages = {64: 4, 128: 3}.get(room, 2)  # as many as fit in shared memory, at most 4
     # Queries, stages of keys and of values, up to 1024 bytes for their alignment, and `Shared`.
