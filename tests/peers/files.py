@@ -49,6 +49,7 @@ FILES = {
         Load(100, 1, r"^test_concat_and_cache_ds_mla\[", 150, True),  # a synchronization for each of 21504 numbers
         Load(170, first=r"^test_swap_blocks\[.*-10000-"),
     ],
+    "tests/kernels/attention/test_flash_attn.py": [Load(60)],
     "tests/kernels/attention/test_flashmla.py": [Load(650, 4, first=r"-16384-[12]-128\]$")],
     "tests/kernels/attention/test_merge_attn_states.py": [Load(1500)],
     "tests/kernels/core/test_activation.py": [Load(5)],

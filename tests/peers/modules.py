@@ -26,6 +26,7 @@ import torch
 import cukern
 from cukern.compat import vllm as compat_vllm
 from cukern.compat._limits import refuse
+from cukern.compat.flash_attn import vllm_flash_attn
 from tests.peers import experts, operators
 from tests.peers.placeholders import attribute_of, placeholder
 
@@ -237,6 +238,16 @@ def _enter_flash_mla() -> None:
     _module("vllm.v1.attention.ops.flashmla", **names)
 
 
+def _enter_flash_attention() -> None:
+    """vLLM's module of its builds of FlashAttention."""
+    _module(
+        "vllm.vllm_flash_attn",
+        flash_attn_varlen_func=vllm_flash_attn.flash_attn_varlen_func,
+        is_fa_version_supported=lambda version: version in (2, 3),
+        fa_version_unsupported_reason=lambda version: None,
+    )
+
+
 def _open(name: str, module: ModuleType) -> None:
     """Let a module that `enable` entered have placeholders for what it does not know."""
     own, others = vars(module).get("__getattr__"), attribute_of(name)
@@ -420,4 +431,5 @@ def install(folder: Path) -> None:
     _enter_operators()
     _enter_experts()
     _enter_flash_mla()
+    _enter_flash_attention()
     _enter_test_utils(folder)
