@@ -170,10 +170,6 @@ def expect_place(name: str, array: Any, like: Array, like_name: str) -> Array:
     return array
 
 
-def same_shape(array: Array, shape: Sequence[Any]) -> bool:
-    return array.shape == tuple(shape)
-
-
 def expect(
     name: str, array: Any, like: Array, like_name: str, dtypes: Collection[str], shape: Sequence[Any], symbols: str
 ) -> Array:

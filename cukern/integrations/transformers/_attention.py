@@ -22,11 +22,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import cukern
 from cukern.integrations.transformers._rewrite import read_globals, undecorated_forward
-from cukern.integrations.transformers._state import NAME, Notes, State, active, is_traced, wants_gradient
+from cukern.integrations.transformers._state import DTYPES, NAME, Notes, State, active, is_traced, wants_gradient
 
 PAGE = 16
 MAX_HEAD_DIM = 256
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _ROWS, _SPANS = "_cukern_rows", "_cukern_spans"
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 
@@ -242,7 +241,7 @@ def _why_not(query: Any, key: Any, value: Any, mask: Any, dropout: float, kwargs
     queries, dims = query.shape[2], (key.shape[-1], value.shape[-1])
     if (queries == 1 and dims[0] != dims[1]) or dims[0] % 8 or dims[1] % 8 or max(dims) > MAX_HEAD_DIM:
         return f"heads of {dims[0]} and {dims[1]}"
-    if query.dtype not in _DTYPES or not query.dtype == key.dtype == value.dtype:
+    if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
         return "dtypes"
     if queries > 1 and query.dtype == torch.float32:
         return "prefill in float32, which has no tensor cores"

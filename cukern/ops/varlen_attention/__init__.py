@@ -17,7 +17,6 @@ from cukern.runtime.describe import (
     expect_array,
     expect_place,
     expect_table,
-    same_shape,
 )  # fmt: skip
 from cukern.runtime.op import op
 from cukern.runtime.plan import outputs, run_twin
@@ -55,8 +54,7 @@ def _check_heads(q: Any, k: Any, v: Any, paged: bool) -> None:
     if k.shape[-1] != dim or not kv_heads or heads % kv_heads:
         check.fail("k", f"of a divisor of {heads} heads of {dim}, like q", f"{kv_heads} heads of {k.shape[-1]}")
     dim_v = v.shape[-1]
-    if not same_shape(v, (*outer, kv_heads, dim_v)):
-        check.shape("v", v.shape, (*outer, kv_heads, dim_v), f"[{', '.join(symbols[:-1])}, dim_v]")
+    check.shape("v", v.shape, (*outer, kv_heads, dim_v), f"[{', '.join(symbols[:-1])}, dim_v]")
     if not 1 <= dim_v <= MAX_DIM:
         check.fail("v", f"of a dim_v in [1, {MAX_DIM}]", dim_v)
     if paged and (k.shape[1] % 8 or not 8 <= k.shape[1] <= MAX_PAGE_SIZE):
