@@ -209,7 +209,7 @@ def _vllm_triton(sizes: Causal) -> Callable[[], Callable[..., Call]]:
     return load
 
 
-def _causal_case(sizes: Causal) -> Case:
+def causal_case(sizes: Causal) -> Case:
     def call(q: Any, k: Any, v: Any, sums: Any, table: Any, lengths: Any, sinks: Any) -> torch.Tensor:
         return cukern.varlen_attention(  # type: ignore[return-value]
             q, k, v, sums, block_table=table, seqused_k=lengths, causal=True, window=sizes.limits,
@@ -258,8 +258,8 @@ def cases(small: bool = False) -> list[Case]:
         small_sizes = Causal(2, 5, 20, 4, 2, 16, page_size=8, decodes=1, window=9, softcap=5, sinks=True)
         return [
             *(_case(3, 20, 2, 16, dtype, ragged) for dtype in ("float32", "bfloat16") for ragged in (True, False)),
-            _causal_case(small_sizes),
-            _causal_case(small_sizes._replace(page_size=0, decodes=0, query_tokens=20)),
+            causal_case(small_sizes),
+            causal_case(small_sizes._replace(page_size=0, decodes=0, query_tokens=20)),
         ]
     both = ("auto", "mma") if has_wgmma() else ("auto",)
     return [
@@ -271,5 +271,5 @@ def cases(small: bool = False) -> list[Case]:
         *(_case(64, 512, 12, 32, dtype) for dtype in ("float16", "float32")),
         *(_case(1, 16, 12, 32, "float16", True, variant) for variant in both),
         _case(1, 16, 12, 32, "float32"),
-        *map(_causal_case, CAUSAL),
+        *map(causal_case, CAUSAL),
     ]

@@ -25,6 +25,7 @@ Row = dict[str, Any]
 
 #: Default sizes, which the name of a case omits.
 _USUAL = {"ragged": "false", "causal": "false", "topk": 0, "query_tokens": 1, "layout": "vllm", "page_size": 64}
+_USUAL |= {"decodes": 0, "window": 0, "softcap": 0, "sinks": "false"}
 _USUAL_VARIANTS = ("auto", "specialized", "vector")
 _STYLES = {"cukern": "C0o-", "torch": "C3v-", "torch.compile": "C4^-", "floor": "k--"}
 _OTHER_STYLES = ("C1s-", "C2D-", "C5P-", "C6X-", "C7*-", "C8h-")
