@@ -67,7 +67,7 @@ def has_wgmma() -> bool:
     return not device_count() or arch_of_device(0) == "90a"
 
 
-def _case(
+def packed_case(
     batch: int, length: int, heads: int, head_dim: int, dtype: str, ragged: bool = True, variant: str = "auto"
 ) -> Case:
     """Return a case of a named kernel, or of the kernel that "auto" chooses."""
@@ -257,19 +257,19 @@ def cases(small: bool = False) -> list[Case]:
     if small:
         small_sizes = Causal(2, 5, 20, 4, 2, 16, page_size=8, decodes=1, window=9, softcap=5, sinks=True)
         return [
-            *(_case(3, 20, 2, 16, dtype, ragged) for dtype in ("float32", "bfloat16") for ragged in (True, False)),
+            *(packed_case(3, 20, 2, 16, dtype, mixed) for dtype in ("float32", "bfloat16") for mixed in (True, False)),
             causal_case(small_sizes),
             causal_case(small_sizes._replace(page_size=0, decodes=0, query_tokens=20)),
         ]
     both = ("auto", "mma") if has_wgmma() else ("auto",)
     return [
-        *(_case(64, 512, 12, 64, dtype) for dtype in ("float16", "bfloat16", "float32")),
-        *(_case(64, 512, 12, 64, "float16", False, variant) for variant in both),
-        *(_case(64, 256, 12, 64, "float16", False, variant) for variant in both),
-        *(_case(16, 2048, 16, 128, "bfloat16", False, variant) for variant in both),
-        *(_case(1024, 16, 12, 64, "float16", False, variant) for variant in both),
-        *(_case(64, 512, 12, 32, dtype) for dtype in ("float16", "float32")),
-        *(_case(1, 16, 12, 32, "float16", True, variant) for variant in both),
-        _case(1, 16, 12, 32, "float32"),
+        *(packed_case(64, 512, 12, 64, dtype) for dtype in ("float16", "bfloat16", "float32")),
+        *(packed_case(64, 512, 12, 64, "float16", False, variant) for variant in both),
+        *(packed_case(64, 256, 12, 64, "float16", False, variant) for variant in both),
+        *(packed_case(16, 2048, 16, 128, "bfloat16", False, variant) for variant in both),
+        *(packed_case(1024, 16, 12, 64, "float16", False, variant) for variant in both),
+        *(packed_case(64, 512, 12, 32, dtype) for dtype in ("float16", "float32")),
+        *(packed_case(1, 16, 12, 32, "float16", True, variant) for variant in both),
+        packed_case(1, 16, 12, 32, "float32"),
         *map(causal_case, CAUSAL),
     ]
