@@ -74,7 +74,7 @@ __all__ = [
 COVERS = {
     "BatchDecodeWithPagedKVCacheWrapper": "cukern.paged_attention",
     "BatchMLAPagedAttentionWrapper": "cukern.flash_mla_with_kvcache",
-    "BatchPrefillWithPagedKVCacheWrapper": "cukern.paged_attention",
+    "BatchPrefillWithPagedKVCacheWrapper": "cukern.varlen_attention",
     "BatchPrefillWithRaggedKVCacheWrapper": "cukern.varlen_attention",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper": "cukern.paged_attention",
     "apply_rope_with_cos_sin_cache_inplace": "cukern.rotary_embedding",
