@@ -302,7 +302,9 @@ def _step(
             scale=None if scaling is None else float(scaling), softcap=softcap,
             sinks=None if sinks is None else sinks.detach().float().contiguous(),
         )  # fmt: skip
-        if rows.shortest is None and mask is not None:
+        session = active.session
+        has_room = session is not None and session.tokens == key.shape[2]  # for a page after each sequence
+        if rows.shortest is None and mask is not None and not has_room:
             # Compute a sequence shorter than PAGE without pages, because its page may extend past the cache.
             out = torch.where(
                 (rows.lengths < PAGE)[:, None, None], _one_token(query, key, value, mask, scaling, kwargs), out
