@@ -43,8 +43,8 @@ template <int DIM_, int TILE_> struct Sizes {
     };
 };
 
-// Load the rows of a tile of `dim` elements as float32. address_of(row) is the address of a row, or null. Set rows without
-// an address and the padding to 0.
+// Load the rows of a tile of `dim` elements as float32. address_of(row) is the address of a row, or null. Set rows
+// without an address and the padding to 0.
 template <typename T, typename S, int BYTES, class Address>
 __device__ __forceinline__ void load_tile(float* to, int dim, Address address_of) {
     constexpr int COUNT = BYTES / int(sizeof(T)), LOADS = S::DIM / COUNT;

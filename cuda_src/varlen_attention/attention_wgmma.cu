@@ -15,8 +15,8 @@
 //   Q_STAGES     tiles of queries in shared memory
 //   STAGES       tiles of keys, and tiles of values, in shared memory
 //
-// Grid: one persistent block per multiprocessor. Producer warps take tiles of queries, and load the queries and, tile by
-// tile, the keys and the values (wgmma_tiles.cuh). The consumer warpgroups compute for tile n of the keys
+// Grid: one persistent block per multiprocessor. Producer warps take tiles of queries, and load the queries and, tile
+// by tile, the keys and the values (wgmma_tiles.cuh). The consumer warpgroups compute for tile n of the keys
 //
 //   S = Q K[n]'    P = exp2(S - reference), in registers: fragments of S become fragments of P (FlashAttention-2)
 //   O = O * exp2(previous reference - reference) + P V[n]
@@ -25,12 +25,14 @@
 // rescale O (FlashAttention-4). A weight is at most 2^MARGIN.
 //
 // The MMAs S of tile n + 1 and P V of tile n are in flight together, and the exponentials of tile n + 1 overlap P V of
-// tile n. Consumer warpgroups issue their MMAs in turn, so that the exponentials of one overlap the MMAs of the others.
-// Both are from FlashAttention-3 (Shah et al., 2024).
+// tile n. In the mainloop consumer warpgroups issue their MMAs in turn, so that the exponentials of one overlap the
+// MMAs of the others. Both are from FlashAttention-3 (Shah et al., 2024).
 //
 // Keys outside a query's window get a score of -inf. Values after the end of the sequence, and before the first loaded
-// page, are cleared in shared memory, because 0 * NaN is NaN. If a last tile has at most NARROW keys, the MMAs process
-// only NARROW keys. If a first tile has at most that, the others get a weight of 0 without an exponential. Tiles of keys begin at multiples of KEYS, so a row has the same bits in any batch and any chunk.
+// box, are cleared in shared memory, because 0 * NaN is NaN. If the queries see only the first NARROW keys of a last
+// tile, the MMAs process only these keys. If they see only the last NARROW keys of a first tile, the other keys get a
+// weight of 0 without an exponential. Tiles of keys begin at multiples of KEYS, so a row has the same bits in any batch
+// and any chunk.
 //
 // Speed of light: the tensor cores, with 2 * (dim + dim_v) flops for each pair of a query and a key that it sees. With
 // DIM 64 the exponentials take as long as the MMAs: a tile of 64 queries and 128 keys takes 512 cycles of a
@@ -58,8 +60,8 @@ __device__ __forceinline__ void barrier_arrive(int id, int threads) {
 }
 
 // Compute `sum` before the wait that follows. ptxas otherwise moves the wait for P V above the exponentials, because no
-// register connects them, and the two no longer overlap. The sum of weights is never negative, so the trap is not taken.
-// The vote tells ptxas that the branch is the same in all lanes.
+// register connects them, and the two no longer overlap. The sum of weights is never negative, so the trap is not
+// taken. The vote tells ptxas that the branch is the same in all lanes.
 __device__ __forceinline__ void compute_before_wait(float2 sum) {
     asm volatile("{ .reg .pred negative;\n"
                  "  setp.lt.f32 negative, %0, 0f00000000;\n"
@@ -120,12 +122,14 @@ template <typename T, class L> struct Consumer {
         ++q.count;
     }
 
-    // Wait until this warpgroup may issue its MMAs. Warpgroup 0 takes the first turn of a tile of queries without a wait.
+    // Wait until this warpgroup may issue its MMAs. Warpgroup 0 takes the first turn of a tile of queries without a
+    // wait.
     __device__ __forceinline__ void take_turn(bool is_first) const {
         if (active > 1 && !(is_first && index == 0)) barrier_sync(TURN + 3 * q.stage() + index, 2 * WARPGROUP);
     }
-    // Let the next warpgroup issue its MMAs. Only warpgroup i - 1 passes a turn to warpgroup i, and only the last active
-    // one to warpgroup 0. A warpgroup that skips this tile and is ahead therefore passes no turn too early.
+    // Let the next warpgroup issue its MMAs. Only warpgroup i - 1 passes a turn to warpgroup i, and only the last
+    // active one to warpgroup 0. A warpgroup without queries in this tile passes no turn, although it may already be in
+    // the next tile, because the active warpgroups pass theirs among themselves.
     __device__ __forceinline__ void pass_turn(bool is_last) const {
         if (active > 1 && !(is_last && index == active - 1))
             barrier_arrive(TURN + 3 * q.stage() + (index + 1 == active ? 0 : index + 1), 2 * WARPGROUP);
@@ -155,14 +159,15 @@ template <typename T, class L> struct Consumer {
         wgmma_commit_group();
     }
 
-    // The functions below process the scores of the keys FROM ... WIDTH - 1 of a tile.
+    // The functions with FROM and WIDTH process the scores of the keys FROM ... WIDTH - 1 of a tile.
 
     // Replace the scores of keys outside the windows by -inf.
     template <int WIDTH, int FROM = 0> __device__ __forceinline__ void mask(int key, float (&scores)[WIDTH / 2]) const {
         const int end = min(tile.keys, tile.high + first_token);
         if (key + WIDTH <= end && key >= tile.low + last_token) return;
-        // A lane has 32 columns of a row: 2 of every 8. Bit 2 * n + j of a word stands for column 8 * n + j after the
-        // lane's first one. ptxas moves the bits of a word to predicates, which takes fewer instructions than comparisons.
+        // A lane has WIDTH / 4 columns of a row: 2 of every 8. Bit 2 * n + j of a word stands for column 8 * n + j
+        // after the lane's first one. ptxas moves the bits of a word to predicates, which takes fewer instructions than
+        // comparisons.
         const auto before = [&](int end) {
             const unsigned columns = min(max(end - (key + lane % 4 * 2), 0), WIDTH);
             return unsigned((1ull << (columns / 8 * 2 + min(columns % 8, 2u))) - 1);
@@ -178,8 +183,8 @@ template <typename T, class L> struct Consumer {
         }
     }
 
-    // Return the number that is subtracted from the scores of row i (base 2). A row that sees no key so far has scores of
-    // -inf, and any finite number gives weights of 0.
+    // Return the number that is subtracted from the scores of row i (base 2). A row that sees no key so far has scores
+    // of -inf, and any finite number gives weights of 0.
     __device__ __forceinline__ float offset(int i) const { return reference[i] == -CUDART_INF_F ? 0.f : reference[i]; }
 
     // Return the largest score (base 2) of this lane's columns of row i.
@@ -193,9 +198,9 @@ template <typename T, class L> struct Consumer {
         return fmaxf(most[0], most[1]) * params.p.scale;
     }
 
-    // Raise the reference of row i to its largest score, if that is more than MARGIN above it. `most`: the largest score
-    // of this lane's columns. Return the factor that rescales earlier sums. The factor is exactly 1 if the reference
-    // stays. A tile of keys that a row does not see therefore does not change the row's bits.
+    // Raise the reference of row i to its largest score, if that is more than MARGIN above it. `most`: the largest
+    // score of this lane's columns. Return the factor that rescales earlier sums. The factor is exactly 1 if the
+    // reference stays. A tile of keys that a row does not see therefore does not change the row's bits.
     __device__ __forceinline__ float raise(int i, float most) {
         const float highest = lanes_max<4>(most), before = reference[i];
         if (highest - before > MARGIN) reference[i] = highest;
@@ -259,7 +264,7 @@ template <typename T, class L> struct Consumer {
         wgmma_fence_operand(scores);
         release_k(0);
         if (tiles == 1) release_q();
-        if (WIDTH > NARROW && tile.begin % L::KEYS >= NARROW) {
+        if (WIDTH > NARROW && tile.begin % L::KEYS >= NARROW) { // the queries see only the last NARROW keys
 #pragma unroll
             for (int c = 0; c < NARROW / 2; ++c) scores[c] = 0.f;
             weigh_first<WIDTH, WIDTH - NARROW>(scores);
@@ -302,7 +307,8 @@ template <typename T, class L> struct Consumer {
         release_v(n - 1);
     }
 
-    // The mainloop body for any tile n. The registers of its scores hold its weights until P V of tile n - 1 is complete.
+    // The mainloop body for any tile n. The registers of its scores hold its weights until P V of tile n - 1 is
+    // complete.
     template <int WIDTH> __device__ __forceinline__ void add(int n, int tiles) {
         float scores[WIDTH / 2], factors[2];
         multiply<WIDTH>(n, tiles, scores, weights);
@@ -319,7 +325,7 @@ template <typename T, class L> struct Consumer {
 
     // The mainloop body for a plain tile n: there is no softcap, and all rows of the warpgroup see all its keys. The
     // exponentials take the references of earlier tiles, and do not wait for the largest scores. If a row exceeds its
-    // reference, which is rare, the warp computes them again.
+    // reference by more than MARGIN, which is rare, the warp computes them again.
     __device__ __forceinline__ void add_plain(int n, int tiles, const Fragments& of_before, Fragments& to) {
         float scores[L::KEYS / 2], factors[2] = {1.f, 1.f};
         multiply<L::KEYS>(n, tiles, scores, of_before);
@@ -361,13 +367,14 @@ template <typename T, class L> struct Consumer {
             return;
         }
         begin<L::KEYS>(tiles);
-        // All rows of the warpgroup see all keys of the tiles from `plain` to `plain_end`.
+        // All rows of the warpgroup see all keys of the tiles plain_begin ... plain_end - 1.
         const int first = tile.begin / L::KEYS * L::KEYS, before = index * params.warpgroup_tokens;
-        const int plain = (max(tile.low + before + params.warpgroup_tokens - 1 - first, 0) + L::KEYS - 1) / L::KEYS;
+        const int plain_begin =
+            (max(tile.low + before + params.warpgroup_tokens - 1 - first, 0) + L::KEYS - 1) / L::KEYS;
         const int plain_end = params.p.cap != 0.f ? 0 : (min(tile.keys, tile.high + before) - first) / L::KEYS;
 #pragma unroll 1
         for (int n = 1; n < tiles - is_narrow;) {
-            if (L::PAIRS && n >= plain && n + 1 < plain_end) {
+            if (L::PAIRS && n >= plain_begin && n + 1 < plain_end) {
                 Fragments others;
                 add_plain(n, tiles, weights, others);
                 add_plain(n + 1, tiles, others, weights);

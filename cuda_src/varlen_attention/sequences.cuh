@@ -1,8 +1,8 @@
-// Code that all kernels of varlen_attention share: the parameters, the keys of a sequence, the tiles of queries, and
+// Code that the kernels of varlen_attention share: the parameters, the keys of a sequence, the tiles of queries, and
 // the online softmax.
 //
 // A tile has the queries of consecutive tokens of one sequence, for `pack` heads that share a kv head. Row
-// `token * pack + head` of a tile is one query. A row therefore needs a key only once for all heads of the kv head.
+// `token * pack + head` of a tile is one query. A tile therefore loads a key once for its `pack` heads.
 //
 // Query i of a sequence with n queries and m keys has the position m - n + i. It sees (attends to) the keys of its
 // window: the positions from `position - left` to `position + right`. Causal attention has right = 0.
@@ -36,8 +36,10 @@ struct Params {
     int pack;  // heads of a tile, a divisor of `group`
     int dim, dim_v;
     int left, right;
-    int sink_type;    // 0 float32, 1 bfloat16, 2 float16
-    float scale;      // scores times this have base 2: softmax scale * log2(e), or 1 with a softcap
+    int sink_type; // 0 float32, 1 bfloat16, 2 float16
+    // A weight of the softmax is 2^score. A product of q and k times this is its score: softmax scale * log2(e), or 1
+    // with a softcap, because `capped` returns a score.
+    float scale;
     float cap;        // softcap * log2(e), or 0
     float cap_factor; // softmax scale / softcap * 2 * log2(e)
 };
@@ -76,8 +78,8 @@ struct Tile {
     int first, tokens; // first row of q, and number of tokens
     int keys_begin;    // first row of k and v; 0 with a block table
     int keys;          // keys of the sequence
-    int low, high;     // token i of the tile sees the keys in low + i ... high + i - 1
-    int begin, end;    // the keys that any token of the tile sees
+    int low, high;     // token i of the tile sees the keys low + i ... min(high + i, keys) - 1
+    int begin, end;    // the keys that at least one token of the tile sees
     int invalid;       // the sequence does not fit in its block table
 
     // `position`: index of the tile's first token in sequence s, which has the rows first_row ... end_row - 1 of q.
@@ -104,10 +106,10 @@ struct Tile {
 // Return the tile of block (blockIdx.x, blockIdx.y) of a grid of (tokens / tile_tokens + sequences + 1, heads / pack)
 // blocks. Its `tokens` is at most 0 if the block has nothing to do.
 //
-// Each sequence begins a new tile of `tile_tokens` tokens. The first tile of sequence s has index
-// cu_seqlens_q[s] / tile_tokens + s. A sequence of n tokens thus gets at least the ceil(n / tile_tokens) indices that it
-// needs, and at most one more. The host therefore does not read the lengths, and a captured CUDA graph is valid for all
-// lengths. Rows after the last sequence are one more sequence without keys, so their results are 0.
+// Each sequence begins a new tile of `tile_tokens` tokens. The first tile of sequence s has index cu_seqlens_q[s] /
+// tile_tokens + s. A sequence of n tokens thus gets at least the ceil(n / tile_tokens) indices that it needs, and at
+// most one more. The host therefore does not read the lengths, and a captured CUDA graph is valid for all lengths. Rows
+// after the last sequence are one more sequence without keys, so their results are 0.
 __device__ __forceinline__ Tile tile_of_block(const Params& p, int tile_tokens) {
     // The sequence is the last one whose first tile is not after this block's. In each iteration the 32 lanes of a warp
     // test 32 equally spaced candidates.
@@ -172,8 +174,8 @@ __device__ __forceinline__ float score_of(const Params& p, float product) {
 struct Normal {
     float factor, lse;
 
-    // `largest`: the largest score, or another score near it. `total`: the sum of 2^(score - largest). Scores and `sink`
-    // have base 2.
+    // `largest`: the largest score, or the reference of attention_wgmma, which is at most MARGIN below it. `total`: the
+    // sum of 2^(score - largest). Scores and `sink` have base 2.
     __device__ __forceinline__ Normal(float largest, float total, bool has_sink, float sink) {
         constexpr float LN_2 = 0.693147180559945309f;
         const bool is_empty = total == 0.f && largest == -CUDART_INF_F;

@@ -15,7 +15,7 @@ struct alignas(64) MappedParams {
     const int* starts; // [sequences + 2], from plan_tiles
     int* counter;      // number of tiles taken beyond the first one of each block
     int warpgroup_tokens;
-    int box_tokens; // a power of two from 8 to KEYS, which divides page_size
+    int box_tokens; // a power of two from 8 to 64, which divides page_size with a block table
 
     // Return the first row of the first tile of keys, and of values, that the producer loads. The pages of earlier rows
     // may be invalid, because no query of the tile sees them.
@@ -54,8 +54,8 @@ template <class L> struct alignas(16) Shared {
     Tile tiles[TILE_SLOTS];  // a negative sequence: there are no more tiles
     int invalid[TILE_SLOTS]; // the tile has a page that is not in the cache; valid after the tile's last v_full
 
-    // A full barrier has an arrival of each warp that loads. An empty barrier has an arrival of each warp that reads: the
-    // consumer warps, and for the descriptions of tiles also the producer warps that do not write them.
+    // A full barrier has an arrival of each warp that loads. An empty barrier has an arrival of each warp that reads:
+    // the consumer warps, and for the descriptions of tiles also the producer warps that do not write them.
     __device__ __forceinline__ void init() {
         constexpr int CONSUMERS = L::WARPGROUPS * (WARPGROUP / 32);
         constexpr int K_PRODUCERS = L::K_SPLITS > 1 ? 2 : 1, V_PRODUCERS = L::V_SPLITS > 1 ? 2 : 1;
@@ -88,9 +88,9 @@ __device__ __forceinline__ int last_start(const int* starts, int count, int tile
     return first;
 }
 
-// Describe the tile of queries with index `index`. Tiles are in the order of heads, then sequences. Within a sequence the
-// last tile is first, because causal attention takes longest for it. All blocks work on few heads at a time, whose keys
-// stay in L2.
+// Describe the tile of queries with index `index`. Tiles are in the order of heads, then sequences. Within a sequence
+// the last tile is first, because causal attention takes longest for it. All blocks work on few heads at a time, whose
+// keys stay in L2.
 template <class L> __device__ __forceinline__ Tile tile_of(const MappedParams& params, int index) {
     const Params& p = params.p;
     const int tiles = params.starts[p.sequences + 1];
@@ -108,11 +108,11 @@ template <class L> __device__ __forceinline__ Tile tile_of(const MappedParams& p
 }
 
 // A producer warp. For each tile of queries, two warps load the keys, tile by tile, and two warps load the values. Each
-// of the two loads every second split. A lane loads a box of rows.
+// of the two loads every second split; with one split, the second warp does nothing. A lane loads a box of rows.
 //
-// The first producer warp also schedules. When it has loaded the keys of a tile of queries, it takes the next tile by an
-// atomic counter, describes it in shared memory, and loads its queries. A block holds at most one tile that it has not
-// begun, which balances the load.
+// The first producer warp also schedules. When it has issued the loads of a tile of queries, it takes the next tile by
+// an atomic counter, and describes it in shared memory. It issues the load of the queries after the load of the first
+// tile of keys. A block holds at most one tile of queries that it has not begun, which balances the load.
 template <class L> struct Producer {
     const MappedParams& params;
     Shared<L>& shared;
@@ -153,8 +153,8 @@ template <class L> struct Producer {
         return p.rows;
     }
 
-    // Load a tile of keys or values, which begins at key `key`. Boxes before row `first`, and boxes after the last key of
-    // the sequence, are not loaded.
+    // Load a tile of keys or values, which begins at key `key`. Boxes before row `first`, and boxes after the last key
+    // of the sequence, are not loaded.
     __device__ __forceinline__ void load(const Tile& tile, int kv_head, int key, int first, int page) {
         const int stage = kv.stage(), row = lane * params.box_tokens, rows = min(tile.keys - key, L::KEYS);
         const unsigned full = shared_address(values ? &shared.v_full[stage] : &shared.k_full[stage]);
@@ -203,7 +203,7 @@ template <class L> struct Producer {
                 // The page of the next box is read before this tile is loaded, because the read takes long.
                 const int next = key + L::KEYS < tile.end ? page_of(tile, key + L::KEYS, slot) : 0;
                 load(tile, kv_head, key, first, page);
-                if (schedules && key <= tile.begin) load_q(tile);
+                if (schedules && key <= tile.begin) load_q(tile); // with the first tile of keys
                 first = 0, page = next;
             }
             __syncwarp();

@@ -132,8 +132,8 @@ def varlen_attention(
         lse[h, i] = log(denominator)
 
     A query that sees no key, and rows after the last sequence, get zeros, and an lse of the sink, or -inf without
-    sinks. The bits of a row depend on its own sequence alone. Tiles of keys begin at fixed positions of the sequence,
-    so a row has the same bits if its sequence comes in one call or in chunks.
+    sinks. The bits of a row depend on its own sequence alone. With "wgmma" and "mma" tiles of keys begin at fixed
+    positions of the sequence, so a row has the same bits if its sequence comes in one call or in chunks.
 
     Args:
         q: [tokens, heads, dim], float32, float16 or bfloat16, dim at most 256, contiguous along the last dimension.
@@ -145,27 +145,27 @@ def varlen_attention(
         cu_seqlens_q: int32 [sequences + 1], the start of each sequence: 0, then sums of lengths, which may be 0. The
             last one is at most `tokens`. Numbers in host memory are checked. On a GPU a check would take a
             synchronization; the kernel stays within the arrays for any numbers.
-        cu_seqlens_k: the same for the sequences of keys and values. None without block_table and seqused_k:
-            cu_seqlens_q is used, and memory_tokens must equal tokens.
+        cu_seqlens_k: the same for the sequences of keys and values. None without block_table: cu_seqlens_q is used, and
+            memory_tokens must equal tokens.
         block_table: int32 [sequences, max_pages]; rows may be strided. Key j of sequence s is in slot j % page_size of
             page block_table[s, j // page_size]. Entries for keys that no query of the sequence sees are not used.
-        seqused_k: int32 [sequences], the number of keys of each sequence. With block_table either this or cu_seqlens_k
-            gives the lengths. Without block_table it limits the lengths by cu_seqlens_k.
+        seqused_k: int32 [sequences], the number of keys of each sequence. With block_table it gives the lengths; if it
+            is None, cu_seqlens_k gives them. Without block_table it limits the lengths by cu_seqlens_k.
         scale: a factor of the scores; 1 / sqrt(dim) if None.
-        causal: True: a window's right limit is 0. Infinities and NaN in values may affect queries that do not see
-            these values.
+        causal: True: a window's right limit is 0.
         window: (left, right), the number of keys that a query sees before and after its position; -1: no limit.
-            `paged_attention(window=W)` has the window (W - 1, 0).
-        softcap: limits the scores to the range from -softcap to softcap, by the formula above.
+            `paged_attention(window=W)` has the window (W - 1, 0). A hidden key has a weight of 0, but infinities and
+            NaN in its value may affect the result.
+        softcap: from 1e-30 to 1e30, limits the scores to the range from -softcap to softcap, by the formula above.
         sinks: float32, bfloat16 or float16 [heads], the score of an additional key whose value is 0.
         return_lse: also return lse, for `merge_attention_states(lse_heads_first=True)`.
         out: [tokens, heads, dim_v], contiguous, to write into and return; it shares no memory with q, k and v. With
             return_lse a pair.
-        variant: "auto", or a kernel by name: "wgmma" (Hopper's tensor cores; needs what "mma" needs, and a positive
-            scale), "mma" (tensor cores; needs a 16-bit dtype, aligned rows and dims that are multiples of 8) or "fma"
-            (products in float32, for all arrays). "wgmma" and "mma" round the softmax weights to the dtype before the
-            multiplication by the values. "auto" takes the first of the three variants that can compute the call. The
-            lengths do not affect the choice.
+        variant: "auto", or a kernel by name: "wgmma" (Hopper's tensor cores; needs what "mma" needs, arrays with
+            elements and positive strides, and a scale of at least 1e-30), "mma" (tensor cores; needs a 16-bit dtype,
+            aligned rows and dims that are multiples of 8) or "fma" (products in float32, for all arrays). "wgmma" and
+            "mma" round the softmax weights to the dtype before the multiplication by the values. "auto" takes the first
+            of the three variants that can compute the call. The lengths do not affect the choice.
 
     Returns:
         out [tokens, heads, dim_v] of the dtype of `q`, in the library and on the device of `q`; with return_lse
@@ -178,9 +178,9 @@ def varlen_attention(
         TypeError: an unsupported dtype, or arrays of different libraries.
         ValueError: shapes, strides, devices or sizes that do not fit; the message names the argument.
 
-    The semantics are as in FlashAttention's `flash_attn_varlen_func`. That function also takes the largest lengths,
-    which this function does not need. The layout is as in FasterTransformer's and Effective Transformer's batches
-    without padding, paged attention is from vLLM (Kwon et al., 2023), and sinks from Xiao et al. (2023).
+    The arguments mean what they mean in FlashAttention's `flash_attn_varlen_func`. That function also takes the largest
+    lengths, which this function does not need. The layout is as in FasterTransformer's and Effective Transformer's
+    batches without padding, paged attention is from vLLM (Kwon et al., 2023), and sinks from Xiao et al. (2023).
     """
     paged = block_table is not None
     _check_heads(q, k, v, paged)

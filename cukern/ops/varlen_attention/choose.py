@@ -45,9 +45,9 @@ class Choice(NamedTuple):
     """A variant, and the sizes of its tiles."""
 
     variant: Variant
-    rows: int  # rows of a tile of queries that the heads of a kv head share: 64 for each warpgroup of "wgmma"
+    rows: int  # of a tile of queries; with "wgmma" of each warpgroup's part of the tile
     warpgroups: int
-    keys: int
+    keys: int  # of a tile of keys
     dims: tuple[int, int]  # the largest dimensions that the instance can process
 
 
@@ -170,7 +170,7 @@ def _no_wgmma(x: Call) -> str:
 
 
 def _box(page_size: int, keys: int) -> int:
-    """Return the tokens of a TMA box of keys: the largest power of two that divides a page, at most a tile's half."""
+    """Return the tokens of a TMA box of keys: the largest power of two that divides a page, at most 64."""
     return min(page_size & -page_size, 64, keys)
 
 
