@@ -54,11 +54,9 @@ def _packed(k: Array, v: Array, begin: int, end: int) -> _Memory:
 def _paged(k: Array, v: Array, table: Array, length: int, first: int) -> _Memory:
     """Read a sequence from its pages. Keys before `first`, which no query sees, and invalid pages are zeros."""
     pages, page_size, kv_heads = k.shape[:3]
-    length = max(length, 0)
+    is_invalid = length > len(table) * page_size
+    length = 0 if is_invalid else max(length, 0)
     keys, values = (np.zeros((kv_heads, length, x.shape[-1])) for x in (k, v))
-    if length > len(table) * page_size:
-        return _Memory(keys, values, True)
-    is_invalid = False
     for place in range(first // page_size, -(-length // page_size)):
         page, rows = int(table[place]), slice(place * page_size, min((place + 1) * page_size, length))
         if not 0 <= page < pages:
