@@ -777,7 +777,7 @@ def test_nothing_of_other_sequences_is_seen(dim: int, dtype: str, rng: np.random
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rising", [False, True])
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_scores_that_rise_and_fall(dtype: str, dim: int, rising: bool, rng: np.random.Generator) -> None:
     """The largest score of a row is in any tile; some rows have scores of -inf alone, in a tile or in all.
@@ -785,6 +785,8 @@ def test_scores_that_rise_and_fall(dtype: str, dim: int, rising: bool, rng: np.r
     Where scores rise, "wgmma" raises the references of rows in several tiles.
     """
     batch = draw(rng, [700, 300], dim, dtype, heads=1, left_over=0)
+    if dim == 192:  # as DeepSeek-V3, not absorbed
+        batch = batch._replace(v=np.ascontiguousarray(batch.v[..., :128]))
     places = np.arange(700) if rising else rng.permutation(700)
     batch.k[:700, 0] *= np.linspace(0.1, 8 if rising else 4, 700)[places, None].astype(batch.k.dtype)
     batch.k[700:] = -np.inf

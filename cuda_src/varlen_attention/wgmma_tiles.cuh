@@ -162,6 +162,7 @@ template <class L> struct Producer {
         const unsigned to = base + (values ? L::V_BEGIN + stage * L::V_TILE : L::K_BEGIN + stage * L::K_TILE);
         mbarrier_wait(empty, kv.parity() ^ 1);
         const int loaded = (rows + params.box_tokens - 1 & -params.box_tokens) - first;
+        __syncwarp(); // before the arrival, which publishes the marks of all lanes
         if (lane == 0) mbarrier_arrive_expect_tx(full, loaded * ((splits() - part + 1) / 2) * LINE);
         __syncwarp();
         if (row >= first && row < rows) {
