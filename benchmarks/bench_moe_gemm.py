@@ -388,6 +388,116 @@ def _agree(sizes: Sizes) -> Callable[[torch.Tensor, torch.Tensor], bool]:
     return agree
 
 
+# --- one matrix of weights ----------------------------------------------------------------------------
+
+
+class Dense(NamedTuple):
+    """A product with one matrix of quantized weights, [n, k]."""
+
+    m: int
+    n: int
+    k: int
+    weights: str  # FP8 with scales by blocks, or "mxfp4"
+    dtype: str  # of the rows
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the weights, the rows and the result, with the scales."""
+        blocks = -(-self.k // _BLOCK)
+        weights = self.n * self.k // 2 + self.n * self.k // 32 if self.weights == "mxfp4" else self.n * self.k
+        scales = 4 * blocks * -(-self.n // _BLOCK) if self.weights == FP8 else 0
+        of_rows = 4 * blocks * self.m if self.dtype == FP8 else 0
+        return weights + scales + of_rows + self.m * self.k * ITEM_SIZE[self.dtype] + 2 * self.m * self.n
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k // (2 if self.weights == FP8 else 1)
+
+
+#: A product of DeepSeek-V3's attention, from rows in FP8 and from rows in bfloat16, and Humming's MXFP4 case.
+DENSE = (
+    *(Dense(m, 7168, 4096, FP8, dtype) for dtype in (FP8, "bfloat16") for m in (1, 64, 4096)),
+    *(Dense(m, 8192, 8192, "mxfp4", "bfloat16") for m in (1, 16, 64, 4096)),
+)
+
+
+def _dense_inputs(sizes: Dense) -> Callable[[torch.Generator], tuple[Any, ...]]:
+    """Return a function that makes the rows, the weights, their scales and the scales of the rows."""
+
+    def inputs(generator: torch.Generator) -> tuple[Any, ...]:
+        random: dict[str, Any] = {"generator": generator, "device": generator.device}
+        x, blocks = _normal(generator, sizes.dtype, sizes.m, sizes.k), -(-sizes.k // _BLOCK)
+        x_scale = torch.rand(sizes.m, blocks, **random) + 0.5 if sizes.dtype == FP8 else None
+        if sizes.weights == FP8:
+            w_scale = torch.rand(-(-sizes.n // _BLOCK), blocks, **random) + 0.5
+            return x, _normal(generator, FP8, sizes.n, sizes.k), w_scale, x_scale
+        packed = torch.randint(0, 256, (1, sizes.n, sizes.k // 2), **random, dtype=torch.uint8)
+        scales = torch.randint(125, 130, (1, sizes.n, sizes.k // 32), **random, dtype=torch.uint8)
+        if has_wgmma():
+            return x, cukern.prepare_weights(packed, scales), None, None
+        return x, packed[0], scales[0], None
+
+    return inputs
+
+
+def _cublas() -> Prepare:
+    """Multiply by dequantized weights, in bfloat16."""
+
+    def prepare(x: torch.Tensor, w: torch.Tensor, w_scale: Any, _: Any) -> Run:
+        if w_scale is None:
+            w, w_scale = (y[0] for y in cukern.restore_weights(w))
+        dequantized = cukern.dequantize_mxfp4(w, w_scale, "bfloat16")
+        return lambda: torch.mm(x, dequantized.T)
+
+    return prepare  # type: ignore[return-value]
+
+
+def _deep_gemm_dense() -> Prepare:
+    """Return DeepGEMM 2.5's product of FP8."""
+    import deep_gemm
+
+    def prepare(x: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, x_scale: torch.Tensor) -> Run:
+        rows = x, deep_gemm.get_mn_major_tma_aligned_tensor(x_scale)
+
+        def run() -> torch.Tensor:
+            out = torch.empty(len(x), len(w), dtype=torch.bfloat16, device=x.device)
+            deep_gemm.fp8_gemm_nt(rows, (w, w_scale), out)
+            return out
+
+        return run
+
+    return prepare  # type: ignore[return-value]
+
+
+def dense(sizes: Dense) -> Case:
+    """Return a case of `quantized_matmul`."""
+
+    def call(x: torch.Tensor, w: torch.Tensor, w_scale: Any, x_scale: Any) -> torch.Tensor:
+        return cukern.quantized_matmul(x, w, w_scale, x_scale=x_scale)
+
+    def agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+        return bool((ours.float() - theirs.float()).abs().max() <= _TOLERANCE * theirs.float().abs().max())
+
+    baselines, libraries = {}, {}
+    if sizes.weights == "mxfp4":
+        baselines = {"cuBLAS bfloat16": Baseline(_cublas, prepared=True)}
+    elif sizes.dtype == FP8:
+        libraries = {"DeepGEMM": Baseline(_deep_gemm_dense, slow=True, prepared=True)}
+    return Case(
+        "quantized_matmul",
+        sizes._asdict(),
+        "auto",
+        _dense_inputs(sizes),
+        call,
+        sizes.bytes,
+        sizes.flops,
+        baselines=baselines,
+        peers=libraries,
+        agree=agree,
+        host=sizes.m == 1,
+    )
+
+
 # --- cases --------------------------------------------------------------------------------------------
 
 
@@ -463,4 +573,4 @@ def cases(small: bool = False) -> list[Case]:
     return [
         product(sizes.small if small else sizes, variant, compared, host)
         for sizes, variant, compared, host in _all_cases()
-    ]
+    ] + [dense(sizes._replace(m=min(sizes.m, 4), n=256, k=256) if small else sizes) for sizes in DENSE]

@@ -10,9 +10,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cukern.formats.quantized import BLOCK, MXFP4_GROUP, NVFP4_GROUP
-from cukern.formats.weights import FOLDED_BYTES, FOLDED_K, UNIT_BYTES, UNIT_K, UNIT_ROWS, rows_of_weights
+from cukern.formats.weights import (
+    FOLDED_BYTES,
+    FOLDED_K,
+    UNIT_BYTES,
+    UNIT_K,
+    UNIT_ROWS,
+    is_folded,
+    is_prepared,
+    rows_of_weights,
+)
 from cukern.reference.moe_activation import activate_sums
-from cukern.reference.quantization import dequantize_mxfp4, dequantize_nvfp4, silu_and_mul_quant
+from cukern.reference.quantization import (
+    dequantize_mxfp4,
+    dequantize_nvfp4,
+    per_token_group_quant_fp8,
+    scaled_fp8_quant,
+    silu_and_mul_quant,
+)
 from cukern.runtime.activation import ALPHA, LIMIT, is_gated
 from cukern.runtime.tolerance import Tolerance
 
@@ -370,3 +385,37 @@ def moe_gemm_batched(
             out=out[expert, :count],
         )
     return out
+
+
+def quantized_matmul(
+    x: Array,
+    w: Array,
+    w_scale: Array | None = None,
+    *,
+    x_scale: Array | None = None,
+    bias: Array | None = None,
+    out_dtype: str | None = None,
+    expected_m: int | None = None,
+) -> Array:
+    """Compute x w^T + bias. `expected_m` has no effect.
+
+    FP8 weights multiply FP8 rows. A 16-bit x is quantized in groups of 128 if the weights have scales by blocks or are
+    MXFP4, otherwise with the scale `x_scale` or with a scale per row.
+    """
+    (rows, k), dtype = x.shape, out_dtype
+    is_fp8 = is_folded(w) if is_prepared(w) else w.shape[1] == k
+    is_in_groups = w_scale is None or w_scale.shape == (-(-len(w) // BLOCK), -(-k // BLOCK))
+    if is_fp8 and x.itemsize > 1:
+        dtype = x.dtype.name
+        if is_in_groups:
+            x, x_scale = per_token_group_quant_fp8(x, BLOCK)
+        else:
+            given = None if x_scale is None else x_scale.reshape(1)
+            x, x_scale = scaled_fp8_quant(x, given, use_per_token_if_dynamic=True)
+    if w_scale is not None:
+        w_scale = w_scale.reshape(-1) if is_fp8 and not is_in_groups else w_scale
+        w_scale = w_scale if w_scale.shape == (1,) else w_scale[None]
+    return moe_gemm(
+        x, w if is_prepared(w) else w[None], np.array([0, rows]), a_scale=x_scale, b_scale=w_scale,
+        bias=None if bias is None else bias[None], out_dtype=dtype,
+    )  # fmt: skip

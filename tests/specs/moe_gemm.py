@@ -70,6 +70,21 @@ def _calls() -> list[Call]:
         Call("prepare_weights", (packed, fp4_scales["b_scale"])),
         Call("restore_weights", (cukern.prepare_weights(packed, fp4_scales["b_scale"]),)),
         Call("prepare_weights", (packed, fp4_scales["b_scale"]), {"a_dtype": "float8_e4m3fn"}),
+        *_dense_calls(experts[0], packed[0], fp4_scales["b_scale"][0]),
+    ]
+
+
+def _dense_calls(w: torch.Tensor, packed: torch.Tensor, e8m0: torch.Tensor) -> list[Call]:
+    x, bytes_of_w, name = floats(4, 128, dtype=BF16), fp8_bytes(w), "quantized_matmul"
+    scales = {"w_scale": floats(1, 1, seed=3), "bias": floats(32, seed=4)}
+    of_rows = {"x_scale": floats(4, 1, seed=2) / 10, "w_scale": floats(32, seed=3), "out_dtype": "float16"}
+    static = {"x_scale": floats(1, seed=2).abs() / 10, "w_scale": floats(1, seed=3)}
+    fp8 = "moe_gemm.fp8_out"
+    return [
+        Call(name, (x, bytes_of_w), scales, note="of blocks", tolerance=fp8),
+        Call(name, (fp8_bytes(x), bytes_of_w), of_rows, note="of rows", tolerance=fp8),
+        Call(name, (x.half(), bytes_of_w), static, note="of one scale", tolerance=fp8),
+        Call(name, (x, packed, e8m0), note="of 4 bits"),
     ]
 
 
@@ -121,6 +136,12 @@ SPEC = Spec(
             tolerance="moe_gemm.out",
             exempt=BY_BATCH | {"many rows": "it runs the kernel of moe_gemm"},
             grown={"expert_num_tokens": operator.mul},
+        ),
+        "quantized_matmul": Function(
+            "x x_scale",
+            tolerance="moe_gemm.out",
+            exempt=BY_BATCH | {"many rows": "it runs the kernels of moe_gemm"},
+            grown={"x_scale": lambda scales, times: scales.repeat(times, 1) if len(scales) > 1 else scales},
         ),
         "prepare_weights": Function("b b_scale", COPIES, exempt=NO_BATCH | IN_64_BITS),
         "restore_weights": Function("prepared", COPIES, exempt=NO_BATCH | IN_64_BITS),

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from cukern.formats.quantized import BLOCK, SMALLEST
 from cukern.formats.weights import is_prepared, rows_of_weights
-from cukern.ops.moe_gemm import checks, fma, folded, fp8, kernels, stream_one
+from cukern.ops.moe_gemm import checks, dense, fma, folded, fp8, kernels, stream_one
 from cukern.ops.moe_gemm.checks import DTYPES, FP8_DTYPES, HALF_DTYPES
-from cukern.ops.moe_gemm.prepare import prepare_weights, restore_weights
+from cukern.ops.moe_gemm.prepare import MAX_COUNT, prepare_weights, restore_weights
 from cukern.ops.moe_gemm.product import STREAM_ROWS, VECTOR_COLUMNS, Product
 from cukern.reference import moe_gemm as twin
 from cukern.runtime import activation as activations
-from cukern.runtime import check
+from cukern.runtime import arrays, check
 from cukern.runtime.activation import is_gated
 from cukern.runtime.arrays import AnyArray, WrittenArray
 from cukern.runtime.describe import (
@@ -26,11 +28,11 @@ from cukern.runtime.describe import (
     expect_contiguous,
     expect_place,
 )
-from cukern.runtime.op import op
+from cukern.runtime.op import op, operator
 from cukern.runtime.performance import advise
-from cukern.runtime.plan import asked, note, outputs, run_twin
+from cukern.runtime.plan import asked, empty, note, outputs, run_twin
 
-__all__ = ["moe_gemm", "moe_gemm_batched", "prepare_weights", "restore_weights"]
+__all__ = ["moe_gemm", "moe_gemm_batched", "prepare_weights", "quantized_matmul", "restore_weights"]
 
 VARIANTS = ("auto", "wgmma", "mma", "stream", "fma")
 #: sm_80 to sm_87 have no instruction that converts FP8, so the conversion is slow and "auto" does not use "stream" for
@@ -408,4 +410,117 @@ def moe_gemm_quantized(
     scales, activation_arguments = (a_scale, b_scale, None), (activation, activations.ALPHA, activations.LIMIT, False)
     return _multiply(
         a, b, expert_offsets, scales, None, None, activation_arguments, out_dtype, out_q, expected_m, "auto", out_s
+    )  # fmt: skip
+
+
+# --- one matrix of weights ------------------------------------------------------------------------------
+
+#: {(library, device): int32 [0, MAX_COUNT]}, which assigns all rows of any product to one expert.
+_all_rows: dict[tuple[str, int | None], Any] = {}
+
+
+def _offsets_of_one(x: Any) -> Any:
+    if isinstance(x, Array):  # from `cukern.explain`, which launches nothing
+        return empty((2,), "int32")
+    like: Any = arrays.enter("x", x)
+    library: Any = arrays.library_of(like)
+    key = library.name, library.device(like, "x")
+    if key not in _all_rows:
+        _all_rows[key] = library.from_numpy(np.array([0, MAX_COUNT], np.int32), like)
+    return _all_rows[key]
+
+
+@op(twin.quantized_matmul)
+def _quantized_matmul(
+    x: Any,
+    w: Any,
+    w_scale: Any,
+    offsets: Any,
+    *,
+    x_scale: Any,
+    bias: Any,
+    out_dtype: Any,
+    out: Any,
+    expected_m: Any,
+    variant: Any,
+) -> Any:
+    """Record the quantization of `x`, where the weights need it, and the product with one expert."""
+    operands = dense.operands(x, w, w_scale, x_scale, bias)
+    if x.dtype in HALF_DTYPES:
+        if out_dtype is not None:
+            check.one_of("out_dtype", out_dtype, (x.dtype,))
+        out_dtype = x.dtype
+    scales = operands.a_scale, operands.b_scale, None
+    unfused = None, activations.ALPHA, activations.LIMIT, False
+    return _multiply(
+        operands.a, operands.b, offsets, scales, None, operands.bias, unfused, out_dtype, out, expected_m, variant
+    )
+
+
+def _matmul_result(x: Any, w: Any, *_: Any, out_dtype: Any = None, **__: Any) -> Result:
+    dtype = dtype_name(x)
+    n = rows_of_weights(w) if is_prepared(w) else w.shape[0]
+    return Result((x.shape[0], n), dtype if dtype in HALF_DTYPES else out_dtype or "bfloat16", "[rows, n]")
+
+
+@operator("product", _matmul_result)
+def quantized_matmul(
+    x: AnyArray,
+    w: AnyArray,
+    w_scale: AnyArray | None = None,
+    *,
+    x_scale: AnyArray | None = None,
+    bias: AnyArray | None = None,
+    out_dtype: str | None = None,
+    out: AnyArray | None = None,
+    expected_m: int | None = None,
+    variant: str = "auto",
+) -> AnyArray:
+    """Multiply rows by one matrix of quantized weights: `out = x @ w.T + bias`, with the weights dequantized.
+
+    The sums are in float32 and are rounded once. With FP8 weights, a 16-bit `x` is quantized to FP8 first: for scales
+    by blocks as `per_token_group_quant_fp8(x, 128)`, otherwise as `scaled_fp8_quant` with `x_scale`, or with a scale
+    per row if `x_scale` is None.
+
+    Args:
+        x: [rows, k], contiguous: bfloat16, float16, or FP8 (e4m3; uint8 in CuPy).
+        w: contiguous weights. FP8: [n, k] float8_e4m3fn or uint8. MXFP4: uint8 [1, n / 8, ceil(k / 64), 272] from
+            `cukern.prepare_weights` (on Hopper), or uint8 [n, k / 2], two e2m1 elements per byte, the first in the low
+            4 bits. MXFP4 for FP8 rows (on Hopper): uint8 [1, n / 8, ceil(k / 128), 544], from `prepare_weights` with
+            a_dtype="float8_e4m3fn"; a 16-bit `x` is then quantized in groups of 128.
+        w_scale: the factors of the weights. FP8: float32 [ceil(n / 128), ceil(k / 128)] (blocks of 128 x 128), [] or
+            [1] (one for the matrix), or [n] or [n, 1] (one for each row of `w`). MXFP4 [n, k / 2]: E8M0 bytes [n, k /
+            32]. None with prepared weights, which contain their scales.
+        x_scale: the factors of an FP8 `x`, float32: [rows, ceil(k / 128)] with scales by blocks and with prepared
+            weights, otherwise [rows], [rows, 1] or [1]. With a 16-bit `x` and FP8 weights without blocks, a static
+            scale, float32 [] or [1], that quantizes `x`.
+        bias: float32 or of the result's dtype, [n], added to the sums in float32.
+        out_dtype: with an FP8 `x`, "bfloat16" (the default) or "float16"; otherwise the dtype of `x`.
+        out: [rows, n], to write into.
+        expected_m, variant: as in `moe_gemm`. The choice of the kernel and of its tiles depends on the number of rows,
+            n and k. With both arguments set, the bits of a row depend neither on other rows nor on the number of rows.
+
+    Returns:
+        `out`, or a new array [rows, n] in the library and on the device of `x`.
+
+    Raises:
+        TypeError: a value that is not an array, or an array of another library or a wrong dtype.
+        ValueError: another device, a wrong shape, strides, a k that is not a multiple of 128 with a 16-bit `x` that is
+            quantized in groups, or a variant that cannot compute the product.
+
+    The first call on a device copies 8 bytes to it, so call the function once before a CUDA graph is captured.
+
+    Example:
+        >>> import numpy as np, cukern, ml_dtypes
+        >>> x = np.ones((2, 128), ml_dtypes.bfloat16)
+        >>> w = np.full((3, 128), 2, ml_dtypes.float8_e4m3fn)
+        >>> cukern.quantized_matmul(x, w, np.full((1, 1), 0.5, np.float32)).astype(np.float32)
+        array([[128., 128., 128.],
+               [128., 128., 128.]], dtype=float32)
+
+    The blocks and groups are from the DeepSeek-V3 technical report (arXiv:2412.19437, section 3.3).
+    """
+    return _quantized_matmul(
+        x, w, w_scale, _offsets_of_one(x), x_scale=x_scale, bias=bias, out_dtype=out_dtype, out=out,
+        expected_m=expected_m, variant=variant,
     )  # fmt: skip
