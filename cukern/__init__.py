@@ -7,7 +7,7 @@ from cukern.runtime import interrupt as _interrupt  # noqa: F401  (first: the re
 # isort: split
 
 from importlib import import_module as _import_module
-from types import ModuleType as _ModuleType
+from typing import Any as _Any
 
 from cukern.explain import explain as explain
 from cukern.fused_moe import fused_experts as fused_experts
@@ -40,10 +40,12 @@ __version__ = "0.2.0"
 __all__ = sorted(name for name, value in globals().items() if getattr(value, "__module__", "").startswith("cukern."))
 
 
-def __getattr__(name: str) -> _ModuleType:
-    """Import `cukern.models` at its first use, because few programs need it."""
+def __getattr__(name: str) -> _Any:
+    """Import `cukern.models`, and `load` of the integration of transformers, at their first use."""
     if name == "models":
         return _import_module("cukern.models")
+    if name == "load":
+        return _import_module("cukern.integrations.transformers").load
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

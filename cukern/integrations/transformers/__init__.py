@@ -29,11 +29,12 @@ except ModuleNotFoundError as error:
 import cukern.torch_ops  # noqa: F401  (torch.compile keeps the calls in its graphs)
 from cukern.integrations.transformers import _attention, _experts, _norms, _products, _rotary, _routers, _versions
 from cukern.integrations.transformers._generate import Generated, generate
+from cukern.integrations.transformers._load import load
 from cukern.integrations.transformers._sampling import Sampler
 from cukern.integrations.transformers._state import ATTRIBUTE, Line, Notes, Report, State
 from cukern.runtime import check
 
-__all__ = ["PARTS", "Generated", "Line", "Report", "Sampler", "disable", "enable", "generate"]
+__all__ = ["PARTS", "Generated", "Line", "Report", "Sampler", "disable", "enable", "generate", "load"]
 
 _ENABLE = {
     "experts": _experts.enable,

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from transformers.integrations.finegrained_fp8 import FP8Experts
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 import cukern
+from cukern.integrations.transformers import _packed
 from cukern.integrations.transformers._deferred import Ids
 from cukern.integrations.transformers._regimes import difference
 from cukern.integrations.transformers._rewrite import undecorated_forward
@@ -170,13 +172,41 @@ def _why_not(module: Any) -> str:
     return ""
 
 
+def _enable_packed(model: torch.nn.Module, state: State, notes: Notes) -> None:
+    """Replace the `forward` of experts that transformers keeps in FP8."""
+    known: dict[Any, MatchedActivation] = {}
+    for module in model.modules():
+        if isinstance(module, _packed.Mxfp4Experts):
+            notes.replaced.add("experts", module, f"fused_experts, {module.activation}, MXFP4")
+        if isinstance(module, _packed.ScaledExperts):
+            notes.replaced.add("experts", module, f"fused_experts, {module.activation}, FP8")
+        if not isinstance(module, FP8Experts):
+            continue
+        reason, attributes = _packed.why_not_experts(module), simple_attributes(module)
+        if not reason:
+            if attributes not in known:
+                known[attributes] = match_activation(module)
+            matched = known[attributes]
+            reason = "" if matched.is_fused else f"its activation is none of fused_experts{matched.why}"
+        if reason:
+            notes.kept.add("experts", module, reason)
+            continue
+        module.__dict__[_MATCHED] = matched
+        state.undo.append(lambda module=module: module.__dict__.pop(_MATCHED, None))  # type: ignore[misc]
+        state.replace_forward(module, _packed.fp8_experts_forward)
+        notes.replaced.add("experts", module, f"{matched}, FP8")
+
+
 def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
     ExpertsInterface.register(NAME, experts_forward)
     assert NAME in ALL_EXPERTS_FUNCTIONS
+    _enable_packed(model, state, notes)
     configs: dict[int, tuple[Any, Any]] = {}
     kept = set()
     known: dict[Any, MatchedActivation] = {}
     for module in filter(is_experts, model.modules()):
+        if isinstance(module, FP8Experts):
+            continue
         if reason := _why_not(module):
             notes.kept.add("experts", module, reason)
             kept.add(id(module.config))

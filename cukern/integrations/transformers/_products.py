@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
+from transformers.integrations.finegrained_fp8 import FP8Linear
 
 import cukern
+from cukern.integrations.transformers import _packed
 from cukern.integrations.transformers._regimes import difference
 from cukern.integrations.transformers._rewrite import MANY_ARGUMENTS, only_argument, takes_one_argument
 from cukern.integrations.transformers._state import Notes, State, active, simple_attributes, wants_gradient
@@ -213,3 +215,11 @@ def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
         if is_linear(module) and module.weight.dtype in _HALF_DTYPES:
             state.replace_forward(module, linear_forward)
             notes.replaced.add("products", module, f"moe_gemm for at most {MAX_ROWS} rows, in generate of this package")
+        elif isinstance(module, _packed.ScaledLinear):
+            notes.replaced.add("products", module, "quantized_matmul, FP8")
+        elif isinstance(module, FP8Linear):
+            if reason := _packed.why_not_linear(module):
+                notes.kept.add("products", module, reason)
+                continue
+            state.replace_forward(module, _packed.fp8_linear_forward)
+            notes.replaced.add("products", module, "quantized_matmul, FP8")
