@@ -15,6 +15,7 @@ from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 
 import cukern
 import cukern.integrations.transformers as ck
+from cukern.integrations.transformers import _packed
 from cukern.integrations.transformers._packed import Mxfp4Experts, ScaledExperts, ScaledLinear
 from tests import checkpoints
 from tests.checkpoints import Checkpoint
@@ -52,6 +53,7 @@ def made(request: Any, tmp_path: Path) -> Checkpoint:
 
 
 all_formats = pytest.mark.parametrize("made", FORMATS, indirect=True)
+on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 def _ids(rows: int = 8) -> torch.Tensor:
@@ -112,29 +114,24 @@ def _check_layers(made: Checkpoint, model: Any) -> None:
         assert (got - want).norm() <= FACTOR * (other - want).norm(), name
 
 
-def _check_numbers(made: Checkpoint, device: str) -> None:
+@all_formats
+@on_each_device
+def test_a_loaded_model_is_as_near_to_the_reference_as_bfloat16(made: Checkpoint, device: str) -> None:
     model = ck.load(made.write(files=3), device=device)
     _check_layers(made, model)
     ours, theirs = _errors(made, model)
     assert ours <= FACTOR * theirs, (ours, theirs)
     prompts, tokens = _decided(made)
-    assert ck.generate(model, prompts.to(device), max_new_tokens=NEW_TOKENS, eos_token_id=None).tokens == tokens
+    for _ in range(2):  # the second time from the kept graph
+        out = ck.generate(model, prompts.to(device), max_new_tokens=NEW_TOKENS, eos_token_id=None)
+        assert out.tokens == tokens
+        assert out.captured == (device == "cuda"), out.why
 
 
 @all_formats
-def test_a_loaded_model_is_as_near_to_the_reference_as_bfloat16(made: Checkpoint) -> None:
-    _check_numbers(made, "cpu")
-
-
-@pytest.mark.gpu
-@all_formats
-def test_a_loaded_model_on_the_gpu(made: Checkpoint) -> None:
-    _check_numbers(made, "cuda")
-
-
-@all_formats
-def test_weights_stay_packed_and_disable_gives_the_modules_back(made: Checkpoint) -> None:
-    model = cukern.load(made.write())
+@on_each_device
+def test_weights_stay_packed_and_disable_gives_the_modules_back(made: Checkpoint, device: str) -> None:
+    model = cukern.load(made.write(), device=device)
     kinds = PACKED[made.quantization["quant_method"]]
     packed = {name: x for name, x in model.named_modules() if isinstance(x, kinds)}
     assert {*packed} >= {*made.quantized} and packed
@@ -153,8 +150,9 @@ def test_weights_stay_packed_and_disable_gives_the_modules_back(made: Checkpoint
 
 
 @all_formats
-def test_a_saved_model_is_the_checkpoint(made: Checkpoint, tmp_path: Path) -> None:
-    model = ck.load(made.write(files=2))
+@on_each_device
+def test_a_saved_model_is_the_checkpoint(made: Checkpoint, device: str, tmp_path: Path) -> None:
+    model = ck.load(made.write(files=2), device=device)
     model.save_pretrained(tmp_path / "again")
     saved = load_file(tmp_path / "again" / "model.safetensors")
     assert {*saved} == {*made.tensors}
@@ -165,7 +163,53 @@ def test_a_saved_model_is_the_checkpoint(made: Checkpoint, tmp_path: Path) -> No
             assert "scale" in name and got.dtype == torch.float32
             x = x.float()
         assert torch.equal(got.view(-1).view(torch.uint8), x.reshape(-1).view(torch.uint8)), name
-    assert torch.equal(_logits(ck.load(tmp_path / "again")), _logits(model))
+    assert torch.equal(_logits(ck.load(tmp_path / "again", device=device)), _logits(model))
+
+
+@on_each_device
+def test_mxfp4_weights_that_are_not_prepared(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs other than Hopper's take the weights as the checkpoint has them."""
+    made = checkpoints.mxfp4(tmp_path / "checkpoint")
+    prepared = ck.load(made.write(), device=device)
+    monkeypatch.setattr(_packed, "takes_prepared", lambda device: False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", cukern.PerformanceWarning)
+        plain = ck.load(made.folder, device=device)
+        _check_layers(made, plain)
+        torch.testing.assert_close(_logits(plain), _logits(prepared), rtol=0.05, atol=0.05)
+    saved = prepared.state_dict()
+    assert {*saved} == {*plain.state_dict()}
+    assert all(torch.equal(x, saved[name]) for name, x in plain.state_dict().items())
+
+
+def test_the_state_of_packed_experts_is_loaded(tmp_path: Path) -> None:
+    first, second = (ck.load(checkpoints.mxfp4(tmp_path / str(i)).write()) for i in range(2))
+    wanted, biases = _logits(first), torch.ones_like(second.model.layers[0].mlp.experts.gate_up_proj_bias)
+    with torch.no_grad():
+        for x in second.parameters():
+            x.zero_()
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(_logits(second), wanted)
+    second.load_state_dict({"model.layers.0.mlp.experts.gate_up_proj_bias": biases}, strict=False)
+    assert not torch.equal(_logits(second), wanted)
+
+
+@pytest.mark.gpu
+def test_the_peak_of_memory_is_the_weights_and_a_file(tmp_path: Path) -> None:
+    sizes = {**checkpoints.MOE, "hidden_size": 512, "moe_intermediate_size": 512, "num_hidden_layers": 6}
+    made = checkpoints.fp8(tmp_path / "checkpoint", "qwen3_moe", **sizes)
+    ck.load(made.write(), device="cpu").save_pretrained(tmp_path / "again", max_shard_size="10MB")
+    files = [x.stat().st_size for x in (tmp_path / "again").glob("*.safetensors")]
+    assert len(files) > 4
+    ck.load(tmp_path / "again", device="cuda")  # loads kernels
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model = ck.load(tmp_path / "again", device="cuda")
+    peak, now = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
+    assert now <= 1.05 * sum(files)
+    assert peak <= now + 1.05 * max(files)
+    del model
 
 
 def test_enable_runs_what_transformers_keeps_packed(tmp_path: Path) -> None:

@@ -67,15 +67,19 @@ def _header(file: Path) -> dict[str, Entry]:
         except (json.JSONDecodeError, UnicodeDecodeError):
             raise ValueError(f"{file} is no safetensors file: its header is not JSON") from None
     found = {}
-    for name, of in content.items():
-        if name == "__metadata__":
-            continue
-        if of["dtype"] not in _DTYPES:
-            raise ValueError(f"{name} in {file} must have a dtype among {', '.join(_DTYPES)}, got {of['dtype']}")
-        entry = Entry(name, file, _DTYPES[of["dtype"]], tuple(of["shape"]))
-        if (end := 8 + length + of["data_offsets"][1]) > size:
-            raise ValueError(f"{file} is truncated: {name} ends at byte {end}, and the file has {size} bytes")
-        found[name] = entry
+    try:
+        for name, of in content.items():
+            if name == "__metadata__":
+                continue
+            (_, end), dtype = of["data_offsets"], of["dtype"]
+            if dtype not in _DTYPES:
+                raise ValueError(f"{name} in {file} must have a dtype among {', '.join(_DTYPES)}, got {dtype}")
+            if 8 + length + end > size:
+                end += 8 + length
+                raise ValueError(f"{file} is truncated: {name} ends at byte {end}, and the file has {size} bytes")
+            found[name] = Entry(name, file, _DTYPES[dtype], tuple(map(int, of["shape"])))
+    except (AttributeError, KeyError, TypeError):
+        raise ValueError(f"{file} is no safetensors file: its header does not describe tensors") from None
     return found
 
 

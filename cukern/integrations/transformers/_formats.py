@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,10 +33,10 @@ def quantization_of(config: Any) -> dict[str, Any]:
     return {}
 
 
-def check(config: Any, quantization: Mapping[str, Any]) -> None:
+def check(folder: Path, config: Any, quantization: Mapping[str, Any]) -> None:
     """Raise ValueError for a format that `cukern.load` does not read. The message names the format."""
     if found := _refused(config, quantization):
-        raise ValueError(f"config.json names {found}, and cukern.load reads {READ}")
+        raise ValueError(f"{folder / 'config.json'} names {found}, and cukern.load reads {READ}")
 
 
 def _refused(config: Any, quantization: Mapping[str, Any]) -> str:

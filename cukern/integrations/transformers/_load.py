@@ -325,7 +325,7 @@ def load(directory: Any, *, device: Any = None, dtype: Any = None, progress: boo
     read_config(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     quantization = _formats.quantization_of(config)
-    _formats.check(config, quantization)
+    _formats.check(folder, config, quantization)
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     if place.type not in ("cpu", "cuda"):
         check.fail("device", "the CPU or a CUDA device", place)

@@ -188,6 +188,11 @@ def why_not_experts(module: FP8Experts) -> str:
     return ""
 
 
+def takes_prepared(device: torch.device) -> bool:
+    """Return whether a device multiplies by weights from `cukern.prepare_weights`."""
+    return device.type == "cpu" or of_device(device.index or 0).arch == "90a"
+
+
 class Mxfp4Experts(torch.nn.Module):
     """Experts with MXFP4 weights, which `forward` runs on `fused_experts`.
 
@@ -204,7 +209,7 @@ class Mxfp4Experts(torch.nn.Module):
         inter = experts.down_proj.shape[1]
         self.activation, self.options = activation, options
         self.sizes = {"gate_up_proj": (count, columns, hidden), "down_proj": (count, hidden, inter)}
-        self.is_prepared = device.type == "cpu" or of_device(device.index or 0).arch == "90a"
+        self.is_prepared = takes_prepared(device)
         for name, (_, n, k) in self.sizes.items():
             shapes: dict[str, tuple[int, ...]] = {"": (count, n, k // 2), "_scales": (count, n, k // MXFP4_GROUP)}
             if self.is_prepared:
@@ -252,7 +257,8 @@ class Mxfp4Experts(torch.nn.Module):
             device = getattr(self, name).device
             for expert in range(len(blocks)):
                 self.fill(name, expert, blocks[expert].to(device), scales[expert].to(device))
-            state_dict.update({f"{prefix}{own}": x for own, x in self._parameters.items() if own.startswith(name)})
+            own = {name, f"{name}_scales"} & {*self._parameters}
+            state_dict.update({prefix + x: self._parameters[x] for x in own})
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def forward(
