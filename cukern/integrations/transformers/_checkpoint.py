@@ -117,9 +117,8 @@ class Reader:
             raise ValueError(f"{entry.name} in {entry.file} cannot be read: {error}") from None
 
     def tensor(self, entry: Entry) -> torch.Tensor:
-        """Read a tensor. The copy does not share memory with the file."""
-        made = self._read(entry, lambda file: file.get_tensor(entry.name))
-        return made.clone() if self.device.type == "cpu" else made
+        """Read a tensor. On the CPU it shares memory with the file."""
+        return self._read(entry, lambda file: file.get_tensor(entry.name))
 
     def part(self, entry: Entry, index: int) -> torch.Tensor:
         """Read one index of a tensor's first dimension."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import warnings
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
     WeightConverter,
     WeightRenaming,
     build_glob_alternation,
@@ -41,7 +44,22 @@ class _Target:
     name: str  # of the model's first tensor
     converter: WeightConverter | None
     sources: list[tuple[str, Entry]] = field(default_factory=list)  # with the converter's pattern
-    results: tuple[str, ...] = ()  # all tensors of the model
+
+    def places(self) -> list[tuple[int, slice]] | None:
+        """Return the expert and the rows of each source in merged weights, or None for another conversion."""
+        kinds = [(type(x), getattr(x, "dim", None)) for x in self.converter.operations] if self.converter else []
+        merges: list[Any] = [(MergeModulelist, 0), (Concatenate, 1)]
+        if not kinds or kinds != merges[: len(kinds)]:
+            return None
+        assert self.converter is not None
+        found, counts = [], dict.fromkeys(self.converter.source_patterns, 0)
+        rows = {pattern: (entry.shape or (1,))[0] for pattern, entry in self.sources}
+        starts = dict(zip(counts, itertools.accumulate(rows[x] for x in counts), strict=True))
+        for pattern, _ in self.sources:
+            end = starts[pattern]
+            found.append((counts[pattern], slice(end - rows[pattern], end)))
+            counts[pattern] += 1
+        return found
 
     def convert(self, model: Any, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         if self.converter is None:
@@ -159,7 +177,6 @@ def _check(model: Any, folder: Path, targets: list[_Target], expected: dict[str,
         except (IndexError, RuntimeError, TypeError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"{entry.name} in {entry.file} does not become {target.name}: {reason}") from None
-        target.results = tuple(made)
         for name, x in made.items():
             wanted = tuple(expected[name].shape)
             if x.shape != wanted and not (x.numel() == 1 == expected[name].numel()):
@@ -190,8 +207,8 @@ def _placed(name: str, x: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype
     if _SCALE.search(name) and wanted.is_floating_point():
         if x.dtype == torch.uint8:
             x = x.view(_E8M0)
-        return (x if x.dtype == _E8M0 else x.float()).reshape(wanted.shape)
-    return x.to(dtype if wanted.is_floating_point() and wanted.dtype != FP8 else wanted.dtype).reshape(wanted.shape)
+        return x if x.dtype == _E8M0 else x.float()
+    return x.to(dtype if wanted.is_floating_point() and wanted.dtype != FP8 else wanted.dtype)
 
 
 def _assign(model: Any, name: str, tensor: torch.Tensor) -> None:
@@ -232,13 +249,48 @@ def _reading_order(targets: list[_Target]) -> Iterator[tuple[_Target, int]]:
         yield from (place for place in places if place[0].sources[place[1]][1].file == file)
 
 
+class _Read:
+    """The sources of a target that have been read. Experts are copied into their merged weights at once."""
+
+    def __init__(self, target: _Target, wanted: torch.Tensor, dtype: torch.dtype) -> None:
+        self.target, self.wanted, self.dtype = target, wanted, dtype
+        self.places = target.places()
+        self.merged: torch.Tensor | None = None
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.count = 0
+
+    def add(self, i: int, tensor: torch.Tensor) -> None:
+        target, entry = self.target, self.target.sources[i][1]
+        if _SCALE.search(target.name):
+            _check_numbers(entry, tensor)
+        self.count += 1
+        if self.places is None:
+            # The tensors of the CPU share memory with the file.
+            self.tensors[i] = tensor.clone() if tensor.device.type == "cpu" else tensor
+            return
+        tensor = _at_least_1d(_placed(target.name, tensor, self.wanted, self.dtype))
+        if self.merged is None:
+            self.merged = torch.empty(self.wanted.shape, dtype=tensor.dtype, device=tensor.device)
+        expert, rows = self.places[i]
+        _bytes(self.merged)[expert, rows] = _bytes(tensor)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.count == len(self.target.sources)
+
+    def results(self, model: Any) -> dict[str, torch.Tensor]:
+        if self.merged is not None:
+            return {self.target.name: self.merged}
+        return self.target.convert(model, [self.tensors[i] for i in range(self.count)])
+
+
 def _fill(
     model: Any, targets: list[_Target], expected: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device,
     shown: bool | None,
 ) -> None:  # fmt: skip
     reader, packed, dtypes = Reader(device), _packed_experts(model), _dtypes(model, expected, dtype)
     scales_of = {target.name: target for target in targets}
-    pending: dict[str, dict[int, torch.Tensor]] = {}
+    pending: dict[str, _Read] = {}
     for module, _ in packed.values():
         module.allocate(device)
     try:
@@ -250,15 +302,12 @@ def _fill(
                     scales = scales_of[target.name.removesuffix(_BLOCKS) + _SCALES].sources[0][1]
                     _fill_experts(reader, module, name, entry, scales)
                 elif target.name.removesuffix(_SCALES) + _BLOCKS not in packed:
-                    read = pending.setdefault(target.name, {})
-                    read[i] = reader.tensor(entry)
-                    if _SCALE.search(target.name):
-                        _check_numbers(entry, read[i])
-                    if len(read) == len(target.sources):
-                        tensors = pending.pop(target.name)
-                        made = target.convert(model, [tensors[j] for j in range(len(tensors))])
-                        for name, x in made.items():
-                            _assign(model, name, _placed(name, x, expected[name], dtypes[name]))
+                    read = pending.setdefault(target.name, _Read(target, expected[target.name], dtypes[target.name]))
+                    read.add(i, reader.tensor(entry))
+                    if read.is_complete:
+                        for name, x in pending.pop(target.name).results(model).items():
+                            x = _placed(name, x, expected[name], dtypes[name])
+                            _assign(model, name, x.reshape(expected[name].shape))
                 advance(1, entry.file.name)
     finally:
         reader.close()
