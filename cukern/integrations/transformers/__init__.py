@@ -6,6 +6,7 @@
     print(ck.enable(model))          # what was replaced, and what was not and why
     ck.generate(model, prompts, max_new_tokens=100)
     ck.disable(model)                # as it was
+    model = ck.load("gpt-oss-20b")   # a checkpoint with FP8 or MXFP4 weights, which stay packed
 
 Experts and attention are registered through interfaces of transformers. `enable` replaces the `forward` of each router,
 norm and rotary embedding that computes the formula of a kernel. It compares module and kernel on random inputs, so it

@@ -118,7 +118,7 @@ def _targets(model: Any, entries: dict[str, Entry], conversions: list[Any], expe
         own = targets.setdefault(target, _Target(target, converter))
         own.sources.append((pattern or name, entries[name]))
     if unknown:
-        warnings.warn(f"{type(model).__name__} has no place for {listed(unknown)} of the checkpoint", stacklevel=4)
+        warnings.warn(f"{type(model).__name__} has no place for {listed(unknown)} of the checkpoint", stacklevel=3)
     return list(targets.values())
 
 
@@ -220,7 +220,7 @@ def _assign(model: Any, name: str, tensor: torch.Tensor) -> None:
         before = module._parameters[own]
         tensor = torch.nn.Parameter(tensor, requires_grad=before.requires_grad and tensor.is_floating_point())
         module._parameters[own] = tensor
-    # `initialize_weights` leaves such a tensor as it is.
+    # `initialize_weights` skips tensors with this attribute.
     tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
@@ -341,8 +341,8 @@ def _finish(model: Any, folder: Path, device: torch.device) -> None:
 def load(directory: Any, *, device: Any = None, dtype: Any = None, progress: bool | None = None) -> Any:
     """Load a model of transformers with its weights packed, and enable it.
 
-    FP8 and MXFP4 weights stay as they are in the files. The files are read one after another, and the peak of memory is
-    the size of the packed weights plus one file.
+    FP8 and MXFP4 weights are not dequantized. The files are read one after another, and the peak of memory is the size
+    of the packed weights plus one file.
 
     Args:
         directory: a directory with config.json and either model.safetensors or model.safetensors.index.json and its
@@ -378,6 +378,8 @@ def load(directory: Any, *, device: Any = None, dtype: Any = None, progress: boo
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     if place.type not in ("cpu", "cuda"):
         check.fail("device", "the CPU or a CUDA device", place)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        check.fail("device", "'cpu', for torch finds no GPU here", repr(device))
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", torch.cuda.current_device())
     named = getattr(config, "dtype", None)

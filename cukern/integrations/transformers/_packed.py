@@ -151,7 +151,8 @@ def _fp8_options(module: Any, names: dict[str, str]) -> dict[str, Any]:
         scale, n = float_scale(module, scales), getattr(module, weights).shape[1]
         if module.block_size is None:
             scale = scale.flatten(1)
-            scale = scale.repeat_interleave(n // scale.shape[1], 1)
+            if scale.shape[1] != n:
+                scale = scale.repeat_interleave(n // scale.shape[1], 1)
         options[f"w{i}_scale"] = scale
     return options
 
