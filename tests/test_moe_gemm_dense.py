@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import cukern
+from benchmarks import bench_moe_gemm, harness
 from cukern.reference import moe_gemm as twin
 from cukern.runtime.kernel import arch_of_device
 from cukern.testing import assert_matches
@@ -54,7 +55,7 @@ def dequantized(w: torch.Tensor, w_scale: torch.Tensor) -> torch.Tensor:
 
 def prepared(given: dict[str, Any], a_dtype: str | None = None) -> dict[str, Any]:
     w = cukern.prepare_weights(given["w"][None], given["w_scale"][None], a_dtype=a_dtype)
-    return {"x": given["x"], "w": w}
+    return {"x": given["x"], "w": w, "w_scale": None}
 
 
 @pytest.mark.parametrize(("m", "n", "k"), SIZES)
@@ -102,7 +103,7 @@ def test_prepared_weights_for_fp8_rows_take_rows_of_16_bits() -> None:
     want = (q.float() * s.repeat_interleave(128, 1)) @ dequantized(given["w"], given["w_scale"]).T
     folded = prepared(given, "float8_e4m3fn")
     assert_matches("moe_gemm.out", cukern.quantized_matmul(**folded), want.bfloat16())
-    assert_matches("moe_gemm.out", cukern.quantized_matmul(q, folded["w"], x_scale=s), want.bfloat16())
+    assert_matches("moe_gemm.out", cukern.quantized_matmul(q, folded["w"], None, x_scale=s), want.bfloat16())
 
 
 def test_out_and_the_dtypes_of_results() -> None:
@@ -139,7 +140,8 @@ ERRORS = {
         "x": BLOCKS["x"], "w": torch.zeros(1, 1, 4, 272, dtype=torch.uint8), "w_scale": torch.ones(1)
     },
     "x must be bfloat16 or float16 with these weights of 4 bits": {
-        "x": torch.zeros(3, 256).to(torch.float8_e4m3fn), "w": torch.zeros(1, 1, 4, 272, dtype=torch.uint8)
+        "x": torch.zeros(3, 256).to(torch.float8_e4m3fn), "w": torch.zeros(1, 1, 4, 272, dtype=torch.uint8),
+        "w_scale": None,
     },
 }  # fmt: skip
 
@@ -160,11 +162,24 @@ def test_a_value_that_is_no_array_is_refused() -> None:
 @pytest.mark.parametrize(("scales", "first"), [("block", "quantize_groups"), ("row", "quantize_rows"), ("", "")])
 def test_one_plan_quantizes_and_multiplies(scales: str, first: str) -> None:
     given = made(64, 256, 512, scales) if scales else prepared(made_mxfp4(64, 256, 512))
-    arguments = {"w_scale": None, **given, "offsets": torch.tensor([0, 2**30], dtype=torch.int32)}
+    arguments = {**given, "offsets": torch.tensor([0, 2**30], dtype=torch.int32)}
     options = dict.fromkeys(("x_scale", "bias", "out_dtype", "out", "expected_m"))
     trace, _ = plan_of("_quantized_matmul", **arguments, **options, variant="auto")
     product = "gemm_fp8_wgmma" if scales else "gemm_fp4_wgmma"
     assert [step.variant.instance.function for step in trace.steps] == [first, product][not first :]
+
+
+def test_the_bytes_the_flops_and_the_baselines_of_a_benchmark() -> None:
+    cases = [case for case in bench_moe_gemm.cases(small=True) if case.op == "quantized_matmul"]
+    assert {case.case["weights"] for case in cases} == {"float8_e4m3fn", "mxfp4"}
+    for case in cases:
+        x, w, w_scale, x_scale = harness.inputs(case, 0, "cpu")
+        out = case.call(x, w, w_scale, x_scale)
+        # Prepared weights hold their scales: 17 bytes for 32 elements.
+        assert case.bytes == sum(y.nbytes for y in (x, w, w_scale, x_scale, out) if y is not None)
+        assert case.flops == 2 * len(x) * 256 * 256 // (2 if case.case["weights"] == "float8_e4m3fn" else 1)
+        for baseline in case.baselines.values():
+            assert case.agree is not None and case.agree(out, baseline.load()(x, w, w_scale, x_scale)())
 
 
 # --- on a GPU -----------------------------------------------------------------------------------------

@@ -390,7 +390,7 @@ def moe_gemm_batched(
 def quantized_matmul(
     x: Array,
     w: Array,
-    w_scale: Array | None = None,
+    w_scale: Array | None,
     *,
     x_scale: Array | None = None,
     bias: Array | None = None,

@@ -467,7 +467,7 @@ def _matmul_result(x: Any, w: Any, *_: Any, out_dtype: Any = None, **__: Any) ->
 def quantized_matmul(
     x: AnyArray,
     w: AnyArray,
-    w_scale: AnyArray | None = None,
+    w_scale: AnyArray | None,
     *,
     x_scale: AnyArray | None = None,
     bias: AnyArray | None = None,
