@@ -21,6 +21,7 @@ from transformers import (
 
 import cukern.integrations.transformers as ck
 from cukern.__main__ import main
+from tests import checkpoints
 from tests.test_integrations_transformers import small_model
 
 DISTIL = DistilBertConfig(vocab_size=20, dim=8, hidden_dim=8, n_layers=1, n_heads=2)
@@ -53,6 +54,23 @@ def test_prompts_are_continued(directory: Path, capsys: pytest.CaptureFixture[st
     assert main([*arguments, "--max-new-tokens", "5", "--stock"]) == 0
     stock, said = capsys.readouterr()
     assert stock == out and "LlamaForCausalLM as it is" in said
+
+
+@pytest.mark.filterwarnings("ignore:the model is on the CPU")
+def test_a_checkpoint_with_packed_weights(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = checkpoints.fp8(tmp_path / "checkpoint", "llama")
+    folder = made.write()
+    for file in directory.glob("*token*"):
+        shutil.copy(file, folder)
+    assert main(["generate", "--model", str(folder), "--prompt", "w5 w6 w7", "--device", "cpu"]) == 0
+    out, err = capsys.readouterr()
+    wanted = ck.generate(ck.load(folder), [[6, 7, 8]], max_new_tokens=64).tokens
+    assert out.split() == [WORDS[i] for i in wanted[0] if i]
+    assert "FP8Linear: quantized_matmul" in err and "enabled already" not in err
+    made.quantization = {"quant_method": "awq", "bits": 4}
+    made.write()
+    assert main(["generate", "--model", str(folder), "--prompt", "w5", "--device", "cpu"]) == 2
+    assert "names weights of AWQ with 4 bits" in capsys.readouterr().err
 
 
 def test_random_weights(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=int, metavar="K", help="draw among the K likeliest")
     add("--top-p", type=float, metavar="P", help="draw among the likeliest that have this share together")
     add("--seed", type=int, default=0, metavar="N", help="of the draws, and of random weights (default: 0)")
-    add("--dtype", choices=_DTYPES, help="of the weights (default: bfloat16 on a GPU, float32 on the CPU)")
+    add(
+        "--dtype",
+        choices=_DTYPES,
+        help="of the weights (default: bfloat16 on a GPU, float32 on the CPU; of packed "
+        "weights the dtype in config.json)",
+    )
     add("--device", metavar="NAME", help="of torch (default: cuda where there is one)")
     add("--stock", action="store_true", help="leave the model as it is, for a comparison")
     parser.epilog = "What runs on what, and tokens per second, are said on stderr; stdout has the texts alone."
@@ -82,12 +87,18 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any, list[list[int]]]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    from cukern.integrations.transformers._formats import quantization_of
+    from cukern.integrations.transformers._load import load
+
     config = AutoConfig.from_pretrained(args.model)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
         raise UserError(f"--model: {args.model} has a model of type {config.model_type}, which is no decoder")
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
-    model = model.to(device).eval()
+    if quantization_of(config) and not args.stock:
+        model: Any = load(args.model, device=device, dtype=None if args.dtype is None else dtype)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
+        model = model.to(device).eval()
     ids = [list(tokenizer(text)["input_ids"]) for text in args.prompt]
     for text, own in zip(args.prompt, ids, strict=True):
         if not own:
@@ -102,6 +113,7 @@ def run(args: argparse.Namespace) -> int:
         import transformers
 
         import cukern.integrations.transformers as ck
+        from cukern.integrations.transformers._state import report_of
     except ImportError as error:
         raise UserError(f'torch and transformers are needed ({error}): pip install "cukern[transformers]"') from None
     transformers.logging.set_verbosity_error()
@@ -109,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     with texts.refusing(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         model, tokenizer, ids = _load(args)
-        said = f"{type(model).__name__} as it is" if args.stock else str(ck.enable(model))
+        said = f"{type(model).__name__} as it is" if args.stock else str(report_of(model) or ck.enable(model))
         print(said, file=sys.stderr)
         options = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}
         stop: Any = "model" if tokenizer is not None else None

@@ -74,6 +74,12 @@ class State:
         self.sessions.clear()
 
 
+def report_of(model: Any) -> Report | None:
+    """Return the report of an enabled model; None for a model that is not enabled."""
+    known: State | None = model.__dict__.get(ATTRIBUTE)
+    return None if known is None else known.report
+
+
 class _LineCounts(dict[tuple[str, str, str], int]):
     def add(self, part: str, module: Any, how: str) -> None:
         name = module if isinstance(module, str) else type(module).__name__
