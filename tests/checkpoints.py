@@ -200,13 +200,19 @@ def _unquantized(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: x.clone() if "e_score_correction" in name else x.bfloat16() for name, x in tensors.items()}
 
 
-def fp8(folder: Path, model_type: str, *, scale_fmt: str = "", static: bool = False, **sizes: Any) -> Checkpoint:
-    """Make a checkpoint of quant_method fp8, with scales by blocks. The first layer's `o_proj` is not converted."""
+def fp8(
+    folder: Path, model_type: str, *, by: str = "block", scale_fmt: str = "", static: bool = False, **sizes: Any
+) -> Checkpoint:
+    """Make a checkpoint of quant_method fp8, with scales by "block" or "tensor".
+
+    The first layer's `o_proj` is not converted.
+    """
     stock = random_stock(model_type, **sizes)
     tensors = _unquantized(_state(stock))
     kept = ["lm_head", "model.layers.0.self_attn.o_proj"]
     quantization: dict[str, Any] = {
-        "quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "modules_to_not_convert": kept,
+        "quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128] if by == "block" else None,
+        "modules_to_not_convert": kept,
         "activation_scheme": "static" if static else "dynamic",
     } | ({"scale_fmt": scale_fmt} if scale_fmt else {})  # fmt: skip
     made = Checkpoint(folder, stock, tensors, quantization)
@@ -215,10 +221,11 @@ def fp8(folder: Path, model_type: str, *, scale_fmt: str = "", static: bool = Fa
             module = _module_of(name)
             if not _is_linear(stock, name) or module in kept:
                 continue
-            q, scale, values = fp8_by(x, "block", bool(scale_fmt))
+            q, scale, values = fp8_by(x, by, bool(scale_fmt))
+            scale = scale if by == "block" else scale.reshape(())
             _write_back(stock, name, values)
             tensors[name], tensors[f"{name}_scale_inv"] = q, scale.to(E8M0) if scale_fmt else scale
-            made.quantized[module] = by_groups
+            made.quantized[module] = by_groups if by == "block" else by_rows
             if static:
                 tensors[f"{name.removesuffix('.weight')}.activation_scale"] = torch.tensor(0.05)
                 made.quantized[module] = by_scale(0.05)

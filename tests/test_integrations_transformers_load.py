@@ -31,6 +31,8 @@ FORMATS: dict[str, Callable[[Path], Checkpoint]] = {
     "fp8 ue8m0 qwen3_moe": lambda folder: checkpoints.fp8(folder, "qwen3_moe", scale_fmt="ue8m0", **checkpoints.MOE),
     "fp8 deepseek_v3": lambda folder: checkpoints.fp8(folder, "deepseek_v3", **checkpoints.DEEPSEEK),
     "fp8 static llama": lambda folder: checkpoints.fp8(folder, "llama", static=True),
+    "fp8 tensor llama": lambda folder: checkpoints.fp8(folder, "llama", by="tensor"),
+    "fp8 tensor static llama": lambda folder: checkpoints.fp8(folder, "llama", by="tensor", static=True),
     "mxfp4 gpt_oss": checkpoints.mxfp4,
     "compressed-tensors channel": lambda folder: checkpoints.compressed(folder, "channel"),
     "compressed-tensors tensor": lambda folder: checkpoints.compressed(folder, "tensor"),
@@ -252,6 +254,17 @@ def test_rows_that_end_in_a_partial_group(tmp_path: Path) -> None:
     x = torch.randn(3, 5, 192, generator=generator).bfloat16()
     padded = checkpoints.by_groups(torch.nn.functional.pad(x.float(), (0, 64)))[..., :192]
     torch.testing.assert_close(fp8_linear_forward(layer, x).float(), padded @ values.T, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("change", [lambda x: x.view(torch.uint8), lambda x: x.float()], ids=["bytes", "float32"])
+def test_powers_of_two_in_other_dtypes(change: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path) -> None:
+    """Some checkpoints of scale_fmt ue8m0 have scales in bytes, and DeepSeek-V3.1 has them in float32."""
+    made = checkpoints.fp8(tmp_path / "checkpoint", "qwen3_moe", scale_fmt="ue8m0", **checkpoints.MOE)
+    wanted = _logits(ck.load(made.write()))
+    for name, x in made.tensors.items():
+        if name.endswith("_scale_inv"):
+            made.tensors[name] = change(x)
+    assert torch.equal(_logits(ck.load(made.write())), wanted)
 
 
 def test_a_checkpoint_of_16_bits(tmp_path: Path) -> None:
