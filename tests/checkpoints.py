@@ -26,7 +26,7 @@ _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}

@@ -15,7 +15,7 @@ from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 
 import cukern
 import cukern.integrations.transformers as ck
-from cukern.integrations.transformers import _packed
+from cukern.integrations.transformers import _packed, _products
 from cukern.integrations.transformers._packed import Mxfp4Experts, ScaledExperts, ScaledLinear
 from tests import checkpoints
 from tests.checkpoints import Checkpoint
@@ -228,13 +228,36 @@ def test_enable_runs_what_transformers_keeps_packed(tmp_path: Path) -> None:
         layer(torch.randn(2, layer.in_features, requires_grad=True))
 
 
+@torch.no_grad()
+def test_fp8_layers_with_one_input_are_joined(tmp_path: Path) -> None:
+    model = ck.load(checkpoints.fp8(tmp_path / "checkpoint", "llama").write())
+    layer = model.model.layers[1]
+    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for module, names in ((layer.self_attn, ("q_proj", "k_proj", "v_proj")), (layer.mlp, ("gate_proj", "up_proj"))):
+        joined = _products.joined_weights(module, names)
+        assert joined is not None
+        assert torch.equal(joined.product(x), torch.cat([getattr(module, name)(x) for name in names], 1))
+    torch.testing.assert_close(layer.mlp(x), type(layer.mlp).forward(layer.mlp, x), rtol=2**-4, atol=2**-5)
+    report = model.__dict__["_cukern"].report
+    assert {x.what for x in report.replaced if "one product" in x.how} == {"LlamaAttention", "LlamaMLP"}
+    ck.disable(model)
+    assert _products.joined_weights(layer.mlp, ("gate_proj", "up_proj")) is None
+
+
+def test_fp8_layers_that_cannot_be_joined(tmp_path: Path) -> None:
+    """Rows of k and v that end in a partial block share a scale in one matrix, but not in two."""
+    sizes = {"head_dim": 32, "num_key_value_heads": 2}
+    model = ck.load(checkpoints.fp8(tmp_path / "checkpoint", "llama", **sizes).write())
+    assert _products.joined_weights(model.model.layers[1].self_attn, ("q_proj", "k_proj", "v_proj")) is None
+
+
 def test_what_fp8_modules_are_kept_and_why(tmp_path: Path) -> None:
     model = ck.load(checkpoints.fp8(tmp_path / "checkpoint", "qwen3_moe", **checkpoints.MOE).write())
     ck.disable(model)
     for x in model.modules():
         if isinstance(x, FP8Experts):
             x.activation_scheme = "static"
-        elif isinstance(x, FP8Linear) and x.out_features == 64:
+        elif isinstance(x, FP8Linear) and x.out_features == 128:
             x.block_size = (64, 64)
     kept = {x.what: x.how for x in ck.enable(model).kept}
     assert kept["FP8Experts"] == "static scales of its activations"
@@ -330,7 +353,7 @@ BROKEN = {
     f"has no tensor {_Q}_scale_inv in model.safetensors": ("fp8 qwen3_moe", _without(f"{_Q}_scale_inv")),
     f"has no {_UP}, beside .* in model.safetensors": ("fp8 qwen3_moe", _without(_UP)),
     f"has no {_UP}_scale_inv, beside": ("fp8 qwen3_moe", _without(f"{_UP}_scale_inv")),
-    rf"{_Q}_scale_inv in .*model.safetensors must be of shape \[1, 1\], got \[2, 1\]": (
+    rf"{_Q}_scale_inv in .*model.safetensors must be of shape \[2, 1\], got \[4, 1\]": (
         "fp8 qwen3_moe", _with(f"{_Q}_scale_inv", lambda x: x.repeat(2, 1)),
     ),
     rf"{_UP}_scale_inv in .* must be of shape \[1, 1\], as the same tensors of other experts, got \[2, 1\]": (
@@ -356,7 +379,7 @@ BROKEN = {
         "mxfp4 gpt_oss", _with(f"{_BLOCKS}_blocks", lambda x: x[:7]),
     ),
     f"{_BLOCKS}_scales in .* has a scale that is NaN": ("mxfp4 gpt_oss", _with(f"{_BLOCKS}_scales", _nan)),
-    rf"{_Q}_scale in .* must be of shape \[128, 1\], got \[128\]": (
+    rf"{_Q}_scale in .* must be of shape \[256, 1\], got \[256\]": (
         "compressed-tensors channel", _with(f"{_Q}_scale", lambda x: x[:, 0]),
     ),
 }  # fmt: skip

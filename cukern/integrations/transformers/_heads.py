@@ -110,7 +110,7 @@ def states(
         return None
     joined, norm, dim = _products.joined_weights(module, _NAMES), _norm_arguments(module, norms), module.head_dim
     cos, sin = position_embeddings
-    if joined is None or norm is None or joined.weight.dtype != hidden_states.dtype or cos.dim() != 3:
+    if joined is None or norm is None or not joined.takes(hidden_states.dtype) or cos.dim() != 3:
         return None
     columns = cos.shape[-1]
     if hidden_states.dtype not in DTYPES:
@@ -121,9 +121,7 @@ def states(
     if dim % 16 or dim > 512 or rotary_dim % 16 or rotary_dim > dim or cos.dtype != sin.dtype:
         return None
     batch, tokens, hidden = hidden_states.shape
-    rows = _products.product(hidden_states.reshape(-1, hidden), joined.weight, joined.bias).view(
-        batch * tokens, -1, dim
-    )
+    rows = joined.product(hidden_states.reshape(-1, hidden)).view(batch * tokens, -1, dim)
     kv_heads = module.k_proj.weight.shape[0] // dim
     query, key, value = rows.split([rows.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     layer = _layer(module, cache, key.view(batch, tokens, kv_heads, dim).transpose(1, 2))

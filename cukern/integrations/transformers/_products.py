@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 import cukern
+from cukern.formats.quantized import BLOCK
 from cukern.integrations.transformers import _packed
 from cukern.integrations.transformers._regimes import difference
 from cukern.integrations.transformers._rewrite import MANY_ARGUMENTS, only_argument, takes_one_argument
@@ -74,6 +75,18 @@ class _JoinedWeights(NamedTuple):
     weight: torch.Tensor
     bias: torch.Tensor | None
     addresses: tuple[int, ...]  # of the parameters, to detect that one was replaced
+    scale: torch.Tensor | None = None  # of FP8 weights, by blocks
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Return whether `product` takes rows of a dtype."""
+        return dtype == self.weight.dtype if self.scale is None else dtype in _HALF_DTYPES
+
+    def product(self, x: torch.Tensor, activation: str | None = None) -> torch.Tensor:
+        """Return activation(x @ weight.T + bias) for x [rows, k]."""
+        if self.scale is None:
+            return product(x, self.weight, self.bias, activation)
+        made = _packed.fp8_product(x, self.weight, self.scale, None, self.bias)
+        return made if activation is None else cukern.moe_activation(made, activation)  # type: ignore[return-value]
 
 
 def is_linear(module: Any) -> bool:
@@ -82,6 +95,19 @@ def is_linear(module: Any) -> bool:
     if "forward" in module.__dict__:  # replaced, for example by a library that offloads weights
         return False
     return not module._forward_hooks and not module._forward_pre_hooks and not hasattr(module, "parametrizations")
+
+
+def _is_fp8(module: Any) -> bool:
+    """Return whether a layer has FP8 weights by blocks, whole blocks of rows, and dynamic scales of its input."""
+    if not isinstance(module, FP8Linear) or _packed.why_not_linear(module) or "forward" in module.__dict__:
+        return False
+    return module.block_size is not None and module.activation_scale is None and module.out_features % BLOCK == 0
+
+
+def are_linear(module: Any, names: Sequence[str]) -> bool:
+    """Return whether all layers `names` of a module are linear layers of one kind, with 16-bit or FP8 weights."""
+    layers = [getattr(module, name, None) for name in names]
+    return all(map(is_linear, layers)) or all(map(_is_fp8, layers))
 
 
 def _parameters(module: Any, names: Sequence[str]) -> list[list[torch.Tensor | None]]:
@@ -95,8 +121,11 @@ def _addresses(parameters: list[list[torch.Tensor | None]]) -> tuple[int, ...]:
 
 @torch.no_grad()
 def join(module: Any, names: Sequence[str], state: State) -> bool:
-    """Copy the weights of the linear layers `names` into one tensor. Return whether that is possible."""
-    if not all(is_linear(getattr(module, name, None)) for name in names):
+    """Copy the weights of the linear layers `names` into one tensor. Return whether that is possible.
+
+    The scales of FP8 weights are copied, and the layers keep their own.
+    """
+    if not are_linear(module, names):
         return False
     weights, biases = _parameters(module, names)
     kinds = {(x.dtype, x.device, x.shape[1]) for x in weights if x is not None}
@@ -106,12 +135,18 @@ def join(module: Any, names: Sequence[str], state: State) -> bool:
     for i, of_kind in enumerate((weights, biases)):
         found = [x for x in of_kind if x is not None]
         if found:
-            joined[i] = concatenated = torch.cat([x.detach() for x in found])
+            # torch concatenates bytes on every device, but not FP8.
+            parts = [x.detach().view(torch.uint8) if x.itemsize == 1 else x.detach() for x in found]
+            joined[i] = concatenated = torch.cat(parts).view(found[0].dtype)
             for x, view in zip(found, concatenated.split([len(x) for x in found]), strict=True):
                 x.data = view
     weight = joined[0]
     assert weight is not None
-    module.__dict__[_JOINED] = _JoinedWeights(weight, joined[1], _addresses([weights, biases]))
+    layers = [getattr(module, name) for name in names]
+    scale = None
+    if isinstance(layers[0], FP8Linear):
+        scale = torch.cat([_packed.float_scale(x, "weight_scale_inv") for x in layers])
+    module.__dict__[_JOINED] = _JoinedWeights(weight, joined[1], _addresses([weights, biases]), scale)
 
     def separate() -> None:
         module.__dict__.pop(_JOINED, None)
@@ -146,10 +181,11 @@ _GATE_UP = ("gate_proj", "up_proj")
 def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Run a gated MLP with one matrix multiplication for gates and ups."""
     joined, x = joined_weights(self, _GATE_UP), only_argument(args, kwargs)
-    if joined is None or x is None or wants_gradient(x, self.gate_proj.weight) or x.dtype != joined.weight.dtype:
+    weight = self.gate_proj.weight if joined is None or joined.scale is None else None  # FP8 weights have no gradient
+    if joined is None or x is None or wants_gradient(x, weight) or not joined.takes(x.dtype):
         return type(self).forward(self, *args, **kwargs)  # type: ignore[no-any-return]
     with torch.no_grad():
-        activated = product(x.reshape(-1, x.shape[-1]), joined.weight, joined.bias, self.__dict__[_ACTIVATION])
+        activated = joined.product(x.reshape(-1, x.shape[-1]), self.__dict__[_ACTIVATION])
         made = self.down_proj(activated)
     return made.view(*x.shape[:-1], made.shape[-1])  # type: ignore[no-any-return]
 
@@ -199,7 +235,7 @@ def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
     for module in list(model.modules()):
         if "forward" in module.__dict__:
             continue
-        if all(is_linear(getattr(module, name, None)) for name in (*_GATE_UP, "down_proj")):
+        if are_linear(module, (*_GATE_UP, "down_proj")):
             key = simple_attributes(module)
             if key not in known:
                 known[key] = _activation_of(module) if takes_one_argument(module) else (None, MANY_ARGUMENTS)
