@@ -15,7 +15,7 @@ from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 
 import cukern
 import cukern.integrations.transformers as ck
-from cukern.integrations.transformers import _packed, _products
+from cukern.integrations.transformers import _load, _packed, _products
 from cukern.integrations.transformers._packed import Mxfp4Experts, ScaledExperts, ScaledLinear
 from tests import checkpoints
 from tests.checkpoints import Checkpoint
@@ -277,6 +277,13 @@ def test_rows_that_end_in_a_partial_group(tmp_path: Path) -> None:
     x = torch.randn(3, 5, 192, generator=generator).bfloat16()
     padded = checkpoints.by_groups(torch.nn.functional.pad(x.float(), (0, 64)))[..., :192]
     torch.testing.assert_close(fp8_linear_forward(layer, x).float(), padded @ values.T, rtol=2**-7, atol=2**-7)
+
+
+def test_scales_are_those_of_packed_weights() -> None:
+    """A parameter of a model may have a name that ends like a scale's."""
+    model = torch.nn.ModuleDict({"packed": FP8Linear(128, 128, (128, 128)), "other": torch.nn.Linear(2, 2)})
+    model.other.logit_scale = torch.nn.Parameter(torch.ones(1))
+    assert _load._scales(model, model.state_dict()) == {"packed.weight_scale_inv"}
 
 
 @pytest.mark.parametrize("change", [lambda x: x.view(torch.uint8), lambda x: x.float()], ids=["bytes", "float32"])

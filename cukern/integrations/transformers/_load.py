@@ -23,16 +23,19 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
+from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 
 from cukern.integrations.transformers import _formats
 from cukern.integrations.transformers._checkpoint import Entry, Reader, read_entries
-from cukern.integrations.transformers._packed import FP8, Mxfp4Experts
+from cukern.integrations.transformers._packed import FP8, Mxfp4Experts, ScaledExperts, ScaledLinear
 from cukern.models.checkpoint import expect_directory, listed, read_config
 from cukern.runtime import check
 from cukern.runtime.progress import progress as progress_bar
 
 _SCALE = re.compile(r"(scale|scales|scale_inv)$")
+_PACKED = FP8Linear, FP8Experts, ScaledLinear, ScaledExperts, Mxfp4Experts
 _E8M0 = torch.float8_e8m0fnu
+_SCALE_DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.uint8, _E8M0
 _NAN_E8M0 = 255
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
@@ -148,27 +151,44 @@ def _check_parts(target: _Target, expected: torch.Tensor) -> None:
                 )
 
 
-def _check_dtype(name: str, entry: Entry, wanted: torch.dtype) -> None:
-    said = str(wanted).removeprefix("torch.")
-    got = str(entry.dtype).removeprefix("torch.")
+def _scales(model: Any, expected: dict[str, torch.Tensor]) -> set[str]:
+    """Return the names of the scales of packed weights and of their inputs."""
+    paths = {f"{path}." for path, module in model.named_modules() if isinstance(module, _PACKED)}
+    return {name for name in expected if _SCALE.search(name) and name.rpartition(".")[0] + "." in paths}
+
+
+def _check_dtype(entry: Entry, wanted: torch.dtype, is_scale: bool) -> None:
+    said, got = (str(x).removeprefix("torch.") for x in (wanted, entry.dtype))
     is_float = entry.dtype.is_floating_point
-    if _SCALE.search(name) and wanted.is_floating_point:
-        if entry.dtype == torch.uint8 or (is_float and entry.dtype != FP8):
-            return
-        entry.fail("a scale of a floating-point dtype", got)
-    if (entry.dtype == FP8) != (wanted == FP8):
+    if is_scale:
+        if entry.dtype not in ((torch.uint8, _E8M0) if wanted == torch.uint8 else _SCALE_DTYPES):
+            entry.fail("a scale in float32, in 16 bits or in E8M0", got)
+    elif (entry.dtype == FP8) != (wanted == FP8):
         entry.fail(f"{said}, as config.json says", got)
-    if is_float != wanted.is_floating_point or (not is_float and entry.dtype.itemsize != wanted.itemsize):
+    elif is_float != wanted.is_floating_point or (not is_float and entry.dtype.itemsize != wanted.itemsize):
         entry.fail(said, got)
 
 
-def _check(model: Any, folder: Path, targets: list[_Target], expected: dict[str, torch.Tensor]) -> None:
+def _check_shapes(target: _Target, made: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    entry = target.sources[0][1]
+    for name, x in made.items():
+        wanted = tuple(expected[name].shape)
+        if x.shape == wanted or x.numel() == 1 == expected[name].numel():
+            continue
+        if target.converter is None:
+            entry.fail(f"of shape {list(wanted)}", list(entry.shape))
+        entry.fail(f"of a shape that makes {name} {list(wanted)}", f"{list(entry.shape)}, which makes {list(x.shape)}")
+
+
+def _check(
+    model: Any, folder: Path, targets: list[_Target], expected: dict[str, torch.Tensor], scales: set[str]
+) -> None:
     """Check the names, dtypes and shapes of all tensors, before any is read."""
     found: set[str] = set()
     for target in targets:
         entry = target.sources[0][1]
         for _, source in target.sources:
-            _check_dtype(target.name, source, expected[target.name].dtype)
+            _check_dtype(source, expected[target.name].dtype, target.name in scales)
         if target.converter is not None:
             _check_parts(target, expected[target.name])
         try:
@@ -177,13 +197,7 @@ def _check(model: Any, folder: Path, targets: list[_Target], expected: dict[str,
         except (IndexError, RuntimeError, TypeError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"{entry.name} in {entry.file} does not become {target.name}: {reason}") from None
-        for name, x in made.items():
-            wanted = tuple(expected[name].shape)
-            if x.shape != wanted and not (x.numel() == 1 == expected[name].numel()):
-                parts = f" ({name} is then {list(x.shape)}, not {list(wanted)})" if target.converter is not None else ""
-                entry.fail(
-                    f"of shape {list(wanted)}" if not parts else "of another shape", f"{list(entry.shape)}{parts}"
-                )
+        _check_shapes(target, made, expected)
         found.update(made)
     tied = model.all_tied_weights_keys
     ignored = model._keys_to_ignore_on_load_missing or ()
@@ -202,13 +216,12 @@ def _check_numbers(entry: Entry, tensor: torch.Tensor) -> None:
         raise ValueError(f"{entry.name} in {entry.file} has a scale that is NaN")
 
 
-def _placed(name: str, x: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor in the dtype that the model holds it in. Scales stay float32 or E8M0, as in the file."""
-    if _SCALE.search(name) and wanted.is_floating_point():
-        if x.dtype == torch.uint8:
-            x = x.view(_E8M0)
-        return x if x.dtype == _E8M0 else x.float()
-    return x.to(dtype if wanted.is_floating_point() and wanted.dtype != FP8 else wanted.dtype)
+def _placed(x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return a tensor in the dtype in which the model holds it. None: a scale, which stays in float32 or in E8M0."""
+    if dtype is not None:
+        return x.to(dtype)
+    x = x.view(_E8M0) if x.dtype == torch.uint8 else x
+    return x if x.dtype == _E8M0 else x.float()
 
 
 def _assign(model: Any, name: str, tensor: torch.Tensor) -> None:
@@ -234,11 +247,17 @@ def _packed_experts(model: Any) -> dict[str, tuple[Mxfp4Experts, str]]:
     }
 
 
-def _dtypes(model: Any, expected: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtype of each tensor of the model. Some modules stay in float32."""
+def _dtypes(
+    model: Any, expected: dict[str, torch.Tensor], scales: set[str], dtype: torch.dtype
+) -> dict[str, torch.dtype | None]:
+    """Return the dtype of each tensor of the model; None for scales. Some modules stay in float32."""
     plan = model._get_dtype_plan(dtype)
     pattern = build_glob_alternation(list(plan))[0] if plan else None
-    return {name: torch.float32 if pattern and pattern.search(name) else x.dtype for name, x in expected.items()}
+    found: dict[str, torch.dtype | None] = {}
+    for name, x in expected.items():
+        stays = pattern is not None and x.dtype == dtype and pattern.search(name)
+        found[name] = None if name in scales else torch.float32 if stays else x.dtype
+    return found
 
 
 def _reading_order(targets: list[_Target]) -> Iterator[tuple[_Target, int]]:
@@ -252,7 +271,7 @@ def _reading_order(targets: list[_Target]) -> Iterator[tuple[_Target, int]]:
 class _Read:
     """The sources of a target that have been read. Experts are copied into their merged weights at once."""
 
-    def __init__(self, target: _Target, wanted: torch.Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, target: _Target, wanted: torch.Tensor, dtype: torch.dtype | None) -> None:
         self.target, self.wanted, self.dtype = target, wanted, dtype
         self.places = target.places()
         self.merged: torch.Tensor | None = None
@@ -260,15 +279,14 @@ class _Read:
         self.count = 0
 
     def add(self, i: int, tensor: torch.Tensor) -> None:
-        target, entry = self.target, self.target.sources[i][1]
-        if _SCALE.search(target.name):
-            _check_numbers(entry, tensor)
+        if self.dtype is None:
+            _check_numbers(self.target.sources[i][1], tensor)
         self.count += 1
         if self.places is None:
             # The tensors of the CPU share memory with the file.
             self.tensors[i] = tensor.clone() if tensor.device.type == "cpu" else tensor
             return
-        tensor = _at_least_1d(_placed(target.name, tensor, self.wanted, self.dtype))
+        tensor = _at_least_1d(_placed(tensor, self.dtype))
         if self.merged is None:
             self.merged = torch.empty(self.wanted.shape, dtype=tensor.dtype, device=tensor.device)
         expert, rows = self.places[i]
@@ -285,10 +303,10 @@ class _Read:
 
 
 def _fill(
-    model: Any, targets: list[_Target], expected: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device,
-    shown: bool | None,
+    model: Any, targets: list[_Target], expected: dict[str, torch.Tensor], dtypes: dict[str, torch.dtype | None],
+    device: torch.device, shown: bool | None,
 ) -> None:  # fmt: skip
-    reader, packed, dtypes = Reader(device), _packed_experts(model), _dtypes(model, expected, dtype)
+    reader, packed = Reader(device), _packed_experts(model)
     scales_of = {target.name: target for target in targets}
     pending: dict[str, _Read] = {}
     for module, _ in packed.values():
@@ -302,12 +320,12 @@ def _fill(
                     scales = scales_of[target.name.removesuffix(_BLOCKS) + _SCALES].sources[0][1]
                     _fill_experts(reader, module, name, entry, scales)
                 elif target.name.removesuffix(_SCALES) + _BLOCKS not in packed:
-                    read = pending.setdefault(target.name, _Read(target, expected[target.name], dtypes[target.name]))
-                    read.add(i, reader.tensor(entry))
-                    if read.is_complete:
+                    if target.name not in pending:
+                        pending[target.name] = _Read(target, expected[target.name], dtypes[target.name])
+                    pending[target.name].add(i, reader.tensor(entry))
+                    if pending[target.name].is_complete:
                         for name, x in pending.pop(target.name).results(model).items():
-                            x = _placed(name, x, expected[name], dtypes[name])
-                            _assign(model, name, x.reshape(expected[name].shape))
+                            _assign(model, name, _placed(x, dtypes[name]).reshape(expected[name].shape))
                 advance(1, entry.file.name)
     finally:
         reader.close()
@@ -315,7 +333,7 @@ def _fill(
 
 def _fill_experts(reader: Reader, module: Mxfp4Experts, name: str, blocks: Entry, scales: Entry) -> None:
     """Pack the weights of one projection, one expert at a time."""
-    of_all = reader.tensor(scales)
+    of_all = reader.tensor(scales).view(torch.uint8)
     _check_numbers(scales, of_all)
     for expert in range(len(of_all)):
         module.fill(name, expert, reader.part(blocks, expert), of_all[expert])
@@ -393,8 +411,9 @@ def load(directory: Any, *, device: Any = None, dtype: Any = None, progress: boo
     conversions = _formats.replace_modules(model, quantization, entries, place)
     expected = model.state_dict()
     targets = _targets(model, entries, conversions, expected)
-    _check(model, folder, targets, expected)
-    _fill(model, targets, expected, chosen, place, progress)
+    scales = _scales(model, expected)
+    _check(model, folder, targets, expected, scales)
+    _fill(model, targets, expected, _dtypes(model, expected, scales, chosen), place, progress)
     model._weight_conversions = [x for x in conversions if x.was_used()]
     _finish(model, folder, place)
     enable(model)
