@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cukern
 from benchmarks import bench_moe_gemm, harness
+from cukern.ops import moe_gemm
 from cukern.reference import moe_gemm as twin
 from cukern.runtime.kernel import arch_of_device
 from cukern.testing import assert_matches
@@ -157,6 +159,17 @@ def test_a_value_that_is_no_array_is_refused() -> None:
         cukern.quantized_matmul([[1.0]], BLOCKS["w"], BLOCKS["w_scale"])
     with pytest.raises(TypeError, match="w must be a torch array like x"):
         cukern.quantized_matmul(BLOCKS["x"], to_numpy(BLOCKS["w"]), BLOCKS["w_scale"])
+
+
+def test_tensors_without_memory_are_not_kept() -> None:
+    """A trace of torch.export may call the function with fake tensors."""
+    moe_gemm._all_rows.clear()
+    given = made(4, 128, 128, "block")
+    with FakeTensorMode() as mode:
+        moe_gemm._offsets_of_one(mode.from_tensor(given["x"]))
+    assert not moe_gemm._all_rows
+    cukern.quantized_matmul(**given)
+    assert [type(x) for x in moe_gemm._all_rows.values()] == [torch.Tensor]
 
 
 @pytest.mark.parametrize(("scales", "first"), [("block", "quantize_groups"), ("row", "quantize_rows"), ("", "")])

@@ -425,9 +425,12 @@ def _offsets_of_one(x: Any) -> Any:
     like: Any = arrays.enter("x", x)
     library: Any = arrays.library_of(like)
     key = library.name, library.device(like, "x")
-    if key not in _all_rows:
-        _all_rows[key] = library.from_numpy(np.array([0, MAX_COUNT], np.int32), like)
-    return _all_rows[key]
+    found = _all_rows.get(key)
+    if found is None:
+        found = library.from_numpy(np.array([0, MAX_COUNT], np.int32), like)
+        if type(found) is library.array_type:  # tracing makes tensors without memory, of a subclass
+            _all_rows[key] = found
+    return found
 
 
 @op(twin.quantized_matmul)
