@@ -29,6 +29,7 @@ FACTOR = 1.15
 FORMATS: dict[str, Callable[[Path], Checkpoint]] = {
     "fp8 qwen3_moe": lambda folder: checkpoints.fp8(folder, "qwen3_moe", **checkpoints.MOE),
     "fp8 ue8m0 qwen3_moe": lambda folder: checkpoints.fp8(folder, "qwen3_moe", scale_fmt="ue8m0", **checkpoints.MOE),
+    "fp8 qwen2": lambda folder: checkpoints.fp8(folder, "qwen2"),  # has biases
     "fp8 deepseek_v3": lambda folder: checkpoints.fp8(folder, "deepseek_v3", **checkpoints.DEEPSEEK),
     "fp8 static llama": lambda folder: checkpoints.fp8(folder, "llama", static=True),
     "fp8 tensor llama": lambda folder: checkpoints.fp8(folder, "llama", by="tensor"),

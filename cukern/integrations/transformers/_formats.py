@@ -12,6 +12,7 @@ import torch
 from transformers import FineGrainedFP8Config
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
+from transformers.modeling_utils import local_torch_dtype
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from cukern.formats.quantized import BLOCK
@@ -97,7 +98,8 @@ def replace_modules(model: Any, quantization: Mapping[str, Any], names: Any, dev
     if method == "fp8":
         config = FineGrainedFP8Config.from_dict(dict(quantization) | {"dequantize": False})
         quantizer = FineGrainedFP8HfQuantizer(config, pre_quantized=True)
-        quantizer._process_model_before_weight_loading(model)
+        with local_torch_dtype(model.dtype):  # of biases
+            quantizer._process_model_before_weight_loading(model)
         model.hf_quantizer = quantizer  # for save_pretrained
         model.config.quantization_config = config
         found: list[Any] = quantizer.update_weight_conversions(get_model_conversion_mapping(model), model)
