@@ -309,6 +309,22 @@ def test_a_checkpoint_of_16_bits(tmp_path: Path) -> None:
     assert ck.load(made.folder).dtype == torch.bfloat16
 
 
+def test_tied_weights_of_a_checkpoint(tmp_path: Path) -> None:
+    """As stock: two tensors that differ are not tied, and either tensor alone serves for both."""
+    embeddings, head = "model.embed_tokens.weight", "lm_head.weight"
+    made = checkpoints.fp8(tmp_path / "checkpoint", "llama", tie_word_embeddings=True)
+    own = made.tensors[embeddings]
+    made.tensors[head] = -own
+    model = ck.load(made.write())
+    assert torch.equal(model.lm_head.weight, -own) and torch.equal(model.model.embed_tokens.weight, own)
+    del made.tensors[embeddings]
+    model = ck.load(made.write())
+    assert model.lm_head.weight is model.model.embed_tokens.weight and torch.equal(model.lm_head.weight, -own)
+    del made.tensors[head]
+    with pytest.raises(ValueError, match=f"has no tensor {embeddings} in model.safetensors"):
+        ck.load(made.write())
+
+
 # --- errors ---------------------------------------------------------------------------------------------
 
 REFUSED = {

@@ -200,9 +200,10 @@ def _check(
         _check_shapes(target, made, expected)
         found.update(made)
     tied = model.all_tied_weights_keys
+    others = {*tied} | {source for target, source in tied.items() if target in found}
     ignored = model._keys_to_ignore_on_load_missing or ()
     for name in expected:
-        if name not in found and name not in tied and not any(re.search(x, name) for x in ignored):
+        if name not in found and name not in others and not any(re.search(x, name) for x in ignored):
             files = sorted({x.file.name for target in targets for _, x in target.sources})
             raise ValueError(f"{folder} has no tensor {name} in {listed(files)}, and config.json asks for it")
 
@@ -348,7 +349,8 @@ def _finish(model: Any, folder: Path, device: torch.device) -> None:
         x._is_hf_initialized = True
     with torch.no_grad():
         model.initialize_weights()
-    model.tie_weights()
+    missing = {name for name, x in model.named_parameters(remove_duplicate=False) if x.is_meta}
+    model.tie_weights(missing_keys=missing, recompute_mapping=False)
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         if x.is_meta:
             raise ValueError(f"{folder} has no tensor {name}, and {type(model).__name__} cannot compute it")
