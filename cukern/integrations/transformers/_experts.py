@@ -193,7 +193,7 @@ def _enable_packed(model: torch.nn.Module, state: State, notes: Notes) -> None:
             continue
         module.__dict__[_MATCHED] = matched
         state.undo.append(lambda module=module: module.__dict__.pop(_MATCHED, None))  # type: ignore[misc]
-        state.replace_forward(module, _packed.fp8_experts_forward)
+        _packed.replace_forward(module, _packed.fp8_experts_forward, state)
         notes.replaced.add("experts", module, f"{matched}, FP8")
 
 

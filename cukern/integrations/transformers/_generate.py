@@ -18,6 +18,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from cukern.integrations.transformers import _attention, _fit, _options
 from cukern.integrations.transformers._growing import Growing
 from cukern.integrations.transformers._options import Options, Sampling
+from cukern.integrations.transformers._packed import content_of
 from cukern.integrations.transformers._session import Session
 from cukern.integrations.transformers._state import ATTRIBUTE, State
 from cukern.models._steps import watch
@@ -122,8 +123,8 @@ def _session(state: State | None, model: Any, batch: int, tokens: int, sampling:
     tokens = -(-(tokens + _attention.PAGE) // _CAPACITY) * _CAPACITY
     if state is None:
         return Session(model, batch, tokens, sampling)
-    # A graph holds the weights' addresses, so drop it if a weight has moved.
-    weights_hash = hash(tuple(x.data_ptr() for x in (*model.parameters(), *model.buffers())))
+    # A graph holds the weights' addresses, so drop it if a weight has moved. It also holds copies of E8M0 scales.
+    weights_hash = hash(tuple(map(content_of, (*model.parameters(), *model.buffers()))))
     if state.weights_hash != weights_hash:
         state.sessions.clear()
         state.weights_hash = weights_hash

@@ -16,7 +16,7 @@ import cukern
 from cukern.formats.quantized import BLOCK, MXFP4_GROUP
 from cukern.formats.weights import UNIT_BYTES, UNIT_K, UNIT_ROWS
 from cukern.integrations.transformers._deferred import Ids
-from cukern.integrations.transformers._state import wants_gradient
+from cukern.integrations.transformers._state import State, wants_gradient
 from cukern.runtime.gpu import of_device
 
 FP8 = torch.float8_e4m3fn
@@ -24,15 +24,31 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 _SCALES = "_cukern_scales"
 
 
+def content_of(x: torch.Tensor) -> Any:
+    """Return a value that changes when kept results for a tensor become wrong.
+
+    It is the address. Of E8M0 scales, whose float32 copies are kept, it also has the number of writes.
+    """
+    if x.dtype != torch.float8_e8m0fnu or x.is_inference():
+        return x.data_ptr()
+    return x.data_ptr(), x._version
+
+
 def float_scale(module: torch.nn.Module, name: str) -> torch.Tensor:
     """Return a module's scales in float32. Convert scales of another dtype once."""
     scale: torch.Tensor = getattr(module, name).detach()
-    if scale.dtype == torch.float32:
-        return scale
-    known = module.__dict__.setdefault(_SCALES, {})
-    if name not in known or known[name][0] != scale.data_ptr():
-        known[name] = scale.data_ptr(), scale.float()
+    if scale.dtype == torch.float32 or torch.compiler.is_compiling():
+        return scale.float()
+    known, content = module.__dict__.setdefault(_SCALES, {}), content_of(scale)
+    if name not in known or known[name][0] != content:
+        known[name] = content, scale.float()
     return known[name][1]  # type: ignore[no-any-return]
+
+
+def replace_forward(module: torch.nn.Module, forward: Any, state: State) -> None:
+    """Replace a module's `forward`, and drop its kept scales with it."""
+    state.undo.append(lambda: module.__dict__.pop(_SCALES, None))  # type: ignore[arg-type, return-value]
+    state.replace_forward(module, forward)
 
 
 # --- linear layers --------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ class _JoinedWeights(NamedTuple):
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    addresses: tuple[int, ...]  # of the parameters, to detect that one was replaced
+    contents: tuple[Any, ...]  # of the parameters, to detect that one was replaced
     scale: torch.Tensor | None = None  # of FP8 weights, by blocks
 
     def takes(self, dtype: torch.dtype) -> bool:
@@ -112,27 +112,27 @@ def are_linear(module: Any, names: Sequence[str]) -> bool:
 
 def _parameters(module: Any, names: Sequence[str]) -> list[list[torch.Tensor | None]]:
     layers = [getattr(module, name) for name in names]
-    return [[x.weight for x in layers], [x.bias for x in layers]]
+    scales = [x._parameters.get("weight_scale_inv") for x in layers]
+    return [[x.weight for x in layers], [x.bias for x in layers], scales]
 
 
-def _addresses(parameters: list[list[torch.Tensor | None]]) -> tuple[int, ...]:
-    return tuple(0 if x is None else x.data_ptr() for of_kind in parameters for x in of_kind)
+def _contents(parameters: list[list[torch.Tensor | None]]) -> tuple[Any, ...]:
+    return tuple(0 if x is None else _packed.content_of(x) for of_kind in parameters for x in of_kind)
 
 
 @torch.no_grad()
 def join(module: Any, names: Sequence[str], state: State) -> bool:
-    """Copy the weights of the linear layers `names` into one tensor. Return whether that is possible.
-
-    The scales of FP8 weights are copied, and the layers keep their own.
-    """
+    """Copy the weights of the linear layers `names` into one tensor. Return whether that is possible."""
     if not are_linear(module, names):
         return False
-    weights, biases = _parameters(module, names)
+    weights, biases, scales = parameters = _parameters(module, names)
     kinds = {(x.dtype, x.device, x.shape[1]) for x in weights if x is not None}
     if len(kinds) > 1 or (None in biases and any(x is not None for x in biases)):
         return False
-    joined: list[torch.Tensor | None] = [None, None]
-    for i, of_kind in enumerate((weights, biases)):
+    if len({x.dtype for x in scales if x is not None}) > 1:
+        return False
+    joined: list[torch.Tensor | None] = [None, None, None]
+    for i, of_kind in enumerate(parameters):
         found = [x for x in of_kind if x is not None]
         if found:
             # torch concatenates bytes on every device, but not FP8.
@@ -140,13 +140,10 @@ def join(module: Any, names: Sequence[str], state: State) -> bool:
             joined[i] = concatenated = torch.cat(parts).view(found[0].dtype)
             for x, view in zip(found, concatenated.split([len(x) for x in found]), strict=True):
                 x.data = view
-    weight = joined[0]
+    weight, bias, scale = joined
     assert weight is not None
-    layers = [getattr(module, name) for name in names]
-    scale = None
-    if isinstance(layers[0], FP8Linear):
-        scale = torch.cat([_packed.float_scale(x, "weight_scale_inv") for x in layers])
-    module.__dict__[_JOINED] = _JoinedWeights(weight, joined[1], _addresses([weights, biases]), scale)
+    scale = None if scale is None else scale.float()
+    module.__dict__[_JOINED] = _JoinedWeights(weight, bias, _contents(parameters), scale)
 
     def separate() -> None:
         module.__dict__.pop(_JOINED, None)
@@ -162,7 +159,7 @@ def join(module: Any, names: Sequence[str], state: State) -> bool:
 def joined_weights(module: Any, names: Sequence[str]) -> _JoinedWeights | None:
     """Return the result of `join`, or None if a parameter has been replaced since."""
     found: _JoinedWeights | None = module.__dict__.get(_JOINED)
-    if found is None or torch.compiler.is_compiling() or found.addresses != _addresses(_parameters(module, names)):
+    if found is None or torch.compiler.is_compiling() or found.contents != _contents(_parameters(module, names)):
         return None
     return found
 
@@ -257,5 +254,5 @@ def enable(model: torch.nn.Module, state: State, notes: Notes) -> None:
             if reason := _packed.why_not_linear(module):
                 notes.kept.add("products", module, reason)
                 continue
-            state.replace_forward(module, _packed.fp8_linear_forward)
+            _packed.replace_forward(module, _packed.fp8_linear_forward, state)
             notes.replaced.add("products", module, "quantized_matmul, FP8")
