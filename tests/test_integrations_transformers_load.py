@@ -286,6 +286,18 @@ def test_a_compiled_model_has_no_graph_breaks(scale_fmt: str, tmp_path: Path) ->
     assert ours <= FACTOR * others
 
 
+def test_fp8_layers_with_hooks_run_alone(tmp_path: Path) -> None:
+    model = ck.load(checkpoints.fp8(tmp_path / "checkpoint", "llama").write())
+    ck.disable(model)
+    seen = []
+    for name in ("mlp.gate_proj", "self_attn.k_proj"):
+        layer = model.model.layers[1].get_submodule(name)
+        layer.register_forward_hook(lambda module, given, out, name=name: seen.append(name))
+    ck.enable(model)
+    _logits(model)
+    assert sorted(seen) == ["mlp.gate_proj", "self_attn.k_proj"]
+
+
 def test_what_fp8_modules_are_kept_and_why(tmp_path: Path) -> None:
     model = ck.load(checkpoints.fp8(tmp_path / "checkpoint", "qwen3_moe", **checkpoints.MOE).write())
     ck.disable(model)

@@ -89,17 +89,21 @@ class _JoinedWeights(NamedTuple):
         return made if activation is None else cukern.moe_activation(made, activation)  # type: ignore[return-value]
 
 
-def is_linear(module: Any) -> bool:
-    if type(module) is not torch.nn.Linear or not isinstance(module.weight, torch.nn.Parameter):
-        return False
+def _runs_its_class(module: Any) -> bool:
+    """Return whether a call of a layer runs the `forward` of its class, on its own parameters."""
     if "forward" in module.__dict__:  # replaced, for example by a library that offloads weights
         return False
     return not module._forward_hooks and not module._forward_pre_hooks and not hasattr(module, "parametrizations")
 
 
+def is_linear(module: Any) -> bool:
+    is_plain = type(module) is torch.nn.Linear and isinstance(module.weight, torch.nn.Parameter)
+    return is_plain and _runs_its_class(module)
+
+
 def _is_fp8(module: Any) -> bool:
     """Return whether a layer has FP8 weights by blocks, whole blocks of rows, and dynamic scales of its input."""
-    if not isinstance(module, FP8Linear) or _packed.why_not_linear(module) or "forward" in module.__dict__:
+    if not isinstance(module, FP8Linear) or _packed.why_not_linear(module) or not _runs_its_class(module):
         return False
     return module.block_size is not None and module.activation_scale is None and module.out_features % BLOCK == 0
 
