@@ -298,6 +298,23 @@ def test_fp8_layers_with_hooks_run_alone(tmp_path: Path) -> None:
     assert sorted(seen) == ["mlp.gate_proj", "self_attn.k_proj"]
 
 
+@pytest.mark.parametrize("name", ["mxfp4 gpt_oss", "compressed-tensors channel qwen3_moe"])
+def test_modules_of_cukern_refuse_gradients(name: str, tmp_path: Path) -> None:
+    """A missing gradient would train an adapter wrongly."""
+    model = ck.load(FORMATS[name](tmp_path / "checkpoint").write())
+    hidden = torch.randn(3, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    ids, weights = torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
+    for layer in model.modules():
+        if not isinstance(layer, (Mxfp4Experts, ScaledExperts, ScaledLinear)):
+            continue
+        given = (hidden,) if isinstance(layer, ScaledLinear) else (hidden, ids, weights)
+        with pytest.raises(RuntimeError, match="must be a tensor that does not require grad"):
+            layer(*given)
+        if len(given) > 1:
+            with pytest.raises(RuntimeError, match="weights must be a tensor that does not require grad"):
+                layer(hidden.detach(), ids, weights.clone().requires_grad_())
+
+
 def test_what_fp8_modules_are_kept_and_why(tmp_path: Path) -> None:
     model = ck.load(checkpoints.fp8(tmp_path / "checkpoint", "qwen3_moe", **checkpoints.MOE).write())
     ck.disable(model)

@@ -17,6 +17,7 @@ from cukern.formats.quantized import BLOCK, MXFP4_GROUP
 from cukern.formats.weights import UNIT_BYTES, UNIT_K, UNIT_ROWS
 from cukern.integrations.transformers._deferred import Ids
 from cukern.integrations.transformers._state import State, wants_gradient
+from cukern.runtime import check
 from cukern.runtime.gpu import of_device
 
 FP8 = torch.float8_e4m3fn
@@ -49,6 +50,13 @@ def replace_forward(module: torch.nn.Module, forward: Any, state: State) -> None
     """Replace a module's `forward`, and drop its kept scales with it."""
     state.undo.append(lambda: module.__dict__.pop(_SCALES, None))  # type: ignore[arg-type, return-value]
     state.replace_forward(module, forward)
+
+
+def _refuse_gradients(**tensors: torch.Tensor) -> None:
+    """Raise RuntimeError if a gradient may be needed by a module that transformers has no code for."""
+    for name, x in tensors.items():
+        if wants_gradient(x):
+            check.refuse_gradient(name)
 
 
 # --- linear layers --------------------------------------------------------------------------------------
@@ -133,6 +141,7 @@ class ScaledLinear(torch.nn.Module):
         self.register_parameter("bias", linear.bias)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        _refuse_gradients(input=input)
         with torch.no_grad():
             static = None if self.input_scale is None else float_scale(self, "input_scale")
             scale = float_scale(self, "weight_scale")
@@ -281,6 +290,7 @@ class Mxfp4Experts(torch.nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, router_indices: torch.Tensor, routing_weights: torch.Tensor
     ) -> torch.Tensor:
+        _refuse_gradients(hidden_states=hidden_states, routing_weights=routing_weights)
         with torch.no_grad():
             options = dict(self.options)
             for i, name in enumerate(self.sizes, 1):
@@ -317,6 +327,7 @@ class ScaledExperts(torch.nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
+        _refuse_gradients(hidden_states=hidden_states, top_k_weights=top_k_weights)
         with torch.no_grad():
             options = _fp8_options(self, {name: f"{name}_scale" for name in ("gate_up_proj", "down_proj")})
             return _run_experts(
