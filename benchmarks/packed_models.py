@@ -96,6 +96,8 @@ def rows(name: str, folder: Path, device: Any, batches: tuple[int, ...] = BATCHE
          prefill: tuple[int, int] = PREFILL, runs: int = _RUNS) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Load a checkpoint, and yield the rows of its measurements."""
     device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)  # of the writing of the checkpoint
     begin = time.perf_counter()
     model = ck.load(folder, device=device)
     _synchronize(device)
