@@ -298,6 +298,14 @@ def test_fp8_layers_with_hooks_run_alone(tmp_path: Path) -> None:
     assert sorted(seen) == ["mlp.gate_proj", "self_attn.k_proj"]
 
 
+@pytest.mark.parametrize("name", ["fp8 qwen3_moe", "mxfp4 gpt_oss", "compressed-tensors channel qwen3_moe"])
+def test_a_model_runs_where_gradients_are_enabled(name: str, tmp_path: Path) -> None:
+    model = ck.load(FORMATS[name](tmp_path / "checkpoint").write())
+    with torch.enable_grad():
+        logits = model(input_ids=_ids()).logits
+    assert not logits.requires_grad and torch.equal(logits.float(), _logits(model))
+
+
 @pytest.mark.parametrize("name", ["mxfp4 gpt_oss", "compressed-tensors channel qwen3_moe"])
 def test_modules_of_cukern_refuse_gradients(name: str, tmp_path: Path) -> None:
     """A missing gradient would train an adapter wrongly."""

@@ -374,10 +374,11 @@ def load(directory: Any, *, device: Any = None, dtype: Any = None, progress: boo
         progress: whether to show a progress bar; None: only on a terminal.
 
     Returns:
-        The model, in evaluation mode, as `enable` makes it. FP8 weights (quant_method "fp8") are in `FP8Linear` and
-        `FP8Experts` of transformers, and `disable` restores their `forward`. transformers has no modules for MXFP4
-        weights in this layout, and none without further packages for weights of compressed-tensors: these modules of
-        cukern remain after `disable`. `save_pretrained` writes the format of the checkpoint.
+        The model, in evaluation mode, as `enable` makes it. With packed weights no parameter requires a gradient. FP8
+        weights (quant_method "fp8") are in `FP8Linear` and `FP8Experts` of transformers, and `disable` restores their
+        `forward`. transformers has no modules for MXFP4 weights in this layout, and none without further packages for
+        weights of compressed-tensors: these modules of cukern remain after `disable`. `save_pretrained` writes the
+        format of the checkpoint.
 
     Raises:
         FileNotFoundError, NotADirectoryError: a missing directory or file.
@@ -406,7 +407,8 @@ def load(directory: Any, *, device: Any = None, dtype: Any = None, progress: boo
     chosen = dtype or (named if isinstance(named, torch.dtype) else torch.bfloat16)
     halves = (torch.bfloat16, torch.float16)
     if chosen not in (halves if quantization else (*halves, torch.float32)):
-        check.fail("dtype", "torch.bfloat16 or torch.float16 with packed weights" if quantization else
+        check.fail("dtype" if dtype else f"dtype in {folder / 'config.json'}",
+                   "torch.bfloat16 or torch.float16 with packed weights" if quantization else
                    "torch.bfloat16, torch.float16 or torch.float32", chosen)  # fmt: skip
     entries = read_entries(folder)
     model = _empty_model(config, chosen)
@@ -418,5 +420,7 @@ def load(directory: Any, *, device: Any = None, dtype: Any = None, progress: boo
     _fill(model, targets, expected, _dtypes(model, expected, scales, chosen), place, progress)
     model._weight_conversions = [x for x in conversions if x.was_used()]
     _finish(model, folder, place)
+    if quantization:
+        model.requires_grad_(False)
     enable(model)
     return model
