@@ -16,7 +16,7 @@ from typing import Any
 
 __all__ = ["SEAMS", "TESTED", "VARIABLE", "chosen_seams", "register"]
 
-#: The places of vLLM that take cukern's classes, in the order in which `register` installs them.
+#: The places of vLLM that take cukern's classes, in the order of their installation.
 SEAMS = ("experts", "attention")
 #: The releases of vLLM whose base classes the contract tests know (tests/vllm_signatures.json).
 TESTED = ("0.26",)
@@ -73,7 +73,7 @@ def install(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 def _why_not() -> tuple[str, int] | None:
-    """Return why vLLM stays as it is, with the level of the log line; None if the seams can be installed."""
+    """Return why no seam can be installed, with the level of the log line; None if all can."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -94,7 +94,7 @@ def register() -> None:
 
     A repeated call changes nothing. The function makes no CUDA context, so vLLM may fork this process. Each seam then
     logs what it takes and what it leaves to vLLM when the engine chooses its classes. An untested release of vLLM gets
-    one warning and stays as it is.
+    one warning and runs without cukern.
 
     Raises:
         ValueError: an unknown name in `CUKERN_VLLM`.

@@ -116,9 +116,7 @@ class CukernMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     supports_update_block_table = True
 
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-    ) -> None:
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(
@@ -165,7 +163,7 @@ class CukernAttentionImpl(AttentionImpl):  # type: ignore[misc]
     ) -> None:
         for name, value, wanted in (
             ("alibi_slopes", alibi_slopes, (None,)),
-            ("attn_type", attn_type, (AttentionType.DECODER,)),
+            ("attn_type", attn_type, ("decoder",)),
             ("kv_cache_dtype", kv_cache_dtype, ("auto", "float16", "bfloat16")),
         ):
             if value not in wanted:
@@ -234,6 +232,6 @@ class CukernAttentionImpl(AttentionImpl):  # type: ignore[misc]
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Store `key` and `value` [tokens, kv_heads, head_size] in the slots, of which there may be fewer than rows."""
+        """Store `key` and `value` [tokens, kv_heads, head_size] in the slots. Rows without a slot are padding."""
         keys, values = self._keys_and_values(kv_cache)
         cukern.reshape_and_cache_flash(key, value, keys, values, slot_mapping, "auto", 1.0, 1.0)

@@ -26,13 +26,13 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.platforms import current_platform
 
 import cukern
-from cukern.formats.fused_moe import GROUP, NOT_QUANTIZED, FusedMoEQuantConfig
-from cukern.formats.weights import UNIT_ROWS, rows_of_weights
+from cukern.formats.fused_moe import GROUP, FusedMoEQuantConfig
+from cukern.formats.weights import rows_of_weights
 from cukern.integrations.vllm import install, report, say
 from cukern.runtime import activation as activations
 
 _STANDARD = mk.FusedMoEActivationFormat.Standard
-#: Rows of weights of fewer elements than a multiple of this (16 bytes) take kernels without vector loads.
+#: Elements of 16 bits in a vector load. Rows of another multiple take slower kernels.
 _VECTOR = 8
 _MXFP4_GROUP = 32
 
@@ -220,7 +220,7 @@ def _choose_bf16(stock: Any) -> Any:
     @functools.wraps(stock)
     def choose(moe_config: Any) -> Any:
         if CukernBf16Experts.is_supported_config(CukernBf16Experts, moe_config, None, None, _STANDARD)[0]:
-            return UnquantizedMoeBackend.TRITON, CukernBf16Experts  # the backend whose weights stay as they are
+            return UnquantizedMoeBackend.TRITON, CukernBf16Experts  # vLLM does not convert the weights of this backend
         return stock(moe_config)
 
     return choose
@@ -231,7 +231,7 @@ def _choose_fp8(stock: Any) -> Any:
     def choose(config: Any, weight_key: Any, activation_key: Any, *args: Any, **kwargs: Any) -> Any:
         kind = CukernFp8BlockExperts
         if kind.is_supported_config(kind, config, weight_key, activation_key, _STANDARD)[0]:
-            return Fp8MoeBackend.TRITON, kind  # the backend whose weights stay as they are
+            return Fp8MoeBackend.TRITON, kind  # vLLM does not convert the weights of this backend
         return stock(config, weight_key, activation_key, *args, **kwargs)
 
     return choose
@@ -240,7 +240,9 @@ def _choose_fp8(stock: Any) -> Any:
 def _choose_mxfp4(stock: Any) -> Any:
     @functools.wraps(stock)
     def choose(config: Any, activation_key: Any = None) -> Any:
-        if CukernMxfp4Experts.is_supported_config(CukernMxfp4Experts, config, kMxfp4Static, activation_key, _STANDARD)[0]:
+        if CukernMxfp4Experts.is_supported_config(CukernMxfp4Experts, config, kMxfp4Static, activation_key, _STANDARD)[
+            0
+        ]:
             # vLLM does not pad the weights of this backend, and gives it 16-bit activations. CUDA has no use for it.
             return Mxfp4MoeBackend.CPU, CukernMxfp4Experts
         return stock(config, activation_key)
@@ -252,11 +254,11 @@ def _convert_mxfp4(stock: Any) -> Any:
     @functools.wraps(stock)
     def convert(
         mxfp4_backend: Any, layer: Any, w13_weight: Any, w2_weight: Any, w13_weight_scale: Any, w2_weight_scale: Any,
-        w13_bias: Any = None, w2_bias: Any = None, **kwargs: Any,
+        w13_bias: Any = None, w2_bias: Any = None, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
         tensors = w13_weight, w2_weight, w13_weight_scale, w2_weight_scale, w13_bias, w2_bias
         if mxfp4_backend is not Mxfp4MoeBackend.CPU:
-            return stock(mxfp4_backend, layer, *tensors, **kwargs)
+            return stock(mxfp4_backend, layer, *tensors, *args, **kwargs)
         most = max(x.numel() + s.numel() for x, s in ((w13_weight, w13_weight_scale), (w2_weight, w2_weight_scale)))
         for weight, scale in ((w13_weight, w13_weight_scale), (w2_weight, w2_weight_scale)):
             prepare_in_place(weight, scale)
