@@ -8,13 +8,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import math
 import re
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -430,20 +431,22 @@ def in_fp8(x: torch.Tensor) -> torch.Tensor:
     return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
 
 
-def apply(kind: Any, config: Any, quant_config: Any, x: Any, w1: Any, w2: Any, weights: Any, ids: Any, **other: Any):
+def apply(
+    kind: Any, config: Any, quant: Any, x: Any, w1: Any, w2: Any, weights: Any, ids: Any, on_input: bool
+) -> torch.Tensor:
     """Call `apply` as vLLM's modular kernel does: `workspace13` and `output` are the same memory."""
-    experts = kind(config, quant_config)
+    experts = kind(config, quant)
     size = experts.moe_problem_size(x, w1, w2, ids) or (w1.shape[0], len(x), w1.shape[1], x.shape[1], ids.shape[1])
     assert size == (EXPERTS, TOKENS, 2 * INTER, HIDDEN, ids.shape[1])
     _, m, n, k, topk = size
     first, second, shape = experts.workspace_shapes(m, n, k, topk, EXPERTS, EXPERTS, None, config.activation)
-    common = torch.full((max(torch.Size(first).numel(), torch.Size(shape).numel()),), torch.nan, dtype=x.dtype)
+    common = torch.full((max(map(math.prod, (first, shape))),), torch.nan, dtype=x.dtype, device=x.device)
     output = common.view(shape)
     experts.apply(
         output=output, hidden_states=x, w1=w1, w2=w2, topk_weights=weights, topk_ids=ids, activation=config.activation,
         global_num_experts=EXPERTS, expert_map=None, a1q_scale=None, a2_scale=None,
-        workspace13=common[: torch.Size(first).numel()], workspace2=torch.empty(second),
-        expert_tokens_meta=None, apply_router_weight_on_input=other.get("on_input", False),
+        workspace13=common[: math.prod(first)], workspace2=torch.empty(second, device=x.device),
+        expert_tokens_meta=None, apply_router_weight_on_input=on_input,
     )  # fmt: skip
     assert experts.expects_unquantized_inputs
     assert type(experts.finalize_weight_and_reduce_impl()).__name__ == "TopKWeightAndReduceNoOP"
@@ -456,70 +459,112 @@ def quant_config(**values: Any) -> Any:
 
 
 def close(result: torch.Tensor, wanted: torch.Tensor, share: float) -> None:
-    assert (result.float() - wanted).abs().max() <= share * wanted.abs().max()
+    assert (result.cpu().float() - wanted).abs().max() <= share * wanted.abs().max()
 
 
-def test_bf16_experts(vllm: Modules) -> None:
-    x, w1 = rand(TOKENS, HIDDEN, seed=1), rand(EXPERTS, 2 * INTER, HIDDEN, seed=2, scale=HIDDEN**-0.5)
-    w2, (weights, ids) = rand(EXPERTS, HIDDEN, INTER, seed=3, scale=INTER**-0.5), routing()
-    out = apply(own("_experts.CukernBf16Experts"), moe_config(), quant_config(), x, w1, w2, weights, ids)
-    close(out, expected(x, w1, w2, weights, ids), 0.01)
+class Layer(NamedTuple):
+    """A layer of experts as vLLM passes it to a class: the weights of the checkpoint, and the formula's result."""
+
+    name: str
+    config: Any
+    quant: Any
+    weights: tuple[Any, Any]
+    wanted: torch.Tensor
+    topk: int = TOPK
+    tolerance: float = 0.01  # of the largest result
+    on_input: bool = False
 
 
-def test_bf16_experts_with_weights_on_the_input(vllm: Modules) -> None:
-    x, w1 = rand(TOKENS, HIDDEN, seed=1), rand(EXPERTS, 2 * INTER, HIDDEN, seed=2, scale=HIDDEN**-0.5)
-    w2, (weights, ids) = rand(EXPERTS, HIDDEN, INTER, seed=3, scale=INTER**-0.5), routing(1)
-    kind = own("_experts.CukernBf16Experts")
-    out = apply(kind, moe_config(), quant_config(), x, w1, w2, weights, ids, on_input=True)
-    close(out, expected(x, w1, w2, torch.ones_like(weights), ids), 0.01)
-
-
-def test_bf16_experts_of_gpt_oss(vllm: Modules) -> None:
-    x, w1 = rand(TOKENS, HIDDEN, seed=1), rand(EXPERTS, 2 * INTER, HIDDEN, seed=2, scale=3 * HIDDEN**-0.5)
-    w2, (weights, ids) = rand(EXPERTS, HIDDEN, INTER, seed=3, scale=INTER**-0.5), routing()
-    biases = rand(EXPERTS, 2 * INTER, seed=4), rand(EXPERTS, HIDDEN, seed=5)
-    config = moe_config(activation=found(f"{_MOE}.activation", "MoEActivation").SWIGLUOAI)
+def _bf16_layer(swigluoai: bool = False, on_input: bool = False) -> Layer:
+    w1 = rand(EXPERTS, 2 * INTER, HIDDEN, seed=2, scale=(3 if swigluoai else 1) * HIDDEN**-0.5)
+    w2 = rand(EXPERTS, HIDDEN, INTER, seed=3, scale=INTER**-0.5)
+    biases = (rand(EXPERTS, 2 * INTER, seed=4), rand(EXPERTS, HIDDEN, seed=5)) if swigluoai else (None, None)
+    topk = 1 if on_input else TOPK
+    weights, ids = routing(topk)
+    weights = torch.ones_like(weights) if on_input else weights  # vLLM multiplies the input by the weights
+    wanted = expected(TOKENS_IN, w1, w2, weights, ids, biases=biases, swigluoai=swigluoai)
     quant = quant_config(w1_bias=biases[0], w2_bias=biases[1])
-    out = apply(own("_experts.CukernBf16Experts"), config, quant, x, w1, w2, weights, ids)
-    close(out, expected(x, w1, w2, weights, ids, biases=biases, swigluoai=True), 0.01)
+    return Layer("CukernBf16Experts", _config(swigluoai), quant, (w1, w2), wanted, topk, on_input=on_input)
 
 
-def test_fp8_block_experts(vllm: Modules) -> None:
-    x, (weights, ids) = rand(TOKENS, HIDDEN, seed=1), routing()
-    codes = [rand(EXPERTS, *shape, seed=seed, scale=100).to(torch.float8_e4m3fn)
-             for seed, shape in ((2, (2 * INTER, HIDDEN)), (3, (HIDDEN, INTER)))]  # fmt: skip
-    scales = [torch.rand(EXPERTS, w.shape[1] // 128, w.shape[2] // 128) / (100 * w.shape[2] ** 0.5) for w in codes]
-    full = [w.float() * s.repeat_interleave(128, 1).repeat_interleave(128, 2)
-            for w, s in zip(codes, scales, strict=True)]  # fmt: skip
+def _config(swigluoai: bool) -> Any:
+    activation = found(f"{_MOE}.activation", "MoEActivation")
+    return moe_config(activation=activation.SWIGLUOAI if swigluoai else activation.SILU)
+
+
+def _fp8_layer() -> Layer:
+    codes = [
+        rand(EXPERTS, *shape, seed=seed, scale=100).to(torch.float8_e4m3fn)
+        for seed, shape in ((2, (2 * INTER, HIDDEN)), (3, (HIDDEN, INTER)))
+    ]
+    generator = torch.Generator().manual_seed(8)
+    scales = [
+        torch.rand(EXPERTS, w.shape[1] // 128, w.shape[2] // 128, generator=generator) / (100 * w.shape[2] ** 0.5)
+        for w in codes
+    ]
+    full = [
+        w.float() * s.repeat_interleave(128, 1).repeat_interleave(128, 2) for w, s in zip(codes, scales, strict=True)
+    ]
+    wanted = expected(TOKENS_IN, *full, *routing(), rounds=in_fp8)
     quant = quant_config(w1_scale=scales[0], w2_scale=scales[1])
-    out = apply(own("_experts.CukernFp8BlockExperts"), moe_config(), quant, x, *codes, weights, ids)
-    close(out, expected(x, *full, weights, ids, rounds=in_fp8), 0.02)
+    return Layer("CukernFp8BlockExperts", moe_config(), quant, (codes[0], codes[1]), wanted, tolerance=0.02)
 
 
-def test_mxfp4_experts_prepare_weights_in_place(vllm: Modules, log: pytest.LogCaptureFixture) -> None:
-    engine.register()
-    module = importlib.import_module(f"{engine.__name__}._experts")
-    x, (weights, ids) = rand(TOKENS, HIDDEN, seed=1), routing()
+def _mxfp4_layer() -> Layer:
     generator = torch.Generator().manual_seed(7)
-    tensors, full = [], []
+    codes, scales, full = [], [], []
     for n, k in ((2 * INTER, HIDDEN), (HIDDEN, INTER)):
-        codes = torch.randint(0, 256, (EXPERTS, n, k // 2), dtype=torch.uint8, generator=generator)
-        scale = torch.randint(119, 123, (EXPERTS, n, k // 32), dtype=torch.uint8, generator=generator)
-        tensors.append([torch.nn.Parameter(t, requires_grad=False) for t in (codes, scale)])
-        full.append(cukern.dequantize_mxfp4(codes, scale, "float32"))
-    (w1, s1), (w2, s2) = tensors
+        codes.append(torch.randint(0, 256, (EXPERTS, n, k // 2), dtype=torch.uint8, generator=generator))
+        scales.append(torch.randint(119, 123, (EXPERTS, n, k // 32), dtype=torch.uint8, generator=generator))
+        full.append(cukern.dequantize_mxfp4(codes[-1], scales[-1], "float32"))
     biases = rand(EXPERTS, 2 * INTER, seed=4), rand(EXPERTS, HIDDEN, seed=5)
-    converted = found(*REPLACED[3])(
-        mxfp4_backend=module.Mxfp4MoeBackend.CPU, layer=None, w13_weight=w1, w2_weight=w2, w13_weight_scale=s1,
-        w2_weight_scale=s2, w13_bias=biases[0], w2_bias=biases[1], _cache_permute_indices={},
-    )  # fmt: skip
-    assert all(a is b for a, b in zip(converted, (w1, w2, s1, s2, *biases), strict=True))
-    assert w1.shape == (EXPERTS, 2 * INTER // 8, HIDDEN // 64, 272) and s1.numel() == s2.numel() == 0
-    assert "prepares MXFP4 weights a tensor at a time, with 0 MiB more at the peak" in _log(log)
-    config = moe_config(activation=module.MoEActivation.SWIGLUOAI)
-    quant = quant_config(w1_bias=biases[0], w2_bias=biases[1], w1_scale=s1, w2_scale=s2)
-    out = apply(module.CukernMxfp4Experts, config, quant, x, w1, w2, weights, ids)
-    close(out, expected(x, *full, weights, ids, biases=biases, swigluoai=True), 0.02)
+    wanted = expected(TOKENS_IN, *full, *routing(), biases=biases, swigluoai=True)
+    quant = quant_config(w1_scale=scales[0], w2_scale=scales[1], w1_bias=biases[0], w2_bias=biases[1])
+    return Layer("CukernMxfp4Experts", _config(True), quant, (codes[0], codes[1]), wanted, tolerance=0.02)
+
+
+TOKENS_IN = rand(TOKENS, HIDDEN, seed=1)
+LAYERS: dict[str, Callable[[], Layer]] = {
+    "16-bit": _bf16_layer,
+    "16-bit of gpt-oss": lambda: _bf16_layer(swigluoai=True),
+    "16-bit, weights on the input": lambda: _bf16_layer(on_input=True),
+    "FP8 block": _fp8_layer,
+    "MXFP4": _mxfp4_layer,
+}
+
+
+def run_layer(layer: Layer, device: str = "cpu") -> torch.Tensor:
+    """Load a layer onto a device, as vLLM does, and run it."""
+    quant = types.SimpleNamespace(
+        **{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in vars(layer.quant).items()}
+    )
+    w1, w2 = (x.to(device) for x in layer.weights)
+    if layer.name == "CukernMxfp4Experts":
+        w1, w2, quant.w1_scale, quant.w2_scale = (
+            torch.nn.Parameter(x, requires_grad=False) for x in (w1, w2, quant.w1_scale, quant.w2_scale)
+        )
+        tensors = w1, w2, quant.w1_scale, quant.w2_scale, quant.w1_bias, quant.w2_bias
+        names = "w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale", "w13_bias", "w2_bias"
+        converted = found(*REPLACED[3])(
+            mxfp4_backend=own("_experts.Mxfp4MoeBackend").CPU, layer=None, **dict(zip(names, tensors, strict=True)),
+            _cache_permute_indices={},
+        )  # fmt: skip
+        assert all(a is b for a, b in zip(converted, tensors, strict=True))
+        assert w1.shape == (EXPERTS, 2 * INTER // 8, HIDDEN // 64, 272)
+        assert quant.w1_scale.numel() == quant.w2_scale.numel() == 0
+    weights, ids = (x.to(device) for x in routing(layer.topk))
+    kind = own(f"_experts.{layer.name}")
+    x = TOKENS_IN.to(device)
+    return apply(kind, layer.config, quant, x, w1, w2, weights, ids, on_input=layer.on_input)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_experts(vllm: Modules, name: str, log: pytest.LogCaptureFixture) -> None:
+    engine.register()
+    layer = LAYERS[name]()
+    close(run_layer(layer), layer.wanted, layer.tolerance)
+    says = "cukern experts: prepares MXFP4 weights a tensor at a time, with 0 MiB more at the peak"
+    assert (says in _log(log)) == (name == "MXFP4")
 
 
 def test_weights_of_another_mxfp4_backend_are_converted_by_vllm(vllm: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -664,57 +709,91 @@ FORMS = {
 }
 
 
+class Step:
+    """A step of an engine over the cache of one layer, on a device, and what it must give.
+
+    `sequences` has the query tokens and the tokens in the cache of each sequence. The cache has NaN in free slots. The
+    step has rows of padding after the last sequence.
+    """
+
+    HEADS, DIM, BLOCK_SIZE, BLOCKS, PADDING, SCALE = 4, 64, 16, 3, 3, 0.2
+
+    def __init__(self, form: str, sequences: Any, device: str = "cpu") -> None:
+        self.options: dict[str, Any] = {"kv_heads": 2, "layout": "NHD", "window": None, "softcap": 0, "sinks": False}
+        self.options |= FORMS[form]
+        self.sequences, self.device = sequences, device
+        kv_heads, window, softcap = (self.options[x] for x in ("kv_heads", "window", "softcap"))
+        self.sinks = rand(self.HEADS, seed=6) if self.options["sinks"] else None
+        self.impl = own("_attention_backend.CukernAttentionImpl")(
+            self.HEADS, self.DIM, self.SCALE, kv_heads, None, window, "auto", softcap,
+            sinks=None if self.sinks is None else self.sinks.to(device),
+        )  # fmt: skip
+        self.impl.process_weights_after_loading(torch.bfloat16)
+        blocks = self.BLOCKS * len(sequences)
+        self.tables = torch.arange(1, 1 + blocks, dtype=torch.int32).flip(0).view(len(sequences), self.BLOCKS)
+        self.cache = cache_of(1 + blocks, self.BLOCK_SIZE, kv_heads, self.DIM, self.options["layout"]).to(device)
+        # A dimension of one kv head may have any stride, and `to` keeps the order of the others.
+        self.keys, self.values = (
+            [rand(m, kv_heads, self.DIM, seed=seed + i) for i, (_, m) in enumerate(sequences)] for seed in (10, 20)
+        )
+        self.total = sum(n for n, _ in sequences)
+        self.query = rand(self.total + self.PADDING, self.HEADS, self.DIM, seed=30).to(device)
+        for i, (n, m) in enumerate(sequences):
+            self._store(self.keys[i][: m - n], self.values[i][: m - n], self._slots(i, 0, m - n))
+        self.slot_mapping = torch.cat([self._slots(i, m - n, m) for i, (n, m) in enumerate(sequences)])
+        padding = rand(self.PADDING, kv_heads, self.DIM, seed=1)
+        new = (
+            torch.cat([*(x[i][m - n :] for i, (n, m) in enumerate(sequences)), padding])
+            for x in (self.keys, self.values)
+        )
+        self._store(*new, self.slot_mapping)  # fewer slots than rows
+
+    def _slots(self, i: int, first: int, last: int) -> torch.Tensor:
+        token = torch.arange(first, last)
+        return self.tables[i][token // self.BLOCK_SIZE].long() * self.BLOCK_SIZE + token % self.BLOCK_SIZE
+
+    def _store(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        self.impl.do_kv_cache_update(
+            None, *(x.to(self.device) for x in (keys, values)), self.cache, slots.to(self.device)
+        )
+
+    def metadata(self) -> Any:
+        lengths = torch.tensor([n for n, _ in self.sequences])
+        batch = types.SimpleNamespace(
+            num_actual_tokens=self.total, num_reqs=len(self.sequences), max_query_len=int(lengths.max()), causal=True,
+            query_start_loc=torch.cat([torch.zeros(1), lengths.cumsum(0)]).int().to(self.device),
+            seq_lens=torch.tensor([m for _, m in self.sequences], dtype=torch.int32).to(self.device),
+            block_table_tensor=self.tables.to(self.device), slot_mapping=self.slot_mapping.to(self.device),
+        )  # fmt: skip
+        builder = own("_attention_backend.CukernMetadataBuilder")(None, ["layer"], None, torch.device(self.device))
+        return builder.build(0, batch)
+
+    def forward(self, metadata: Any, output: torch.Tensor) -> None:
+        assert self.impl.forward(None, self.query, None, None, self.cache, metadata, output) is output
+
+    def check(self, output: torch.Tensor) -> None:
+        start = 0
+        for i, (n, _) in enumerate(self.sequences):
+            rows = slice(start, start + n)
+            window, softcap = self.options["window"], self.options["softcap"]
+            wanted = attend(
+                self.query[rows].cpu(), self.keys[i], self.values[i], self.SCALE, window, softcap, self.sinks
+            )
+            torch.testing.assert_close(output[rows].cpu().float(), wanted, atol=2e-2, rtol=2e-2)
+            start += n
+        assert output[self.total :].isnan().all()
+
+
 @pytest.mark.parametrize("sequences", [MIXED, DECODES], ids=["mixed", "decode"])
 @pytest.mark.parametrize("form", FORMS)
 def test_attention_over_vllms_cache(vllm: Modules, form: str, sequences: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"kv_heads": 2, "layout": "NHD", "window": None, "softcap": 0, "sinks": False}
-    options |= FORMS[form]
-    heads, dim, block_size, kv_heads = 4, 32, 16, options["kv_heads"]
-    sinks = rand(heads, seed=6) if options["sinks"] else None
-    impl = own("_attention_backend.CukernAttentionImpl")(
-        heads, dim, 0.2, kv_heads, None, options["window"], "auto", options["softcap"], sinks=sinks
-    )
-    impl.process_weights_after_loading(torch.bfloat16)
-    tables = torch.arange(1, 1 + 3 * len(sequences), dtype=torch.int32).flip(0).view(len(sequences), 3)
-    cache = cache_of(1 + tables.numel(), block_size, kv_heads, dim, options["layout"])
-    # The cache holds the earlier tokens; the step stores the tokens of the queries.
-    keys = [rand(m, kv_heads, dim, seed=10 + i) for i, (_, m) in enumerate(sequences)]
-    values = [rand(m, kv_heads, dim, seed=20 + i) for i, (_, m) in enumerate(sequences)]
-
-    def slots(i: int, first: int, last: int) -> torch.Tensor:
-        token = torch.arange(first, last)
-        return tables[i][token // block_size].long() * block_size + token % block_size
-
-    for i, (n, m) in enumerate(sequences):
-        impl.do_kv_cache_update(None, keys[i][: m - n], values[i][: m - n], cache, slots(i, 0, m - n))
-    padding, total = 3, sum(n for n, _ in sequences)
-    new_keys, new_values = (
-        torch.cat([*(x[i][m - n :] for i, (n, m) in enumerate(sequences)), rand(padding, kv_heads, dim, seed=1)])
-        for x in (keys, values)
-    )
-    slot_mapping = torch.cat([slots(i, m - n, m) for i, (n, m) in enumerate(sequences)])
-    impl.do_kv_cache_update(None, new_keys, new_values, cache, slot_mapping)  # fewer slots than rows
-    lengths = torch.tensor([n for n, _ in sequences])
-    batch = types.SimpleNamespace(
-        num_actual_tokens=total, num_reqs=len(sequences), max_query_len=int(lengths.max()), causal=True,
-        query_start_loc=torch.cat([torch.zeros(1), lengths.cumsum(0)]).int(),
-        seq_lens=torch.tensor([m for _, m in sequences], dtype=torch.int32),
-        block_table_tensor=tables, slot_mapping=slot_mapping,
-    )  # fmt: skip
-    builder = own("_attention_backend.CukernMetadataBuilder")(None, ["layer"], None, torch.device("cpu"))
-    metadata = builder.build(0, batch)
-    assert metadata.is_decode == (sequences is DECODES)
-    query = rand(total + padding, heads, dim, seed=30)
-    output = torch.full_like(query, torch.nan)
-    monkeypatch.setitem(vars(vllm["vllm.envs"]), "VLLM_BATCH_INVARIANT", True)
-    assert not builder.build(0, batch).is_decode
-    assert impl.forward(None, query, new_keys, new_values, cache, metadata, output) is output
-    start = 0
-    for i, (n, _) in enumerate(sequences):
-        wanted = attend(query[start : start + n], keys[i], values[i], 0.2, options["window"], options["softcap"], sinks)
-        torch.testing.assert_close(output[start : start + n].float(), wanted, atol=2e-2, rtol=2e-2)
-        start += n
-    assert output[total:].isnan().all()
+    step = Step(form, sequences)
+    for batch_invariant in (False, True):
+        monkeypatch.setitem(vars(vllm["vllm.envs"]), "VLLM_BATCH_INVARIANT", batch_invariant)
+        metadata, output = step.metadata(), torch.full_like(step.query, torch.nan)
+        assert metadata.is_decode == (sequences is DECODES and not batch_invariant)
+        step.forward(metadata, output)
+        step.check(output)
 
 
 def test_a_profiling_run_gives_zeros(vllm: Modules) -> None:
