@@ -91,10 +91,12 @@ class CukernAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]
 
 @dataclasses.dataclass
 class CukernAttentionMetadata(AttentionMetadata):  # type: ignore[misc]
-    """A batch. The tensors are the engine's own: a CUDA graph reads the lengths of its replay from them.
+    """A batch, with the names of FlashAttention's metadata.
+
+    The tensors are the engine's own, so a CUDA graph reads the lengths of its replay from them.
 
     Args:
-        tokens: the number of query rows, including the padding of a CUDA graph.
+        num_actual_tokens: the number of query rows, including the padding of a CUDA graph.
         is_decode: each sequence has exactly one query token.
         query_start_loc: int32 [sequences + 1].
         seq_lens: int32 [sequences].
@@ -102,7 +104,7 @@ class CukernAttentionMetadata(AttentionMetadata):  # type: ignore[misc]
         slot_mapping: int64 [tokens].
     """
 
-    tokens: int
+    num_actual_tokens: int
     is_decode: bool
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
@@ -210,7 +212,7 @@ class CukernAttentionImpl(AttentionImpl):  # type: ignore[misc]
             return output.fill_(0)
         batch = attn_metadata
         keys, values = self._keys_and_values(kv_cache)
-        query, out = query[: batch.tokens], output[: batch.tokens]
+        query, out = query[: batch.num_actual_tokens], output[: batch.num_actual_tokens]
         options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks, "out": out}
         if batch.is_decode:
             cukern.paged_attention(
