@@ -11,25 +11,19 @@ import torch
 
 import cukern.integrations.vllm as engine
 from tests.test_integrations_vllm import (
-    DECODES,
-    FORMS,
-    LAYERS,
-    MIXED,
     ROOT,
     TESTED,
     Modules,
-    Step,
-    close,
     nothing_is_said,  # noqa: F401
-    run_layer,
-    vllm,  # noqa: F401
+    vllm_fixture,  # noqa: F401
 )
+from tests.test_integrations_vllm_results import DECODES, FORMS, LAYERS, MIXED, Step, close, run_layer
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_experts(vllm: Modules, name: str) -> None:  # noqa: F811
+def test_experts(vllm: Modules, name: str) -> None:
     engine.register()
     layer = LAYERS[name]()
     first, second = run_layer(layer, "cuda"), run_layer(layer, "cuda")
@@ -40,7 +34,7 @@ def test_experts(vllm: Modules, name: str) -> None:  # noqa: F811
 @pytest.mark.parametrize("sequences", [MIXED, DECODES], ids=["mixed", "decode"])
 @pytest.mark.parametrize("form", FORMS)
 def test_attention_over_vllms_cache(
-    vllm: Modules, form: str, sequences: Any, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    vllm: Modules, form: str, sequences: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     step = Step(form, sequences, "cuda")
     for batch_invariant in (False, True):
@@ -51,7 +45,7 @@ def test_attention_over_vllms_cache(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_graph_reads_the_lengths_of_its_replay(vllm: Modules, form: str) -> None:  # noqa: F811
+def test_a_graph_reads_the_lengths_of_its_replay(vllm: Modules, form: str) -> None:
     """vLLM captures a decode with arbitrary lengths, and writes the lengths of a step into the same tensors."""
     step = Step(form, DECODES, "cuda")
     metadata, output = step.metadata(), torch.full_like(step.query, torch.nan)

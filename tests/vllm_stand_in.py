@@ -95,7 +95,7 @@ def install(monkeypatch: Any, release: str, version: str | None = None) -> dict[
     capability = types.SimpleNamespace(major=9, minor=0)
     platform.get_device_capability = classmethod(lambda cls: capability)
     platform.is_cuda = lambda self: True
-    platform.is_device_capability = lambda self, number: number == 90
+    platform.is_device_capability = lambda self, number: number == (9, 0)
     made["vllm.platforms"].current_platform = platform()  # type: ignore[attr-defined]
     for name in [x for x in sys.modules if x.partition(".")[0] == "vllm" or x.startswith(f"{OWN}._")]:
         monkeypatch.delitem(sys.modules, name)

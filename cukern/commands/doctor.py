@@ -390,6 +390,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kernels", action="store_true", help="also list by family which kernels are compiled, for which architecture"
     )
+    parser.add_argument(
+        "--vllm",
+        metavar="MODEL",
+        help="instead say what cukern takes of a model in vLLM: a directory with a config.json, or a name of "
+        "`cukern compile --for`",
+    )
     parser.epilog = "Exit status: 0 when cukern can be used here, if only without a GPU; 1 when something is broken."
 
 
@@ -438,13 +444,38 @@ def _hanging(begin: str, text: str, width: int) -> str:
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
+def _print(findings: list[Finding]) -> None:
+    from rich.text import Text
+
+    screen = console()
+    styles = {"ok": "green", "note": "yellow", "problem": "bold red"}
+    for finding in findings:
+        word = finding.kind.upper() if finding.kind == "problem" else finding.kind
+        begin = f"{word:<{_SUBJECT}}{finding.subject:<{_STATE - _SUBJECT}}"
+        text = Text(_hanging(begin, finding.state, screen.width))
+        text.stylize(styles[finding.kind], 0, len(word))
+        screen.print(text, soft_wrap=True)
+        if finding.fix:
+            screen.print(Text(_hanging(" " * _STATE + "-> ", finding.fix, screen.width), "bold"), soft_wrap=True)
+
+
 def run(args: argparse.Namespace) -> int:
     if args.moe:
         _show_combinations()
         return 0
+    if args.vllm:
+        from cukern.commands.doctor_vllm import look_at_vllm
+
+        capabilities = [gpu.compute_capability for gpu in driver().gpus]
+        _print(
+            [
+                Finding(*line[:2], "ok" if line.is_ok else "note", line.fix)
+                for line in look_at_vllm(args.vllm, capabilities)
+            ]
+        )
+        return 0
     from rich import box
     from rich.table import Table
-    from rich.text import Text
 
     found = driver()
     packages = cupy_packages()
@@ -471,16 +502,7 @@ def run(args: argparse.Namespace) -> int:
         findings.append(Finding("first use", "other kernels are compiled at their first use", "note", advice))
 
     screen = console()
-    styles = {"ok": "green", "note": "yellow", "problem": "bold red"}
-    for finding in findings:
-        word = finding.kind.upper() if finding.kind == "problem" else finding.kind
-        begin = f"{word:<{_SUBJECT}}{finding.subject:<{_STATE - _SUBJECT}}"
-        text = Text(_hanging(begin, finding.state, screen.width))
-        text.stylize(styles[finding.kind], 0, len(word))
-        screen.print(text, soft_wrap=True)
-        if finding.fix:
-            screen.print(Text(_hanging(" " * _STATE + "-> ", finding.fix, screen.width), "bold"), soft_wrap=True)
-
+    _print(findings)
     if rows and args.kernels:
         table = Table(
             box=box.SIMPLE_HEAD, title="compiled kernels", title_justify="left", title_style="bold", pad_edge=False

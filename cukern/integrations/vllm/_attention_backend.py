@@ -23,8 +23,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
 import cukern
-
-MAX_HEAD_SIZE = 256
+from cukern.integrations.vllm._limits import CAPABILITY, why_not_head
 
 
 class CukernAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]
@@ -60,7 +59,7 @@ class CukernAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return head_size % 8 == 0 and 0 < head_size <= MAX_HEAD_SIZE
+        return why_not_head(head_size) is None
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
@@ -76,8 +75,7 @@ class CukernAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        # The benchmarks compare with vLLM on Hopper only.
-        return bool(capability.major == 9)
+        return (capability.major, capability.minor) == CAPABILITY
 
     @classmethod
     def supports_combination(

@@ -26,15 +26,13 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.platforms import current_platform
 
 import cukern
-from cukern.formats.fused_moe import GROUP, FusedMoEQuantConfig
+from cukern.formats.fused_moe import FusedMoEQuantConfig
 from cukern.formats.weights import rows_of_weights
 from cukern.integrations.vllm import install, report, say
+from cukern.integrations.vllm._limits import CAPABILITY, why_not_sizes
 from cukern.runtime import activation as activations
 
 _STANDARD = mk.FusedMoEActivationFormat.Standard
-#: Elements of 16 bits in a vector load. Rows of another multiple take slower kernels.
-_VECTOR = 8
-_MXFP4_GROUP = 32
 
 
 class _Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
@@ -45,10 +43,8 @@ class _Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
     graphs keep in their memory pool.
     """
 
-    what: ClassVar[str]
+    what: ClassVar[str]  # a key of `UNITS`
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
-    #: The hidden and the intermediate size are multiples of this.
-    unit: ClassVar[int]
 
     def __init__(
         self, moe_config: Any, quant_config: Any, max_num_tokens: int | None = None, num_dispatchers: int | None = None
@@ -87,9 +83,8 @@ class _Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
             return f"ep_size is {moe_config.moe_parallel_config.ep_size}, and expert parallelism is not tested"
         if moe_config.in_dtype not in cls.dtypes:
             return f"the dtype is {moe_config.in_dtype}"
-        for name in ("hidden_dim", "intermediate_size_per_partition"):
-            if (size := getattr(moe_config, name)) % cls.unit:
-                return f"{name} is {size}, not a multiple of {cls.unit}"
+        if why := why_not_sizes(cls.what, moe_config.hidden_dim, moe_config.intermediate_size_per_partition):
+            return why
         if moe_config.activation == MoEActivation.SILU and moe_config.swiglu_limit is not None:
             return f"silu has the limit {moe_config.swiglu_limit}"
         return None
@@ -100,8 +95,7 @@ class _Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
 
     @staticmethod
     def _supports_current_device() -> bool:
-        # The benchmarks compare with vLLM on Hopper only.
-        return bool(current_platform.is_device_capability(90))
+        return bool(current_platform.is_device_capability(CAPABILITY))
 
     @staticmethod
     def _supports_no_act_and_mul() -> bool:
@@ -138,7 +132,6 @@ class CukernBf16Experts(_Experts):
     """Experts with weights of 16 bits: w1 [experts, 2 * inter, hidden] and w2 [experts, hidden, inter]."""
 
     what = "16-bit"
-    unit = _VECTOR
 
     def make_quant(self) -> FusedMoEQuantConfig:
         # vLLM's activation of this name takes gates and ups in turn, as in gpt-oss.
@@ -160,7 +153,6 @@ class CukernFp8BlockExperts(_Experts):
     """Experts with FP8 weights, one scale per block of 128 x 128, and FP8 activations, one scale per 128 elements."""
 
     what = "FP8 block"
-    unit = GROUP
 
     def make_quant(self) -> FusedMoEQuantConfig:
         return FusedMoEQuantConfig.make(
@@ -181,7 +173,6 @@ class CukernMxfp4Experts(_Experts):
 
     what = "MXFP4"
     dtypes = (torch.bfloat16,)  # the dtype of the biases
-    unit = _MXFP4_GROUP
 
     def make_quant(self) -> FusedMoEQuantConfig:
         alpha, limit = self.quant_config.gemm1_alpha, self.quant_config.gemm1_clamp_limit
