@@ -113,6 +113,7 @@ class Layer(NamedTuple):
     topk: int = TOPK
     tolerance: float = 0.01  # of the largest result
     on_input: bool = False
+    routed: torch.dtype = torch.float32  # of the router's weights
 
 
 def _bf16_layer(swigluoai: bool = False, on_input: bool = False) -> Layer:
@@ -168,6 +169,7 @@ LAYERS: dict[str, Callable[[], Layer]] = {
     "16-bit": _bf16_layer,
     "16-bit of gpt-oss": lambda: _bf16_layer(swigluoai=True),
     "16-bit, weights on the input": lambda: _bf16_layer(on_input=True),
+    "16-bit, weights in 16 bits": lambda: _bf16_layer()._replace(routed=torch.bfloat16),
     "FP8 block": _fp8_layer,
     "MXFP4": _mxfp4_layer,
 }
@@ -193,6 +195,7 @@ def run_layer(layer: Layer, device: str = "cpu") -> torch.Tensor:
         assert w1.shape == (EXPERTS, 2 * INTER // 8, HIDDEN // 64, 272)
         assert quant.w1_scale.numel() == quant.w2_scale.numel() == 0
     weights, ids = (x.to(device) for x in routing(layer.topk))
+    weights = weights.to(layer.routed)
     kind = own(f"_experts.{layer.name}")
     x = TOKENS_IN.to(device)
     return apply(kind, layer.config, quant, x, w1, w2, weights, ids, on_input=layer.on_input)

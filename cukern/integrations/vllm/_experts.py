@@ -122,8 +122,9 @@ class _Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         if apply_router_weight_on_input:
             # vLLM's `prepare` has multiplied the input by the weights.
             topk_weights = torch.ones_like(topk_weights)
+        # A model's own router may give weights of 16 bits.
         cukern.fused_experts(
-            hidden_states, w1, w2, topk_weights, topk_ids, activation=activation.value, quant=self.quant,
+            hidden_states, w1, w2, topk_weights.float(), topk_ids, activation=activation.value, quant=self.quant,
             expert_map=expert_map, out=output,
         )  # fmt: skip
 
