@@ -44,7 +44,7 @@ CLASSES = {
 #: The functions of vLLM that `register` replaces.
 REPLACED = (
     (f"{MOE}.unquantized_fused_moe_method", "select_unquantized_moe_backend"),
-    (f"{_QUANT}.fp8", "select_fp8_moe_backend"),
+    (f"{MOE}.oracle.fp8", "backend_to_kernel_cls"),
     (f"{_QUANT}.mxfp4", "select_mxfp4_moe_backend"),
     (f"{_QUANT}.mxfp4", "convert_gpt_oss_weight_to_mxfp4_moe_kernel_format"),
     ("vllm.platforms.cuda.CudaPlatformBase", "get_attn_backend_cls"),
@@ -87,6 +87,7 @@ def _give_bodies(made: Modules) -> None:
         return True, None
 
     experts.is_supported_config = staticmethod(is_supported_config)
+    vars(made[f"{MOE}.oracle.fp8"])["backend_to_kernel_cls"] = lambda backend: [f"stock of {backend.name}"]
     vars(made["vllm.utils.torch_utils"])["canonicalize_singleton_dim_strides"] = lambda x: x
 
 
@@ -328,11 +329,11 @@ def test_each_quantization_gets_its_class(vllm: Modules, log: pytest.LogCaptureF
     module = importlib.import_module(f"{engine.__name__}._experts")
     keys = vars(vllm[f"{_QUANT}.utils.quant_utils"])
     assert found(*REPLACED[0])(moe_config()) == (module.UnquantizedMoeBackend.TRITON, module.CukernBf16Experts)
-    chosen = found(*REPLACED[1])(
-        config=moe_config(), weight_key=keys["kFp8Static128BlockSym"], activation_key=keys["kFp8Dynamic128Sym"],
-        allow_vllm_cutlass=False,
-    )  # fmt: skip
-    assert chosen == (module.Fp8MoeBackend.TRITON, module.CukernFp8BlockExperts)
+    backends, kind = module.fp8.Fp8MoeBackend, module.CukernFp8BlockExperts
+    assert found(*REPLACED[1])(backends.TRITON) == [kind, "stock of TRITON"]
+    assert found(*REPLACED[1])(backends.CPU) == ["stock of CPU"]
+    scheme = keys["kFp8Static128BlockSym"], keys["kFp8Dynamic128Sym"]
+    assert kind.is_supported_config(kind, moe_config(), *scheme, kind.activation_format()) == (True, None)
     oai = moe_config(activation=module.MoEActivation.SWIGLUOAI)
     assert found(*REPLACED[2])(oai) == (module.Mxfp4MoeBackend.CPU, module.CukernMxfp4Experts)
     for what in ("16-bit", "FP8 block", "MXFP4"):
@@ -366,16 +367,14 @@ def test_other_experts_stay(
     assert f"cukern experts: leaves 16-bit experts, {sizes} to vLLM: {why}" in logged(log)
 
 
-@pytest.mark.parametrize("name", ["weight_key", "activation_key"])
-def test_another_fp8_scheme_stays(vllm: Modules, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, function = REPLACED[1]
-    monkeypatch.setitem(vars(vllm[module]), function, lambda *args, **kwargs: (args, kwargs))
-    engine.register()
-    keys = vars(vllm[f"{_QUANT}.utils.quant_utils"])
-    given = {"weight_key": keys["kFp8Static128BlockSym"], "activation_key": keys["kFp8Dynamic128Sym"], name: object()}
-    config = moe_config()
-    chosen = found(*REPLACED[1])(config=config, **given, allow_vllm_cutlass=True)
-    assert chosen == ((config, *given.values()), {"allow_vllm_cutlass": True})
+@pytest.mark.parametrize("changed", [0, 1])
+def test_another_fp8_scheme_stays(vllm: Modules, changed: int, log: pytest.LogCaptureFixture) -> None:
+    keys, kind = vars(vllm[f"{_QUANT}.utils.quant_utils"]), own("_experts.CukernFp8BlockExperts")
+    scheme = [keys["kFp8Static128BlockSym"], keys["kFp8Dynamic128Sym"]]
+    scheme[changed] = object()
+    says = "kernel does not support quantization scheme"
+    assert kind.is_supported_config(kind, moe_config(), *scheme, kind.activation_format()) == (False, says)
+    assert f"cukern experts: leaves otherwise quantized experts, 8 of 256 x 128 to vLLM: {says}" in logged(log)
 
 
 def test_another_gpu_stays(vllm: Modules, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:

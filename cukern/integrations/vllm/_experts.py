@@ -1,7 +1,10 @@
 """The seam "experts": the classes that vLLM's modular kernel runs, and the choice of them.
 
-vLLM chooses an experts class per layer by a function that the module of each quantization method imports by name.
-`install_seam` replaces these names. vLLM's own function chooses if no class of this module supports the layer.
+vLLM chooses an experts class per layer. For FP8, vLLM asks each class of a backend whether it supports the layer, so
+`install_seam` adds a class to a backend. For 16-bit weights and MXFP4, `install_seam` replaces the function that
+chooses, in the module that imports it by name. The reasons: with LoRA, vLLM takes the first class of a backend without
+a question; and the backend decides how vLLM converts MXFP4 weights. vLLM's own function chooses if the class of this
+module does not support the layer.
 """
 
 from __future__ import annotations
@@ -13,11 +16,11 @@ import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+from vllm.model_executor.layers.fused_moe.oracle import fp8
 from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
-from vllm.model_executor.layers.quantization import fp8, mxfp4
+from vllm.model_executor.layers.quantization import mxfp4
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8Dynamic128Sym,
     kFp8Static128BlockSym,
@@ -71,7 +74,8 @@ class _Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
                 cls, moe_config, weight_key, activation_key, activation_format
             )
         sizes = f"{moe_config.num_experts} of {moe_config.hidden_dim} x {moe_config.intermediate_size_per_partition}"
-        report("experts", f"{cls.what} experts, {sizes}", why)
+        what = cls.what if cls._supports_quant_scheme(weight_key, activation_key) else "otherwise quantized"
+        report("experts", f"{what} experts, {sizes}", why)
         return why is None, why
 
     @classmethod
@@ -218,15 +222,14 @@ def _choose_bf16(stock: Any) -> Any:
     return choose
 
 
-def _choose_fp8(stock: Any) -> Any:
+def _classes_of_fp8(stock: Any) -> Any:
     @functools.wraps(stock)
-    def choose(config: Any, weight_key: Any, activation_key: Any, *args: Any, **kwargs: Any) -> Any:
-        kind = CukernFp8BlockExperts
-        if kind.is_supported_config(kind, config, weight_key, activation_key, _STANDARD)[0]:
-            return Fp8MoeBackend.TRITON, kind  # vLLM does not convert the weights of this backend
-        return stock(config, weight_key, activation_key, *args, **kwargs)
+    def classes(backend: Any) -> Any:
+        # vLLM takes the first class of a backend that supports the layer, and does not convert the weights of TRITON.
+        own = [CukernFp8BlockExperts] if backend is fp8.Fp8MoeBackend.TRITON else []
+        return [*own, *stock(backend)]
 
-    return choose
+    return classes
 
 
 def _choose_mxfp4(stock: Any) -> Any:
@@ -263,6 +266,6 @@ def _convert_mxfp4(stock: Any) -> Any:
 def install_seam() -> None:
     say(f"cukern {cukern.__version__} experts: offers 16-bit, FP8 block and MXFP4 experts without expert parallelism")
     install(unquantized_fused_moe_method, "select_unquantized_moe_backend", _choose_bf16)
-    install(fp8, "select_fp8_moe_backend", _choose_fp8)
+    install(fp8, "backend_to_kernel_cls", _classes_of_fp8)
     install(mxfp4, "select_mxfp4_moe_backend", _choose_mxfp4)
     install(mxfp4, "convert_gpt_oss_weight_to_mxfp4_moe_kernel_format", _convert_mxfp4)
