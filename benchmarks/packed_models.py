@@ -46,7 +46,7 @@ def _random(name: str, x: torch.Tensor, generator: torch.Generator) -> torch.Ten
         return torch.randint(low, high, x.shape, generator=generator, device=device, dtype=torch.uint8)
     numbers = torch.randn(x.shape, generator=generator, device=device)
     if x.dtype == torch.float8_e4m3fn:
-        return (numbers * 100).to(x.dtype)
+        return (numbers * 100).clamp(-448, 448).to(x.dtype)
     if name.endswith("_scale_inv"):
         return torch.rand(x.shape, generator=generator, device=device) / 2000
     if x.dim() == 1:

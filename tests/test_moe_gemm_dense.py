@@ -30,7 +30,7 @@ def made(m: int, n: int, k: int, scales: str, dtype: str = "bfloat16", seed: int
     """Return an `x` of 16 bits, and FP8 weights with scales. The sums have magnitude 1."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(m, k, generator=generator).to(getattr(torch, dtype))
-    w = (torch.randn(n, k, generator=generator) * 100).to(torch.float8_e4m3fn)
+    w = (torch.randn(n, k, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
     factors = (torch.rand(SCALES[scales](n, k), generator=generator) + 0.5) / (100 * k**0.5)
     return {"x": x, "w": w, "w_scale": factors}
 

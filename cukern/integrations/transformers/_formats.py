@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -102,7 +103,10 @@ def replace_modules(model: Any, quantization: Mapping[str, Any], names: Any, dev
             quantizer._process_model_before_weight_loading(model)
         model.hf_quantizer = quantizer  # for save_pretrained
         model.config.quantization_config = config
-        found: list[Any] = quantizer.update_weight_conversions(get_model_conversion_mapping(model), model)
+        update = quantizer.update_weight_conversions
+        # Releases before 5.21 take the conversions alone.
+        models = [model] if "model" in inspect.signature(update).parameters else []
+        found: list[Any] = update(get_model_conversion_mapping(model), *models)
         return found
     if method == "mxfp4":
         _pack_experts(model, names, device)
@@ -185,4 +189,6 @@ def _with_scales(conversions: list[Any], model: Any) -> Iterator[Any]:
         sources, targets = conversion._original_source_patterns, conversion._original_target_patterns
         if any(re.search(f"{targets[0]}_scale$", name) for name in names):
             scaled = [[f"{x}_scale" for x in patterns] for patterns in (sources, targets)]
-            yield conversion.copy(*scaled, operations=list(conversion.operations))
+            made = WeightConverter(*scaled, operations=list(conversion.operations))
+            made.scope_prefix, made.base_model_prefix = conversion.scope_prefix, conversion.base_model_prefix
+            yield made

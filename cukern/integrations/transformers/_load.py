@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import re
 import warnings
 from collections.abc import Iterator
@@ -101,6 +102,14 @@ def _empty_model(config: Any, dtype: torch.dtype) -> Any:
 # --- what goes where ------------------------------------------------------------------------------------
 
 
+def _with_all_dimensions(entry: Entry, converter: WeightConverter | None, expected: torch.Tensor) -> Entry:
+    """Return an expert's scales with both dimensions. transformers before 5.23 saves them without sizes of 1."""
+    columns, count = expected.shape[-1:].numel(), math.prod(entry.shape)
+    if converter is None or not _SCALE.search(entry.name) or expected.dim() != 3 or len(entry.shape) > 1:
+        return entry
+    return entry if count % columns else entry._replace(shape=(count // columns, columns))
+
+
 def _targets(model: Any, entries: dict[str, Entry], conversions: list[Any], expected: dict[str, Any]) -> list[_Target]:
     """Assign the checkpoint's tensors to the model's. Warn about tensors that the model does not have."""
     renamings = [x for x in conversions if isinstance(x, WeightRenaming)]
@@ -119,7 +128,7 @@ def _targets(model: Any, entries: dict[str, Entry], conversions: list[Any], expe
             continue
         converter = of_pattern[pattern] if pattern is not None else None
         own = targets.setdefault(target, _Target(target, converter))
-        own.sources.append((pattern or name, entries[name]))
+        own.sources.append((pattern or name, _with_all_dimensions(entries[name], converter, expected[target])))
     if unknown:
         warnings.warn(f"{type(model).__name__} has no place for {listed(unknown)} of the checkpoint", stacklevel=3)
     return list(targets.values())
@@ -281,7 +290,9 @@ class _Read:
 
     def add(self, i: int, tensor: torch.Tensor) -> None:
         if self.dtype is None:
-            _check_numbers(self.target.sources[i][1], tensor)
+            entry = self.target.sources[i][1]
+            _check_numbers(entry, tensor)
+            tensor = tensor.reshape(entry.shape)
         self.count += 1
         if self.places is None:
             # The tensors of the CPU share memory with the file.
