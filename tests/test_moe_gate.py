@@ -1082,6 +1082,7 @@ MODELS = {
     (256, 1, "any", False): Model("256 experts by the softmax", 1, 8),
     (128, 1, "any", False): Model("Qwen3 and Llama-4", 1, 8),
     (64, 1, "any", False): Model("OLMoE", 1, 8),
+    (32, 1, "any", False): Model("gpt-oss-20b", 1, 4),
     (8, 1, "any", False): Model("Mixtral", 1, 2),
 }
 

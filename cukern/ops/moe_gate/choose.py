@@ -65,8 +65,9 @@ SPECIALIZED = {
     Config(128, 1, "sigmoid", biased=True): "GLM-4.5-Air",
     Config(512, 1, "any", biased=False): "Qwen3-Next",
     Config(256, 1, "any", biased=False): "256 experts without groups",
-    Config(128, 1, "any", biased=False): "Qwen3-30B-A3B, Qwen3-235B-A22B, Llama-4-Maverick",
+    Config(128, 1, "any", biased=False): "Qwen3-30B-A3B, Qwen3-235B-A22B, Llama-4-Maverick, gpt-oss-120b",
     Config(64, 1, "any", biased=False): "OLMoE",
+    Config(32, 1, "any", biased=False): "gpt-oss-20b",
     Config(8, 1, "any", biased=False): "Mixtral",
 }
 
