@@ -42,7 +42,7 @@ import pytest
 
 from benchmarks.digest import digest
 from benchmarks.report import machine, now
-from tests.gpu_workers import GPUS, SHARED, STEM, SUITES, from_gpu
+from tests.gpu_workers import GPUS, ONE_THREAD, SHARED, STEM, SUITES, from_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests" / "gpu_record.json"
@@ -300,7 +300,7 @@ def run_tests(names: Sequence[str], marked: str = "gpu", workers: int = 0) -> di
         report = Path(folder) / "junit.xml"
         # `worksteal` gives neighbouring tests to one worker, such as the large tests, which run one at a time.
         parallel = ["-n", str(workers), "--dist", "worksteal"] if workers else []
-        environment = {GPUS: ",".join(gpu_names())}
+        environment = {GPUS: ",".join(gpu_names()), **(ONE_THREAD if workers else {})}
         _, output = run([*_pytest(names, marked), *parallel, "--junit-xml", str(report)], **environment)
         print(output.strip(), flush=True)
         if report.exists():
@@ -342,7 +342,7 @@ def _run_tool(stem: str, tool: str, environment: dict[str, str]) -> int | None:
             command += ["--kernel-name", f"kns={name}"]
     command += [*_pytest([stem], "gpu and sanitize"), "-p", "tests.gpu_record"]
     # Disable torch's pool too: a pool hides the bounds of an array.
-    settings = {"CUKERN_COMPILE": "lazy", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    settings = {"CUKERN_COMPILE": "lazy", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", **ONE_THREAD}
     status, output = run(command, **settings, **environment)
     errors = errors_in(output)
     # The status is 0, or the tool's own for errors. Any other status means a failed or missing test, and proves

@@ -12,6 +12,8 @@ STEM = "stem"
 SHARED = "runtime"
 #: The files that test every op. Their tests that are marked with a stem belong to its proof, and the rest to `SHARED`.
 SUITES = ("test_contract.py", "test_dynamic_batch.py", "test_torch_ops.py")
+#: One CPU thread for each test process: OpenMP's and OpenBLAS's own threads would outnumber the cores.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def from_gpu(names: Sequence[str], first: int) -> dict[str, str]:
