@@ -279,22 +279,18 @@ def test_every_form_fits_a_multiprocessor(weights: str, how: str) -> None:
         arguments = found.step.variant.instance.arguments
         form = kernels.Fp4Wgmma(*arguments[3:5], *arguments[6:11], arguments[11] == "true")
         seen.add(form)
-        assert arguments[5] == form.stages(str(arguments[1])) >= max(3, 2 * form.split)
-        assert arguments[5] % form.split == 0 and found.step.block[0] == form.threads <= 1024
-        # A box of TMA has at most 256 elements along a dimension, of weights 8 bytes each.
-        assert form.units * {"mxfp4": 272, "nvfp4": 288}[weights] // 8 <= 256 and form.tokens % form.box == 0
+        assert arguments[5] == form.stages(str(arguments[1])) and found.step.block[0] == form.threads
         assert found.step.shared_bytes == form.shared_bytes(arguments[1])
-        # 228 KiB of a multiprocessor, of which each block's system takes 1.
-        assert form.blocks * (found.step.shared_bytes + 1024) <= 228 * 1024
         assert (arguments[12] == "true") == (how == "gathered")
         if how == "gathered":
             assert form.cluster == 1 and form.tokens <= 128
     assert len(seen) == len(HINTS) - (how == "gathered")
-    # 800 rows of 8 experts are too many for it.
-    form = kernels.FP4_FEW_TILES
-    found = planned(shaped_prepared(1, weights, how=how, experts=1, expected_m=1))
-    assert found is not None and found.step.shared_bytes == form.shared_bytes(weights.upper())
-    assert found.step.block[0] == form.threads and form.shared_bytes(weights.upper()) <= 227 * 1024
+    for form in (*kernels.FP4_FORMS, *kernels.FP4_SPLIT_FORMS):
+        assert form.stages(weights.upper()) >= 3 and form.threads <= 1024
+        # A box of TMA has at most 256 elements along a dimension, of weights 8 bytes each.
+        assert form.units * {"mxfp4": 272, "nvfp4": 288}[weights] // 8 <= 256 and form.tokens % form.box == 0
+        # 228 KiB of a multiprocessor, of which each block's system takes 1.
+        assert form.blocks * (form.shared_bytes(weights.upper()) + 1024) <= 228 * 1024
 
 
 def test_the_maps_of_prepared_weights() -> None:
@@ -311,22 +307,33 @@ def test_the_maps_of_prepared_weights() -> None:
     gated, _ = maps_of(shaped_prepared(8192, activation="silu"))
     assert gated == ("uint64", (112 * 34, 2, 256, 8), (line * 256, line, line * 512), (34, 2, 8, 1), 256, False)
     few, rows = maps_of(shaped_prepared(8, "nvfp4", n=72, k=96))
-    assert few == ("uint64", (72, 9, 8, 1), (576, 576 * 9, 576 * 72), (144, 8, 1, 1), 128, False)
+    assert few == ("uint64", (72, 9, 8, 1), (576, 576 * 9, 576 * 72), (144, 16, 1, 1), 128, False)
     assert rows == ("bfloat16", (96, 8, 1, 1), (192, 192 * 8, 192 * 8), (64, 8, 1, 1), 128, True)
     # Where k is whole units, a box has those of a stage.
     _, rows = maps_of(shaped_prepared(8))
     assert rows == ("bfloat16", (64, 8, 112, 1), (14336, 128, 14336 * 8), (64, 8, 4, 1), 128, True)
 
 
-def test_few_tiles_are_of_fewer_weights() -> None:
-    def form_of(rows: int, experts: int, n: int, k: int) -> kernels.Fp4Wgmma:
-        found = planned(shaped_prepared(rows, n=n, k=k, experts=experts, expected_m=1))
+def test_few_tiles_are_divided_along_k() -> None:
+    def form_of(rows: int, experts: int, n: int, k: int, **changes: Any) -> tuple[int, int, int]:
+        found = planned(shaped_prepared(rows, n=n, k=k, experts=experts, **changes))
         assert found is not None
         arguments = found.step.variant.instance.arguments
-        return kernels.Fp4Wgmma(*arguments[3:5], *arguments[6:11], arguments[11] == "true")
+        assert found.step.grid[0] % (int(arguments[6]) * int(arguments[10])) == 0
+        return int(arguments[3]), int(arguments[4]), int(arguments[10])  # tokens, units, parts
 
-    assert form_of(2, 8, 28672, 4096) == form_of(2, 8, 4096, 14336) == kernels.FP4_FEW_TILES
-    assert form_of(128, 32, 5760, 2880) == kernels.FP4_FORMS[0]
+    dense = {m: form_of(m, 1, 8192, 8192) for m in (1, 8, 16, 17, 33, 65, 97, 129)}
+    assert dense == {
+        1: (8, 4, 2), 8: (8, 4, 2), 16: (16, 4, 2), 17: (32, 4, 2), 33: (64, 4, 2), 65: (96, 1, 2), 97: (128, 1, 2),
+        129: (128, 1, 1),
+    }  # fmt: skip
+    assert form_of(100, 1, 4096, 7168) == (64, 4, 2)
+    assert form_of(64, 1, 28672, 4096) == (64, 1, 1)
+    # A block has at least two stages.
+    assert (form_of(1, 1, 4096, 1024)[2], form_of(1, 1, 4096, 768)[2]) == (2, 1)
+    assert form_of(2, 8, 28672, 4096, expected_m=1) == form_of(2, 8, 4096, 14336, expected_m=1) == (8, 4, 2)
+    assert form_of(128, 32, 5760, 2880, expected_m=1) == (8, 4, 1)
+    assert form_of(8, 8, 4096, 7168, expected_m=1, how="gathered") == (8, 4, 1)
 
 
 def test_other_gpus_and_variants_refuse_them() -> None:
@@ -345,8 +352,8 @@ def test_products_overlap_and_nothing_spills(weights: str, gathers: bool) -> Non
     """The compiler says where it lets each product wait for the one before."""
     if compiler.available():
         pytest.skip("NVRTC cannot be used")
-    for form in (kernels.FP4_FEW_TILES, *kernels.FP4_FORMS):
-        if gathers and form.tokens > 128:
+    for form in (*kernels.FP4_FORMS, *kernels.FP4_SPLIT_FORMS):
+        if gathers and (form.tokens > 128 or form.parts > 1):
             continue
         variant = form._replace(cluster=1 if gathers else form.cluster).variant("bfloat16", weights, 0, gathers)
         path, _ = compiler.cubin(variant.instance, "90a")
@@ -377,7 +384,9 @@ KERNEL_CASES: dict[str, tuple[list[int], int, int, dict[str, Any]]] = {
             ("n of a tile, k of a stage", [9, 70], 128, 256, {}),
             ("a row each", [1] * 130, 72, 288, {}),
             ("a row each, many tiles", [1] * 900, 136, 352, {}),
-            ("k of less stages than warpgroups", [3, 0, 1], 136, 512, {}),
+            ("k between two blocks", [3, 0, 70, 128, 1], 264, 1120, {}),
+            ("k between two blocks, silu", [9, 70], 272, 1024, {"activation": "silu"}),
+            ("k between two blocks, many tiles", [1] * 300, 72, 1088, {}),
             ("some of many experts", [0] * 200 + [2, 0, 1] + [0] * 400 + [9, 70] + [0] * 31 + [1], 40, 64, {}),
             ("no row", [0, 0], 64, 64, {}),
             ("batched, silu", EDGES, 272, 224, {"activation": "silu", "max_tokens": 150}),

@@ -1,5 +1,6 @@
 // Shared memory layout of gemm_fp4_wgmma.
 #pragma once
+#include "common/cluster.cuh"
 #include "moe_gemm/fp4_prepared.cuh"
 #include "moe_gemm/wgmma_layout.cuh"
 
@@ -11,19 +12,17 @@ constexpr int EIGHT_ROWS_BYTES = 8 * ROW_BYTES; // 8 rows of a swizzled tile
 constexpr int MAX_BOX_ELEMENTS = 256;           // TMA's limit of a box dimension
 
 // Shared memory, as byte offsets from a 1024-byte boundary, in this order: tokens and weights of all stages, staging
-// buffers, partial sums (if SPLIT > 1), Shared.
+// buffers, partial sums (if PARTS > 1), Shared.
 //
 // The tokens of a stage are in groups of 8, so that one TMA box can write all elements of 8 tokens: 64 elements along k
 // of the 8 tokens, then the next 64, and so on.
 //
-// STAGES is a multiple of SPLIT, so that a stage always belongs to the same warpgroups. These warpgroups must wait for
-// every phase of the stage, because an mbarrier wait tests only the parity of the phase.
-template <int FORMAT_, int TOKENS_, int UNITS_, int STAGES_, int CLUSTER_, int SIDES_, int SPLIT_, int HALVES_>
+template <int FORMAT_, int TOKENS_, int UNITS_, int STAGES_, int CLUSTER_, int SIDES_, int HALVES_, int PARTS_>
 struct Fp4Layout {
     static constexpr int FORMAT = FORMAT_, TOKENS = TOKENS_, UNITS = UNITS_, STAGES = STAGES_, CLUSTER = CLUSTER_;
-    static constexpr int SIDES = SIDES_, SPLIT = SPLIT_, HALVES = HALVES_;
-    static constexpr int GROUPS = SIDES * SPLIT; // consumer warpgroups
-    static constexpr int COMPUTE_THREADS = GROUPS * WARPGROUP;
+    static constexpr int SIDES = SIDES_, HALVES = HALVES_, PARTS = PARTS_;
+    static constexpr int BLOCKS = CLUSTER * PARTS; // of a cluster
+    static constexpr int COMPUTE_THREADS = SIDES * WARPGROUP;
     static constexpr int THREADS = COMPUTE_THREADS + (TOKENS > 128 ? WARPGROUP : 32);
     static constexpr int ROWS = SIDES * 64;
     static constexpr int UNITS_BYTES = UNITS * UNIT_BYTES<FORMAT>; // 8 rows of weights of a stage
@@ -33,11 +32,10 @@ struct Fp4Layout {
     static constexpr int STAGING = round_of(TOKENS) * ROW_BYTES; // two staging buffers per side
     static constexpr int SUMS = WARPGROUP * TOKENS / 2 * 4;      // of a warpgroup
     static constexpr int WEIGHTS = STAGES * TOKEN_BYTES, STAGED = WEIGHTS + STAGES * WEIGHT_BYTES;
-    static constexpr int EXCHANGE = STAGED + SIDES * 2 * STAGING, SHARED_OFFSET = EXCHANGE + (SPLIT - 1) * SIDES * SUMS;
-    static_assert(WEIGHT_BYTES % 128 == 0 && UNITS_BYTES <= MAX_BOX_ELEMENTS * 8 && STAGES % SPLIT == 0 &&
-                      STAGES > SPLIT,
-                  "");
-    static_assert(TOKENS <= 128 || (UNITS == 1 && SPLIT == 1), "");
+    static constexpr int EXCHANGE = STAGED + SIDES * 2 * STAGING, SHARED_OFFSET = EXCHANGE + (PARTS - 1) * SIDES * SUMS;
+    static_assert(WEIGHT_BYTES % 128 == 0 && UNITS_BYTES <= MAX_BOX_ELEMENTS * 8 && STAGES > 1, "");
+    static_assert(TOKENS <= 128 || (UNITS == 1 && PARTS == 1), "");
+    static_assert(CLUSTER == 1 || PARTS == 1, "");
 
     struct Shared {
         unsigned long long full[STAGES], empty[STAGES];
@@ -48,12 +46,14 @@ struct Fp4Layout {
     static_assert(sizeof(Shared) == 16 * STAGES + FP4_SHARED && SIDES <= 2, "");
 };
 
-// Advance `state` by `stages` stages, at most once around the ring.
-template <int STAGES> __device__ __forceinline__ void skip(PipelineState<STAGES>& state, int stages) {
-    state.stage += stages;
-    if (state.stage >= STAGES) state.stage -= STAGES, ++state.phase;
-}
+// The stages of a tile that this block multiplies: `count` steps along k from step `first` on. Blocks that divide k have
+// neighbouring steps.
+struct Steps {
+    int first, count;
+};
 
-// Return the number of stages of a tile of `steps` steps along k. It is a multiple of SPLIT, so the last stages may
-// carry no data.
-template <int SPLIT> __device__ __forceinline__ int stages_of(int steps) { return (steps + SPLIT - 1) / SPLIT * SPLIT; }
+template <class Layout> __device__ __forceinline__ Steps steps_of(int k) {
+    const int all = (k + Layout::UNITS * DEPTH - 1) / (Layout::UNITS * DEPTH), rank = cluster_rank<Layout::PARTS>();
+    const int first = all * rank / Layout::PARTS;
+    return {first, all * (rank + 1) / Layout::PARTS - first};
+}

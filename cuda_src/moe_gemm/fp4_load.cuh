@@ -64,27 +64,24 @@ __device__ __forceinline__ void load_fp4_tiles(const MappedGemmParams& p, typena
     WgmmaTiles<TOKENS> tiles(p, (p.n + WEIGHTS - 1) / WEIGHTS);
     PipelineState<Layout::STAGES> state;
     PipelineState<TILES_AHEAD> at;
-    const int steps = (p.k + UNITS * DEPTH - 1) / (UNITS * DEPTH), stages = stages_of<Layout::SPLIT>(steps);
+    const Steps steps = steps_of<Layout>(p.k);
     const bool k_aligned = p.k % DEPTH == 0;
     int expert, row, tokens, weight_tile;
-    for (int tile = blockIdx.x / CLUSTER; tiles.find(tile, expert, row, tokens, weight_tile);
-         tile += gridDim.x / CLUSTER, at.advance()) {
+    for (int tile = blockIdx.x / Layout::BLOCKS; tiles.find(tile, expert, row, tokens, weight_tile);
+         tile += gridDim.x / Layout::BLOCKS, at.advance()) {
         if (lane == 0) {
             const int first_weight = weight_tile * WEIGHTS + rank * Layout::ROWS;
             const int boxes = TOKENS <= BOX ? 1 : (tokens + BOX - 1) / BOX;
             publish_tile(shared, at, {row, tokens, is_gated(ACTIVATION) ? first_weight / 2 : first_weight, expert});
-            for (int step = 0; step < stages; ++step, state.advance()) {
+            for (int step = 0; step < steps.count; ++step, state.advance()) {
                 const unsigned full = shared_address(&shared.full[state.stage]);
                 const unsigned tokens_to = ring + state.stage * Layout::TOKEN_BYTES;
                 mbarrier_wait(shared_address(&shared.empty[state.stage]), state.phase + 1);
-                if (Layout::SPLIT > 1 && step >= steps) {
-                    mbarrier_arrive(full);
-                    continue;
-                }
                 mbarrier_arrive_expect_tx(full, Layout::WEIGHT_BYTES + UNITS * boxes * BOX * ROW_BYTES);
-                load_fp4_weights<Layout, ACTIVATION, MEMORY_BOUND>(p, ring, state.stage, step * UNITS, first_weight,
-                                                                   expert, full);
-                load_fp4_tokens<Layout>(p, tokens_to, step * UNITS, row, boxes, rank, k_aligned, full);
+                const int unit = (steps.first + step) * UNITS;
+                load_fp4_weights<Layout, ACTIVATION, MEMORY_BOUND>(p, ring, state.stage, unit, first_weight, expert,
+                                                                   full);
+                load_fp4_tokens<Layout>(p, tokens_to, unit, row, boxes, rank, k_aligned, full);
             }
         }
         __syncwarp();
@@ -98,21 +95,19 @@ __device__ __forceinline__ void load_fp4_tiles(const MappedGemmParams& p, typena
 // has started the copies of the next LAG stages. Two waits would deadlock with a larger LAG:
 // - publish_tile waits until the consumers have read the tile TILES_AHEAD tiles earlier, and a tile may have only one
 //   stage. So LAG is less than TILES_AHEAD.
-// - A warpgroup releases a stage in the middle of its next stage, SPLIT stages later. So LAG is less than
-//   `STAGES - SPLIT`.
+// - A warpgroup releases a stage in the middle of the next stage. So LAG is less than `STAGES - 1`.
 template <class Layout, int ACTIVATION, bool MEMORY_BOUND>
 __device__ __forceinline__ void gather_fp4_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                  unsigned ring) {
     constexpr int TOKENS = Layout::TOKENS, UNITS = Layout::UNITS, STAGES = Layout::STAGES;
-    constexpr int MAX_LAG = STAGES / 2 < TILES_AHEAD ? STAGES / 2 : TILES_AHEAD - 1,
-                  FREE_STAGES = STAGES - Layout::SPLIT - 1;
+    constexpr int MAX_LAG = STAGES / 2 < TILES_AHEAD ? STAGES / 2 : TILES_AHEAD - 1, FREE_STAGES = STAGES - 2;
     constexpr int LAG = MAX_LAG < FREE_STAGES ? MAX_LAG : FREE_STAGES;
     static_assert(LAG > 0, "");
     const int lane = threadIdx.x % 32, chunk = lane % 8;
     WgmmaTiles<TOKENS> tiles(p, (p.n + Layout::ROWS - 1) / Layout::ROWS);
     PipelineState<STAGES> state, full_state;
     PipelineState<TILES_AHEAD> at;
-    const int steps = (p.k + UNITS * DEPTH - 1) / (UNITS * DEPTH), stages = stages_of<Layout::SPLIT>(steps);
+    const int steps = steps_of<Layout>(p.k).count;
     int copied = 0;
     auto arrive_full = [&] {
         fence_proxy_async();
@@ -128,11 +123,9 @@ __device__ __forceinline__ void gather_fp4_tiles(const MappedGemmParams& p, type
         int sources[TOKENS / 4]; // rows of `a` for tokens lane / 8, lane / 8 + 4, ...
 #pragma unroll
         for (int i = 0; i < TOKENS / 4; ++i) sources[i] = source_of(p, row + min(lane / 8 + i * 4, tokens - 1));
-        for (int step = 0; step < stages; ++step, state.advance()) {
+        for (int step = 0; step < steps; ++step, state.advance()) {
             mbarrier_wait(shared_address(&shared.empty[state.stage]), state.phase + 1);
-            const bool has_data = Layout::SPLIT == 1 || step < steps;
-            if (lane == 0 && !has_data) mbarrier_arrive(shared_address(&shared.full[state.stage]));
-            if (lane == 0 && has_data) {
+            if (lane == 0) {
                 const unsigned full = shared_address(&shared.full[state.stage]);
                 mbarrier_arrive_expect_tx(full, Layout::WEIGHT_BYTES);
                 load_fp4_weights<Layout, ACTIVATION, MEMORY_BOUND>(p, ring, state.stage, step * UNITS, first_weight,
@@ -141,7 +134,7 @@ __device__ __forceinline__ void gather_fp4_tiles(const MappedGemmParams& p, type
 #pragma unroll
             for (int i = 0; i < TOKENS / 4; ++i) {
                 const int token = lane / 8 + i * 4;
-                if (i * 4 >= tokens || !has_data) break;
+                if (i * 4 >= tokens) break;
                 const unsigned to = ring + state.stage * Layout::TOKEN_BYTES + token / 8 * (UNITS * EIGHT_ROWS_BYTES) +
                                     token % 8 * ROW_BYTES + ((chunk ^ token % 8) * 16);
 #pragma unroll

@@ -5,18 +5,18 @@
 // warp converts 32 elements along k of its 16 rows to A fragments in registers while the tensor cores multiply the 32
 // elements before them.
 //
-// Grid: CLUSTER * (resident clusters) persistent blocks. A tile is 64 * SIDES rows of weights times up to TOKENS
-// tokens; a side is 64 rows of weights. The blocks of a cluster have neighbouring weights and the same tokens; each
-// block multicasts every CLUSTER-th TMA box of the tokens.
+// Grid: persistent blocks, in clusters of CLUSTER * PARTS. A tile is 64 * SIDES rows of weights times up to TOKENS
+// tokens; a side is 64 rows of weights. CLUSTER > 1: the blocks of a cluster have neighbouring weights and the same
+// tokens; each block multicasts every CLUSTER-th TMA box of the tokens. PARTS > 1: the blocks of a cluster divide a tile
+// along k (split-K), and block 0 adds their sums and writes the result.
 //
 //   the last warp   producer: UNITS * 64 elements along k per stage, in a ring of STAGES stages, by TMA
 //                   (GATHER: tokens by cp.async)
-//   warpgroup w     multiplies side `w % SIDES` of a tile, in every SPLIT-th stage. At the end one warpgroup of each
-//                   side adds the SPLIT partial sums and writes the result.
+//   warpgroup w     multiplies side w of a tile, and writes the result
 //
 // With few tokens a warpgroup is bound by latency, because it loads, converts and multiplies in sequence. So it takes
-// several warpgroups to reach the memory bandwidth. SPLIT > 1 divides a tile along k among them, which shortens the
-// time of the last tiles.
+// several warpgroups to reach the memory bandwidth. PARTS > 1 gives work to all multiprocessors if there are fewer
+// tiles than multiprocessors.
 //
 // Speed of light: for few rows it is the time to read the weights, for many rows the time of 2 * rows * n * k
 // operations at the bfloat16 rate. On an H200 with n = 4096, k = 7168, 256 experts of 8 rows take 985 us in MXFP4 (4.05
@@ -78,14 +78,14 @@ template <int I> struct FragmentSet {
     static constexpr int value = I;
 };
 
-// Compute a warpgroup's partial sums of a tile of at most `width` tokens, over steps `split_index`,
-// `split_index + SPLIT`, ... along k. `at`: ring position of the warpgroup's first step; on return, of its first step
-// in the next tile. `skewed_after`: the step after which the other warpgroup may begin, or -1.
+// Compute a warpgroup's sums of a tile of at most `width` tokens, over `steps` steps along k. `at`: ring position of the
+// first step; on return, of the first step of the next tile. `skewed_after`: the step after which the other warpgroup may
+// begin, or -1.
 template <typename T, class Layout, bool INTERLEAVED_GATES, int REGISTERS>
 __device__ __forceinline__ void sum_fp4_tile(float (&c)[REGISTERS], typename Layout::Shared& shared,
-                                             PipelineState<Layout::STAGES>& at, int steps, int skewed_after,
-                                             int split_index, int width, const Fp4Operands& first_stage) {
-    constexpr int CLUSTER = Layout::CLUSTER, SPLIT = Layout::SPLIT;
+                                             PipelineState<Layout::STAGES>& at, int steps, int skewed_after, int width,
+                                             const Fp4Operands& first_stage) {
+    constexpr int CLUSTER = Layout::CLUSTER;
     constexpr int UNIT_CALLS = 2 / Layout::HALVES, STAGE_CALLS = Layout::UNITS * UNIT_CALLS;
     const int lane = threadIdx.x % 32;
     auto release = [&](int stage) {
@@ -106,86 +106,83 @@ __device__ __forceinline__ void sum_fp4_tile(float (&c)[REGISTERS], typename Lay
 #pragma unroll
         for (int i = 0; i < STAGE_CALLS; ++i) {
             multiply_halves<T, Layout, INTERLEAVED_GATES>(c, fragments[(decltype(set)::value + i) % 2], stage,
-                                                          i / UNIT_CALLS, i % UNIT_CALLS, width,
-                                                          i > 0 || step > split_index);
+                                                          i / UNIT_CALLS, i % UNIT_CALLS, width, i > 0 || step > 0);
             // The MMAs of the previous stage are complete.
-            if (i == 0 && step > split_index) release(previous);
+            if (i == 0 && step > 0) release(previous);
         }
         if (step == skewed_after && lane == 0) mbarrier_arrive(shared_address(&shared.skewed));
         previous = at.stage;
-        if constexpr (SPLIT == 1)
-            at.advance();
-        else
-            skip(at, SPLIT);
+        at.advance();
     };
     // The calls of multiply_halves alternate between fragments[0] and fragments[1], also across stages.
-    int step = split_index;
 #pragma unroll 1
-    for (; step < steps; step += SPLIT) {
+    for (int step = 0; step < steps; ++step) {
         multiply_stage(step, FragmentSet<0>());
         if constexpr (STAGE_CALLS % 2) {
-            step += SPLIT;
-            if (step >= steps) break;
+            if (++step >= steps) break;
             multiply_stage(step, FragmentSet<1>());
         }
     }
     wgmma_wait_group<0>();
-    if (SPLIT == 1 || split_index < steps) release(previous);
-    if (SPLIT > 1 && step < stages_of<SPLIT>(steps)) {
-        mbarrier_wait(shared_address(&shared.full[at.stage]), at.phase);
-        release(at.stage);
-        skip(at, SPLIT);
-    }
+    release(previous);
     wgmma_fence_operand(c);
 }
 
-// The warpgroup with the highest `split_index` adds the partial sums of the SPLIT warpgroups of a side, in a fixed
-// order. The others pass their sums through shared memory (`exchange`). `phase`: number of earlier tiles.
+// Wait like mbarrier_wait, for writes of other blocks of the cluster.
+__device__ __forceinline__ void mbarrier_wait_cluster(unsigned barrier, int phase) {
+    asm volatile("{ .reg .pred complete;\n"
+                 "again:\n"
+                 "  mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 complete, [%0], %1;\n"
+                 "  @!complete bra again; }" ::"r"(barrier),
+                 "r"(phase & 1)
+                 : "memory");
+}
+
+// Block 0 of a cluster adds the partial sums of a side that the PARTS blocks have, in the order of the blocks. The
+// others send their sums by st.async to block 0's shared memory (`exchange`). Returns whether this block has the
+// result. `phase`: number of earlier tiles.
 template <class Layout, int REGISTERS>
-__device__ __forceinline__ void reduce_splits(float (&reduced)[REGISTERS], const float (&c)[REGISTERS],
-                                              typename Layout::Shared& shared, bool has_sums, int split_index, int side,
-                                              unsigned exchange, int phase) {
+__device__ __forceinline__ bool reduce_parts(float (&reduced)[REGISTERS], const float (&c)[REGISTERS],
+                                             typename Layout::Shared& shared, int side, unsigned exchange, int phase) {
     const unsigned full = shared_address(&shared.sums_full[side]), empty = shared_address(&shared.sums_empty[side]);
+    const int rank = cluster_rank<Layout::PARTS>();
     const unsigned mine = exchange + threadIdx.x % WARPGROUP * 16;
-    if (split_index < Layout::SPLIT - 1) {
-        const unsigned to = mine + split_index * Layout::SUMS;
+    if (rank > 0) {
+        const unsigned to = map_shared_rank(mine + (rank - 1) * Layout::SUMS, 0), arrived = map_shared_rank(full, 0);
         mbarrier_wait(empty, phase + 1);
 #pragma unroll
         for (int i = 0; i < REGISTERS; i += 4)
-            store_shared(to + i / 4 * WARPGROUP * 16,
-                         has_sums ? make_uint4(__float_as_uint(c[i]), __float_as_uint(c[i + 1]),
-                                               __float_as_uint(c[i + 2]), __float_as_uint(c[i + 3]))
-                                  : make_uint4(0, 0, 0, 0));
-        mbarrier_arrive(full);
-    } else {
-        mbarrier_wait(full, phase);
-#pragma unroll
-        for (int i = 0; i < REGISTERS; ++i) reduced[i] = has_sums ? c[i] : 0;
-#pragma unroll 1
-        for (int other = 0; other < Layout::SPLIT - 1; ++other) {
-#pragma unroll
-            for (int i = 0; i < REGISTERS; i += 4) {
-                const uint4 sums = load_shared(mine + other * Layout::SUMS + i / 4 * WARPGROUP * 16);
-                reduced[i] += __uint_as_float(sums.x), reduced[i + 1] += __uint_as_float(sums.y);
-                reduced[i + 2] += __uint_as_float(sums.z), reduced[i + 3] += __uint_as_float(sums.w);
-            }
-        }
-        mbarrier_arrive(empty);
+            asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+                         "[%5];" ::"r"(to + i / 4 * WARPGROUP * 16),
+                         "f"(c[i]), "f"(c[i + 1]), "f"(c[i + 2]), "f"(c[i + 3]), "r"(arrived)
+                         : "memory");
+        return false;
     }
+    if (threadIdx.x % WARPGROUP == 0) mbarrier_arrive_expect_tx(full, (Layout::PARTS - 1) * Layout::SUMS);
+#pragma unroll
+    for (int i = 0; i < REGISTERS; ++i) reduced[i] = c[i];
+    mbarrier_wait_cluster(full, phase);
+#pragma unroll 1
+    for (int other = 0; other < Layout::PARTS - 1; ++other) {
+#pragma unroll
+        for (int i = 0; i < REGISTERS; i += 4) {
+            const uint4 sums = load_shared(mine + other * Layout::SUMS + i / 4 * WARPGROUP * 16);
+            reduced[i] += __uint_as_float(sums.x), reduced[i + 1] += __uint_as_float(sums.y);
+            reduced[i + 2] += __uint_as_float(sums.z), reduced[i + 3] += __uint_as_float(sums.w);
+        }
+        mbarrier_arrive_cluster(map_shared_rank(empty, other + 1));
+    }
+    return true;
 }
 
 template <typename T, int ACTIVATION, class Layout>
 __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                   unsigned ring) {
     constexpr int TOKENS = Layout::TOKENS, SKEW = TOKENS > 128; // lag of the second warpgroup in stages
-    constexpr int SIDES = Layout::SIDES, SPLIT = Layout::SPLIT;
     constexpr float EPILOGUE_FACTOR = Fp4Factors<T, Layout::FORMAT, Layout::HALVES>::EPILOGUE_FACTOR;
     // The shuffle tells the compiler that the value is warp-uniform, so that descriptors stay in uniform registers.
-    const int warpgroup = __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
-    const int side = SIDES == 1 ? 0 : SPLIT == 1 ? warpgroup : warpgroup % SIDES, lane = threadIdx.x % 32;
-    // The warpgroups with the highest `split_index` write the results, because they may have fewer steps. The reduction
-    // makes `split_index` warp-uniform.
-    const int split_index = SPLIT == 1 ? 0 : __reduce_max_sync(FULL_WARP, SPLIT - 1 - warpgroup / SIDES);
+    const int side = Layout::SIDES == 1 ? 0 : __shfl_sync(FULL_WARP, int(threadIdx.x / WARPGROUP), 0);
+    const int lane = threadIdx.x % 32;
     const unsigned weights =
         ring + Layout::WEIGHTS + (side * 8 + threadIdx.x % WARPGROUP / 32 * 2) * Layout::UNITS_BYTES;
     Fp4Operands operands{weights + lane * 8, weights + UNIT_ELEMENT_BYTES + lane / 4 * ROW_SCALE_BYTES<Layout::FORMAT>,
@@ -200,12 +197,11 @@ __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typ
     // Without this empty asm, the compiler recomputes the addresses at every stage.
     asm volatile("" : "+r"(operands.weights), "+r"(operands.scales), "+r"(operands.tokens));
     const unsigned staging = ring + Layout::STAGED + side * 2 * Layout::STAGING;
-    const int steps = (p.k + Layout::UNITS * DEPTH - 1) / (Layout::UNITS * DEPTH);
+    const int steps = steps_of<Layout>(p.k).count;
     PipelineState<Layout::STAGES> state;
-    if constexpr (SPLIT > 1) skip(state, split_index);
     PipelineState<TILES_AHEAD> at;
     int round = 0;
-    int skewed_after = SKEW && warpgroup == 0 ? min(SKEW, steps) - 1 : -1;
+    int skewed_after = SKEW && side == 0 ? min(SKEW, steps) - 1 : -1;
     float c[TOKENS / 2];
     for (bool first = true;; first = false) {
         mbarrier_wait(shared_address(&shared.tile_full[at.stage]), at.phase);
@@ -213,21 +209,19 @@ __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typ
         // The reduction tells the compiler that the value is warp-uniform.
         const int tokens = __reduce_max_sync(FULL_WARP, tile.tokens);
         if (tokens == 0) break;
-        if (SKEW && first && warpgroup > 0) mbarrier_wait(shared_address(&shared.skewed), 0);
+        if (SKEW && first && side > 0) mbarrier_wait(shared_address(&shared.skewed), 0);
         const float factor =
             Layout::FORMAT == NVFP4 ? EPILOGUE_FACTOR * p.b_global_scale[tile.expert] : EPILOGUE_FACTOR;
-        sum_fp4_tile<T, Layout, INTERLEAVED_GATES>(c, shared, state, steps, skewed_after, split_index, tokens,
-                                                   operands);
+        sum_fp4_tile<T, Layout, INTERLEAVED_GATES>(c, shared, state, steps, skewed_after, tokens, operands);
         skewed_after = -1;
         // All lanes have read the tile. A __syncwarp would keep warp-uniform values out of uniform registers.
         if (lane == 0) mbarrier_arrive(shared_address(&shared.tile_empty[at.stage]));
         at.advance();
         // Do not modify `c` in place: the compiler would then insert a wait after each MMA.
-        if constexpr (SPLIT > 1) {
+        if constexpr (Layout::PARTS > 1) {
             float reduced[TOKENS / 2];
-            reduce_splits<Layout>(reduced, c, shared, split_index < steps, split_index, side,
-                                  ring + Layout::EXCHANGE + side * (SPLIT - 1) * Layout::SUMS, at.stage - 1);
-            if (split_index == SPLIT - 1)
+            if (reduce_parts<Layout>(reduced, c, shared, side,
+                                     ring + Layout::EXCHANGE + side * (Layout::PARTS - 1) * Layout::SUMS, at.stage - 1))
                 store_tile<T, ACTIVATION, TOKENS>(p, reduced, tile, side, staging, round, factor);
         } else {
             store_tile<T, ACTIVATION, TOKENS>(p, c, tile, side, staging, round, factor);
@@ -235,23 +229,23 @@ __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typ
     }
 }
 
-template <typename, int FORMAT, int, int TOKENS, int UNITS, int STAGES, int CLUSTER, int, int SIDES, int SPLIT,
-          int HALVES, bool, bool>
+template <typename, int FORMAT, int, int TOKENS, int UNITS, int STAGES, int CLUSTER, int, int SIDES, int HALVES,
+          int PARTS, bool, bool>
 constexpr Launch gemm_fp4_wgmma_launch() {
-    using Layout = Fp4Layout<FORMAT, TOKENS, UNITS, STAGES, CLUSTER, SIDES, SPLIT, HALVES>;
+    using Layout = Fp4Layout<FORMAT, TOKENS, UNITS, STAGES, CLUSTER, SIDES, HALVES, PARTS>;
     return {Layout::THREADS, 1024 + Layout::SHARED_OFFSET + int(sizeof(typename Layout::Shared)), Layout::BOX};
 }
 
 // FORMAT: MXFP4 or NVFP4. TOKENS: 8, 16, 32, 64, 96, 128 or 288. HALVES: number of half units along k that are
 // converted at once.
 template <typename T, int FORMAT, int ACTIVATION, int TOKENS, int UNITS, int STAGES, int CLUSTER, int BLOCKS_PER_SM,
-          int SIDES, int SPLIT, int HALVES, bool MEMORY_BOUND, bool GATHER>
-__global__ __launch_bounds__((Fp4Layout<FORMAT, TOKENS, UNITS, STAGES, CLUSTER, SIDES, SPLIT, HALVES>::THREADS),
+          int SIDES, int HALVES, int PARTS, bool MEMORY_BOUND, bool GATHER>
+__global__ __launch_bounds__((Fp4Layout<FORMAT, TOKENS, UNITS, STAGES, CLUSTER, SIDES, HALVES, PARTS>::THREADS),
                              BLOCKS_PER_SM)
-    CLUSTER_OF(CLUSTER) void gemm_fp4_wgmma(const __grid_constant__ MappedGemmParams p) {
+    CLUSTER_OF(CLUSTER* PARTS) void gemm_fp4_wgmma(const __grid_constant__ MappedGemmParams p) {
 #if HAS_WGMMA
-    static_assert(!GATHER || (CLUSTER == 1 && TOKENS <= 128), "");
-    using Layout = Fp4Layout<FORMAT, TOKENS, UNITS, STAGES, CLUSTER, SIDES, SPLIT, HALVES>;
+    static_assert(!GATHER || (CLUSTER * PARTS == 1 && TOKENS <= 128), "");
+    using Layout = Fp4Layout<FORMAT, TOKENS, UNITS, STAGES, CLUSTER, SIDES, HALVES, PARTS>;
     using Shared = typename Layout::Shared;
     constexpr bool MOVES_REGISTERS = TOKENS > 128;
     constexpr int WARPS = WARPGROUP / 32;
@@ -268,16 +262,16 @@ __global__ __launch_bounds__((Fp4Layout<FORMAT, TOKENS, UNITS, STAGES, CLUSTER, 
         }
         for (int i = 0; i < TILES_AHEAD; ++i) {
             mbarrier_init(shared_address(&shared.tile_full[i]), 1);
-            mbarrier_init(shared_address(&shared.tile_empty[i]), Layout::GROUPS * WARPS);
+            mbarrier_init(shared_address(&shared.tile_empty[i]), SIDES * WARPS);
         }
-        for (int i = 0; i < SIDES && SPLIT > 1; ++i) {
-            mbarrier_init(shared_address(&shared.sums_full[i]), (SPLIT - 1) * WARPGROUP);
+        for (int i = 0; i < SIDES && PARTS > 1; ++i) {
+            mbarrier_init(shared_address(&shared.sums_full[i]), 1);
             mbarrier_init(shared_address(&shared.sums_empty[i]), WARPGROUP);
         }
         mbarrier_init(shared_address(&shared.skewed), WARPS);
         fence_mbarrier_init();
     }
-    cluster_sync<CLUSTER>();
+    cluster_sync<Layout::BLOCKS>();
     if (threadIdx.x < Layout::COMPUTE_THREADS) {
         if constexpr (MOVES_REGISTERS) setmaxnreg_inc<224>();
         compute_fp4_tiles<T, ACTIVATION, Layout>(p, shared, ring);
@@ -291,6 +285,6 @@ __global__ __launch_bounds__((Fp4Layout<FORMAT, TOKENS, UNITS, STAGES, CLUSTER, 
         }
     }
     // A block must not exit while other blocks of its cluster write to its shared memory.
-    if constexpr (CLUSTER > 1) cluster_sync<CLUSTER>();
+    if constexpr (Layout::BLOCKS > 1) cluster_sync<Layout::BLOCKS>();
 #endif
 }

@@ -131,11 +131,14 @@ def _mean_for(most: int) -> int:
     return max(rows for rows in range(1, most + 1) if rows + _DEVIATIONS * rows**0.5 <= most)
 
 
-def _form_of(forms: Sequence[Any], x: Product, multiprocessors: int) -> tuple[Any, str]:
-    """Return the tile configuration for the expected rows, and the reason. `forms` ascend by tokens per tile."""
+def _form_of(forms: Sequence[Any], x: Product, multiprocessors: int, is_exact: bool = False) -> tuple[Any, str]:
+    """Return the tile configuration for the expected rows, and the reason.
+
+    `forms` ascend by tokens per tile. `is_exact`: no group has more than the expected rows.
+    """
     most = 0
     for form in forms[:-1]:
-        most = form.tokens if x.is_batched else _mean_for(form.tokens)
+        most = form.tokens if x.is_batched or is_exact else _mean_for(form.tokens)
         if x.expects(most):
             return form, f"tiles of {form.tokens} rows (up to {x.row_limit(most)} an expert)"
     # The largest tiles read the fewest bytes, but are not used if there would be fewer tiles than multiprocessors.
@@ -172,11 +175,11 @@ def why_not_wgmma(x: Product) -> str:
     return ""
 
 
-def resident_blocks(x: Product, form: Any, weights: int) -> int:
-    """Return the grid of a persistent kernel, whose tiles have `weights` rows of weights."""
-    strips = -(-x.n // (form.cluster * weights))
-    blocks = x.tiles(min(form.tokens, _FULL_TILE_TOKENS), strips * form.cluster)
-    return min(blocks, x.a.gpu.multiprocessors * form.blocks // form.cluster * form.cluster)
+def resident_blocks(x: Product, form: Any, weights: int, parts: int = 1) -> int:
+    """Return the grid of a persistent kernel. `weights`: rows of weights of a tile. `parts`: blocks that divide k."""
+    strips, cluster = -(-x.n // (form.cluster * weights)), form.cluster * parts
+    blocks = x.tiles(min(form.tokens, _FULL_TILE_TOKENS), strips * cluster)
+    return min(blocks, x.a.gpu.multiprocessors * form.blocks // cluster * cluster)
 
 
 def wgmma(x: Product) -> None:
@@ -207,8 +210,8 @@ class Fp4Wgmma(NamedTuple):
     cluster: int = 1  # 1 or 2
     blocks: int = 1  # resident, per multiprocessor
     sides: int = 2  # warpgroups along n, 64 rows of weights each: 1 or 2
-    split: int = 1  # warpgroups along k (split-K): 1, 2 or 4
     halves: int = 1  # half units that a warpgroup converts at once: 1 or 2
+    parts: int = 1  # blocks of a cluster along k (split-K): 1 or 2
     is_streamed: bool = False
 
     @property
@@ -219,7 +222,7 @@ class Fp4Wgmma(NamedTuple):
     @property
     def threads(self) -> int:
         warpgroup = _fp4_wgmma.constant("WARPGROUP")
-        return self.sides * self.split * warpgroup + (warpgroup if self.tokens > 128 else 32)
+        return self.sides * warpgroup + (warpgroup if self.tokens > 128 else 32)
 
     @property
     def box(self) -> int:
@@ -231,12 +234,12 @@ class Fp4Wgmma(NamedTuple):
         unit = _fp4_wgmma.constant(f"UNIT_{weights}") * self.weights // UNIT_ROWS
         stage = self.units * (self.tokens * row_bytes + unit) + 16
         staging, sums = self.sides * 2 * staged_rows(self.tokens) * row_bytes, warpgroup * self.tokens * 2
-        return stage, 1024 + staging + (self.split - 1) * self.sides * sums + _fp4_wgmma.constant("FP4_SHARED")
+        return stage, 1024 + staging + (self.parts - 1) * self.sides * sums + _fp4_wgmma.constant("FP4_SHARED")
 
     def stages(self, weights: str) -> int:
         stage, rest = self._sizes(weights)
         block_bytes = (_HOPPER_BYTES + _RESERVED_BYTES) // self.blocks - _RESERVED_BYTES
-        return (block_bytes - rest) // stage // self.split * self.split
+        return (block_bytes - rest) // stage
 
     def shared_bytes(self, weights: str) -> int:
         stage, rest = self._sizes(weights)
@@ -252,7 +255,7 @@ class Fp4Wgmma(NamedTuple):
 
 #: In ascending order of tokens.
 FP4_FORMS = (
-    Fp4Wgmma(8, 4, blocks=3, sides=1, split=2, halves=2, is_streamed=True),
+    Fp4Wgmma(8, 4, blocks=2, halves=2, is_streamed=True),
     Fp4Wgmma(16, 4, blocks=2, halves=2, is_streamed=True),
     Fp4Wgmma(32, 2, blocks=2, halves=2, is_streamed=True),
     Fp4Wgmma(64, 1, cluster=2, blocks=2, is_streamed=True),
@@ -260,12 +263,21 @@ FP4_FORMS = (
     Fp4Wgmma(128, 1, cluster=2, halves=2),
     Fp4Wgmma(288, 1, cluster=2, halves=2),
 )
-#: Replaces FP4_FORMS[0] if there are few tiles. One block is resident per multiprocessor, and its four warpgroups
-#: divide k (split-K).
-FP4_FEW_TILES = Fp4Wgmma(8, 4, sides=1, split=4, halves=2, is_streamed=True)
-#: FP4_FEW_TILES is used up to this many tiles per multiprocessor.
-_FEW_TILES = 12
-_FP4_ALL = FP4_FEW_TILES, *FP4_FORMS
+#: The forms for few tiles: two blocks divide k. On an H200, one matrix of 8192 x 8192 and 1, 16, 32, 64, 96 and 128
+#: rows take 15, 16, 18, 22, 32 and 38 us, and 22, 26, 36, 48, 56 and 57 us with FP4_FORMS.
+FP4_SPLIT_FORMS = (
+    Fp4Wgmma(8, 4, blocks=4, sides=1, halves=2, parts=2, is_streamed=True),
+    Fp4Wgmma(16, 4, blocks=2, halves=2, parts=2, is_streamed=True),
+    Fp4Wgmma(32, 4, halves=2, parts=2, is_streamed=True),
+    Fp4Wgmma(64, 4, halves=2, parts=2, is_streamed=True),
+    Fp4Wgmma(96, 1, halves=2, parts=2),
+    Fp4Wgmma(128, 1, parts=2),
+)
+#: By tokens: a form of FP4_SPLIT_FORMS is used up to this many blocks of work per multiprocessor.
+_SPLIT_BLOCKS = {8: 16, 16: 2, 32: 2, 64: 2, 96: 1, 128: 1}
+#: Two tiles of so many tokens are faster than one larger tile if they need at most one block per multiprocessor.
+_SPLIT_PAIR = 64
+_FP4_ALL = *FP4_SPLIT_FORMS, *FP4_FORMS
 _fp4_ahead = [form.variant("bfloat16", x, 0, False).instance for x in ("MXFP4", "NVFP4") for form in _FP4_ALL]
 #: For gpt-oss: the first GEMM of a layer has interleaved gates and biases, the second has biases.
 _GPT_OSS = (
@@ -283,19 +295,32 @@ def why_not_prepared(variant: str, x: Product) -> str:
     return "" if variant in ("auto", "wgmma") else f"variant {variant!r} takes others"
 
 
+def _split_form(x: Product, tokens: int, multiprocessors: int) -> Fp4Wgmma | None:
+    """Return the form that divides k instead of the form with `tokens`, or None if there are enough tiles."""
+    for form in FP4_SPLIT_FORMS:
+        blocks = form.parts * x.tiles(form.tokens, -(-x.n // form.weights))
+        most = _SPLIT_BLOCKS[form.tokens] if form.tokens == tokens else 1
+        # Each block has at least two stages.
+        is_deep = x.k >= 2 * form.parts * form.units * _fp4_wgmma.constant("UNIT_K")
+        if min(tokens, _SPLIT_PAIR) <= form.tokens <= tokens and is_deep and blocks <= most * multiprocessors:
+            return form
+    return None
+
+
 def fp4_wgmma(x: Product) -> None:
     count, gathers = x.a.gpu.multiprocessors, x.row_token is not None
-    form, why = _form_of(FP4_FORMS, x, count)
-    if form is FP4_FORMS[0] and x.tiles(form.tokens, -(-x.n // form.weights)) <= _FEW_TILES * count:
-        form = FP4_FEW_TILES
-        why += f", one at a time with its k shared out (up to {_FEW_TILES} tiles a multiprocessor)"
+    form, why = _form_of(FP4_FORMS, x, count, is_exact=x.experts == 1)
+    split = None if gathers else _split_form(x, form.tokens, count)
+    if split is not None:
+        form = split
+        why += f", by {form.tokens} with k divided between {form.parts} blocks, since there are few tiles"
     if gathers:
         form = (FP4_FORMS[-2] if form is FP4_FORMS[-1] else form)._replace(cluster=1)
         why += f", of {form.tokens} and without clusters as rows are gathered"
     promotion = 128 if form.is_streamed else 256
     launch(
         form.variant(x.a.dtype, x.weights, x.epilogue, gathers),
-        resident_blocks(x, form, form.weights),
+        resident_blocks(x, form, form.weights, form.parts),
         why=f"{x.why}; {why}",
         **x.fields(_BAND_TILES),
         b_map=_prepared_map(x, form, promotion),
