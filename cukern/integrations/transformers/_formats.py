@@ -188,7 +188,7 @@ def _with_scales(conversions: list[Any], model: Any) -> Iterator[Any]:
             continue
         sources, targets = conversion._original_source_patterns, conversion._original_target_patterns
         if any(re.search(f"{targets[0]}_scale$", name) for name in names):
-            scaled = [[f"{x}_scale" for x in patterns] for patterns in (sources, targets)]
-            made = WeightConverter(*scaled, operations=list(conversion.operations))
+            from_scales, to_scales = ([f"{x}_scale" for x in patterns] for patterns in (sources, targets))
+            made = WeightConverter(from_scales, to_scales, list(conversion.operations))
             made.scope_prefix, made.base_model_prefix = conversion.scope_prefix, conversion.base_model_prefix
             yield made
