@@ -227,7 +227,7 @@ def _check_numbers(entry: Entry, tensor: torch.Tensor) -> None:
 
 
 def _placed(x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return a tensor in the dtype in which the model holds it. None: a scale, which stays in float32 or in E8M0."""
+    """Return a tensor in the dtype of the model. None: a scale, which stays in float32 or in E8M0."""
     if dtype is not None:
         return x.to(dtype)
     x = x.view(_E8M0) if x.dtype == torch.uint8 else x

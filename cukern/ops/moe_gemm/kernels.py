@@ -275,7 +275,7 @@ FP4_SPLIT_FORMS = (
 )
 #: By tokens: a form of FP4_SPLIT_FORMS is used up to this many blocks of work per multiprocessor.
 _SPLIT_BLOCKS = {8: 16, 16: 2, 32: 2, 64: 2, 96: 1, 128: 1}
-#: Two tiles of so many tokens are faster than one larger tile if they need at most one block per multiprocessor.
+#: Two tiles with this many tokens are faster than one larger tile, if they need at most one block per multiprocessor.
 _SPLIT_PAIR = 64
 _FP4_ALL = *FP4_SPLIT_FORMS, *FP4_FORMS
 _fp4_ahead = [form.variant("bfloat16", x, 0, False).instance for x in ("MXFP4", "NVFP4") for form in _FP4_ALL]
