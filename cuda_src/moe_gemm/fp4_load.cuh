@@ -107,7 +107,7 @@ __device__ __forceinline__ void gather_fp4_tiles(const MappedGemmParams& p, type
     WgmmaTiles<TOKENS> tiles(p, (p.n + Layout::ROWS - 1) / Layout::ROWS);
     PipelineState<STAGES> state, full_state;
     PipelineState<TILES_AHEAD> at;
-    const int steps = steps_of<Layout>(p.k).count;
+    const Steps steps = steps_of<Layout>(p.k);
     int copied = 0;
     auto arrive_full = [&] {
         fence_proxy_async();
@@ -116,19 +116,21 @@ __device__ __forceinline__ void gather_fp4_tiles(const MappedGemmParams& p, type
         full_state.advance();
     };
     int expert, row, tokens, weight_tile;
-    for (int tile = blockIdx.x; tiles.find(tile, expert, row, tokens, weight_tile); tile += gridDim.x, at.advance()) {
+    for (int tile = blockIdx.x / Layout::BLOCKS; tiles.find(tile, expert, row, tokens, weight_tile);
+         tile += gridDim.x / Layout::BLOCKS, at.advance()) {
         const int first_weight = weight_tile * Layout::ROWS;
         if (lane == 0)
             publish_tile(shared, at, {row, tokens, is_gated(ACTIVATION) ? first_weight / 2 : first_weight, expert});
         int sources[TOKENS / 4]; // rows of `a` for tokens lane / 8, lane / 8 + 4, ...
 #pragma unroll
         for (int i = 0; i < TOKENS / 4; ++i) sources[i] = source_of(p, row + min(lane / 8 + i * 4, tokens - 1));
-        for (int step = 0; step < steps; ++step, state.advance()) {
+        for (int step = 0; step < steps.count; ++step, state.advance()) {
+            const int first_unit = (steps.first + step) * UNITS;
             mbarrier_wait(shared_address(&shared.empty[state.stage]), state.phase + 1);
             if (lane == 0) {
                 const unsigned full = shared_address(&shared.full[state.stage]);
                 mbarrier_arrive_expect_tx(full, Layout::WEIGHT_BYTES);
-                load_fp4_weights<Layout, ACTIVATION, MEMORY_BOUND>(p, ring, state.stage, step * UNITS, first_weight,
+                load_fp4_weights<Layout, ACTIVATION, MEMORY_BOUND>(p, ring, state.stage, first_unit, first_weight,
                                                                    expert, full);
             }
 #pragma unroll
@@ -139,7 +141,7 @@ __device__ __forceinline__ void gather_fp4_tiles(const MappedGemmParams& p, type
                                     token % 8 * ROW_BYTES + ((chunk ^ token % 8) * 16);
 #pragma unroll
                 for (int unit = 0; unit < UNITS; ++unit) {
-                    const int x = (step * UNITS + unit) * DEPTH + chunk * 8;
+                    const int x = (first_unit + unit) * DEPTH + chunk * 8;
                     copy_part_async<16>(to + unit * EIGHT_ROWS_BYTES,
                                         static_cast<const char*>(p.a) +
                                             ((long long)sources[i] * p.k + min(x, p.k - 8)) * 2,

@@ -244,7 +244,7 @@ __global__ __launch_bounds__((Fp4Layout<FORMAT, TOKENS, UNITS, STAGES, CLUSTER, 
                              BLOCKS_PER_SM)
     CLUSTER_OF(CLUSTER* PARTS) void gemm_fp4_wgmma(const __grid_constant__ MappedGemmParams p) {
 #if HAS_WGMMA
-    static_assert(!GATHER || (CLUSTER * PARTS == 1 && TOKENS <= 128), "");
+    static_assert(!GATHER || (CLUSTER == 1 && TOKENS <= 128), "");
     using Layout = Fp4Layout<FORMAT, TOKENS, UNITS, STAGES, CLUSTER, SIDES, HALVES, PARTS>;
     using Shared = typename Layout::Shared;
     constexpr bool MOVES_REGISTERS = TOKENS > 128;

@@ -310,13 +310,13 @@ def _split_form(x: Product, tokens: int, multiprocessors: int) -> Fp4Wgmma | Non
 def fp4_wgmma(x: Product) -> None:
     count, gathers = x.a.gpu.multiprocessors, x.row_token is not None
     form, why = _form_of(FP4_FORMS, x, count, is_exact=x.experts == 1)
-    split = None if gathers else _split_form(x, form.tokens, count)
+    split = _split_form(x, form.tokens, count)
     if split is not None:
         form = split
         why += f", by {form.tokens} with k divided between {form.parts} blocks, since there are few tiles"
     if gathers:
         form = (FP4_FORMS[-2] if form is FP4_FORMS[-1] else form)._replace(cluster=1)
-        why += f", of {form.tokens} and without clusters as rows are gathered"
+        why += f", of {form.tokens} and without multicast as rows are gathered"
     promotion = 128 if form.is_streamed else 256
     launch(
         form.variant(x.a.dtype, x.weights, x.epilogue, gathers),
