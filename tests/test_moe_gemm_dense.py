@@ -138,6 +138,9 @@ ERRORS = {
     r"w must be of one expert, got 2": {
         "x": BLOCKS["x"], "w": torch.zeros(2, 1, 4, 272, dtype=torch.uint8), "w_scale": None
     },
+    "w must be of FP8 or MXFP4, got prepared NVFP4 weights": {
+        "x": BLOCKS["x"], "w": torch.zeros(1, 1, 4, 288, dtype=torch.uint8), "w_scale": None
+    },
     "w_scale must be None with prepared weights": {
         "x": BLOCKS["x"], "w": torch.zeros(1, 1, 4, 272, dtype=torch.uint8), "w_scale": torch.ones(1)
     },
@@ -226,14 +229,32 @@ def test_the_kernels_of_mxfp4(m: int, a_dtype: str | None) -> None:
         assert_matches("moe_gemm.fp8_out" if a_dtype else "moe_gemm.out", got, want)
 
 
+def test_the_expected_rows_decide_whether_blocks_divide_k() -> None:
+    given = prepared(made_mxfp4(400, 7168, 4096))
+
+    def parts_of(rows: int, expected_m: int | None = None, variant: str = "auto") -> int:
+        offsets = torch.tensor([0, 2**30], dtype=torch.int32)
+        arguments = {**given, "x": given["x"][:rows], "offsets": offsets, "expected_m": expected_m, "variant": variant}
+        trace, _ = plan_of("_quantized_matmul", **arguments, **dict.fromkeys(("x_scale", "bias", "out_dtype", "out")))
+        return int(trace.steps[-1].variant.instance.arguments[10])
+
+    assert [parts_of(64), parts_of(400)] == [2, 1]
+    assert [parts_of(rows, 64, "wgmma") for rows in (1, 64, 129, 400)] == [2] * 4
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("scales", [*SCALES, "mxfp4"])
 def test_a_row_depends_on_the_variant_and_the_expected_rows(scales: str) -> None:
-    given = _on_gpu(made(300, 256, 512, scales))
-    for variant in ["wgmma"] * (arch_of_device(0) == "90a") + ["mma", "stream", "fma"]:
-        want = to_numpy(cukern.quantized_matmul(**given, variant=variant, expected_m=64))
-        for rows in (1, 9, 64):
-            fewer = given | {"x": given["x"][:rows]}
+    """Also where blocks divide k."""
+    given = _on_gpu(made(300, 256, 1152, scales) if scales in SCALES else made_mxfp4(300, 256, 1152))
+    variants = ["mma", "stream", "fma"] if scales in SCALES else ["mma", "fma"]
+    if arch_of_device(0) == "90a":
+        variants.append("wgmma")
+    for variant in variants:
+        own = prepared(given) if (scales, variant) == ("mxfp4", "wgmma") else given
+        want = to_numpy(cukern.quantized_matmul(**own, variant=variant, expected_m=64))
+        for rows in (1, 9, 64, 200):
+            fewer = own | {"x": own["x"][:rows]}
             got = cukern.quantized_matmul(**fewer, variant=variant, expected_m=64)
             same_bits(to_numpy(got), want[:rows])
 

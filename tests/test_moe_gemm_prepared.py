@@ -439,11 +439,18 @@ def test_sums_of_any_numbers_are_the_same_at_every_run(weights: str, dtype: str,
 
 @pytest.mark.gpu
 @pytest.mark.sanitize
-@pytest.mark.parametrize("shape", [{}, {"tokens": 5}, {"max_tokens": 40}, {"activation": "silu"}], ids=str)
+@pytest.mark.parametrize(
+    ("k", "shape"),
+    [(160, {}), (160, {"tokens": 5}), (160, {"max_tokens": 40}), (160, {"activation": "silu"}), (1024, {})],
+    ids=str,
+)
 @pytest.mark.parametrize("weights", FORMATS)
-def test_each_form_stays_inside_its_arrays(weights: str, shape: dict[str, Any], rng: np.random.Generator) -> None:
+def test_each_form_stays_inside_its_arrays(
+    weights: str, k: int, shape: dict[str, Any], rng: np.random.Generator
+) -> None:  # fmt: skip
+    """Two blocks divide a k of 1024."""
     only_hopper()
-    x = prepared(made(rng, [19, 0, 33], 80, 160, weights, whole=True, spare=0, **shape))
+    x = prepared(made(rng, [19, 0, 33], 80, k, weights, whole=True, spare=0, **shape))
     for hint in HINTS:
         compare(x.replaced(expected_m=hint))
 

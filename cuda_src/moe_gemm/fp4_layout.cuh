@@ -1,12 +1,12 @@
 // Shared memory layout of gemm_fp4_wgmma.
 #pragma once
-#include "common/cluster.cuh"
 #include "moe_gemm/fp4_prepared.cuh"
+#include "moe_gemm/parts.cuh"
 #include "moe_gemm/wgmma_layout.cuh"
 
 static_assert(DEPTH == UNIT_K, "");
 
-constexpr int TILES_AHEAD = 8;                  // capacity of the ring of tile descriptions
+constexpr int TILES_AHEAD = 8;                  // capacity of the ring of tile descriptions; even (add_parts)
 constexpr int FP4_SHARED = 304;                 // bytes of Fp4Layout::Shared without the barriers of the stages
 constexpr int EIGHT_ROWS_BYTES = 8 * ROW_BYTES; // 8 rows of a swizzled tile
 constexpr int MAX_BOX_ELEMENTS = 256;           // TMA's limit of a box dimension
@@ -30,9 +30,9 @@ struct Fp4Layout {
     static constexpr int TOKEN_BYTES = UNITS * TOKENS * ROW_BYTES;
     static constexpr int BOX = UNITS == 1 ? box_of(TOKENS) : 8;  // tokens of a TMA box
     static constexpr int STAGING = round_of(TOKENS) * ROW_BYTES; // two staging buffers per side
-    static constexpr int SUMS = WARPGROUP * TOKENS / 2 * 4;      // of a warpgroup
+    static constexpr int SUMS = PARTS_BYTES<PARTS, TOKENS / 2>;  // of a side
     static constexpr int WEIGHTS = STAGES * TOKEN_BYTES, STAGED = WEIGHTS + STAGES * WEIGHT_BYTES;
-    static constexpr int EXCHANGE = STAGED + SIDES * 2 * STAGING, SHARED_OFFSET = EXCHANGE + (PARTS - 1) * SIDES * SUMS;
+    static constexpr int EXCHANGE = STAGED + SIDES * 2 * STAGING, SHARED_OFFSET = EXCHANGE + SIDES * SUMS;
     static_assert(WEIGHT_BYTES % 128 == 0 && UNITS_BYTES <= MAX_BOX_ELEMENTS * 8 && STAGES > 1, "");
     static_assert(TOKENS <= 128 || (UNITS == 1 && PARTS == 1), "");
     static_assert(CLUSTER == 1 || PARTS == 1, "");
@@ -40,14 +40,15 @@ struct Fp4Layout {
     struct Shared {
         unsigned long long full[STAGES], empty[STAGES];
         unsigned long long tile_full[TILES_AHEAD], tile_empty[TILES_AHEAD];
-        unsigned long long sums_full[2], sums_empty[2], skewed; // sums_full, sums_empty: one per side
+        PartBarriers parts[2]; // of each side
+        unsigned long long skewed;
         WgmmaTile tiles[TILES_AHEAD];
     };
     static_assert(sizeof(Shared) == 16 * STAGES + FP4_SHARED && SIDES <= 2, "");
 };
 
-// The stages of a tile that this block multiplies: `count` steps along k from step `first` on. Blocks that divide k have
-// neighbouring steps.
+// The steps along k of a tile that this block multiplies, a stage for each: `count` steps from step `first` on. The blocks
+// that divide k have contiguous ranges, in the order of the blocks. The host ensures that `count` is not 0.
 struct Steps {
     int first, count;
 };

@@ -128,53 +128,6 @@ __device__ __forceinline__ void sum_fp4_tile(float (&c)[REGISTERS], typename Lay
     wgmma_fence_operand(c);
 }
 
-// Wait like mbarrier_wait, for writes of other blocks of the cluster.
-__device__ __forceinline__ void mbarrier_wait_cluster(unsigned barrier, int phase) {
-    asm volatile("{ .reg .pred complete;\n"
-                 "again:\n"
-                 "  mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 complete, [%0], %1;\n"
-                 "  @!complete bra again; }" ::"r"(barrier),
-                 "r"(phase & 1)
-                 : "memory");
-}
-
-// Block 0 of a cluster adds the partial sums of a side that the PARTS blocks have, in the order of the blocks. The
-// others send their sums by st.async to block 0's shared memory (`exchange`). Returns whether this block has the
-// result. `phase`: number of earlier tiles.
-template <class Layout, int REGISTERS>
-__device__ __forceinline__ bool reduce_parts(float (&reduced)[REGISTERS], const float (&c)[REGISTERS],
-                                             typename Layout::Shared& shared, int side, unsigned exchange, int phase) {
-    const unsigned full = shared_address(&shared.sums_full[side]), empty = shared_address(&shared.sums_empty[side]);
-    const int rank = cluster_rank<Layout::PARTS>();
-    const unsigned mine = exchange + threadIdx.x % WARPGROUP * 16;
-    if (rank > 0) {
-        const unsigned to = map_shared_rank(mine + (rank - 1) * Layout::SUMS, 0), arrived = map_shared_rank(full, 0);
-        mbarrier_wait(empty, phase + 1);
-#pragma unroll
-        for (int i = 0; i < REGISTERS; i += 4)
-            asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
-                         "[%5];" ::"r"(to + i / 4 * WARPGROUP * 16),
-                         "f"(c[i]), "f"(c[i + 1]), "f"(c[i + 2]), "f"(c[i + 3]), "r"(arrived)
-                         : "memory");
-        return false;
-    }
-    if (threadIdx.x % WARPGROUP == 0) mbarrier_arrive_expect_tx(full, (Layout::PARTS - 1) * Layout::SUMS);
-#pragma unroll
-    for (int i = 0; i < REGISTERS; ++i) reduced[i] = c[i];
-    mbarrier_wait_cluster(full, phase);
-#pragma unroll 1
-    for (int other = 0; other < Layout::PARTS - 1; ++other) {
-#pragma unroll
-        for (int i = 0; i < REGISTERS; i += 4) {
-            const uint4 sums = load_shared(mine + other * Layout::SUMS + i / 4 * WARPGROUP * 16);
-            reduced[i] += __uint_as_float(sums.x), reduced[i + 1] += __uint_as_float(sums.y);
-            reduced[i + 2] += __uint_as_float(sums.z), reduced[i + 3] += __uint_as_float(sums.w);
-        }
-        mbarrier_arrive_cluster(map_shared_rank(empty, other + 1));
-    }
-    return true;
-}
-
 template <typename T, int ACTIVATION, class Layout>
 __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typename Layout::Shared& shared,
                                                   unsigned ring) {
@@ -220,8 +173,8 @@ __device__ __forceinline__ void compute_fp4_tiles(const MappedGemmParams& p, typ
         // Do not modify `c` in place: the compiler would then insert a wait after each MMA.
         if constexpr (Layout::PARTS > 1) {
             float reduced[TOKENS / 2];
-            if (reduce_parts<Layout>(reduced, c, shared, side,
-                                     ring + Layout::EXCHANGE + side * (Layout::PARTS - 1) * Layout::SUMS, at.stage - 1))
+            if (add_parts<Layout::PARTS>(reduced, c, shared.parts[side], ring + Layout::EXCHANGE + side * Layout::SUMS,
+                                         at.stage - 1))
                 store_tile<T, ACTIVATION, TOKENS>(p, reduced, tile, side, staging, round, factor);
         } else {
             store_tile<T, ACTIVATION, TOKENS>(p, c, tile, side, staging, round, factor);
@@ -264,10 +217,7 @@ __global__ __launch_bounds__((Fp4Layout<FORMAT, TOKENS, UNITS, STAGES, CLUSTER, 
             mbarrier_init(shared_address(&shared.tile_full[i]), 1);
             mbarrier_init(shared_address(&shared.tile_empty[i]), SIDES * WARPS);
         }
-        for (int i = 0; i < SIDES && PARTS > 1; ++i) {
-            mbarrier_init(shared_address(&shared.sums_full[i]), 1);
-            mbarrier_init(shared_address(&shared.sums_empty[i]), WARPGROUP);
-        }
+        for (int i = 0; i < SIDES && PARTS > 1; ++i) shared.parts[i].init();
         mbarrier_init(shared_address(&shared.skewed), WARPS);
         fence_mbarrier_init();
     }

@@ -18,7 +18,7 @@ __all__ = ["SEAMS", "TESTED", "VARIABLE", "chosen_seams", "register"]
 
 #: The places of vLLM that take cukern's classes, in the order of their installation.
 SEAMS = ("experts", "attention")
-#: The releases of vLLM whose base classes the contract tests know (tests/vllm_signatures.json).
+#: The releases of vLLM that run with cukern.
 TESTED = ("0.26",)
 VARIABLE = "CUKERN_VLLM"
 #: The attribute of an installed function that holds vLLM's own function.

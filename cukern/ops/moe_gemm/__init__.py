@@ -230,7 +230,7 @@ def _multiply(
     epilogue = kernels.epilogue(number, is_gated=gated, interleaved=interleaved, **flags)
     x = Product(
         a, b, out, offsets, *scales, row_token, *sizes, *formats, epilogue, gated, expected_m, is_prepared(b),
-        interleaved, bias, alpha, limit,
+        interleaved, bias, alpha, limit, variant != "auto" and expected_m is not None,
     )  # fmt: skip
     launch, why = _kernel(variant, x) if out_scale is None else _quantizing(x, out_scale, out_dtype or "bfloat16")
     launch(x._replace(why=why))
@@ -487,15 +487,15 @@ def quantized_matmul(
 
     Args:
         x: [rows, k], contiguous: bfloat16, float16, or FP8 (e4m3; uint8 in CuPy).
-        w: contiguous weights. FP8: [n, k] float8_e4m3fn or uint8. MXFP4: uint8 [1, n / 8, ceil(k / 64), 272] from
-            `cukern.prepare_weights` (on Hopper), or uint8 [n, k / 2], two e2m1 elements per byte, the first in the low
-            4 bits. MXFP4 for FP8 rows (on Hopper): uint8 [1, n / 8, ceil(k / 128), 544], from `prepare_weights` with
-            a_dtype="float8_e4m3fn"; a 16-bit `x` is then quantized in groups of 128.
+        w: contiguous weights. FP8: [n, k] float8_e4m3fn or uint8. MXFP4 for a 16-bit `x`: uint8 [1, n / 8, ceil(k /
+            64), 272] from `cukern.prepare_weights` (on Hopper), or uint8 [n, k / 2], two e2m1 elements per byte, the
+            first in the low 4 bits. MXFP4 for FP8 rows (on Hopper): uint8 [1, n / 8, ceil(k / 128), 544], from
+            `prepare_weights` with a_dtype="float8_e4m3fn"; a 16-bit `x` is then quantized in groups of 128.
         w_scale: the factors of the weights. FP8: float32 [ceil(n / 128), ceil(k / 128)] (blocks of 128 x 128), [] or
             [1] (one for the matrix), or [n] or [n, 1] (one for each row of `w`). MXFP4 [n, k / 2]: E8M0 bytes [n, k /
             32]. None with prepared weights, which contain their scales.
-        x_scale: the factors of an FP8 `x`, float32: [rows, ceil(k / 128)] with scales by blocks and with prepared
-            weights, otherwise [rows], [rows, 1] or [1]. With a 16-bit `x` and FP8 weights without blocks, a static
+        x_scale: the factors of an FP8 `x`, float32: [rows, ceil(k / 128)] with scales by blocks and with MXFP4 for FP8
+            rows, otherwise [rows], [rows, 1] or [1]. With a 16-bit `x` and FP8 weights without blocks, a static
             scale, float32 [] or [1], that quantizes `x`.
         bias: float32 or of the result's dtype, [n], added to the sums in float32.
         out_dtype: with an FP8 `x`, "bfloat16" (the default) or "float16"; otherwise the dtype of `x`.

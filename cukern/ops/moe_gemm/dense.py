@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cukern.formats.quantized import BLOCK, MXFP4_GROUP, SMALLEST, SMALLEST_FP8
-from cukern.formats.weights import is_folded, is_prepared, rows_of_weights
+from cukern.formats.quantized import BLOCK, MXFP4_GROUP, NVFP4_GROUP, SMALLEST, SMALLEST_FP8
+from cukern.formats.weights import UNIT_BYTES, is_folded, is_prepared, rows_of_weights
 from cukern.ops.moe_gemm.checks import E8M0_DTYPES, FP8_DTYPES, HALF_DTYPES
 from cukern.ops.quantization import choose as quantization
 from cukern.runtime import check
@@ -33,6 +33,8 @@ def _weights(x: Array, w: Any, w_scale: Any) -> tuple[Array, Array | None, str]:
         check.dtype("w", w.dtype, ("uint8",))
         if w.shape[0] != 1:
             check.fail("w", "of one expert", w.shape[0])
+        if w.shape[3] == UNIT_BYTES[NVFP4_GROUP]:
+            check.fail("w", "of FP8 or MXFP4", "prepared NVFP4 weights")
         if w_scale is not None:
             check.fail("w_scale", "None with prepared weights, which hold their scales", "an array")
         return w, None, "block" if is_folded(w) else ""

@@ -179,7 +179,7 @@ def resident_blocks(x: Product, form: Any, weights: int, parts: int = 1) -> int:
     """Return the grid of a persistent kernel. `weights`: rows of weights of a tile. `parts`: blocks that divide k."""
     strips, cluster = -(-x.n // (form.cluster * weights)), form.cluster * parts
     blocks = x.tiles(min(form.tokens, _FULL_TILE_TOKENS), strips * cluster)
-    return min(blocks, x.a.gpu.multiprocessors * form.blocks // cluster * cluster)
+    return min(blocks, max(x.a.gpu.multiprocessors * form.blocks // cluster, 1) * cluster)
 
 
 def wgmma(x: Product) -> None:
@@ -273,9 +273,10 @@ FP4_SPLIT_FORMS = (
     Fp4Wgmma(96, 1, halves=2, parts=2),
     Fp4Wgmma(128, 1, parts=2),
 )
-#: By tokens: a form of FP4_SPLIT_FORMS is used up to this many blocks of work per multiprocessor.
+#: By tokens: a form of FP4_SPLIT_FORMS is used if its tiles need at most this many thread blocks per multiprocessor,
+#: with two for each tile.
 _SPLIT_BLOCKS = {8: 16, 16: 2, 32: 2, 64: 2, 96: 1, 128: 1}
-#: Two tiles with this many tokens are faster than one larger tile, if they need at most one block per multiprocessor.
+#: Tiles of this many tokens also replace larger tiles, if they need at most one block per multiprocessor.
 _SPLIT_PAIR = 64
 _FP4_ALL = *FP4_SPLIT_FORMS, *FP4_FORMS
 _fp4_ahead = [form.variant("bfloat16", x, 0, False).instance for x in ("MXFP4", "NVFP4") for form in _FP4_ALL]
@@ -298,9 +299,9 @@ def why_not_prepared(variant: str, x: Product) -> str:
 def _split_form(x: Product, tokens: int, multiprocessors: int) -> Fp4Wgmma | None:
     """Return the form that divides k instead of the form with `tokens`, or None if there are enough tiles."""
     for form in FP4_SPLIT_FORMS:
-        blocks = form.parts * x.tiles(form.tokens, -(-x.n // form.weights))
+        blocks = form.parts * x.tiles_to_divide(form.tokens, -(-x.n // form.weights))
         most = _SPLIT_BLOCKS[form.tokens] if form.tokens == tokens else 1
-        # Each block has at least two stages.
+        # Each block has at least two stages. The kernel requires at least one.
         is_deep = x.k >= 2 * form.parts * form.units * _fp4_wgmma.constant("UNIT_K")
         if min(tokens, _SPLIT_PAIR) <= form.tokens <= tokens and is_deep and blocks <= most * multiprocessors:
             return form
@@ -313,7 +314,7 @@ def fp4_wgmma(x: Product) -> None:
     split = _split_form(x, form.tokens, count)
     if split is not None:
         form = split
-        why += f", by {form.tokens} with k divided between {form.parts} blocks, since there are few tiles"
+        why += f"; instead, tiles of {form.tokens} rows with k divided between {form.parts} blocks, as there are few"
     if gathers:
         form = (FP4_FORMS[-2] if form is FP4_FORMS[-1] else form)._replace(cluster=1)
         why += f", of {form.tokens} and without multicast as rows are gathered"

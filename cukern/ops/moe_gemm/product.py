@@ -41,6 +41,7 @@ class Product(NamedTuple):
     bias: Array | None
     alpha: float
     limit: float
+    is_fixed: bool  # the caller names the variant and expected_m, so the bits of a row must not depend on `rows`
     why: str = ""  # for `cukern.explain`
 
     @property
@@ -98,6 +99,12 @@ class Product(NamedTuple):
         if self.is_batched:
             return self.experts * -(-self.rows // tokens) * strips
         return (self.rows + min(self.experts, self.rows) * (tokens - 1)) // tokens * strips
+
+    def tiles_to_divide(self, tokens: int, strips: int) -> int:
+        """Return the tiles that kernels compare with the multiprocessors, to divide k if there are few."""
+        if not self.is_fixed:
+            return self.tiles(tokens, strips)
+        return self.experts * -(-(self.expected_m or 1) // tokens) * strips
 
     def row_limit(self, rows: int) -> int:
         """Return the limit with which `expects` compares the expected rows per group.
