@@ -120,7 +120,7 @@ def test_out_and_the_dtypes_of_results() -> None:
     assert cukern.quantized_matmul(given["x"][:0], *rest).shape == (0, 16)
 
 
-BLOCKS = made(3, 200, 256, "block")
+BLOCKS, ONE_SCALE = made(3, 200, 256, "block"), made(3, 8, 256, "one")
 ERRORS = {
     "x must be of k that is a multiple of 128, or in FP8, got 200": made(3, 8, 200, "block"),
     "x must be bfloat16 or float16 or float8_e4m3fn or uint8, got float32": BLOCKS | {"x": torch.zeros(3, 256)},
@@ -138,6 +138,7 @@ ERRORS = {
     r"w must be of one expert, got 2": {
         "x": BLOCKS["x"], "w": torch.zeros(2, 1, 4, 272, dtype=torch.uint8), "w_scale": None
     },
+    "w must be of at least one row, got none": ONE_SCALE | {"w": ONE_SCALE["w"][:0]},
     "w must be of FP8 or MXFP4, got prepared NVFP4 weights": {
         "x": BLOCKS["x"], "w": torch.zeros(1, 1, 4, 288, dtype=torch.uint8), "w_scale": None
     },

@@ -94,6 +94,8 @@ def operands(x: Any, w: Any, w_scale: Any, x_scale: Any, bias: Any) -> Operands:
     b, b_scale, kind = _weights(x, w, w_scale)
     rows, k = x.shape
     n = rows_of_weights(b)
+    if not n:
+        check.fail("w", "of at least one row", "none")
     if bias is not None:
         expect_contiguous("bias", expect_place("bias", bias, x, "x"))
         check.shape("bias", bias.shape, (n,), "[n]")
