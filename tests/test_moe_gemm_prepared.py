@@ -328,6 +328,9 @@ def test_few_tiles_are_divided_along_k() -> None:
         129: (128, 1, 1),
     }  # fmt: skip
     assert form_of(100, 1, 4096, 7168) == (64, 4, 2)
+    # The cases of `test_every_form_of_the_kernel` with these forms.
+    assert form_of(170, 2, 2816, 320, expected_m=60) == (96, 1, 2)
+    assert form_of(100, 1, 8192, 320, expected_m=100) == (128, 1, 2)
     assert form_of(64, 1, 28672, 4096) == (64, 1, 1)
     # A block has at least two stages.
     assert (form_of(1, 1, 4096, 1024)[2], form_of(1, 1, 4096, 768)[2]) == (2, 1)
@@ -386,6 +389,8 @@ KERNEL_CASES: dict[str, tuple[list[int], int, int, dict[str, Any]]] = {
             ("a row each, many tiles", [1] * 900, 136, 352, {}),
             ("k between two blocks", [3, 0, 70, 128, 1], 264, 1120, {}),
             ("k between two blocks, silu", [9, 70], 272, 1024, {"activation": "silu"}),
+            ("k between two blocks, 96 tokens", [90, 80], 2816, 320, {}),
+            ("k between two blocks, 128 tokens", [100], 8192, 320, {}),
             ("k between two blocks, gathered", [9, 0, 70, 1], 272, 1120, {"activation": "silu", "tokens": 50}),
             ("k between two blocks, many tiles", [1] * 300, 72, 1088, {}),
             ("some of many experts", [0] * 200 + [2, 0, 1] + [0] * 400 + [9, 70] + [0] * 31 + [1], 40, 64, {}),

@@ -16,7 +16,6 @@ constexpr int MAX_BOX_ELEMENTS = 256;           // TMA's limit of a box dimensio
 //
 // The tokens of a stage are in groups of 8, so that one TMA box can write all elements of 8 tokens: 64 elements along k
 // of the 8 tokens, then the next 64, and so on.
-//
 template <int FORMAT_, int TOKENS_, int UNITS_, int STAGES_, int CLUSTER_, int SIDES_, int HALVES_, int PARTS_>
 struct Fp4Layout {
     static constexpr int FORMAT = FORMAT_, TOKENS = TOKENS_, UNITS = UNITS_, STAGES = STAGES_, CLUSTER = CLUSTER_;
